@@ -1,0 +1,134 @@
+"""The contract of a blob store: bytes named by their sha256, written once, verified whenever they are read whole.
+
+Theory of operation. A blob has no name but its hash, so writing it twice is harmless and nothing is ever overwritten
+with something else. `begin` gives a writer that streams; `commit` is the moment of truth: when it returns, the blob
+survives a power cut, and before that nobody can see any part of it. Who refers to a blob is not known here: references
+stand in the job's transaction, and whoever collects garbage re-checks them inside the delete.
+
+Nothing here assumes a local path. All verbs block on I/O: an event loop calls them in a thread. A store may be used by
+many threads at once; one writer or reader belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from tasuki.core.job import BlobRef
+from tasuki.errors import InvalidInput
+
+__all__ = ["CHUNK_BYTES", "BlobReader", "BlobRef", "BlobStore", "BlobWriter", "check_sha256"]
+
+CHUNK_BYTES = 256 * 1024  # what a reader yields at once: four default pipes full, and small beside any memory limit
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def check_sha256(sha256: str) -> str:
+    """Return it if it is 64 lower-case hex digits, else raise InvalidInput: it becomes part of paths and keys."""
+    if _SHA256.fullmatch(sha256) is None:
+        raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
+    return sha256
+
+
+class BlobWriter(Protocol):
+    """One blob on its way in. Leaving the `with` block without `commit` aborts it."""
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+        """Add bytes and return how many (all of them).
+
+        TooLarge before the store's limit would be passed, Corrupt once there are more bytes than announced, DiskFull.
+        Whatever it raises, the writer is then aborted and nothing of it remains.
+        """
+        ...
+
+    def commit(self) -> BlobRef:
+        """Make the blob durable and visible, in one step, and return its reference.
+
+        Corrupt (naming both values) if sha256 or size are not the announced ones; DiskFull. Whatever it raises, the
+        writer is then aborted.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Drop what was written. Harmless after `commit` or another `abort`."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class BlobReader(Protocol):
+    """One blob on its way out: iterate it once, in chunks of at most CHUNK_BYTES."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole blob, whatever the offset."""
+        ...
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the chunks. A read from offset 0 raises Corrupt instead of yielding the last chunk if the hash of the
+        whole is wrong, so that whoever got all the bytes got the right ones. A read from an offset cannot be verified.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the reader holds. Harmless when repeated."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class BlobStore(Protocol):
+    """What every place that keeps blobs can do. A sha256 that is not 64 lower-case hex digits is InvalidInput."""
+
+    def begin(self, sha256: str | None = None, size_bytes: int | None = None) -> BlobWriter:
+        """Start writing a blob; what is announced here is verified by `commit`.
+
+        TooLarge if the announced size passes the store's limit, DiskFull if there is no room for it.
+        """
+        ...
+
+    def open(self, blob: BlobRef | str, offset: int = 0) -> BlobReader:
+        """Start reading at `offset` (at most the size, else InvalidInput).
+
+        NotFound; Corrupt if a reference is given and the stored size is another.
+        """
+        ...
+
+    def size(self, sha256: str) -> int:
+        """Size in bytes, or NotFound."""
+        ...
+
+    def has(self, sha256: str) -> bool:
+        """Whether the blob is there. It says nothing about its contents."""
+        ...
+
+    def delete(self, sha256: str) -> bool:
+        """Remove the blob; True if it was there. Who has it open may read on. After a power cut it may be back."""
+        ...
+
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """`begin`, `write`, `commit` for bytes that are small enough to stand in memory."""
+        ...
+
+    def read_bytes(self, sha256: str, max_bytes: int) -> bytes:
+        """The whole blob, verified; TooLarge, before anything is read, if it has more than `max_bytes`."""
+        ...
+
+    def check_space(self, size_bytes: int = 0) -> None:
+        """DiskFull if a blob of that size would be refused now; a server asks before it takes work."""
+        ...
+
+    def local_path(self, sha256: str) -> Path | None:
+        """A file with the blob's bytes to be read, never changed, where the store has one; None where it has not.
+
+        NotFound. The bytes are not verified.
+        """
+        ...

@@ -1,0 +1,356 @@
+"""Blobs in a folder: `<root>/ab/cdef…`, content-addressed, with temporary files in `<root>/tmp/`.
+
+It touches nothing outside its root. How a blob becomes visible, and why nothing torn ever is:
+
+    create tmp/blob-…  →  write, hash  →  fsync file  →  rename to ab/cdef…  →  fsync ab/  →  fsync root (once per ab/)
+
+A crash before the rename leaves only a temporary file, which a later start sweeps; a crash after it leaves a whole
+blob. Several processes may share one root: the rename is atomic, and two writers of one blob write the same bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, check_sha256
+from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
+from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge
+
+__all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]
+
+TEMPORARY_GRACE_S = 3600.0  # since the last write; a live upload writes far more often, so only crashes are swept
+FLOOR_FREE_INODES = 1024
+FREE_CHECK_BYTES = 16 * 1024 * 1024  # how much an unannounced writer may add before free space is looked at again
+
+
+class Step(enum.StrEnum):
+    """The moments of a write between which a crash must be harmless; tests stop the process at each."""
+
+    CREATED = "created"
+    WRITTEN = "written"
+    SYNCED = "synced"
+    RENAMED = "renamed"
+    DURABLE = "durable"
+
+
+def _no_step(step: Step) -> None:
+    """What `on_step` is outside tests."""
+
+
+class FolderBlobs:
+    """A `BlobStore` in a local folder. Opening it makes the folder and sweeps the temporary files of crashed writers."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        max_blob_bytes: int,
+        floor_free_bytes: int,
+        floor_free_inodes: int = FLOOR_FREE_INODES,
+        on_step: Callable[[Step], None] = _no_step,
+    ) -> None:
+        self.root = root
+        self.max_blob_bytes = max_blob_bytes
+        self.floor_free_bytes = floor_free_bytes
+        self.floor_free_inodes = floor_free_inodes
+        self._temporary = root / "tmp"
+        self._on_step = on_step
+        self._lock = threading.Lock()  # for the two sets; never held over I/O
+        self._durable_prefixes: set[str] = set()
+        self._doubtful: set[str] = set()
+        with disk_full_as_error(root):
+            # 0700: results may hold secrets, and other users live on the machine.
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._temporary.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(root)
+            sync_folder(root.parent)
+        self._sweep()
+
+    def begin(self, sha256: str | None = None, size_bytes: int | None = None) -> FolderWriter:
+        if sha256 is not None:
+            check_sha256(sha256)
+        if size_bytes is not None and size_bytes < 0:
+            raise InvalidInput(f"a blob cannot have {size_bytes} bytes; announce 0 or more")
+        self.check_size(size_bytes or 0)
+        self.check_space(size_bytes or 0)
+        return FolderWriter(self, sha256, size_bytes)
+
+    def open(self, blob: BlobRef | str, offset: int = 0) -> FolderReader:
+        sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
+        try:
+            descriptor = os.open(self._path(sha256), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._not_found(sha256) from None
+        try:
+            size_bytes = os.fstat(descriptor).st_size
+            if isinstance(blob, BlobRef) and blob.size_bytes != size_bytes:
+                raise Corrupt(f"blob {sha256} has {size_bytes} bytes in {str(self.root)!r}, its reference says {blob.size_bytes}")
+            if not 0 <= offset <= size_bytes:
+                raise InvalidInput(f"offset {offset} is outside of blob {sha256}, which has {size_bytes} bytes")
+            return FolderReader(descriptor, sha256, size_bytes, offset)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def size(self, sha256: str) -> int:
+        try:
+            return self._path(check_sha256(sha256)).stat().st_size
+        except FileNotFoundError:
+            raise self._not_found(sha256) from None
+
+    def has(self, sha256: str) -> bool:
+        return self._path(check_sha256(sha256)).is_file()
+
+    def delete(self, sha256: str) -> bool:
+        # No fsync: a deleted blob that is back after a power cut costs space and harms nobody.
+        try:
+            self._path(check_sha256(sha256)).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def put_bytes(self, data: bytes) -> BlobRef:
+        with self.begin(size_bytes=len(data)) as writer:
+            writer.write(data)
+            return writer.commit()
+
+    def read_bytes(self, sha256: str, max_bytes: int) -> bytes:
+        with self.open(sha256) as reader:
+            if reader.size_bytes > max_bytes:
+                raise TooLarge(
+                    f"blob {sha256} has {reader.size_bytes} bytes, more than max_bytes = {max_bytes}; read it in chunks"
+                )
+            return b"".join(reader)
+
+    def check_space(self, size_bytes: int = 0) -> None:
+        check_free(self.root, size_bytes, self.floor_free_bytes, self.floor_free_inodes)
+
+    def local_path(self, sha256: str) -> Path | None:
+        if not self.has(sha256):
+            raise self._not_found(sha256)
+        return self._path(sha256)
+
+    def check_size(self, size_bytes: int) -> None:
+        """TooLarge if a blob of that size passes the limit."""
+        if size_bytes > self.max_blob_bytes:
+            raise TooLarge(
+                f"a blob of {size_bytes} bytes or more passes the limit of {self.max_blob_bytes}; "
+                "split it, or raise max_blob_bytes"
+            )
+
+    def create_temporary(self) -> tuple[int, Path]:
+        """A new file (mode 0600) in the same file system as the blobs, so that a rename publishes it."""
+        with disk_full_as_error(self._temporary):
+            descriptor, name = tempfile.mkstemp(prefix="blob-", dir=self._temporary)
+        self._on_step(Step.CREATED)
+        return descriptor, Path(name)
+
+    def publish(self, descriptor: int, temporary: Path, ref: BlobRef) -> None:
+        """Make the verified temporary file the blob `ref`, durably; an equal blob that is there already stays."""
+        final = self._path(ref.sha256)
+        self._on_step(Step.WRITTEN)
+        with self._lock:
+            doubtful = ref.sha256 in self._doubtful
+        with disk_full_as_error(final):
+            final.parent.mkdir(mode=0o700, exist_ok=True)
+            if not doubtful and self._is_there(final, ref):
+                temporary.unlink(missing_ok=True)
+            else:
+                os.fsync(descriptor)
+                self._on_step(Step.SYNCED)
+                self._rename(temporary, final)
+                self._on_step(Step.RENAMED)
+            # Also for a blob that was there: its writer may stand between its rename and its fsync.
+            self._make_name_durable(final, ref.sha256)
+        if doubtful:
+            with self._lock:
+                self._doubtful.discard(ref.sha256)
+        self._on_step(Step.DURABLE)
+
+    def _is_there(self, final: Path, ref: BlobRef) -> bool:
+        """Whether an earlier blob can be relied on; one of another size is torn, and is replaced by the one in hand."""
+        try:
+            status = final.stat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == ref.size_bytes
+
+    def _rename(self, temporary: Path, final: Path) -> None:
+        try:
+            temporary.replace(final)
+        except FileNotFoundError:
+            raise NotFound(
+                f"the temporary file {str(temporary)!r} is gone (a writer that is silent for {TEMPORARY_GRACE_S:.0f} s "
+                "is swept when the store is opened again); send the blob again"
+            ) from None
+
+    def _make_name_durable(self, final: Path, sha256: str) -> None:
+        """fsync the folder, and once per process its entry in the root.
+
+        After a failed fsync a second one that succeeds proves nothing, so the blob stays doubtful: the next writer of
+        it does not rely on the file that is there but renames its own over it.
+        """
+        prefix = final.parent.name
+        with self._lock:
+            root_is_durable = prefix in self._durable_prefixes
+        try:
+            sync_folder(final.parent)
+            if not root_is_durable:
+                sync_folder(self.root)
+        except OSError:
+            with self._lock:
+                self._doubtful.add(sha256)
+            raise
+        with self._lock:
+            self._durable_prefixes.add(prefix)
+
+    def _sweep(self) -> None:
+        """Remove the temporary files of crashed writers; the young ones may belong to another process that lives."""
+        oldest = time.time() - TEMPORARY_GRACE_S
+        for path in self._temporary.iterdir():
+            try:
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_mtime < oldest:
+                    path.unlink()
+            except FileNotFoundError:
+                continue  # its writer has just finished, or another process sweeps too
+
+    def _path(self, sha256: str) -> Path:
+        return self.root / sha256[:2] / sha256[2:]
+
+    def _not_found(self, sha256: str) -> NotFound:
+        return NotFound(f"no blob {sha256} in {str(self.root)!r}")
+
+
+class FolderWriter:
+    """A `BlobWriter` onto a temporary file."""
+
+    def __init__(self, store: FolderBlobs, sha256: str | None, size_bytes: int | None) -> None:
+        self._store = store
+        self._announced_sha256 = sha256
+        self._announced_bytes = size_bytes
+        self._hash = hashlib.sha256()
+        self._size_bytes = 0
+        self._next_check_bytes = FREE_CHECK_BYTES
+        self._descriptor, self._path = store.create_temporary()
+        self._is_open = True
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> int:
+        self._check_open()
+        view = memoryview(chunk).cast("B")
+        try:
+            self._check_growth(view.nbytes)
+            self._write_all(view)
+            self._hash.update(view)
+        except BaseException:
+            self.abort()
+            raise
+        return view.nbytes
+
+    def commit(self) -> BlobRef:
+        self._check_open()
+        try:
+            ref = self._verify()
+            self._store.publish(self._descriptor, self._path, ref)
+        finally:
+            self.abort()  # frees the descriptor; the temporary name is gone already unless something was raised
+        return ref
+
+    def abort(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            os.close(self._descriptor)
+        finally:
+            self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abort()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("this blob writer was committed or aborted; begin a new one")
+
+    def _check_growth(self, more_bytes: int) -> None:
+        size_bytes = self._size_bytes + more_bytes
+        self._store.check_size(size_bytes)
+        if self._announced_bytes is not None and size_bytes > self._announced_bytes:
+            raise Corrupt(f"a blob announced with {self._announced_bytes} bytes has {size_bytes} or more")
+        if size_bytes >= self._next_check_bytes:
+            self._store.check_space(more_bytes)
+            self._next_check_bytes = size_bytes + FREE_CHECK_BYTES
+
+    def _write_all(self, view: memoryview) -> None:
+        with disk_full_as_error(self._path):
+            written = 0
+            while written < view.nbytes:  # a disk that fills up takes a part first and says so at the next call
+                written += os.write(self._descriptor, view[written:])
+        self._size_bytes += written
+
+    def _verify(self) -> BlobRef:
+        ref = BlobRef(self._hash.hexdigest(), self._size_bytes)
+        if self._announced_bytes not in (None, ref.size_bytes):
+            raise Corrupt(f"a blob announced with {self._announced_bytes} bytes has {ref.size_bytes}")
+        if self._announced_sha256 not in (None, ref.sha256):
+            raise Corrupt(f"a blob announced with sha256 {self._announced_sha256} has sha256 {ref.sha256}")
+        return ref
+
+
+class FolderReader:
+    """A `BlobReader` from an open file; it owns the descriptor."""
+
+    def __init__(self, descriptor: int, sha256: str, size_bytes: int, offset: int) -> None:
+        self._descriptor = descriptor
+        self._is_open = True
+        self._sha256 = sha256
+        self._size_bytes = size_bytes
+        self._offset = offset
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        position = self._offset
+        digest = hashlib.sha256() if position == 0 else None
+        while position < self._size_bytes:
+            chunk = os.pread(self._descriptor, min(CHUNK_BYTES, self._size_bytes - position), position)
+            if not chunk:
+                raise Corrupt(f"blob {self._sha256} ends at byte {position} of {self._size_bytes}")
+            position += len(chunk)
+            if digest is not None:
+                digest.update(chunk)
+                if position == self._size_bytes:
+                    self._verify(digest.hexdigest())
+            yield chunk
+        if digest is not None and self._size_bytes == 0:
+            self._verify(digest.hexdigest())
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _verify(self, found_sha256: str) -> None:
+        if found_sha256 != self._sha256:
+            raise Corrupt(f"blob {self._sha256} reads as sha256 {found_sha256}: the disk changed it; delete it and put it again")

@@ -1,0 +1,126 @@
+"""From `--to`, `--data`, `--token-file` and `--tls-ca` to a client. Reads the token, and finds the data folder's own.
+
+The admin token of a data folder is sent over TCP only to the server that owns the folder: the server notes where it listens
+in the folder (`listening`), and the note counts only while the folder's lock is held. Any other listener on this machine
+may belong to another user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from tasuki.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tasuki.client import AsyncClient
+    from tasuki.config import Address, DataFolder
+
+T = TypeVar("T")
+
+LISTENING_NAME = "listening"
+STDIN = "-"
+
+
+class Place(NamedTuple):
+    """Where a command goes, as the user said it."""
+
+    to: str | None = None
+    data: Path | None = None
+    token_file: str | None = None
+    tls_ca: str | None = None
+
+
+def with_client(place: Place, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
+    """Connect, do the work, leave."""
+    from tasuki.client import AsyncClient
+
+    async def main() -> T:
+        url, token = find_server(place)
+        async with AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca) as client:
+            return await work(client)
+
+    return asyncio.run(main())
+
+
+def find_server(place: Place) -> tuple[str | None, str]:
+    """The address, if one was given, and the token for it (empty for the unix socket of the same user)."""
+    from tasuki.config import data_folder, default_url
+
+    url = place.to or default_url()
+    token = read_token(place.token_file)
+    if not token and url is not None:
+        token = own_token(data_folder(place.data), url)
+    return url, token
+
+
+def read_token(token_file: str | None) -> str:
+    """--token-file (- for stdin), else TASUKI_TOKEN, else nothing. Never an argument: those are seen by every user."""
+    from tasuki.config import find_token
+
+    if token_file != STDIN:
+        return find_token(token_file)
+    token = sys.stdin.readline().strip()
+    if not token or len(token) > 512 or not token.isprintable():
+        raise ConfigError("no token came on stdin; give it as one line, as in: tasuki … --token-file - < token")
+    return token
+
+
+def own_token(folder: DataFolder, url: str) -> str:
+    """The folder's token if the address is that of the folder's running server, else nothing."""
+    from tasuki.config import parse_url
+
+    addresses = parse_url(url)
+    if any(address.scheme == "unix" for address in addresses) or not owner_of(folder):
+        return ""
+    ours = listening(folder)
+    if not all(_same_place(address, ours) for address in addresses):
+        return ""
+    try:
+        return folder.token_file.read_text("utf-8").strip()
+    except OSError:  # another user's folder: then its token is not ours to use
+        return ""
+
+
+def _same_place(address: Address, ours: list[Address]) -> bool:
+    return address.loopback and any(address.port == other.port and other.scheme == address.scheme for other in ours)
+
+
+def listening(folder: DataFolder) -> list[Address]:
+    """Where the folder's server said that it listens."""
+    from tasuki.config import parse_url
+
+    try:
+        lines = (folder.root / LISTENING_NAME).read_text("utf-8").split()
+    except OSError:
+        return []
+    return [address for line in lines for address in parse_url(line)]
+
+
+def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
+    """Note in the folder where its server listens; no addresses: it does not any more."""
+    path = folder.root / LISTENING_NAME
+    if not addresses:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text("".join(f"{address}\n" for address in addresses), "utf-8")
+    temporary.replace(path)
+
+
+def owner_of(folder: DataFolder) -> str:
+    """Who holds the folder's lock, as it wrote itself ("pid 12 since …"); empty if nobody does."""
+    import fcntl
+
+    try:
+        with folder.database.with_name(folder.database.name + ".owner").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read(200).decode("utf-8", "replace").strip() or "pid unknown"
+    except OSError:
+        return ""
+    return ""

@@ -1,0 +1,56 @@
+"""Options that several commands share, so that they read the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="URL",
+        help="Server: tcp://host:7000[,host2:7000], tls://host:7000 or unix:///path. Default: TASUKI_URL, else the server "
+        "of the data folder, else an embedded one for the time of the command.",
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="FOLDER",
+        help="Data folder. Default: TASUKI_DATA, else ./tasuki-data if it exists, else $XDG_DATA_HOME/tasuki.",
+    ),
+]
+TokenFile = Annotated[
+    str | None,
+    typer.Option("--token-file", metavar="FILE", help="File with the token; - for stdin. Default: TASUKI_TOKEN."),
+]
+TlsCa = Annotated[
+    str | None, typer.Option("--tls-ca", metavar="FILE", help="Certificate authority for tls://; default: the system's.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only ids.")]
+
+Subject = Annotated[str | None, typer.Option("--subject", metavar="SUBJECT", help="Routing key. Default: job.assign.default.")]
+JobId = Annotated[
+    str | None,
+    typer.Option("--job-id", metavar="ID", help="Your own id: asking again with it gives the same job. Default: a new one."),
+]
+Files = Annotated[
+    list[str] | None,
+    typer.Option("--file", metavar="PATH", help="Input file, found by the job as in/NAME. Can be given several times."),
+]
+Environment = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME=VALUE", help="For the job; the exec must allow the name. Several times."),
+]
+Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Time limit of one attempt.")]
+Priority = Annotated[int, typer.Option("--priority", metavar="0-9", help="Higher first.")]
+PayloadFile = Annotated[
+    str | None,
+    typer.Option("--payload-file", metavar="FILE", help="Standard input of the job, or a handler's payload; - for stdin."),
+]
+Lines = Annotated[int, typer.Option("--limit", metavar="N", help="How many at most.")]

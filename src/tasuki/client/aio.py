@@ -1,0 +1,430 @@
+"""The asynchronous client: drives a ClientMachine over a Link. Everything else (the sync face, the CLI) stands on it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tasuki import __version__
+from tasuki.client.embedded import ensure_server
+from tasuki.client.handles import AsyncJobHandle
+from tasuki.config import data_folder, default_url, find_token, parse_url
+from tasuki.core.client_machine import (
+    Answered,
+    Arrived,
+    Call,
+    ClientMachine,
+    Command,
+    Event,
+    Failed,
+    Unwatch,
+    Watch,
+    WatchRefused,
+    Welcomed,
+)
+from tasuki.core.ids import IdMaker
+from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.protocol import (
+    BATCH_MAX,
+    Accepted,
+    CancelJobs,
+    HelloClient,
+    JobResult,
+    Message,
+    Request,
+    SubmitJobs,
+    Welcome,
+)
+from tasuki.core.worker_machine import Connect
+from tasuki.errors import TasukiError, Unavailable, from_wire
+from tasuki.net import Link, client_tls, connect
+from tasuki.net.blobs import BlobLine
+from tasuki.wire.compression import CODECS
+
+TICK_S = 0.05
+SUBMIT_FRAME_BYTES = 2 * 1024 * 1024
+
+Answer = Callable[[Any, TasukiError | None], None]
+
+
+def boottime() -> float:
+    """Counts on while the machine sleeps, where the system has such a clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class AsyncClient:
+    """Submits jobs and asks about them. Use as `async with AsyncClient(url) as client`.
+
+    No `url`: TASUKI_URL, else the server that owns the data folder, else an embedded one that is started for the time being.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        client_id: str | None = None,
+        data: str | os.PathLike[str] | None = None,
+        tls_ca: str | None = None,
+        connect_timeout_s: float = 30.0,
+    ) -> None:
+        self._url = url or default_url()
+        self._data = data
+        self._token = find_token(token_file) if token is None else token
+        self._client_id = client_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._tls = client_tls(tls_ca)
+        self._connect_timeout_s = connect_timeout_s
+        self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
+        self._tickets: dict[int, Answer] = {}
+        self._ticket_numbers = itertools.count(1)
+        self._handles: dict[str, AsyncJobHandle] = {}
+        self._link: Link | None = None
+        self._link_numbers = itertools.count(1)
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._closed = False
+        self._blobs = BlobLine()
+        self.welcome: Welcome | None = None
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Connect; Unavailable if no server takes us within `connect_timeout_s`, Unauthorized if it never will."""
+        self._loop = asyncio.get_running_loop()
+        if self._url is None:
+            self._url = await self._loop.run_in_executor(None, ensure_server, data_folder(self._data))
+        self._addresses = parse_url(self._url)
+        remote = any(not address.loopback for address in self._addresses)
+        hello = HelloClient(
+            msg_id=0,
+            client_id=self._client_id,
+            token=self._token,
+            codecs=CODECS if remote else (),
+            agent=f"tasuki-python/{__version__}",
+        )
+        self._machine = ClientMachine(hello, addresses=len(self._addresses), jitter=random.random)
+        self._ready = self._loop.create_future()
+        self._last_problem = "no address was tried yet"
+        self._spawn(self._tick())
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            await self.close()
+            raise Unavailable(
+                f"no server at {self._url} within {self._connect_timeout_s:g} s; the last try: {self._last_problem}"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Leave. Jobs go on; their results can be asked for later by id."""
+        self._closed = True
+        self._blobs.close()
+        if self._link is not None:
+            self._link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        gone = Unavailable("this client was closed")
+        for answer in list(self._tickets.values()):
+            answer(None, gone)
+        for handle in list(self._handles.values()):
+            handle.settle(None, gone)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tick(self) -> None:
+        while True:
+            self._apply(Ticked())
+            await asyncio.sleep(TICK_S)
+
+    # ------------------------------------------------------------------------------------------------ the machine's driver
+
+    def _apply(self, event: Event) -> None:
+        for command in self._machine.apply(event, Now(boottime(), time.time())):
+            self._perform(command)
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Send():
+                if self._link is not None:
+                    self._link.send(command.message)
+            case Arrived():
+                handles = self._handles
+                for item in command.items:
+                    handle = handles.pop(item.job_id, None)
+                    if handle is not None:
+                        handle.settle(item)
+            case Answered():
+                answer = self._tickets.get(command.ticket)
+                if answer is not None:
+                    answer(command.answer, command.error)
+            case Connect():
+                self._spawn(self._dial(command.address))
+            case Hangup():
+                if self._link is not None:
+                    self._link.abort(command.error.message if command.error is not None else "hung up")
+            case Welcomed():
+                self.welcome = command.welcome
+                if self._link is not None:
+                    self._blobs.connected(self._link)
+                if self._link is not None and command.welcome.codecs:
+                    self._link.codec = command.welcome.codecs[0]
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case WatchRefused():
+                for job_id in command.job_ids:
+                    handle = self._handles.pop(job_id, None)
+                    if handle is not None:
+                        handle.settle(None, command.error)
+            case Failed():
+                if not self._ready.done():
+                    self._ready.set_exception(command.error)
+
+    async def _dial(self, index: int) -> None:
+        try:
+            link = await connect(self._addresses[index], self._message, self._lost, tls=self._tls)
+        except Unavailable as error:
+            self._last_problem = error.message
+            self._apply(Closed(0, error.message))
+            return
+        if self._closed:
+            link.abort("this client was closed")
+            return
+        link.tag = next(self._link_numbers)
+        self._link = link
+        self._apply(Opened(link.tag, link.peer))
+
+    def _message(self, link: Link, message: Message) -> None:
+        if not self._blobs.take(message):
+            self._apply(Received(link.tag, message))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        self._last_problem = reason
+        if self._link is link:
+            self._link = None
+            self._blobs.lost()
+        if not self._closed:
+            self._apply(Closed(link.tag or 0, reason))
+
+    def _ask(self, make: Callable[[int], Message], *, lasting: bool = True) -> asyncio.Future[Any]:
+        """One call, one answer."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        ticket = next(self._ticket_numbers)
+
+        def answer(body: Any, error: TasukiError | None) -> None:
+            self._tickets.pop(ticket, None)
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(body)
+
+        self._tickets[ticket] = answer
+        self._apply(Call(ticket, make, lasting))
+        return future
+
+    async def request(self, verb: str, **params: Any) -> Any:
+        """Any request of the protocol by name (docs/wire.md lists them)."""
+        return await self._ask(lambda msg_id: Request(msg_id, verb, params))
+
+    # ------------------------------------------------------------------------------------------------ jobs
+
+    def new_id(self) -> str:
+        """A fresh, time-ordered job_id."""
+        return self._make_id()
+
+    def new_ids(self, count: int) -> list[str]:
+        return self._make_id.many(count)
+
+    async def submit(
+        self,
+        *,
+        job_id: str | None = None,
+        files: Iterable[InputFile | str | os.PathLike[str]] = (),
+        on_failed: str = "return",
+        watch: bool = True,
+        **fields: Any,
+    ) -> AsyncJobHandle:
+        """Submit one job, named by keyword as in JobSpec. The same job_id and body again gives the same job."""
+        inputs = tuple([await self._input(file) for file in files])
+        fields["args"] = tuple(fields.get("args", ()))
+        spec = JobSpec(job_id=job_id or self.new_id(), files=inputs, **fields)
+        return (await self.submit_many([spec], on_failed=on_failed, watch=watch))[0]
+
+    async def submit_many(
+        self, specs: Sequence[JobSpec], *, on_failed: str = "return", watch: bool = True, strict: bool = True
+    ) -> list[AsyncJobHandle]:
+        """Submit many jobs in as few frames as possible; returns when all are durable.
+
+        A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead.
+        """
+        handles = [self._handle(spec.job_id, watch) for spec in specs]
+        calls: list[tuple[int, asyncio.Future[Any]]] = []
+        for start, stop in _frames(specs):
+            some = list(specs[start:stop])
+            calls.append((start, self._ask(lambda msg_id, some=some: SubmitJobs(msg_id, some, watch, on_failed))))  # type: ignore[misc]
+        first: TasukiError | None = None
+        for start, call in calls:
+            try:
+                accepted: Accepted = await call
+            except TasukiError as error:
+                for _, other in calls:
+                    other.cancel()
+                self._drop(handles)
+                raise error
+            first = self._read_exceptions(accepted, handles, start) or first
+            if watch:
+                self._machine.watched(handle.job_id for handle in handles[start : start + accepted.count] if not handle.done)
+        if first is not None and strict:
+            raise first
+        return handles
+
+    def _read_exceptions(self, accepted: Accepted, handles: list[AsyncJobHandle], start: int) -> TasukiError | None:
+        first: TasukiError | None = None
+        for item in accepted.exceptions:
+            handle = handles[start + item.index]
+            if item.code:
+                error = from_wire(item.code, item.message, item.details)
+                first = first or error
+                handle.settle(None, error)
+                self._handles.pop(handle.job_id, None)
+            else:
+                handle.existed = True
+        return first
+
+    def _handle(self, job_id: str, watch: bool) -> AsyncJobHandle:
+        if not watch:
+            return AsyncJobHandle(self, job_id)
+        handle = self._handles.get(job_id)
+        if handle is None:
+            handle = self._handles[job_id] = AsyncJobHandle(self, job_id)
+        return handle
+
+    def _drop(self, handles: Iterable[AsyncJobHandle]) -> None:
+        for handle in handles:
+            self._handles.pop(handle.job_id, None)
+        self._apply(Unwatch([handle.job_id for handle in handles]))
+
+    def job(self, job_id: str) -> AsyncJobHandle:
+        """A job that was submitted before, by this or another process: its result can be awaited here."""
+        handle = self._handle(job_id, watch=True)
+        if not handle.done:
+            self._apply(Watch([job_id]))
+        return handle
+
+    async def status(self, job_id: str, *, result: bool = False) -> dict[str, Any]:
+        """All that may be told about a job; NotFound for an unknown id."""
+        return (await self.request("get", job_ids=[job_id], result=result))[0]
+
+    async def statuses(self, job_ids: Sequence[str]) -> list[dict[str, Any]]:
+        return await self.request("get", job_ids=list(job_ids))
+
+    async def find(self, *, limit: int = 50, cursor: str | None = None, **filter: Any) -> dict[str, Any]:
+        """{"jobs", "cursor"}, newest first; filters as in core.verbs.Filter."""
+        return await self.request("find", limit=limit, cursor=cursor, **filter)
+
+    async def cancel(self, job_ids: Sequence[str], reason: str = "") -> dict[str, Any]:
+        """Ask for the end of jobs; per id the state, and whether a worker was asked to stop it."""
+        return await self._ask(lambda msg_id: CancelJobs(msg_id, list(job_ids), reason))
+
+    async def requeue(self, job_ids: Sequence[str], reason: str = "") -> dict[str, Any]:
+        """Set finished jobs going again."""
+        return await self.request("requeue", job_ids=list(job_ids), reason=reason)
+
+    async def explain(self, job_id: str) -> dict[str, Any]:
+        return await self.request("explain", job_id=job_id)
+
+    async def counts(self) -> dict[str, dict[str, int]]:
+        return await self.request("counts")
+
+    async def workers(self) -> list[dict[str, Any]]:
+        return await self.request("workers")
+
+    # ------------------------------------------------------------------------------------------------ large things
+
+    async def _input(self, file: InputFile | str | os.PathLike[str]) -> InputFile:
+        if isinstance(file, InputFile):
+            return file
+        path = Path(file)
+        size = path.stat().st_size
+        if size <= BODY_INLINE_MAX_BYTES // 4:
+            return InputFile(path.name, data=path.read_bytes())
+        ref = await self.put_file(path)
+        return InputFile(path.name, sha256=ref.sha256, size_bytes=ref.size_bytes)
+
+    async def put_file(self, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> BlobRef:
+        """Upload a file as a blob, in chunks; nothing is sent if the server has it. Begun anew after a lost connection."""
+        file = await asyncio.to_thread(Path(path).open, "rb")
+        with file:
+            digest = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
+            ref = BlobRef(digest.hexdigest(), file.tell())
+            await self._blobs.put(file, ref, progress)
+        return ref
+
+    async def result_bytes(self, ended: JobResult) -> bytes:
+        """The whole result in memory; for large ones use `save_result`."""
+        outcome = ended.outcome
+        if outcome.result_ref is None:
+            return outcome.result or b""
+        pieces: list[bytes] = []
+        await self._blobs.get(outcome.result_ref, ended.job_id, pieces.append)
+        return b"".join(pieces)
+
+    async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int:
+        """Write the result to a file, verified; how many bytes. The file appears whole or not at all."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+        outcome = ended.outcome
+        try:
+            file = await asyncio.to_thread(temporary.open, "wb")
+            with file:
+                if outcome.result_ref is None:
+                    file.write(outcome.result or b"")
+                else:
+                    await self._blobs.get(outcome.result_ref, ended.job_id, file.write)
+                size = file.tell()
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return size
+
+
+def _frames(specs: Sequence[JobSpec]) -> Iterable[tuple[int, int]]:
+    """Slices of at most BATCH_MAX jobs and about SUBMIT_FRAME_BYTES."""
+    start = size = 0
+    for place, spec in enumerate(specs):
+        bytes_here = len(spec.payload) + 256
+        if spec.args or spec.files or spec.env or spec.headers:
+            bytes_here += sum(map(len, spec.args)) + sum(len(file.data or b"") + 200 for file in spec.files)
+            bytes_here += sum(len(k) + len(v) for k, v in (*spec.env.items(), *spec.headers.items()))
+        if place > start and (place - start >= BATCH_MAX or size + bytes_here > SUBMIT_FRAME_BYTES):
+            yield start, place
+            start, size = place, 0
+        size += bytes_here
+    if start < len(specs):
+        yield start, len(specs)

@@ -1,0 +1,73 @@
+"""No server yet? Start one for this data folder, as a process of its own that leaves when its last client does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tasuki.config import DataFolder
+from tasuki.errors import Unavailable
+
+START_TIMEOUT_S = 20.0
+POLL_S = 0.02
+
+
+def answers(path: Path) -> bool:
+    """Somebody listens on this unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+    return True
+
+
+def ensure_server(folder: DataFolder) -> str:
+    """The address of the server that owns the folder; one is started if there is none."""
+    if not answers(folder.socket):
+        _start(folder)
+    return f"unix://{folder.socket}"
+
+
+def _start(folder: DataFolder) -> None:
+    folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log = folder.root / "embedded.log"
+    command = [sys.executable, "-m", "tasuki", "up", "--data", os.fspath(folder.root), "--until-idle"]
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True, cwd=folder.root
+        )
+    finally:
+        os.close(descriptor)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if answers(folder.socket):
+            return
+        # Another command may have won the race to own the folder: then ours ends, and its socket answers soon.
+        if process.poll() is not None and not _owned_by_another(folder):
+            break
+        time.sleep(POLL_S)
+    tail = ""
+    with contextlib.suppress(OSError):
+        tail = log.read_text("utf-8", "replace")[-2000:].strip()
+    raise Unavailable(f"the embedded server for {folder.root} did not start; its log {log} ends with:\n{tail or '(nothing)'}")
+
+
+def _owned_by_another(folder: DataFolder) -> bool:
+    import fcntl
+
+    lock = folder.database.with_name(folder.database.name + ".owner")
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

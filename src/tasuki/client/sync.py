@@ -1,0 +1,130 @@
+"""The synchronous face of the client: the same client, run by a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tasuki.client.aio import AsyncClient
+from tasuki.client.handles import AsyncJobHandle
+from tasuki.core.job import JobSpec
+from tasuki.core.protocol import JobResult
+
+T = TypeVar("T")
+
+
+class JobHandle:
+    """One job; `result()` blocks until it has ended."""
+
+    __slots__ = ("_client", "_handle")
+
+    def __init__(self, client: Client, handle: AsyncJobHandle) -> None:
+        self._client = client
+        self._handle = handle
+
+    @property
+    def job_id(self) -> str:
+        return self._handle.job_id
+
+    @property
+    def existed(self) -> bool:
+        """The server knew this job before."""
+        return self._handle.existed
+
+    @property
+    def done(self) -> bool:
+        return self._handle.done
+
+    def outcome(self, timeout: float | None = None) -> JobResult:
+        """How it ended, whatever the state."""
+        return self._client.wait(self._handle.outcome(timeout))
+
+    def result(self, timeout: float | None = None) -> bytes:
+        """The result's bytes; JobFailed if it did not succeed, DeadlineExceeded if it takes longer."""
+        return self._client.wait(self._handle.result(timeout))
+
+
+class Client:
+    """Blocking client. Use as `with Client(url) as client`. Takes what AsyncClient takes; safe to share between threads."""
+
+    def __init__(self, url: str | None = None, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._async = AsyncClient(url, **options)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)
+        self._thread.start()
+        try:
+            self.wait(self._async.open())
+        except BaseException:
+            self._stop()
+            raise
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Leave. Jobs go on."""
+        if self._thread.is_alive():
+            self.wait(self._async.close())
+            self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def aio(self) -> AsyncClient:
+        """The asynchronous client underneath, for what has no blocking form: `client.wait(client.aio.…)`."""
+        return self._async
+
+    def submit(self, **fields: Any) -> JobHandle:
+        """As AsyncClient.submit."""
+        return JobHandle(self, self.wait(self._async.submit(**fields)))
+
+    def submit_many(self, specs: Sequence[JobSpec], **options: Any) -> list[JobHandle]:
+        """As AsyncClient.submit_many."""
+        return [JobHandle(self, handle) for handle in self.wait(self._async.submit_many(specs, **options))]
+
+    def job(self, job_id: str) -> JobHandle:
+        """A job that was submitted before."""
+
+        async def attach() -> AsyncJobHandle:
+            return self._async.job(job_id)
+
+        return JobHandle(self, self.wait(attach()))
+
+    def status(self, job_id: str) -> dict[str, Any]:
+        return self.wait(self._async.status(job_id))
+
+    def find(self, **filter: Any) -> dict[str, Any]:
+        return self.wait(self._async.find(**filter))
+
+    def cancel(self, *job_ids: str, reason: str = "") -> dict[str, Any]:
+        return self.wait(self._async.cancel(job_ids, reason))
+
+    def requeue(self, *job_ids: str, reason: str = "") -> dict[str, Any]:
+        return self.wait(self._async.requeue(job_ids, reason))
+
+    def explain(self, job_id: str) -> dict[str, Any]:
+        return self.wait(self._async.explain(job_id))
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        return self.wait(self._async.counts())
+
+    def workers(self) -> list[dict[str, Any]]:
+        return self.wait(self._async.workers())

@@ -1,0 +1,98 @@
+"""Who may see and do what. Pure: an identity and a job, a yes or no.
+
+A job's status, result, logs and cancel belong to its submitter, to admins, and to tokens whose scope covers its subject. A
+worker sees the jobs that it holds, through the leases it was granted, and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import msgspec
+
+from tasuki.core.subject import check_pattern, matches
+from tasuki.core.verbs import TokenRow
+from tasuki.errors import Forbidden, Unauthorized
+
+TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_"}
+
+
+class Kind(enum.StrEnum):
+    """What a peer may be."""
+
+    ADMIN = "admin"
+    CLIENT = "client"
+    WORKER = "worker"
+    NODE = "node"
+    """A process of the server's own user on its unix socket: admin rights, and it may run as a worker too."""
+
+
+class Identity(msgspec.Struct, frozen=True, gc=False):
+    """Who a peer is, from its token or its uid; never from what it says in a message."""
+
+    kind: Kind
+    name: str
+    """Stored with every job as its submitter: `token:<id>` or `uid:<number>`."""
+    scope: tuple[str, ...] = ()
+    token_id: str = ""
+
+    @property
+    def admin(self) -> bool:
+        return self.kind in (Kind.ADMIN, Kind.NODE)
+
+    def may_see(self, submitter: str, subject: str) -> bool:
+        """Read the job's state, result and logs, cancel it, set it going again."""
+        if self.admin or (self.kind is Kind.CLIENT and submitter == self.name):
+            return True
+        return self.kind is Kind.CLIENT and any(matches(pattern, subject) for pattern in self.scope)
+
+    def check_submit(self, subject: str) -> None:
+        if self.kind is Kind.WORKER:
+            raise Forbidden("a worker token cannot submit jobs; make one with: tasuki token create --kind client")
+        if self.kind is Kind.CLIENT and self.scope and not any(matches(pattern, subject) for pattern in self.scope):
+            raise Forbidden(f"this token may not submit to subject {subject!r}; its scope is {', '.join(self.scope)}")
+
+    def check_worker(self) -> None:
+        if self.kind not in (Kind.WORKER, Kind.NODE):
+            raise Forbidden(f"a {self.kind} token cannot run jobs; make one with: tasuki token create --kind worker")
+
+    def check_patterns(self, patterns: tuple[str, ...]) -> None:
+        """A worker token with a scope may subscribe only to what lies inside it."""
+        for pattern in patterns:
+            check_pattern(pattern)
+            if self.scope and not any(covers(allowed, pattern) for allowed in self.scope):
+                raise Forbidden(f"this token may not subscribe to {pattern!r}; its scope is {', '.join(self.scope)}")
+
+    def check_admin(self, what: str) -> None:
+        if not self.admin:
+            raise Forbidden(f"{what} needs an admin token; this is a {self.kind} token")
+
+
+def covers(wide: str, narrow: str) -> bool:
+    """Every subject that `narrow` matches is matched by `wide`."""
+    wide_tokens, narrow_tokens = wide.split("."), narrow.split(".")
+    for place, token in enumerate(wide_tokens):
+        if token == ">":
+            return place < len(narrow_tokens)
+        if place >= len(narrow_tokens) or narrow_tokens[place] == ">":
+            return False
+        if token != "*" and token != narrow_tokens[place]:
+            return False
+    return len(wide_tokens) == len(narrow_tokens)
+
+
+def token_sha256(secret: str) -> str:
+    """How a token is stored and looked up; 256 random bits need no slow hash."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def identify(token: TokenRow | None, now_wall: float) -> Identity:
+    """The identity behind a stored token, else Unauthorized. The message is the same for unknown and wrong ones."""
+    if token is None:
+        raise Unauthorized("the token is not known here; list the valid ones with: tasuki token list")
+    if token.revoked_at is not None:
+        raise Unauthorized(f"token {token.token_id} was revoked")
+    if token.expires_at is not None and token.expires_at <= now_wall:
+        raise Unauthorized(f"token {token.token_id} has expired")
+    return Identity(Kind(token.kind), f"token:{token.token_id}", token.scope, token.token_id)

@@ -1,0 +1,280 @@
+"""The client's decisions: `apply(event, now) -> commands`. Pure.
+
+Theory of operation. Every call is kept with its message until it is answered. After a lost connection everything that is safe
+to say twice is said again: a submit, because the same id with the same body is the same job; a watch, because it only asks. A
+result that was recorded while we were away comes back by asking for its job again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.protocol import (
+    BATCH_MAX,
+    Accepted,
+    ErrorMessage,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloClient,
+    JobResult,
+    Message,
+    Reply,
+    Request,
+    Results,
+    Welcome,
+)
+from tasuki.core.redial import Redial
+from tasuki.core.worker_machine import Connect
+from tasuki.errors import TasukiError, Unavailable, from_wire
+
+RETRY_AFTER_S = 0.5  # a call that the server answered with "not now"
+FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION"})
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Send this request; its msg_id is the machine's. `lasting` ones are said again after a reconnect."""
+
+    ticket: int
+    make: Callable[[int], Message]
+    lasting: bool = True
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """Deliver the results of these jobs, which the server knows."""
+
+    job_ids: list[str]
+
+
+class Unwatch(msgspec.Struct, frozen=True):
+    """Nobody waits for these any more."""
+
+    job_ids: list[str]
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """A call is over: an Accepted or the body of a Reply, or an error."""
+
+    ticket: int
+    answer: Any = None
+    error: TasukiError | None = None
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """Jobs that were watched are terminal."""
+
+    items: list[JobResult]
+
+
+class Welcomed(msgspec.Struct, frozen=True):
+    """The server took us."""
+
+    welcome: Welcome
+
+
+class WatchRefused(msgspec.Struct, frozen=True):
+    """The server does not know these jobs, or they are not ours."""
+
+    job_ids: list[str]
+    error: TasukiError
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The server will never take us; every waiting call is answered with this."""
+
+    error: TasukiError
+
+
+Event = Opened | Received | Closed | Ticked | Call | Watch | Unwatch
+Command = Connect | Send | Hangup | Answered | Arrived | Welcomed | WatchRefused | Failed
+
+
+class _Waiting(msgspec.Struct):
+    ticket: int
+    make: Callable[[int], Message]
+    lasting: bool
+    again_at: float | None = None
+
+
+class ClientMachine:
+    """One client process's calls and watched jobs."""
+
+    def __init__(self, hello: HelloClient, *, addresses: int, jitter: Callable[[], float]) -> None:
+        self.online = False
+        self._hello = hello
+        self._redial = Redial(addresses, jitter)
+        self._conn: int | None = None
+        self._msg_id = 0
+        self._calls: dict[int, _Waiting] = {}
+        self._watching: dict[str, None] = {}
+        self._watches: dict[int, list[str]] = {}
+        self._beat_at = 0.0
+        self._beat_every_s = 20.0
+        self._heard_at = 0.0
+        self._error: TasukiError | None = None
+
+    def apply(self, event: Event, now: Now) -> list[Command]:
+        match event:
+            case Received():
+                if event.conn != self._conn:
+                    return []
+                self._heard_at = now.monotonic
+                return self._received(event.message, now)
+            case Call():
+                return self._call(event)
+            case Watch():
+                self._watching.update(dict.fromkeys(event.job_ids))
+                return self._ask_results(event.job_ids) if self.online else []
+            case Unwatch():
+                for job_id in event.job_ids:
+                    self._watching.pop(job_id, None)
+                return []
+            case Ticked():
+                return self._ticked(now)
+            case Opened():
+                self._conn = event.conn
+                self._heard_at = now.monotonic
+                self._msg_id += 1
+                return [Send(event.conn, msgspec.structs.replace(self._hello, msg_id=self._msg_id))]
+            case Closed():
+                return self._offline(event, now)
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def _call(self, call: Call) -> list[Command]:
+        if self._error is not None:
+            return [Answered(call.ticket, error=self._error)]
+        self._msg_id += 1
+        message = call.make(self._msg_id)
+        self._calls[self._msg_id] = _Waiting(call.ticket, call.make, call.lasting)
+        return [Send(self._conn, message)] if self.online and self._conn is not None else []
+
+    def watched(self, job_ids: Iterable[str]) -> None:
+        """A submit with watch was accepted: the server already delivers these."""
+        self._watching.update(dict.fromkeys(job_ids))
+
+    def _ask_results(self, job_ids: list[str]) -> list[Command]:
+        commands: list[Command] = []
+        assert self._conn is not None
+        for start in range(0, len(job_ids), BATCH_MAX):
+            some = job_ids[start : start + BATCH_MAX]
+            self._msg_id += 1
+            self._watches[self._msg_id] = some
+            commands.append(Send(self._conn, Request(self._msg_id, "watch", {"job_ids": some})))
+        return commands
+
+    # ------------------------------------------------------------------------------------------------ the server's words
+
+    def _received(self, message: Message, now: Now) -> list[Command]:
+        match message:
+            case Results():
+                watching = self._watching
+                for item in message.items:
+                    watching.pop(item.job_id, None)
+                return [Arrived(message.items)]
+            case Accepted():
+                waiting = self._calls.pop(message.corr_id, None)
+                return [Answered(waiting.ticket, message)] if waiting is not None else []
+            case Reply():
+                return self._replied(message)
+            case Welcome():
+                return self._welcomed(message, now)
+            case ErrorMessage():
+                return self._refused(message, now)
+            case HeartbeatAnswer():
+                return []
+            case _:
+                return []  # newer than this client
+
+    def _replied(self, reply: Reply) -> list[Command]:
+        if self._watches.pop(reply.corr_id, None) is not None:
+            return []
+        waiting = self._calls.pop(reply.corr_id, None)
+        return [Answered(waiting.ticket, reply.body)] if waiting is not None else []
+
+    def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
+        self.online = True
+        self._redial.connected()
+        self._beat_every_s = (welcome.idle_timeout_s or 60.0) / 3
+        self._beat_at = now.monotonic + self._beat_every_s
+        commands: list[Command] = [Welcomed(welcome)]
+        assert self._conn is not None
+        calls, self._calls = self._calls, {}
+        for waiting in calls.values():
+            self._msg_id += 1
+            waiting.again_at = None
+            self._calls[self._msg_id] = waiting
+            commands.append(Send(self._conn, waiting.make(self._msg_id)))
+        self._watches.clear()
+        commands += self._ask_results(list(self._watching))
+        return commands
+
+    def _refused(self, message: ErrorMessage, now: Now) -> list[Command]:
+        error = from_wire(message.code, message.message, message.details)
+        if not message.corr_id:
+            if message.code in FATAL_CODES and not self.online:
+                return self._fail(error)
+            return []  # Closed follows, and a new connection
+        job_ids = self._watches.pop(message.corr_id, None)
+        if job_ids is not None:
+            return self._watch_refused(job_ids, error)
+        waiting = self._calls.get(message.corr_id)
+        if waiting is None:
+            return []
+        if waiting.lasting and message.code in ("UNAVAILABLE", "OVERLOADED"):
+            waiting.again_at = now.monotonic + RETRY_AFTER_S
+            return []
+        del self._calls[message.corr_id]
+        return [Answered(waiting.ticket, error=error)]
+
+    def _watch_refused(self, job_ids: list[str], error: TasukiError) -> list[Command]:
+        """One unknown id refuses a whole watch: ask one by one to find it."""
+        if len(job_ids) > 1 and self._conn is not None:
+            return [command for job_id in job_ids for command in self._ask_results([job_id])]
+        for job_id in job_ids:
+            self._watching.pop(job_id, None)
+        return [WatchRefused(job_ids, error)]
+
+    def _fail(self, error: TasukiError) -> list[Command]:
+        self._error = error
+        self._redial.due_at = None
+        calls, self._calls = self._calls, {}
+        return [Failed(error), *(Answered(waiting.ticket, error=error) for waiting in calls.values())]
+
+    # ------------------------------------------------------------------------------------------------ time, connection
+
+    def _offline(self, event: Closed, now: Now) -> list[Command]:
+        if self._conn is not None and event.conn != self._conn:
+            return []
+        self._conn = None
+        self.online = False
+        if self._error is None:
+            self._redial.lost(now.monotonic)
+        lost = [msg_id for msg_id, waiting in self._calls.items() if not waiting.lasting]
+        error = Unavailable(f"the connection to the server was lost: {event.reason}")
+        return [Answered(self._calls.pop(msg_id).ticket, error=error) for msg_id in lost]
+
+    def _ticked(self, now: Now) -> list[Command]:
+        due_at = self._redial.due_at
+        if self._conn is None:
+            return [Connect(self._redial.dialed())] if due_at is not None and due_at <= now.monotonic else []
+        if not self.online:
+            return []
+        commands: list[Command] = []
+        if now.monotonic - self._heard_at > self._beat_every_s * 2.5:
+            return [Hangup(self._conn, Unavailable("the server does not answer"))]
+        if now.monotonic >= self._beat_at:
+            self._beat_at = now.monotonic + self._beat_every_s
+            self._msg_id += 1
+            commands.append(Send(self._conn, Heartbeat(self._msg_id)))
+        for waiting in [w for w in self._calls.values() if w.again_at is not None and w.again_at <= now.monotonic]:
+            old = next(msg_id for msg_id, other in self._calls.items() if other is waiting)
+            del self._calls[old]
+            waiting.again_at = None
+            self._msg_id += 1
+            self._calls[self._msg_id] = waiting
+            commands.append(Send(self._conn, waiting.make(self._msg_id)))
+        return commands

@@ -1,0 +1,79 @@
+"""The credit ledger: how many more jobs each worker will take, and which worker is asked to take next.
+
+Only `Credit` frames add credit; a grant takes one away. While a lease request is on its way to the store the credit it may
+use is reserved, so that two turns never spend the same credit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from tasuki.errors import InvalidInput
+
+CREDIT_MAX = 100_000  # what one worker may hold; far above any real concurrency, below what would make a turn unbounded
+LEASE_BATCH_MAX = 512  # jobs of one lease request: bounds a turn, and with it everybody's wait
+
+
+class Account(msgspec.Struct):
+    """One worker's credit."""
+
+    available: int = 0
+    reserved: int = 0
+    running: int = 0
+    """Granted and not yet reported: its load."""
+
+    def give(self, credit: int) -> None:
+        """A Credit frame came."""
+        if not 0 <= credit <= CREDIT_MAX or self.available + self.reserved + credit > CREDIT_MAX:
+            raise InvalidInput(f"credit must be 0 to {CREDIT_MAX} in all; {credit} more on top of {self.available} is not")
+        self.available += credit
+
+    def reserve(self, limit: int) -> int:
+        """Set credit aside for one lease request; how much there was."""
+        taken = min(self.available, limit)
+        self.available -= taken
+        self.reserved += taken
+        return taken
+
+    def settle(self, reserved: int, granted: int) -> None:
+        """The lease request came back: what was not granted is free again."""
+        if not 0 <= granted <= reserved <= self.reserved:
+            raise ValueError(f"{granted} jobs were granted on {reserved} of {self.reserved} reserved credits")
+        self.reserved -= reserved
+        self.available += reserved - granted
+        self.running += granted
+
+    def ended(self, count: int = 1) -> None:
+        """Attempts that were reported, given back or lost. Gives no credit: only the worker does."""
+        self.running = max(0, self.running - count)
+
+
+Policy = Callable[[Account], object]
+
+
+def least_load(account: Account) -> object:
+    """The default policy: the smallest share of used places first."""
+    places = account.running + account.available + account.reserved
+    return (account.running + account.reserved) / places if places else 1.0
+
+
+def shares(accounts: Iterable[tuple[str, Account]], wanted: int | None, policy: Policy = least_load) -> list[tuple[str, int]]:
+    """Who asks the store for how many jobs in this turn, in the order of asking.
+
+    `wanted` is how many jobs are thought to be ready: then the workers share them evenly, so that the first asker does not take
+    everything while others idle. None: there is a backlog, everybody fills up.
+    """
+    able = sorted(((name, account) for name, account in accounts if account.available > 0), key=lambda one: policy(one[1]))  # type: ignore[arg-type, return-value]
+    if not able:
+        return []
+    plan: list[tuple[str, int]] = []
+    for place, (name, account) in enumerate(able):
+        limit = LEASE_BATCH_MAX
+        if wanted is not None:
+            quota, extra = divmod(wanted, len(able))
+            limit = min(limit, quota + (place < extra))
+        if limit:
+            plan.append((name, min(limit, account.available)))
+    return plan

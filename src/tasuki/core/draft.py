@@ -1,0 +1,166 @@
+"""The turn that is being written: everything that arrived since the last one went to the store, and who wants the answers.
+
+A route remembers which slice of which list belongs to which message, so that a message with a thousand jobs costs one route.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tasuki.core.protocol import Acceptance
+from tasuki.core.verbs import Held, LeaseRequest, Report, Submission, TokenRow, Turn
+
+
+class SubmitRoute(msgspec.Struct):
+    """One SubmitJobs message."""
+
+    conn: int
+    msg_id: int
+    start: int
+    stop: int
+    watch: bool
+    rerun: bool
+    count: int
+    rejected: list[Acceptance]
+    indexes: list[int] | None
+    """Place in the message of each job of the slice; None: the slice is the whole message."""
+
+
+class Slice(msgspec.Struct):
+    """Items start:stop of a list came from this connection's message."""
+
+    conn: int
+    start: int
+    stop: int
+    msg_id: int = 0
+
+
+class CheckRoute(msgspec.Struct):
+    """Jobs to be read, because a caller must be allowed to see them first: then `action` happens."""
+
+    conn: int
+    msg_id: int
+    start: int
+    stop: int
+    action: str
+    reason: str = ""
+
+
+class ActRoute(msgspec.Struct):
+    """An order that was allowed: items start:stop of `cancel` or `requeue`."""
+
+    conn: int
+    msg_id: int
+    start: int
+    stop: int
+    action: str
+
+
+class LeaseRoute(msgspec.Struct):
+    """One lease request and the credit that was set aside for it."""
+
+    conn: int
+    incarnation: str
+    reserved: int
+
+
+class HelloRoute(msgspec.Struct):
+    """A peer that waits for its token to be looked up."""
+
+    conn: int
+    hello: Any
+
+
+class TokenRoute(msgspec.Struct):
+    """An admin's token order, and what to answer when it is done."""
+
+    conn: int
+    msg_id: int
+    verb: str
+    index: int
+    body: Any = None
+
+
+class Draft:
+    """Collects one Turn."""
+
+    def __init__(self) -> None:
+        self.finish: list[Report] = []
+        self.fail: list[Report] = []
+        self.start: list[Held] = []
+        self.renew: list[Held] = []
+        self.release: list[Held] = []
+        self.cancel: list[tuple[str, str, str]] = []
+        self.requeue: list[tuple[str, str, str]] = []
+        self.submit: list[Submission] = []
+        self.rerun: list[Submission] = []
+        self.get: list[str] = []
+        self.held: list[tuple[str, str]] = []
+        self.token: list[str] = []
+        self.add_token: list[TokenRow] = []
+        self.revoke_token: list[tuple[str, str]] = []
+        self.list_tokens = False
+        self.subjects: set[str] = set()
+        self.finish_routes: list[Slice] = []
+        self.fail_routes: list[Slice] = []
+        self.start_routes: list[Slice] = []
+        self.renew_routes: list[Slice] = []
+        self.submit_routes: list[SubmitRoute] = []
+        self.check_routes: list[CheckRoute] = []
+        self.act_routes: list[ActRoute] = []
+        self.held_routes: list[int] = []
+        self.hello_routes: list[HelloRoute] = []
+        self.token_routes: list[TokenRoute] = []
+        self.lease_routes: list[LeaseRoute] = []
+
+    def __len__(self) -> int:
+        """How many items wait; what backpressure looks at."""
+        return (
+            len(self.finish)
+            + len(self.fail)
+            + len(self.start)
+            + len(self.renew)
+            + len(self.release)
+            + len(self.cancel)
+            + len(self.requeue)
+            + len(self.submit)
+            + len(self.rerun)
+            + len(self.get)
+            + len(self.held)
+            + len(self.token)
+            + len(self.add_token)
+            + len(self.revoke_token)
+            + self.list_tokens
+        )
+
+    def turn(self, leases: list[LeaseRequest], *, epoch: int, duties: bool, prune_before: float | None) -> Turn:
+        """The finished draft."""
+        return Turn(
+            finish=self.finish,
+            fail=self.fail,
+            start=self.start,
+            renew=self.renew,
+            release=self.release,
+            cancel=self.cancel,
+            requeue=self.requeue,
+            epoch=epoch,
+            reap=REAP_BATCH if duties else 0,
+            promote=PROMOTE_BATCH if duties else 0,
+            prune_before=prune_before,
+            add_token=self.add_token,
+            revoke_token=self.revoke_token,
+            submit=self.submit,
+            rerun=self.rerun,
+            lease=leases,
+            held=self.held,
+            get=self.get,
+            token=self.token,
+            list_tokens=self.list_tokens,
+            routes=self,
+        )
+
+
+REAP_BATCH = 256
+PROMOTE_BATCH = 1024

@@ -1,0 +1,52 @@
+"""Fair order between groups: whoever was served longest ago comes first, so that no group's flood delays another's job.
+
+The memory of who was served is a hint, not state that must survive: after a restart all groups start level again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+REMEMBERED_GROUPS_MAX = 10_000  # past this the groups served longest ago are forgotten, which puts them first
+
+
+class FairTurns:
+    """Deals out places between groups, one round after the other."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, None] = {}  # insertion order = order of service, the latest last
+
+    def order(self, groups: Iterable[str]) -> list[str]:
+        """Never served groups first, by name; then by how long ago they were served."""
+        waiting = sorted(set(groups))
+        if len(waiting) < 2:
+            return waiting
+        rank = {group: number for number, group in enumerate(self._served, 1)}
+        return sorted(waiting, key=lambda group: rank.get(group, 0))
+
+    def fill(self, groups: Iterable[str], limit: int, take: Callable[[str, int], list[T]]) -> list[T]:
+        """Up to `limit` items, dealt evenly. `take(group, n)` gives at most n of a group's items; fewer means it has no more."""
+        taken: list[T] = []
+        live = self.order(groups)
+        while live and len(taken) < limit:
+            quota, extra = divmod(limit - len(taken), len(live))
+            still_live = []
+            for place, group in enumerate(live):
+                wanted = quota + (place < extra)
+                got = take(group, wanted) if wanted else []
+                if got:
+                    taken += got
+                    self._mark(group)
+                if len(got) == wanted:
+                    still_live.append(group)
+            live = still_live
+        return taken
+
+    def _mark(self, group: str) -> None:
+        self._served.pop(group, None)
+        self._served[group] = None
+        if len(self._served) > REMEMBERED_GROUPS_MAX:
+            del self._served[next(iter(self._served))]

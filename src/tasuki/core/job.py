@@ -1,0 +1,322 @@
+"""The job: what a submitter asks for (`JobSpec`), what the store knows (`Job`), and how an attempt ended (`Outcome`).
+
+Only data and the checks that make bad data impossible to build. The life cycle is in `lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+
+from tasuki.core.ids import check_job_id
+from tasuki.core.subject import DEFAULT_SUBJECT, check_subject
+from tasuki.errors import InvalidInput, TooLarge
+
+RESULT_INLINE_MAX_BYTES = 64 * 1024  # larger results are blobs, durable before the finish
+BODY_INLINE_MAX_BYTES = 64 * 1024  # payload + inline files of one job; more travels as blobs
+EXEC_MAX_CHARS = 1024  # a name, or the path of a program where any program is allowed
+ARGS_MAX = 4096
+ENV_MAX = 256
+FILES_MAX = 1024
+TEXT_MAX_BYTES = 128 * 1024  # one argument or environment value; Linux's own limit for one string of execve
+HEADERS_MAX = 64
+PRIORITY_MAX = 9
+TIMEOUT_MAX_S = 366 * 86400.0
+BUDGET_MAX = 1_000_000
+
+EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+
+
+class State(enum.StrEnum):
+    """Where a job stands. The transitions between them are the table in `lifecycle.py`."""
+
+    PENDING = "PENDING"
+    ASSIGNED = "ASSIGNED"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+    TIMED_OUT = "TIMED_OUT"
+    ORPHANED = "ORPHANED"
+    SKIPPED = "SKIPPED"
+
+    @property
+    def terminal(self) -> bool:
+        return self in TERMINAL
+
+
+TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELED, State.TIMED_OUT, State.SKIPPED})
+LEASED = frozenset({State.ASSIGNED, State.RUNNING})
+READY = frozenset({State.PENDING, State.ORPHANED})
+
+
+class OnDisconnect(enum.StrEnum):
+    """What a worker does with a job whose lease it cannot renew; stored with the lease."""
+
+    STOP = "stop"
+    KEEP = "keep"
+
+
+class BlobRef(msgspec.Struct, frozen=True, gc=False):
+    """Bytes by their hash."""
+
+    sha256: str
+    size_bytes: int
+
+
+class InputFile(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One input of a job: inline (`data`), a blob (`sha256`, `size_bytes`), or a name inside a cache (`cache_id`)."""
+
+    name: str
+    data: bytes | None = None
+    sha256: str | None = None
+    size_bytes: int | None = None
+    cache_id: str | None = None
+
+    def identity(self) -> str:
+        """What stands for the contents in the body hash."""
+        if self.data is not None:
+            return hashlib.sha256(self.data).hexdigest()
+        return self.sha256 or f"cache:{self.cache_id}"
+
+
+class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
+    """What a submitter asks for. Immutable once accepted."""
+
+    job_id: str
+    """Issued by the client; asking again with it gives the same job."""
+    subject: str = DEFAULT_SUBJECT
+    """Routing key; decides which workers may take it, and its group."""
+    exec: str = ""
+    """Name of an allow-listed program at the worker; empty: a Python handler, chosen by subject."""
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    payload: bytes = b""
+    """Bytes for a handler, or the standard input of a command."""
+    files: tuple[InputFile, ...] = ()
+    timeout_s: float | None = None
+    """Limit of one attempt, from its start. None: the exec's own default."""
+    max_retries: int = 3
+    """How many failures that a worker reported may be tried again."""
+    max_losses: int = 3
+    """How many attempts may be lost with their worker before the job is dead-lettered."""
+    backoff_s: float = 10.0
+    """Delay of retry n (from 0): min(300, backoff_s * 2**n)."""
+    priority: int = 5
+    """0-9, higher first, strictly. Not part of the body."""
+    not_before: float | None = None
+    """Unix time on the store's wall clock. Not part of the body."""
+    headers: dict[str, str] = {}
+    """Free notes for the submitter. Not part of the body."""
+    array_id: str | None = None
+    """The array that this job is an element of. Not part of the body."""
+
+
+class Lease(msgspec.Struct, frozen=True, gc=False):
+    """The right to run one attempt of one job."""
+
+    lease_id: str
+    worker_id: str
+    incarnation: str
+    attempt: int
+    expires_at: float
+    """On the store's lease clock, which is compared with nothing but itself."""
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+    reconnect_grace_s: float = 0.0
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
+    """What an attempt ended with."""
+
+    exit_code: int | None = None
+    error_code: str | None = None
+    """None: it succeeded. Else a stable word: EXIT_CODE, SIGNAL, TIMED_OUT, CANCELED, HANDLER_ERROR, EXEC_NOT_ALLOWED, …"""
+    message: str = ""
+    result: bytes | None = None
+    """Up to RESULT_INLINE_MAX_BYTES; recorded in the finish's own transaction."""
+    result_ref: BlobRef | None = None
+    """A larger result: a blob that was durable before this outcome was sent."""
+    result_sha256: str | None = None
+    meta: dict[str, Any] = {}
+    permanent: bool = False
+    """Trying again can never help: no retry is used up, the job is FAILED."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that the store knows of one job. A leased state without a lease cannot be built."""
+
+    spec: JobSpec
+    state: State
+    submitter: str
+    body_hash: bytes = b""
+    created_at: float
+    attempt: int = 0
+    generation: int = 0
+    failures: int = 0
+    losses: int = 0
+    version: int = 0
+    priority: int = 5
+    not_before: float | None = None
+    lease: Lease | None = None
+    assigned_worker_id: str | None = None
+    """Who had the latest attempt; stays after the lease is over."""
+    assigned_at: float | None = None
+    started_at: float | None = None
+    finished_at: float | None = None
+    cancel_requested: bool = False
+    outcome: Outcome | None = None
+    """Of the finish that made it terminal, or of the latest failed attempt while a retry waits."""
+    leader_epoch: int = 0
+    scheduled_for: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.state in LEASED and self.lease is None:
+            raise ValueError(f"job {self.spec.job_id!r} cannot be {self.state} without a lease")
+
+    @property
+    def job_id(self) -> str:
+        return self.spec.job_id
+
+
+class Incident(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Something unusual that befell a job, kept so that `explain` can tell the story."""
+
+    at: float
+    kind: str
+    """failed, lost, fenced, orphaned, released, canceled, cancel_requested, requeued, dead_lettered, taken_over"""
+    attempt: int = 0
+    worker_id: str = ""
+    actor: str = ""
+    reason: str = ""
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z").match
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z").match
+
+
+def check_spec(spec: JobSpec) -> JobSpec:
+    """The spec itself if it can be accepted, else InvalidInput naming the field, the value and the rule."""
+    check_job_id(spec.job_id)
+    check_subject(spec.subject)
+    if spec.exec:
+        _check_text(spec.exec, "the exec name")
+        if len(spec.exec) > EXEC_MAX_CHARS or not spec.exec.isprintable():
+            raise InvalidInput(f"exec {spec.exec[:40]!r} must be printable and at most {EXEC_MAX_CHARS} characters")
+    if not 0 <= spec.priority <= PRIORITY_MAX:
+        raise InvalidInput(f"priority must be 0 to {PRIORITY_MAX}, got {spec.priority}")
+    if not (0 <= spec.max_retries <= BUDGET_MAX and 0 <= spec.max_losses <= BUDGET_MAX):
+        raise InvalidInput(f"max_retries and max_losses must be 0 to {BUDGET_MAX}, got {spec.max_retries} and {spec.max_losses}")
+    if not 0 <= spec.backoff_s <= TIMEOUT_MAX_S:
+        raise InvalidInput(f"backoff_s must be 0 to {TIMEOUT_MAX_S:.0f} seconds, got {spec.backoff_s}")
+    if spec.timeout_s is not None and not 0 < spec.timeout_s <= TIMEOUT_MAX_S:
+        raise InvalidInput(f"timeout_s must be above 0 and at most {TIMEOUT_MAX_S:.0f} seconds, got {spec.timeout_s}")
+    if spec.not_before is not None and not 0 <= spec.not_before < 1e11:
+        raise InvalidInput(f"not_before must be a Unix time in seconds, got {spec.not_before}")
+    if spec.array_id is not None:
+        check_job_id(spec.array_id)
+    if spec.args or spec.env or spec.files or spec.headers:
+        _check_lists(spec)
+    size = len(spec.payload) + sum(len(file.data) for file in spec.files if file.data is not None)
+    if size > BODY_INLINE_MAX_BYTES:
+        raise TooLarge(
+            f"payload and inline files of job {spec.job_id!r} have {size} bytes, the limit is {BODY_INLINE_MAX_BYTES}; "
+            "upload them as blobs (the client does this by itself for files)"
+        )
+    return spec
+
+
+def _check_lists(spec: JobSpec) -> None:
+    if len(spec.args) > ARGS_MAX or len(spec.env) > ENV_MAX or len(spec.files) > FILES_MAX or len(spec.headers) > HEADERS_MAX:
+        raise TooLarge(
+            f"job {spec.job_id!r} has {len(spec.args)} args, {len(spec.env)} env names, {len(spec.files)} files, "
+            f"{len(spec.headers)} headers; the limits are {ARGS_MAX}, {ENV_MAX}, {FILES_MAX}, {HEADERS_MAX}"
+        )
+    for argument in spec.args:
+        _check_text(argument, "an argument")
+    for name, value in spec.env.items():
+        if _ENV_NAME(name) is None:
+            raise InvalidInput(f"environment name {name[:40]!r} must be letters, digits and _, not starting with a digit")
+        _check_text(value, f"the value of environment name {name}")
+    names: set[str] = set()
+    for file in spec.files:
+        _check_file(file)
+        if file.name.casefold() in names:
+            raise InvalidInput(f"two input files are named {file.name[:80]!r} (compared without case)")
+        names.add(file.name.casefold())
+
+
+def _check_text(text: str, what: str) -> None:
+    if "\0" in text:
+        raise InvalidInput(f"{what} contains a NUL character, which no program can be given")
+    if len(text) > TEXT_MAX_BYTES:
+        raise TooLarge(f"{what} has {len(text)} characters, the limit is {TEXT_MAX_BYTES}")
+
+
+def _check_file(file: InputFile) -> None:
+    check_file_name(file.name)
+    given = (file.data is not None) + (file.sha256 is not None) + (file.cache_id is not None)
+    if given != 1:
+        raise InvalidInput(f"input file {file.name!r} needs exactly one of data, sha256, cache_id; {given} were given")
+    if file.sha256 is not None:
+        if _SHA256(file.sha256) is None:
+            raise InvalidInput(f"input file {file.name!r}: sha256 must be 64 lower-case hex digits, got {file.sha256[:70]!r}")
+        if file.size_bytes is None or file.size_bytes < 0:
+            raise InvalidInput(f"input file {file.name!r}: a blob needs its size_bytes")
+    if file.cache_id is not None:
+        check_job_id(file.cache_id)
+
+
+def check_file_name(name: str) -> str:
+    """A relative path of plain parts, safe to create below a folder; else InvalidInput."""
+    parts = name.split("/")
+    if (
+        not name
+        or len(name.encode("utf-8", "surrogatepass")) > 1024
+        or any(part in ("", ".", "..") or len(part) > 200 for part in parts)
+        or "\\" in name
+        or any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in name)
+    ):
+        raise InvalidInput(
+            f"file name {name[:80]!r} must be a relative path without '..', empty parts, backslash or control characters"
+        )
+    return name
+
+
+_body_encoder = msgspec.msgpack.Encoder()
+_NO_FILES: list[tuple[str, str]] = []
+
+
+def body_hash(spec: JobSpec) -> bytes:
+    """sha256 over what makes two submits of one id 'the same' (DESIGN §1); headers, priority, not_before are not in it."""
+    files = sorted((file.name, file.identity()) for file in spec.files) if spec.files else _NO_FILES
+    return hashlib.sha256(
+        _body_encoder.encode(
+            (
+                spec.subject,
+                spec.exec,
+                spec.args,
+                sorted(spec.env.items()),
+                hashlib.sha256(spec.payload).hexdigest() if spec.payload else EMPTY_SHA256,
+                files,
+                spec.timeout_s,
+                spec.max_retries,
+                spec.max_losses,
+                spec.backoff_s,
+            )
+        )
+    ).digest()
+
+
+_COMPARED = ("subject", "exec", "args", "env", "payload", "timeout_s", "max_retries", "max_losses", "backoff_s")
+
+
+def differing_fields(one: JobSpec, other: JobSpec) -> list[str]:
+    """Names of the body's fields in which the two differ; never their contents."""
+    names = [name for name in _COMPARED if getattr(one, name) != getattr(other, name)]
+    if sorted((f.name, f.identity()) for f in one.files) != sorted((f.name, f.identity()) for f in other.files):
+        names.append("files")
+    return names

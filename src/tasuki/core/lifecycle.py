@@ -1,0 +1,152 @@
+"""The life of a job: one transition table, and the decisions that budgets and backoff make. Pure.
+
+    PENDING ──grant──► ASSIGNED ──start──► RUNNING ──succeed──► SUCCEEDED
+       ▲                   │                  │
+       ├──release──────────┤                  ├──fail──► FAILED      time_out──► TIMED_OUT
+       ├──retry────────────┼──────────────────┤
+       ├──lose─────────────┴──────────────────┤──orphan──► ORPHANED ──grant──► ASSIGNED
+       └──requeue── (any terminal state)      └──cancel──► CANCELED
+
+Every store asks this module which transition an event makes; none has a rule of its own. `finish` of an attempt that
+was never reported as started goes straight from ASSIGNED: short handlers spare themselves the extra write.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from tasuki.core.job import LEASED, READY, TERMINAL, Outcome, State
+from tasuki.errors import InvalidTransition
+
+LEASE_TTL_S = 15.0  # TCP and local workers
+LEASE_MARGIN_S = 2.0  # what the store waits past the ttl, and what a kill may take
+RETRY_DELAY_MAX_S = 300.0
+RETENTION_DAYS = 30.0
+
+
+class Event(enum.StrEnum):
+    """What can happen to a job."""
+
+    GRANT = "grant"
+    START = "start"
+    RELEASE = "release"
+    SUCCEED = "succeed"
+    RETRY = "retry"
+    FAIL = "fail"
+    TIME_OUT = "time_out"
+    LOSE = "lose"
+    ORPHAN = "orphan"
+    CANCEL = "cancel"
+    SKIP = "skip"
+    REQUEUE = "requeue"
+
+
+_HELD = (State.ASSIGNED, State.RUNNING, State.ORPHANED)  # states in which an attempt may still report
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.PENDING, Event.GRANT): State.ASSIGNED,
+    (State.ORPHANED, Event.GRANT): State.ASSIGNED,
+    # By job_id, a lease that is over may be taken over without waiting for the reaper.
+    (State.ASSIGNED, Event.GRANT): State.ASSIGNED,
+    (State.RUNNING, Event.GRANT): State.ASSIGNED,
+    (State.ASSIGNED, Event.START): State.RUNNING,
+    (State.ASSIGNED, Event.RELEASE): State.PENDING,
+    **{(state, Event.SUCCEED): State.SUCCEEDED for state in _HELD},
+    **{(state, Event.RETRY): State.PENDING for state in _HELD},
+    **{(state, Event.FAIL): State.FAILED for state in _HELD},
+    **{(state, Event.TIME_OUT): State.TIMED_OUT for state in _HELD},
+    **{(state, Event.LOSE): State.PENDING for state in sorted(LEASED)},
+    **{(state, Event.ORPHAN): State.ORPHANED for state in sorted(LEASED)},
+    **{(state, Event.CANCEL): State.CANCELED for state in (*_HELD, State.PENDING)},
+    (State.PENDING, Event.SKIP): State.SKIPPED,
+    (State.ORPHANED, Event.SKIP): State.SKIPPED,
+    **{(state, Event.REQUEUE): State.PENDING for state in sorted(TERMINAL)},
+}
+
+
+def after(state: State, event: Event) -> State:
+    """The state that `event` leads to, else InvalidTransition."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise InvalidTransition(f"a job that is {state} cannot {event}") from None
+
+
+def sources(event: Event) -> frozenset[State]:
+    """The states in which `event` can happen; the SQL statements' predicates are tested against this."""
+    return frozenset(state for state, happening in TRANSITIONS if happening is event)
+
+
+class Verdict(msgspec.Struct, frozen=True, gc=False):
+    """What becomes of a job after an attempt that did not succeed."""
+
+    event: Event
+    state: State
+    delay_s: float
+    failures: int
+    losses: int
+    reason: str
+
+
+def retry_delay_s(backoff_s: float, n: int) -> float:
+    """Delay of retry n, the first is 0. Exact: jitter is for polls and reconnects."""
+    # 2**60 s is past any cap; the bound keeps the power from growing without end for absurd n.
+    return min(RETRY_DELAY_MAX_S, backoff_s * float(1 << min(n, 60)))
+
+
+def after_failure(
+    state: State,
+    outcome: Outcome,
+    *,
+    cancel_requested: bool,
+    failures: int,
+    losses: int,
+    max_retries: int,
+    backoff_s: float,
+) -> Verdict:
+    """A worker reported that its attempt failed."""
+    what = outcome.message or outcome.error_code or "failed"
+    if outcome.error_code == "CANCELED" and cancel_requested:
+        return Verdict(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, what)
+    if cancel_requested:
+        # It failed by itself before the cancel reached it. Trying again is what nobody wants any more.
+        return Verdict(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; last attempt: {what}")
+    failures += 1
+    if not outcome.permanent and failures <= max_retries:
+        delay_s = retry_delay_s(backoff_s, failures - 1)
+        reason = f"{what}; retry {failures} of {max_retries} in {delay_s:g} s"
+        return Verdict(Event.RETRY, after(state, Event.RETRY), delay_s, failures, losses, reason)
+    event = Event.TIME_OUT if outcome.error_code == "TIMED_OUT" else Event.FAIL
+    why = "permanent" if outcome.permanent else f"no retry left of {max_retries}"
+    return Verdict(event, after(state, event), 0.0, failures, losses, f"{what}; {why}")
+
+
+def after_loss(
+    state: State,
+    *,
+    cancel_requested: bool,
+    keep: bool,
+    failures: int,
+    losses: int,
+    max_losses: int,
+    backoff_s: float,
+    worker_id: str,
+) -> Verdict:
+    """A lease ran out: its worker is dead, cut off or hung. The first loss is tried again at once."""
+    if cancel_requested:
+        return Verdict(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; worker {worker_id} was lost")
+    losses += 1
+    what = f"worker {worker_id} was lost (loss {losses} of {max_losses})"
+    if losses > max_losses:
+        return Verdict(Event.FAIL, after(state, Event.FAIL), 0.0, failures, losses, f"{what}; no loss left")
+    if keep:
+        return Verdict(Event.ORPHAN, after(state, Event.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant")
+    delay_s = retry_delay_s(backoff_s, losses - 2) if losses > 1 else 0.0
+    return Verdict(Event.LOSE, after(state, Event.LOSE), delay_s, failures, losses, what)
+
+
+def cancel_is_immediate(state: State) -> bool:
+    """Waiting jobs are canceled by the store at once; leased ones by their worker's report or by reaping."""
+    return state in READY

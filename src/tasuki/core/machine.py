@@ -1,0 +1,70 @@
+"""What all three machines (server, worker, client) share: the time that is passed in, and the events and commands of a connection.
+
+A machine is a plain object with `apply(event, now) -> commands`. It never reads a clock, draws a random number or touches a
+socket: its driver does, and tells it. The same machines run in the product and in the simulator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tasuki.core.protocol import Message
+from tasuki.errors import TasukiError
+
+
+class Now(NamedTuple):
+    """The driver's clocks: `monotonic` for deadlines (counts on while the machine sleeps), `wall` for what people read."""
+
+    monotonic: float
+    wall: float
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """The other end of a connection as the operating system knows it."""
+
+    transport: str
+    """tcp or unix"""
+    uid: int | None = None
+    """Of the process at the other end of a unix socket."""
+    address: str = ""
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A connection is there; nothing was said yet."""
+
+    conn: int
+    peer: Peer
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A message came."""
+
+    conn: int
+    message: Message
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """The connection is gone."""
+
+    conn: int
+    reason: str = ""
+
+
+class Ticked(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send this message."""
+
+    conn: int
+    message: Message
+
+
+class Hangup(msgspec.Struct, frozen=True):
+    """End the connection, after telling the peer why."""
+
+    conn: int
+    error: TasukiError | None = None

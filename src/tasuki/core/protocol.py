@@ -1,0 +1,304 @@
+"""The messages between client, server and worker, as data. The machines speak these; `wire/` turns them into bytes and back.
+
+Every request has a `msg_id`, chosen by its sender and unique on its connection; every answer carries it back as `corr_id`.
+Who sends what:
+
+    client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat
+    server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage
+    worker → server   HelloWorker GiveCredit Subscribe JobsStarted JobsFinished JobsReleased Heartbeat BlobPut BlobGet Chunk
+    server → worker   Welcome AssignJobs JobsRecorded CancelLeases HeartbeatAnswer Reply Chunk ErrorMessage
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tasuki.core.job import JobSpec, OnDisconnect, Outcome, State
+from tasuki.core.verbs import Grant
+
+PROTOCOL_VERSION = 1
+PROTOCOL_OLDEST = 1
+UNAUTHENTICATED_FRAME_MAX_BYTES = 64 * 1024
+FRAME_MAX_BYTES = 8 * 1024 * 1024
+BATCH_MAX = 1024  # items of one frame that we send ourselves; a receiver takes any number that fits the frame
+CHUNK_BYTES = 256 * 1024
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class Claim(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One lease as a worker names it: [job_id, lease_id, attempt]."""
+
+    job_id: str
+    lease_id: str
+    attempt: int
+
+
+# ---------------------------------------------------------------------------------------------------- first frames
+
+
+class HelloClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The first frame of a client. `token` may be empty on a unix socket of the same user."""
+
+    msg_id: int
+    client_id: str
+    token: str = ""
+    version: int = PROTOCOL_VERSION
+    oldest: int = PROTOCOL_OLDEST
+    codecs: tuple[str, ...] = ()
+    agent: str = ""
+
+
+class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The first frame of a worker. `holding` is what it still runs or has not yet reported, after a lost connection."""
+
+    msg_id: int
+    worker_id: str
+    incarnation: str
+    token: str = ""
+    version: int = PROTOCOL_VERSION
+    oldest: int = PROTOCOL_OLDEST
+    codecs: tuple[str, ...] = ()
+    agent: str = ""
+    patterns: tuple[str, ...] = ()
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+    reconnect_grace_s: float = 0.0
+    ttl_s: float | None = None
+    resumed: bool = False
+    holding: tuple[Claim, ...] = ()
+    host: str = ""
+    slots: int = 1
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The server took the Hello. `identity` is who it takes the peer for; `servers` are all live ones."""
+
+    corr_id: int
+    version: int
+    server_id: str
+    identity: str
+    kind: str
+    servers: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    codecs: tuple[str, ...] = ()
+    lease_ttl_s: float = 0.0
+    lease_margin_s: float = 0.0
+    frame_max_bytes: int = FRAME_MAX_BYTES
+    idle_timeout_s: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- clients
+
+
+class SubmitJobs(msgspec.Struct, frozen=True):
+    """Store these jobs. With `watch`, a Results item follows for each when it is terminal."""
+
+    msg_id: int
+    specs: list[JobSpec]
+    watch: bool = True
+    on_failed: str = "return"
+
+
+class Acceptance(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One job of a submit that was not simply new: it existed (`state`), or was refused (`code`, `message`)."""
+
+    index: int
+    job_id: str
+    state: str = ""
+    code: str = ""
+    message: str = ""
+    details: dict[str, Any] = {}
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """After the commit: all `count` jobs of the submit are stored, but for those that `exceptions` says otherwise of."""
+
+    corr_id: int
+    count: int
+    exceptions: list[Acceptance] = []
+
+
+class JobResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """How a job ended."""
+
+    job_id: str
+    state: State
+    attempt: int
+    outcome: Outcome
+    finished_at: float | None = None
+    generation: int = 0
+
+
+class Results(msgspec.Struct, frozen=True):
+    """Jobs that a client watches and that are terminal now."""
+
+    items: list[JobResult]
+
+
+class CancelJobs(msgspec.Struct, frozen=True):
+    """Please end these jobs. Answered by a Reply."""
+
+    msg_id: int
+    job_ids: list[str]
+    reason: str = ""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A question or an operator's order by name; `params` as the verb's description in docs/wire.md says."""
+
+    msg_id: int
+    verb: str
+    params: dict[str, Any] = {}
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a Request, CancelJobs, Subscribe or BlobPut."""
+
+    corr_id: int
+    body: Any = None
+
+
+class ErrorMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was wrong. corr_id 0: with the connection, which ends."""
+
+    corr_id: int
+    code: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+# ---------------------------------------------------------------------------------------------------- workers
+
+
+class GiveCredit(msgspec.Struct, frozen=True):
+    """I will take so many more jobs."""
+
+    credit: int
+
+
+class Subscribe(msgspec.Struct, frozen=True):
+    """From now on, jobs of these subjects; none at all: no more jobs."""
+
+    msg_id: int
+    patterns: tuple[str, ...]
+
+
+class AssignJobs(msgspec.Struct, frozen=True):
+    """Attempts for this worker, each under its own lease of `ttl_s`."""
+
+    ttl_s: float
+    grants: list[Grant]
+
+
+class JobsStarted(msgspec.Struct, frozen=True):
+    """These attempts are running."""
+
+    claims: list[Claim]
+
+
+class Ending(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """How one attempt ended; an outcome without error_code succeeded."""
+
+    job_id: str
+    lease_id: str
+    attempt: int
+    outcome: Outcome
+    started_at: float | None = None
+
+
+class JobsFinished(msgspec.Struct, frozen=True):
+    """These attempts ended. The worker keeps them until the server says recorded or fenced."""
+
+    endings: list[Ending]
+
+
+class JobsReleased(msgspec.Struct, frozen=True):
+    """These attempts were never started; take them back."""
+
+    claims: list[Claim]
+    reason: str = ""
+
+
+class JobsRecorded(msgspec.Struct, frozen=True):
+    """The server's last word on endings: durable, or refused for good with the reason."""
+
+    recorded: list[str] = []
+    fenced: list[tuple[str, str]] = []
+
+
+class CancelLeases(msgspec.Struct, frozen=True):
+    """Stop these attempts and report them."""
+
+    lease_ids: list[str]
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """I am here; a worker also asks for the renewal of these leases."""
+
+    msg_id: int
+    claims: list[Claim] = []
+
+
+class HeartbeatAnswer(msgspec.Struct, frozen=True):
+    """Every lease that is not named goes on."""
+
+    corr_id: int
+    cancel: list[str] = []
+    lost: list[str] = []
+
+
+# ---------------------------------------------------------------------------------------------------- large things
+
+
+class BlobPut(msgspec.Struct, frozen=True, omit_defaults=True):
+    """I want to send this blob. The Reply says {"have": true}, or {"go": true}: then Chunks, then a second Reply."""
+
+    msg_id: int
+    sha256: str
+    size_bytes: int
+
+
+class BlobGet(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Send me this blob of that job, from an offset, as Chunks."""
+
+    msg_id: int
+    sha256: str
+    job_id: str
+    offset: int = 0
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of the transfer that msg_id `corr_id` began; the last one may be empty."""
+
+    corr_id: int
+    offset: int
+    data: bytes
+    last: bool = False
+
+
+Message = (
+    HelloClient
+    | HelloWorker
+    | Welcome
+    | SubmitJobs
+    | Accepted
+    | Results
+    | CancelJobs
+    | Request
+    | Reply
+    | ErrorMessage
+    | GiveCredit
+    | Subscribe
+    | AssignJobs
+    | JobsStarted
+    | JobsFinished
+    | JobsReleased
+    | JobsRecorded
+    | CancelLeases
+    | Heartbeat
+    | HeartbeatAnswer
+    | BlobPut
+    | BlobGet
+    | Chunk
+)

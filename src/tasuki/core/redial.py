@@ -1,0 +1,39 @@
+"""When and where to connect again: the first time at once, then with growing, jittered waits, round the list of addresses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+BACKOFF_FIRST_S = 0.2
+BACKOFF_MAX_S = 5.0
+
+
+class Redial:
+    """`jitter()` gives a number from 0 to 1; the driver's random source."""
+
+    def __init__(self, addresses: int, jitter: Callable[[], float]) -> None:
+        self._addresses = addresses
+        self._jitter = jitter
+        self._failures = 0
+        self._place = 0
+        self.due_at: float | None = 0.0
+        """When to dial next; None while a connection is there or being made."""
+
+    def dialed(self) -> int:
+        """Which address is tried now."""
+        self.due_at = None
+        return self._place
+
+    def connected(self) -> None:
+        """The server took our Hello."""
+        self._failures = 0
+
+    def lost(self, now: float) -> None:
+        """The connection ended, or could not be made."""
+        if self._failures == 0:
+            wait_s = 0.0
+        else:
+            wait_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(1 << min(self._failures - 1, 16))) * (0.5 + self._jitter() / 2)
+        self._failures += 1
+        self._place = (self._place + 1) % self._addresses if self._failures > 1 else self._place
+        self.due_at = now + wait_s

@@ -1,0 +1,347 @@
+"""What the server tells whom when a turn is committed, or when it failed. The second half of `broker.py`; pure as well.
+
+`broker` is passed in as the owner of sessions, watchers and the next draft.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tasuki.core.access import Identity
+from tasuki.core.draft import ActRoute, CheckRoute, Draft, SubmitRoute, TokenRoute
+from tasuki.core.job import TERMINAL, Job, Outcome, State
+from tasuki.core.machine import Now, Send
+from tasuki.core.protocol import (
+    BATCH_MAX,
+    Acceptance,
+    Accepted,
+    AssignJobs,
+    CancelLeases,
+    Claim,
+    ErrorMessage,
+    HeartbeatAnswer,
+    JobResult,
+    JobsRecorded,
+    Message,
+    Reply,
+    Results,
+)
+from tasuki.core.sessions import ClientSession, Delivery, WorkerSession
+from tasuki.core.verbs import Answer, Answers, Grant, Held, Recorded, Report, Standing, Turn
+from tasuki.errors import Conflict, DiskFull, Forbidden, NotFound, TasukiError, Unauthorized
+
+if TYPE_CHECKING:
+    from tasuki.core.broker import Broker, Command
+
+_Outbox = defaultdict[int, list[JobResult]]
+
+
+def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Command]:
+    """The commit is durable: acknowledge, assign, deliver."""
+    draft: Draft = turn.routes
+    out: list[Command] = []
+    results: _Outbox = defaultdict(list)
+    for route in draft.finish_routes:
+        _reported(
+            broker,
+            route.conn,
+            draft.finish[route.start : route.stop],
+            answers.finish[route.start : route.stop],
+            out,
+            results,
+            now,
+        )
+    for route in draft.fail_routes:
+        _reported(
+            broker, route.conn, draft.fail[route.start : route.stop], answers.fail[route.start : route.stop], out, results, now
+        )
+    for route in draft.start_routes:
+        _standing(broker, route.conn, 0, draft.start[route.start : route.stop], answers.start[route.start : route.stop], out)
+    for route in draft.renew_routes:
+        _standing(
+            broker, route.conn, route.msg_id, draft.renew[route.start : route.stop], answers.renew[route.start : route.stop], out
+        )
+    for submit in draft.submit_routes:
+        _submitted(broker, submit, turn, answers, out, results)
+    for act in draft.act_routes:
+        _acted(broker, act, draft, answers, out, results, now)
+    for index, lease in enumerate(draft.lease_routes):
+        _granted(
+            broker, lease.conn, lease.incarnation, lease.reserved, turn.lease[index].worker_id, answers.lease[index], out, now
+        )
+    for index, conn in enumerate(draft.held_routes):
+        _redelivered(broker, conn, answers.held[index], out, now)
+    for check in draft.check_routes:
+        _checked(broker, check, answers.get[check.start : check.stop], draft.get[check.start : check.stop], out, results)
+    for index, hello in enumerate(draft.hello_routes):
+        out += broker.token_known(hello, answers.token[index], now)
+    for token in draft.token_routes:
+        _token_done(broker, token, answers, out)
+    for reaped in answers.reap:
+        if reaped.state in TERMINAL:
+            code = "CANCELED" if reaped.state is State.CANCELED else "LOST"
+            ending = JobResult(
+                reaped.job_id, reaped.state, reaped.attempt, Outcome(error_code=code, message=reaped.reason), now.wall
+            )
+            _notify(broker, ending, results)
+    if answers.promote:
+        broker.look_for(answers.promote)
+    if answers.reap or any(answers.release):
+        broker.look_everywhere()
+    for conn, items in results.items():
+        for start in range(0, len(items), BATCH_MAX):
+            out.append(Send(conn, Results(items[start : start + BATCH_MAX])))
+    return out
+
+
+def _notify(broker: Broker, ending: JobResult, results: _Outbox) -> None:
+    watching = broker.watchers.pop(ending.job_id, None)
+    if watching is None:
+        return
+    for conn in watching:
+        session = broker.sessions.get(conn)
+        if isinstance(session, ClientSession):
+            session.watching.discard(ending.job_id)
+            results[conn].append(ending)
+
+
+def _reported(
+    broker: Broker,
+    conn: int,
+    reports: Sequence[Report],
+    answers: Sequence[Recorded],
+    out: list[Command],
+    results: _Outbox,
+    now: Now,
+) -> None:
+    recorded: list[str] = []
+    fenced: list[tuple[str, str]] = []
+    watchers, wall = broker.watchers, now.wall
+    for report, answer in zip(reports, answers, strict=True):
+        if answer.answer is Answer.FENCED:
+            fenced.append((report.lease_id, answer.reason))
+            continue
+        recorded.append(report.lease_id)
+        state = answer.state
+        if state in TERMINAL and report.job_id in watchers:
+            _notify(broker, JobResult(report.job_id, state, report.attempt, report.outcome, wall), results)
+    if conn in broker.sessions:
+        out.append(Send(conn, JobsRecorded(recorded, fenced)))
+
+
+def _standing(
+    broker: Broker, conn: int, msg_id: int, claims: Sequence[Held], standings: Sequence[Standing], out: list[Command]
+) -> None:
+    session = broker.sessions.get(conn)
+    if session is None:
+        return
+    cancel, lost = [], []
+    for claim, standing in zip(claims, standings, strict=True):
+        if standing is Standing.CANCEL:
+            cancel.append(claim.lease_id)
+        elif standing is Standing.LOST:
+            lost.append(claim.lease_id)
+            if isinstance(session, WorkerSession) and session.deliveries.pop(claim.lease_id, None) is not None:
+                session.account.ended()
+    if msg_id or cancel or lost:
+        out.append(Send(conn, HeartbeatAnswer(msg_id or -1, cancel, lost)))
+
+
+def _submitted(broker: Broker, route: SubmitRoute, turn: Turn, answers: Answers, out: list[Command], results: _Outbox) -> None:
+    session = broker.sessions.get(route.conn)
+    if not isinstance(session, ClientSession):
+        return
+    exceptions = route.rejected
+    stored = (answers.rerun if route.rerun else answers.submit)[route.start : route.stop]
+    watchers, conn = broker.watchers, route.conn
+    for place, answer in enumerate(stored):
+        if type(answer) is not Conflict and answer.job is None:  # type: ignore[union-attr]
+            if route.watch:
+                job_id = answer.job_id
+                watchers.setdefault(job_id, []).append(conn)
+                session.watching.add(job_id)
+            continue
+        index = route.indexes[place] if route.indexes is not None else place
+        exceptions.append(_existing(broker, session, index, answer, route.watch, results))
+    out.append(Send(conn, Accepted(route.msg_id, route.count, exceptions)))
+
+
+def _existing(broker: Broker, session: ClientSession, index: int, answer: object, watch: bool, results: _Outbox) -> Acceptance:
+    """The id was there before: the same job (its state, its result), a Conflict, or somebody else's."""
+    if isinstance(answer, Conflict):
+        return Acceptance(index, answer.job_id, "", answer.code, answer.message, answer.details())
+    job: Job = answer.job  # type: ignore[attr-defined]
+    assert session.identity is not None
+    if not session.identity.may_see(job.submitter, job.spec.subject):
+        refusal = Forbidden(f"job {job.job_id!r} belongs to another submitter; use another job_id")
+        return Acceptance(index, job.job_id, "", refusal.code, refusal.message)
+    if watch:
+        _watch(broker, session, job, results)
+    return Acceptance(index, job.job_id, job.state)
+
+
+def _watch(broker: Broker, session: ClientSession, job: Job, results: _Outbox) -> None:
+    if job.state in TERMINAL:
+        results[session.conn].append(result_of(job))
+    elif job.job_id not in session.watching:
+        broker.watchers.setdefault(job.job_id, []).append(session.conn)
+        session.watching.add(job.job_id)
+
+
+def result_of(job: Job) -> JobResult:
+    """How a terminal job ended, from its row."""
+    outcome = job.outcome or Outcome(error_code=None if job.state is State.SUCCEEDED else str(job.state))
+    return JobResult(job.job_id, job.state, job.attempt, outcome, job.finished_at, job.generation)
+
+
+def _granted(
+    broker: Broker, conn: int, incarnation: str, reserved: int, worker_id: str, grants: list[Grant], out: list[Command], now: Now
+) -> None:
+    worker = broker.sessions.get(conn)
+    if not isinstance(worker, WorkerSession):
+        # It left while the store was at work. What it never saw goes back, without using up a loss.
+        broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)
+        return
+    broker.leased(worker, reserved, len(grants))
+    if not grants:
+        return
+    deliveries, sent_at = worker.deliveries, now.monotonic
+    for grant in grants:
+        deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
+    out.append(Send(conn, AssignJobs(worker.ttl_s, grants)))
+
+
+def _redelivered(broker: Broker, conn: int, grants: list[Grant], out: list[Command], now: Now) -> None:
+    worker = broker.sessions.get(conn)
+    if not isinstance(worker, WorkerSession) or not grants:
+        return
+    for grant in grants:
+        known = worker.deliveries.get(grant.lease_id)
+        if known is None:
+            worker.deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), now.monotonic)
+            worker.account.running += 1
+    again = [grant for grant in grants if not worker.deliveries[grant.lease_id].acked]
+    if again:
+        out.append(Send(conn, AssignJobs(min(grant.ttl_s for grant in again), again)))
+
+
+def _checked(
+    broker: Broker, route: CheckRoute, jobs: Sequence[Job | None], job_ids: list[str], out: list[Command], results: _Outbox
+) -> None:
+    """The rows are read: is the caller allowed to do what it asked for? All of it, or nothing happens."""
+    session = broker.sessions.get(route.conn)
+    if not isinstance(session, ClientSession) or session.identity is None:
+        return
+    refusal = _refusal(session.identity, jobs, job_ids)
+    if refusal is not None:
+        out.append(Send(route.conn, ErrorMessage(route.msg_id, refusal.code, refusal.message, refusal.details())))
+        return
+    if route.action == "watch":
+        for job in jobs:
+            assert job is not None
+            _watch(broker, session, job, results)
+        states = {job.job_id: str(job.state) for job in jobs if job is not None}
+        out.append(Send(route.conn, Reply(route.msg_id, {"states": states})))
+        return
+    orders = broker.draft.cancel if route.action == "cancel" else broker.draft.requeue
+    start = len(orders)
+    orders.extend((job_id, session.identity.name, route.reason) for job_id in job_ids)
+    broker.draft.act_routes.append(ActRoute(route.conn, route.msg_id, start, len(orders), route.action))
+
+
+def _refusal(identity: Identity, jobs: Sequence[Job | None], job_ids: list[str]) -> TasukiError | None:
+    for job_id, job in zip(job_ids, jobs, strict=True):
+        # Whether a job of somebody else exists is also not everybody's business.
+        if job is None or not identity.may_see(job.submitter, job.spec.subject):
+            return NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
+    return None
+
+
+def _acted(
+    broker: Broker, route: ActRoute, draft: Draft, answers: Answers, out: list[Command], results: _Outbox, now: Now
+) -> None:
+    states: dict[str, dict[str, object]] = {}
+    if route.action == "cancel":
+        for (job_id, _, reason), canceled in zip(
+            draft.cancel[route.start : route.stop], answers.cancel[route.start : route.stop], strict=True
+        ):
+            states[job_id] = {"state": canceled.state, "requested": canceled.requested}
+            if canceled.requested and canceled.worker_id is not None and canceled.lease_id is not None:
+                worker = broker.workers.get(canceled.worker_id)
+                if worker is not None:
+                    out.append(Send(worker.conn, CancelLeases([canceled.lease_id])))
+            elif canceled.state is State.CANCELED:
+                ending = Outcome(error_code="CANCELED", message=reason or "canceled before it started")
+                _notify(broker, JobResult(job_id, State.CANCELED, 0, ending, now.wall), results)
+    else:
+        pairs = zip(draft.requeue[route.start : route.stop], answers.requeue[route.start : route.stop], strict=True)
+        for (job_id, _, _), requeued in pairs:
+            states[job_id] = {"state": requeued.state, "done": requeued.done}
+        broker.look_everywhere()
+    if route.conn in broker.sessions:
+        out.append(Send(route.conn, Reply(route.msg_id, states)))
+
+
+def _token_done(broker: Broker, route: TokenRoute, answers: Answers, out: list[Command]) -> None:
+    message: Message = Reply(route.msg_id, route.body)
+    if route.verb == "token.list":
+        rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in answers.list_tokens]
+        message = Reply(route.msg_id, rows)
+    elif route.verb == "token.revoke":
+        token_id = route.body["token_id"]
+        if answers.revoke_token[route.index]:
+            for session in list(broker.sessions.values()):
+                if session.identity is not None and session.identity.token_id == token_id and session.conn != route.conn:
+                    out += broker.hang_up(session.conn, Unauthorized(f"token {token_id} was revoked"))
+        else:
+            error = NotFound(f"there is no token {token_id[:80]!r} that is still valid")
+            message = ErrorMessage(route.msg_id, error.code, error.message)
+    if route.conn in broker.sessions:
+        out.append(Send(route.conn, message))
+
+
+def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> list[Command]:
+    """Nothing was acknowledged. What workers reported is tried again by ourselves, everybody else is told."""
+    draft: Draft = turn.routes
+    out: list[Command] = []
+
+    def tell(conn: int, msg_id: int) -> None:
+        if conn in broker.sessions:
+            out.append(Send(conn, ErrorMessage(msg_id, error.code, error.message, error.details())))
+
+    for submit in draft.submit_routes:
+        tell(submit.conn, submit.msg_id)
+    for check in draft.check_routes:
+        tell(check.conn, check.msg_id)
+    for act in draft.act_routes:
+        tell(act.conn, act.msg_id)
+    for token in draft.token_routes:
+        tell(token.conn, token.msg_id)
+    for hello in draft.hello_routes:
+        out += broker.hang_up(hello.conn, error)
+    for lease in draft.lease_routes:
+        worker = broker.sessions.get(lease.conn)
+        if isinstance(worker, WorkerSession):
+            broker.leased(worker, lease.reserved, 0)
+    _carry_over(broker.draft, draft)
+    broker.look_everywhere()
+    if isinstance(error, DiskFull) and not broker.disk_problem:
+        broker.disk_problem = error.message
+    return out
+
+
+def _carry_over(into: Draft, draft: Draft) -> None:
+    """Workers' words are idempotent (an exact repeat gives the stored answer), so they simply stand in the next turn again."""
+    for name in ("finish", "fail", "start", "renew"):
+        items, routes = getattr(into, name), getattr(into, f"{name}_routes")
+        shift = len(items)
+        items.extend(getattr(draft, name))
+        for route in getattr(draft, f"{name}_routes"):
+            route.start += shift
+            route.stop += shift
+            routes.append(route)
+    into.release.extend(draft.release)
+    into.held.extend(draft.held)
+    into.held_routes.extend(draft.held_routes)

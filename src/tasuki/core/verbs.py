@@ -1,0 +1,276 @@
+"""What the machines and a store say to each other: the batches that go in, the answers that come out, and the `Turn`
+that carries everything of one turn of the event loop into one transaction. Plain data; a store's promise is in `stores/store.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, State
+from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.errors import Conflict
+
+# ---------------------------------------------------------------------------------------------------- what goes in
+
+
+class Submission(msgspec.Struct, frozen=True, gc=False):
+    """A checked spec, who sent it, and the hash that decides 'same body'."""
+
+    spec: JobSpec
+    submitter: str
+    body_hash: bytes
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """One worker asks for up to `limit` ready jobs, by patterns or by job_ids (which may also take over an expired lease)."""
+
+    worker_id: str
+    incarnation: str
+    patterns: tuple[str, ...] = ()
+    job_ids: tuple[str, ...] = ()
+    limit: int = 1
+    ttl_s: float = LEASE_TTL_S
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+    reconnect_grace_s: float = 0.0
+    live_workers: frozenset[str] = frozenset()
+    """A subject whose last token is one of these, but not this worker's, is left for that worker."""
+
+
+class Held(msgspec.Struct, frozen=True, gc=False):
+    """A worker's claim to one attempt, as it shows it with `start`, `renew` and `release`."""
+
+    job_id: str
+    worker_id: str
+    incarnation: str
+    lease_id: str
+    attempt: int
+    ttl_s: float = LEASE_TTL_S
+
+
+class Report(msgspec.Struct, frozen=True, gc=False):
+    """A worker's word on how its attempt ended, for `finish` (it succeeded) and `fail` (it did not)."""
+
+    job_id: str
+    worker_id: str
+    lease_id: str
+    attempt: int
+    outcome: Outcome
+    started_at: float | None = None
+
+
+class Assignment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A leader's targeted grant: this job to this worker."""
+
+    job_id: str
+    worker_id: str
+    incarnation: str
+    ttl_s: float = LEASE_TTL_S
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+    reconnect_grace_s: float = 0.0
+
+
+class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """Which jobs `find` returns; empty fields do not restrict."""
+
+    states: tuple[State, ...] = ()
+    subject: str | None = None
+    """A pattern, `*` and `>` allowed."""
+    array_id: str | None = None
+    worker_id: str | None = None
+    submitter: str | None = None
+    """Only jobs of this submitter, or whose subject `scope` covers."""
+    scope: tuple[str, ...] = ()
+    text: str | None = None
+    """Part of the job_id or of the error (Feature.FIND_TEXT)."""
+
+
+class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """A token as the store keeps it: never the secret, only its sha256."""
+
+    token_id: str
+    kind: str
+    """admin, client, worker, enrol"""
+    sha256: str
+    label: str = ""
+    scope: tuple[str, ...] = ()
+    """Patterns of subjects that it may use besides its own jobs; a worker token with a scope may subscribe only within it."""
+    created_at: float = 0.0
+    created_by: str = ""
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    revoked_by: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------- what comes out
+
+
+class Submitted(msgspec.Struct, frozen=True, gc=False):
+    """The job is stored. `job` is filled only when it existed before (its state, its result)."""
+
+    job_id: str
+    created: bool
+    job: Job | None = None
+
+
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """One attempt of one job for one worker. `spec` is the msgpack of the JobSpec, passed on as it was stored."""
+
+    job_id: str
+    spec: bytes
+    submitter: str
+    lease_id: str
+    attempt: int
+    ttl_s: float
+
+
+class Standing(enum.StrEnum):
+    """The answer to a worker that shows a lease."""
+
+    GO_ON = "go_on"
+    CANCEL = "cancel"
+    LOST = "lost"
+
+
+class Answer(enum.StrEnum):
+    """The answer to a finish or fail."""
+
+    RECORDED = "recorded"
+    REPEATED = "repeated"
+    """An exact repeat of one that was recorded: the stored answer, nothing written."""
+    FENCED = "fenced"
+
+
+class Recorded(msgspec.Struct, frozen=True, gc=False):
+    """What a finish or fail came to. `state` is the job's state after it (None if the job is unknown)."""
+
+    answer: Answer
+    state: State | None
+    reason: str = ""
+
+
+class Canceled(msgspec.Struct, frozen=True, gc=False):
+    """What a cancel came to: CANCELED at once, or `requested` of the worker that holds it, or it was terminal before."""
+
+    state: State | None
+    """None: there is no such job."""
+    requested: bool = False
+    worker_id: str | None = None
+    lease_id: str | None = None
+
+
+class Requeued(msgspec.Struct, frozen=True, gc=False):
+    """What a requeue came to: `done` if it was terminal and is PENDING now."""
+
+    done: bool
+    state: State | None
+
+
+class Reaped(msgspec.Struct, frozen=True, gc=False):
+    """One lease that was over, and what became of its job."""
+
+    job_id: str
+    state: State
+    worker_id: str
+    attempt: int
+    reason: str
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Some jobs, newest first, and where to go on (None: there are no more). A page may be short and still have a cursor."""
+
+    jobs: list[Job]
+    cursor: str | None
+
+
+class GroupCounts(msgspec.Struct, frozen=True, gc=False):
+    """How many jobs of a group stand where. `active` is ASSIGNED + RUNNING."""
+
+    pending: int = 0
+    active: int = 0
+    orphaned: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    canceled: int = 0
+    timed_out: int = 0
+    skipped: int = 0
+
+
+COUNTED: dict[State, str] = {
+    State.PENDING: "pending",
+    State.ASSIGNED: "active",
+    State.RUNNING: "active",
+    State.ORPHANED: "orphaned",
+    State.SUCCEEDED: "succeeded",
+    State.FAILED: "failed",
+    State.CANCELED: "canceled",
+    State.TIMED_OUT: "timed_out",
+    State.SKIPPED: "skipped",
+}
+
+
+# ---------------------------------------------------------------------------------------------------- one transaction
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """All that goes to the store in one transaction, in the order of the fields. Answers come back in the same shape.
+
+    Finishes and renewals stand before submits and leases, so that what a worker already did never waits behind new work; reads
+    stand last, so that they see what the turn wrote.
+    """
+
+    finish: Sequence[Report] = ()
+    fail: Sequence[Report] = ()
+    start: Sequence[Held] = ()
+    renew: Sequence[Held] = ()
+    release: Sequence[Held] = ()
+    cancel: Sequence[tuple[str, str, str]] = ()
+    """(job_id, actor, reason)"""
+    requeue: Sequence[tuple[str, str, str]] = ()
+    epoch: int = 0
+    reap: int = 0
+    """How many leases that are over to end; 0: none. Needs the epoch."""
+    promote: int = 0
+    prune_before: float | None = None
+    add_token: Sequence[TokenRow] = ()
+    revoke_token: Sequence[tuple[str, str]] = ()
+    """(token_id, actor)"""
+    submit: Sequence[Submission] = ()
+    rerun: Sequence[Submission] = ()
+    """Submissions with on_failed="rerun"."""
+    lease: Sequence[LeaseRequest] = ()
+    held: Sequence[tuple[str, str]] = ()
+    """(worker_id, incarnation)"""
+    get: Sequence[str] = ()
+    token: Sequence[str] = ()
+    """sha256 of secrets that peers showed."""
+    list_tokens: bool = False
+    routes: Any = None
+    """The machine's own note on who asked for what; the store never looks at it."""
+
+
+class Answers(msgspec.Struct, kw_only=True):
+    """What a Turn came to, field by field, each in the order of the requests."""
+
+    finish: Sequence[Recorded] = ()
+    fail: Sequence[Recorded] = ()
+    start: Sequence[Standing] = ()
+    renew: Sequence[Standing] = ()
+    release: Sequence[bool] = ()
+    cancel: Sequence[Canceled] = ()
+    requeue: Sequence[Requeued] = ()
+    reap: Sequence[Reaped] = ()
+    promote: Sequence[str] = ()
+    prune: int = 0
+    revoke_token: Sequence[bool] = ()
+    submit: Sequence[Submitted | Conflict] = ()
+    rerun: Sequence[Submitted | Conflict] = ()
+    lease: Sequence[list[Grant]] = ()
+    held: Sequence[list[Grant]] = ()
+    get: Sequence[Job | None] = ()
+    token: Sequence[TokenRow | None] = ()
+    list_tokens: Sequence[TokenRow] = ()
+    next_due: tuple[float | None, float | None] = (None, None)

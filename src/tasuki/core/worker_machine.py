@@ -1,0 +1,433 @@
+"""The worker's decisions: `apply(event, now) -> commands`, and `flush(now)` once per turn of its loop. Pure.
+
+Theory of operation. A lease's deadline is counted from *before* the message that the server answered was sent: the latest
+heartbeat (or Hello) that was answered on this connection, plus the ttl, minus what a kill takes. So a grant that was stuck on
+the way is never run past the time at which the store gives the job to somebody else.
+
+An ending is kept until the server says `recorded` or `fenced`; after a reconnect it is offered again. Credit is given for each
+free place, once: at Welcome all free places, later one for each attempt that ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from tasuki.core.job import OnDisconnect, Outcome
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.protocol import (
+    AssignJobs,
+    CancelLeases,
+    Claim,
+    Ending,
+    ErrorMessage,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloWorker,
+    JobsFinished,
+    JobsRecorded,
+    JobsReleased,
+    JobsStarted,
+    Message,
+    Subscribe,
+    Welcome,
+)
+from tasuki.core.redial import Redial
+from tasuki.core.verbs import Grant
+from tasuki.errors import TasukiError, Unavailable, from_wire
+
+SEEN_S = 600.0  # how long an (id, attempt) is remembered, so that a delivery that comes twice is run once
+STARTED_AFTER_S = 0.1  # a handler that ends sooner spares the store a write
+FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this worker is for as long as its process lives."""
+
+    worker_id: str
+    incarnation: str
+    token: str = ""
+    patterns: tuple[str, ...] = ()
+    capacity: int = 1
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+    reconnect_grace_s: float = 0.0
+    ttl_s: float | None = None
+    host: str = ""
+    agent: str = ""
+    codecs: tuple[str, ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The attempt's process or task is running. `report`: say so at once (commands); handlers only if they take longer."""
+
+    lease_id: str
+    report: bool = True
+
+
+class GaveBack(msgspec.Struct, frozen=True):
+    """The attempt could not be started here, for a reason that is not the job's: somebody else may try."""
+
+    lease_id: str
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The attempt is over, and nothing of it runs any more."""
+
+    lease_id: str
+    outcome: Outcome
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Take no more work; end when all is done and recorded."""
+
+
+class ChangePatterns(msgspec.Struct, frozen=True):
+    """Subscribe to these from now on."""
+
+    patterns: tuple[str, ...]
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Dial the address of this index; report Opened or Closed."""
+
+    address: int
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Start this attempt."""
+
+    grant: Grant
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Stop this attempt; report Ended when nothing of it is left."""
+
+    lease_id: str
+    reason: str
+    """CANCELED, LEASE_LOST"""
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Nothing about this attempt is needed any more. `fenced`: its result was refused, for this reason."""
+
+    lease_id: str
+    fenced: str = ""
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """The worker is done (error None), or can never do what it was told to."""
+
+    error: TasukiError | None = None
+
+
+Event = Opened | Received | Closed | Ticked | Started | Ended | GaveBack | Drain | ChangePatterns
+Command = Connect | Send | Hangup | Run | Stop | Forget | Exit
+
+
+class _Held(msgspec.Struct):
+    claim: Claim
+    deadline: float
+    received_at: float
+    started_at: float | None = None
+    reported_start: bool = False
+    stopping: str = ""
+    ending: Ending | None = None
+
+
+class WorkerMachine:
+    """One worker process's view of its leases."""
+
+    def __init__(self, identity: WorkerIdentity, *, addresses: int, jitter: Callable[[], float]) -> None:
+        self.identity = identity
+        self.held: dict[str, _Held] = {}
+        self.online = False
+        self.draining = False
+        self.patterns = identity.patterns
+        self._conn: int | None = None
+        self._redial = Redial(addresses, jitter)
+        self._ttl_s = identity.ttl_s or LEASE_TTL_S
+        self._msg_id = 0
+        self._ever_connected = False
+        self._answered_at = 0.0
+        self._beat_at = 0.0
+        self._beats: dict[int, tuple[float, list[str]]] = {}
+        self._seen: dict[tuple[str, int], None] = {}
+        self._seen_order: deque[tuple[float, tuple[str, int]]] = deque()
+        self._credit_due = 0
+        self._started_due: list[Claim] = []
+        self._endings_due: list[Ending] = []
+        self._released_due: list[Claim] = []
+        self._exited = False
+
+    # ------------------------------------------------------------------------------------------------ events
+
+    def apply(self, event: Event, now: Now) -> list[Command]:
+        match event:
+            case Received():
+                return self._received(event.message, now) if event.conn == self._conn else []
+            case Ended():
+                return self._ended(event.lease_id, event.outcome)
+            case Started():
+                self._started(event, now)
+                return []
+            case GaveBack():
+                return self._gave_back(event.lease_id)
+            case Ticked():
+                return self._ticked(now)
+            case Opened():
+                return self._hello(event.conn, now)
+            case Closed():
+                if event.conn == self._conn or self._conn is None:
+                    self._offline(now)
+                return []
+            case Drain():
+                return self._drain()
+            case ChangePatterns():
+                self.patterns = event.patterns
+                return [Send(self._conn, Subscribe(self._next_id(), event.patterns))] if self.online and self._conn else []
+
+    def _next_id(self) -> int:
+        self._msg_id += 1
+        return self._msg_id
+
+    def _hello(self, conn: int, now: Now) -> list[Command]:
+        me = self.identity
+        self._conn = conn
+        msg_id = self._next_id()
+        self._beats = {msg_id: (now.monotonic, [])}
+        hello = HelloWorker(
+            msg_id=msg_id,
+            worker_id=me.worker_id,
+            incarnation=me.incarnation,
+            token=me.token,
+            agent=me.agent,
+            codecs=me.codecs,
+            patterns=self.patterns,
+            on_disconnect=me.on_disconnect,
+            reconnect_grace_s=me.reconnect_grace_s,
+            ttl_s=me.ttl_s,
+            resumed=self._ever_connected,
+            holding=tuple(held.claim for held in self.held.values()),
+            host=me.host,
+            slots=me.capacity,
+        )
+        return [Send(conn, hello)]
+
+    def _offline(self, now: Now) -> None:
+        self._conn = None
+        self.online = False
+        self._redial.lost(now.monotonic)
+        self._credit_due = 0
+        self._started_due.clear()
+        self._endings_due.clear()
+        self._released_due.clear()
+
+    def _received(self, message: Message, now: Now) -> list[Command]:
+        match message:
+            case AssignJobs():
+                return self._assigned(message, now)
+            case JobsRecorded():
+                return self._recorded(message)
+            case HeartbeatAnswer():
+                return self._answered(message)
+            case Welcome():
+                return self._welcomed(message, now)
+            case CancelLeases():
+                return self._stop(message.lease_ids, "CANCELED")
+            case ErrorMessage():
+                return self._refused(message)
+            case _:
+                return []  # Reply to a Subscribe; anything newer than this worker
+
+    def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
+        assert self._conn is not None
+        self.online = True
+        self._ever_connected = True
+        self._redial.connected()
+        self._ttl_s = welcome.lease_ttl_s
+        self._answered_at = self._beats.pop(welcome.corr_id, (now.monotonic, []))[0]
+        self._beat_at = now.monotonic  # the leases it already holds are renewed at once
+        self._endings_due = [held.ending for held in self.held.values() if held.ending is not None]
+        self._started_due = [held.claim for held in self.held.values() if held.reported_start and held.ending is None]
+        running = sum(1 for held in self.held.values() if held.ending is None)
+        self._credit_due = 0 if self.draining else max(0, self.identity.capacity - running)
+        return [Send(self._conn, Subscribe(self._next_id(), ()))] if self.draining else []
+
+    def _refused(self, error: ErrorMessage) -> list[Command]:
+        if error.corr_id or error.code not in FATAL_CODES:
+            return []  # the server hangs up, or answers one request; Closed follows if it must
+        self._exited = True
+        return [Exit(from_wire(error.code, error.message, error.details))]
+
+    # ------------------------------------------------------------------------------------------------ attempts
+
+    def _assigned(self, message: AssignJobs, now: Now) -> list[Command]:
+        commands: list[Command] = []
+        deadline = self._answered_at + message.ttl_s - LEASE_MARGIN_S
+        for grant in message.grants:
+            key = (grant.job_id, grant.attempt)
+            claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
+            if key in self._seen:
+                self._seen_again(grant.lease_id)
+                continue
+            self._seen[key] = None
+            self._seen_order.append((now.monotonic + SEEN_S, key))
+            if self.draining or deadline <= now.monotonic:
+                # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
+                self._released_due.append(claim)
+                self._credit_due += not self.draining
+                continue
+            self.held[grant.lease_id] = _Held(claim, deadline, now.monotonic)
+            commands.append(Run(grant))
+        return commands
+
+    def _seen_again(self, lease_id: str) -> None:
+        held = self.held.get(lease_id)
+        if held is None:
+            return
+        if held.ending is not None:
+            self._endings_due.append(held.ending)
+        else:
+            self._started_due.append(held.claim)
+            held.reported_start = True
+
+    def _started(self, event: Started, now: Now) -> None:
+        held = self.held.get(event.lease_id)
+        if held is not None and held.started_at is None:
+            held.started_at = now.wall
+            if event.report:
+                held.reported_start = True
+                self._started_due.append(held.claim)
+
+    def _gave_back(self, lease_id: str) -> list[Command]:
+        held = self.held.pop(lease_id, None)
+        if held is None:
+            return []
+        self._released_due.append(held.claim)
+        self._credit_due += not self.draining
+        return [Forget(lease_id), *self._maybe_exit()]
+
+    def _ended(self, lease_id: str, outcome: Outcome) -> list[Command]:
+        held = self.held.get(lease_id)
+        if held is None or held.ending is not None:
+            return []
+        if not self.draining:
+            self._credit_due += 1
+        if held.stopping == "LEASE_LOST":
+            # The store has given, or will give, this job to another worker, and counts the loss itself.
+            del self.held[lease_id]
+            return [Forget(lease_id, "the lease was lost"), *self._maybe_exit()]
+        claim = held.claim
+        held.ending = Ending(claim.job_id, lease_id, claim.attempt, outcome, held.started_at)
+        self._endings_due.append(held.ending)
+        return []
+
+    def _recorded(self, message: JobsRecorded) -> list[Command]:
+        commands: list[Command] = []
+        for lease_id in message.recorded:
+            if self.held.pop(lease_id, None) is not None:
+                commands.append(Forget(lease_id))
+        for lease_id, reason in message.fenced:
+            if self.held.pop(lease_id, None) is not None:
+                commands.append(Forget(lease_id, reason or "fenced"))
+        return [*commands, *self._maybe_exit()]
+
+    def _answered(self, answer: HeartbeatAnswer) -> list[Command]:
+        sent_at, lease_ids = self._beats.pop(answer.corr_id, (None, []))
+        if sent_at is not None:
+            self._answered_at = max(self._answered_at, sent_at)
+            lost = set(answer.lost)
+            for lease_id in lease_ids:
+                held = self.held.get(lease_id)
+                if held is not None and lease_id not in lost:
+                    held.deadline = sent_at + self._ttl_s - LEASE_MARGIN_S
+        return [*self._stop(answer.lost, "LEASE_LOST"), *self._stop(answer.cancel, "CANCELED")]
+
+    def _stop(self, lease_ids: list[str], reason: str) -> list[Command]:
+        commands: list[Command] = []
+        for lease_id in lease_ids:
+            held = self.held.get(lease_id)
+            if held is None or held.ending is not None or held.stopping == "LEASE_LOST":
+                continue  # what has ended is settled by recorded or fenced
+            first = not held.stopping
+            held.stopping = reason
+            if first:
+                commands.append(Stop(lease_id, reason))
+        return commands
+
+    # ------------------------------------------------------------------------------------------------ time
+
+    def _ticked(self, now: Now) -> list[Command]:
+        while self._seen_order and self._seen_order[0][0] <= now.monotonic:
+            self._seen.pop(self._seen_order.popleft()[1], None)
+        commands: list[Command] = []
+        if self.identity.on_disconnect is OnDisconnect.STOP:
+            late = [lease_id for lease_id, held in self.held.items() if held.ending is None and held.deadline <= now.monotonic]
+            commands += self._stop(late, "LEASE_LOST")
+        due_at = self._redial.due_at
+        if self._conn is None and due_at is not None and due_at <= now.monotonic and not self._exited:
+            commands.append(Connect(self._redial.dialed()))
+        if self.online:
+            if self._stale(now):
+                commands.append(Hangup(self._conn or 0, Unavailable("the server does not answer heartbeats")))
+            self._report_long_starts(now)
+        return commands
+
+    def _stale(self, now: Now) -> bool:
+        """Half-open: we send and nothing comes back. A new connection finds out faster than the kernel does."""
+        return any(now.monotonic - sent_at > self._ttl_s * 0.8 for sent_at, _ in self._beats.values())
+
+    def _report_long_starts(self, now: Now) -> None:
+        for held in self.held.values():
+            if (
+                held.started_at is not None
+                and not held.reported_start
+                and held.ending is None
+                and now.monotonic - held.received_at >= STARTED_AFTER_S
+            ):
+                held.reported_start = True
+                self._started_due.append(held.claim)
+
+    def flush(self, now: Now) -> list[Command]:
+        """What this turn of the loop has to say, in as few messages as possible."""
+        conn = self._conn
+        if not self.online or conn is None:
+            return []
+        commands: list[Command] = []
+        if self._released_due:
+            commands.append(Send(conn, JobsReleased(self._released_due, "not started")))
+            self._released_due = []
+        if self._started_due:
+            commands.append(Send(conn, JobsStarted(self._started_due)))
+            self._started_due = []
+        if self._endings_due:
+            commands.append(Send(conn, JobsFinished(self._endings_due)))
+            self._endings_due = []
+        if self._credit_due:
+            commands.append(Send(conn, GiveCredit(self._credit_due)))
+            self._credit_due = 0
+        if now.monotonic >= self._beat_at:
+            self._beat_at = now.monotonic + self._ttl_s / 3
+            msg_id = self._next_id()
+            self._beats[msg_id] = (now.monotonic, list(self.held))
+            commands.append(Send(conn, Heartbeat(msg_id, [held.claim for held in self.held.values()])))
+        return commands
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def _drain(self) -> list[Command]:
+        self.draining = True
+        commands: list[Command] = []
+        if self.online and self._conn is not None:
+            commands.append(Send(self._conn, Subscribe(self._next_id(), ())))
+        return [*commands, *self._maybe_exit()]
+
+    def _maybe_exit(self) -> list[Command]:
+        if not self.draining or self.held or self._exited:
+            return []
+        self._exited = True
+        return [Exit()]

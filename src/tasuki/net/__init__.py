@@ -1,0 +1,8 @@
+"""Asyncio plumbing that doors, workers and clients share: connections that speak messages.
+
+May import `tasuki.wire` and what all may import (`core`, `errors`, `config`). See docs/decisions for why it is a part of its own.
+"""
+
+from tasuki.net.link import Link, client_tls, connect
+
+__all__ = ["Link", "client_tls", "connect"]

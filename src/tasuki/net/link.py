@@ -1,0 +1,229 @@
+"""One connection that speaks messages, and how to dial one.
+
+Bytes that are written in one turn of the loop leave in one system call. A peer that does not read is not buffered for
+without end: past `soft` bytes `writable` is cleared (and the owner stops reading from it), past `hard` the link is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+from tasuki.config import Address
+from tasuki.core.machine import Peer
+from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message
+from tasuki.errors import ProtocolError, TasukiError, Unavailable
+from tasuki.wire.frames import FrameDecoder
+from tasuki.wire.messages import decode, encode
+
+WRITE_SOFT_BYTES = 4 * 1024 * 1024
+WRITE_HARD_BYTES = 64 * 1024 * 1024
+FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
+STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut off
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Link(asyncio.Protocol):
+    """One connection. `on_message` gets every message, `on_closed` the end, once."""
+
+    def __init__(
+        self,
+        on_message: Callable[[Link, Message], None],
+        on_closed: Callable[[Link, str], None],
+        on_opened: Callable[[Link], None] | None = None,
+        *,
+        max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
+    ) -> None:
+        self.codec: str | None = None
+        self.peer = Peer("tcp")
+        self.tag: Any = None
+        self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
+        self._decoder = FrameDecoder(max_bytes)
+        self._out: list[bytes] = []
+        self._out_bytes = 0
+        self._flushing = False
+        self._closed = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._paused = False
+        self._frame_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self.transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+
+    # ------------------------------------------------------------------------------------------------ in
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is one without saying so
+        self.transport.set_write_buffer_limits(high=WRITE_SOFT_BYTES)
+        self.peer = _peer_of(self.transport)
+        if self._on_opened is not None:
+            self._on_opened(self)
+
+    def trust(self, max_bytes: int = FRAME_MAX_BYTES) -> None:
+        """The peer is authenticated: larger frames are allowed."""
+        self._decoder.max_bytes = max_bytes
+
+    def data_received(self, data: bytes) -> None:
+        if self._closed:
+            return
+        try:
+            for frame in self._decoder.feed(data):
+                self._on_message(self, decode(frame, self._decoder.max_bytes))
+                if self.closed:  # the message made the owner hang up
+                    return
+        except TasukiError as error:
+            self.close(error)
+            return
+        self._watch_frame()
+
+    def _watch_frame(self) -> None:
+        if self._decoder.partial:
+            if self._frame_timer is None:
+                self._frame_timer = self._loop.call_later(FRAME_TIMEOUT_S, self._frame_late)
+        elif self._frame_timer is not None:
+            self._frame_timer.cancel()
+            self._frame_timer = None
+
+    def _frame_late(self) -> None:
+        self.close(ProtocolError(f"a frame did not end within {FRAME_TIMEOUT_S:g} s"))
+
+    def pause_reading(self) -> None:
+        """Stop taking input, because what it leads to piles up."""
+        if not self._paused and self.transport is not None and not self._closed:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._paused and self.transport is not None and not self._closed and self._writable.is_set():
+            self._paused = False
+            self.transport.resume_reading()
+
+    # ------------------------------------------------------------------------------------------------ out
+
+    def send(self, message: Message) -> None:
+        """Queue a message; it leaves at the end of this turn of the loop."""
+        self.send_bytes(encode(message, self.codec))
+
+    def send_bytes(self, data: bytes) -> None:
+        if self._closed or self.transport is None:
+            return
+        self._out.append(data)
+        self._out_bytes += len(data)
+        if self._out_bytes + self.transport.get_write_buffer_size() > WRITE_HARD_BYTES:
+            self.abort(f"the peer does not read: more than {WRITE_HARD_BYTES} bytes wait for it")
+        elif not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._out and self.transport is not None and not self._closed:
+            data = self._out[0] if len(self._out) == 1 else b"".join(self._out)
+            self._out.clear()
+            self._out_bytes = 0
+            self.transport.write(data)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+        self.pause_reading()
+        self._stall_timer = self._loop.call_later(STALL_TIMEOUT_S, self.abort, "the peer does not read")
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        self.resume_reading()
+
+    async def drain(self) -> None:
+        """Wait until the peer has read enough that more may be sent; Unavailable if the link is gone."""
+        await self._writable.wait()
+        if self._closed:
+            raise Unavailable("the connection is closed")
+
+    # ------------------------------------------------------------------------------------------------ end
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self, error: TasukiError | None = None) -> None:
+        """Send what is queued (and the error, if any), then close."""
+        if self._closed or self.transport is None:
+            return
+        if error is not None:
+            self._out.append(encode(ErrorMessage(0, error.code, error.message, error.details())))
+        self._flush()
+        self.transport.close()
+        self._finish(error.message if error is not None else "closed")
+
+    def abort(self, reason: str) -> None:
+        """Close without sending what is queued."""
+        if self.transport is not None:
+            self.transport.abort()
+        self._finish(reason)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(str(exc) if exc is not None else "the peer closed the connection")
+
+    def _finish(self, reason: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._writable.set()
+        for timer in (self._frame_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._on_closed(self, reason)
+
+
+def _peer_of(transport: asyncio.Transport) -> Peer:
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family == socket.AF_UNIX:
+        uid = None
+        if hasattr(socket, "SO_PEERCRED"):
+            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return Peer("unix", uid, "unix socket")
+    name = transport.get_extra_info("peername")
+    return Peer("tcp", None, f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name))
+
+
+async def connect(
+    address: Address,
+    on_message: Callable[[Link, Message], None],
+    on_closed: Callable[[Link, str], None],
+    *,
+    tls: ssl.SSLContext | None = None,
+) -> Link:
+    """Dial one address; Unavailable with the reason if it does not answer."""
+    loop = asyncio.get_running_loop()
+
+    def make() -> Link:
+        return Link(on_message, on_closed, max_bytes=FRAME_MAX_BYTES)
+
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            if address.scheme == "unix":
+                _, link = await loop.create_unix_connection(make, address.path)
+            else:
+                secure = (tls or ssl.create_default_context()) if address.scheme == "tls" or tls is not None else None
+                _, link = await loop.create_connection(make, address.host, address.port, ssl=secure)
+    except TimeoutError:
+        raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:g} s") from None
+    except ssl.SSLError as error:
+        raise Unavailable(
+            f"no TLS connection to {address}: {error.reason or error}; check --tls-ca and the server's certificate"
+        ) from None
+    except OSError as error:
+        raise Unavailable(f"no connection to {address}: {error.strerror or error}") from None
+    return link
+
+
+def client_tls(ca_file: str | None) -> ssl.SSLContext | None:
+    """A context that trusts one CA file; None if none is given (the system's CAs count for tls:// addresses)."""
+    return ssl.create_default_context(cafile=ca_file) if ca_file else None

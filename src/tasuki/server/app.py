@@ -1,0 +1,308 @@
+"""The server: where a broker (decisions), a store thread (truth), a reader and blobs meet. Doors hand it links.
+
+One turn of the event loop is: take everything that arrived (`received`), then, if the store is idle, give it the draft as one
+turn; when it is committed, send what follows from it. While the store is busy the next draft grows: group commit needs no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
+from tasuki.core.broker import (
+    BlobPiece,
+    Broker,
+    BrokerConfig,
+    Command,
+    DiskSpace,
+    Event,
+    Query,
+    ReceiveBlob,
+    SendBlob,
+    TurnDone,
+    TurnFailed,
+    error_message,
+)
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
+from tasuki.core.protocol import FRAME_MAX_BYTES, Message, Reply, Welcome
+from tasuki.core.verbs import Answers, Turn
+from tasuki.errors import TasukiError
+from tasuki.server.queries import Reader, answer_query
+from tasuki.server.transfers import Transfers
+from tasuki.stores.batching import StoreThread
+from tasuki.stores.store import Store
+
+TICK_S = 0.1
+DISK_LOOK_S = 1.0
+DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
+TURNS_IN_FLIGHT = 1
+
+
+class Connection(Protocol):
+    """What the server needs of a door's connection."""
+
+    peer: Peer
+    codec: str | None
+
+    def send(self, message: Message) -> None: ...
+    def trust(self, max_bytes: int) -> None: ...
+    def close(self, error: TasukiError | None = None) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    async def drain(self) -> None: ...
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is started with."""
+
+    server_id: str
+    data: Path
+    """The folder whose disk is watched."""
+    lease_ttl_s: float = 15.0
+    retention_s: float = 30 * 86400.0
+    disk_floor_bytes: int = DISK_FLOOR_BYTES
+    disk_floor_inodes: int = DISK_FLOOR_INODES
+    frame_max_bytes: int = FRAME_MAX_BYTES
+
+
+class Server:
+    """Runs inside one event loop. `start`, then doors call `opened`, `received`, `closed`; `stop` ends it in order."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        open_store: Callable[[], Store],
+        open_reader: Callable[[], Reader],
+        transfers: Transfers,
+        fault: Callable[[str], None] = lambda point: None,
+    ) -> None:
+        self.config = config
+        self.broker: Broker
+        self._open_store, self._open_reader = open_store, open_reader
+        self._transfers = transfers
+        self._fault = fault
+        self._numbers = itertools.count(1)
+        self._links: dict[int, Connection] = {}
+        self._busy = False
+        self._pumping = False
+        self._throttled = False
+        self._reader_pool = ThreadPoolExecutor(1, thread_name_prefix="tasuki-reader")
+        self._reader: Reader | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._stopping = False
+        self.on_last_client: Callable[[], None] = lambda: None
+        self.on_client: Callable[[], None] = lambda: None
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Open the store (errors are raised here) and begin to tick."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = StoreThread(self._open_store, self._deliver)
+        epoch = await self._loop.run_in_executor(None, self._thread.open, self.config.server_id)
+        config = self.config
+        self.broker = Broker(
+            BrokerConfig(
+                server_id=config.server_id,
+                epoch=epoch,
+                own_uid=os.getuid() if hasattr(os, "getuid") else None,
+                lease_ttl_s=config.lease_ttl_s,
+                retention_s=config.retention_s,
+                frame_max_bytes=config.frame_max_bytes,
+            )
+        )
+        self._look_at_disk()
+        self._spawn(self._tick())
+
+    async def stop(self) -> None:
+        """Answer what is under way, then close the store. New messages are not taken any more."""
+        self._stopping = True
+        while self._busy or len(self.broker.draft):
+            self._idle.clear()
+            self._pump()
+            if self._busy:
+                await self._idle.wait()
+        for link in list(self._links.values()):
+            link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._transfers.close()
+        await self._loop.run_in_executor(None, self._thread.close)
+        self._reader_pool.shutdown()
+
+    async def _tick(self) -> None:
+        disk_at = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self.now()
+            if now.monotonic >= disk_at:
+                disk_at = now.monotonic + DISK_LOOK_S
+                self._look_at_disk()
+            self._apply(Ticked(), now)
+            self._pump()
+
+    def now(self) -> Now:
+        return Now(time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
+
+    def _look_at_disk(self) -> None:
+        stat = os.statvfs(self.config.data)
+        free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
+        problem = ""
+        if free < self.config.disk_floor_bytes:
+            problem = f"{self.config.data} has {free} bytes free, the floor is {self.config.disk_floor_bytes}; make room"
+        elif stat.f_files and inodes < self.config.disk_floor_inodes:
+            problem = f"{self.config.data} has {inodes} inodes free, the floor is {self.config.disk_floor_inodes}; make room"
+        self._apply(DiskSpace(problem), self.now())
+
+    # ------------------------------------------------------------------------------------------------ doors
+
+    def opened(self, link: Connection) -> int:
+        conn = next(self._numbers)
+        self._links[conn] = link
+        self._apply(Opened(conn, link.peer), self.now())
+        return conn
+
+    def received(self, conn: int, message: Message) -> None:
+        if self._stopping:
+            return
+        self._apply(Received(conn, message), self.now())
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def closed(self, conn: int, reason: str) -> None:
+        if self._links.pop(conn, None) is not None:
+            self._transfers.forget(conn)
+            self._apply(Closed(conn, reason), self.now())
+            self._tell_about_clients()
+
+    def _tell_about_clients(self) -> None:
+        if not self._stopping and not any(link.peer is not None and not self._is_worker(c) for c, link in self._links.items()):
+            self.on_last_client()
+
+    def _is_worker(self, conn: int) -> bool:
+        from tasuki.core.sessions import WorkerSession
+
+        return isinstance(self.broker.sessions.get(conn), WorkerSession)
+
+    # ------------------------------------------------------------------------------------------------ turns
+
+    def _pump(self) -> None:
+        self._pumping = False
+        if self._busy:
+            if len(self.broker.draft) > DRAFT_SOFT_ITEMS and not self._throttled:
+                self._throttled = True
+                for link in self._links.values():
+                    link.pause_reading()
+            return
+        turn = self.broker.next_turn(self.now())
+        if turn is None:
+            return
+        self._busy = True
+        self._thread.submit(turn)
+        if self._throttled:
+            self._throttled = False
+            for link in self._links.values():
+                link.resume_reading()
+
+    def _deliver(self, turn: Turn, answers: Answers | TasukiError) -> None:
+        self._loop.call_soon_threadsafe(self._delivered, turn, answers)
+
+    def _delivered(self, turn: Turn, answers: Answers | TasukiError) -> None:
+        self._busy = False
+        self._fault("turn.before_answers")
+        event: Event = TurnDone(turn, answers) if isinstance(answers, Answers) else TurnFailed(turn, answers)
+        # The next turn goes to the store before the answers of this one are encoded: both cores have work.
+        commands = self.broker.apply(event, self.now())
+        self._pump()
+        self._perform(commands)
+        self._fault("turn.answered")
+        if not self._busy:
+            self._idle.set()
+
+    def _apply(self, event: Event, now: Now) -> None:
+        commands = self.broker.apply(event, now)
+        if commands:
+            self._perform(commands)
+
+    def _perform(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Send():
+                    link = self._links.get(command.conn)
+                    if link is not None:
+                        if type(command.message) is Welcome:
+                            self._welcomed(link, command.message)
+                        link.send(command.message)
+                case Hangup():
+                    link = self._links.pop(command.conn, None)
+                    if link is not None:
+                        self._transfers.forget(command.conn)
+                        link.close(command.error)
+                        self._tell_about_clients()
+                case Query():
+                    self._spawn(self._query(command))
+                case ReceiveBlob():
+                    self._transfers.begin(command.conn, self._links[command.conn], command.put)
+                case BlobPiece():
+                    self._transfers.piece(command.conn, self._links[command.conn], command.chunk)
+                case SendBlob():
+                    self._spawn(self._send_blob(command))
+
+    def _welcomed(self, link: Connection, welcome: Welcome) -> None:
+        link.trust(self.config.frame_max_bytes)
+        if welcome.codecs:
+            link.codec = welcome.codecs[0]
+        self.on_client()
+
+    # ------------------------------------------------------------------------------------------------ reads
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._loop.call_exception_handler({"message": "a server task failed", "exception": task.exception()})
+
+    async def _query(self, query: Query) -> None:
+        link = self._links.get(query.conn)
+        if link is None:
+            return
+        try:
+            body = await self._loop.run_in_executor(self._reader_pool, self._read, query)
+        except TasukiError as error:
+            link.send(error_message(query.msg_id, error))
+        else:
+            link.send(Reply(query.msg_id, body))
+
+    def _read(self, query: Query) -> object:
+        return answer_query(self._opened_reader(), query)
+
+    def _opened_reader(self) -> Reader:
+        if self._reader is None:
+            self._reader = self._open_reader()
+        return self._reader
+
+    async def _send_blob(self, command: SendBlob) -> None:
+        link = self._links.get(command.conn)
+        if link is None:
+            return
+        try:
+            jobs = await self._loop.run_in_executor(self._reader_pool, lambda: self._opened_reader().get([command.get.job_id]))
+            await self._transfers.send(link, command.get, jobs[0], command.identity, command.worker_id)
+        except TasukiError as error:
+            link.send(error_message(command.get.msg_id, error))

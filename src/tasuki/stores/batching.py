@@ -1,0 +1,113 @@
+"""Group commit: one Turn is one transaction on one store thread, whatever the number of jobs in it.
+
+`execute` is the whole meaning of a Turn and has no thread in it; the simulator calls it too. `StoreThread` owns the store: it
+opens it, runs turns, and gives the answers to a callback. There is one hop to the thread and one back for each turn.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from tasuki.core.verbs import Answers, Turn
+from tasuki.errors import TasukiError, Unavailable
+from tasuki.stores.store import Store
+
+PRUNE_BATCH = 256  # jobs deleted per turn: small, so that pruning never stalls the hot path
+
+
+def execute(store: Store, turn: Turn) -> Answers:
+    """Do everything in the turn, in one transaction. The order is Turn's promise."""
+    answers = Answers()
+    with store.turn():
+        if turn.finish:
+            answers.finish = store.finish(turn.finish)
+        if turn.fail:
+            answers.fail = store.fail(turn.fail)
+        if turn.start:
+            answers.start = store.start(turn.start)
+        if turn.renew:
+            answers.renew = store.renew(turn.renew)
+        if turn.release:
+            answers.release = store.release(turn.release)
+        if turn.cancel:
+            answers.cancel = [store.cancel([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.cancel]
+        if turn.requeue:
+            answers.requeue = [store.requeue([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.requeue]
+        if turn.reap:
+            answers.reap = store.reap(epoch=turn.epoch, limit=turn.reap)
+        if turn.promote:
+            answers.promote = store.promote(epoch=turn.epoch, limit=turn.promote)
+        if turn.prune_before is not None:
+            answers.prune = store.prune(before=turn.prune_before, epoch=turn.epoch, limit=PRUNE_BATCH)
+        for token in turn.add_token:
+            store.add_token(token)
+        if turn.revoke_token:
+            answers.revoke_token = [store.revoke_token(token_id, actor=who) for token_id, who in turn.revoke_token]
+        if turn.submit:
+            answers.submit = store.submit(turn.submit)
+        if turn.rerun:
+            answers.rerun = store.submit(turn.rerun, on_failed="rerun")
+        if turn.lease:
+            answers.lease = store.lease(turn.lease)
+        if turn.held:
+            answers.held = [store.held(worker_id, incarnation) for worker_id, incarnation in turn.held]
+        if turn.get:
+            answers.get = store.get(turn.get)
+        if turn.token:
+            answers.token = [store.token(sha256) for sha256 in turn.token]
+        if turn.list_tokens:
+            answers.list_tokens = store.tokens()
+    return answers
+
+
+class StoreThread:
+    """Runs turns one after the other. `deliver` is called on this thread: it must only hand over (call_soon_threadsafe)."""
+
+    def __init__(self, open_store: Callable[[], Store], deliver: Callable[[Turn, Answers | TasukiError], None]) -> None:
+        self._open = open_store
+        self._deliver = deliver
+        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._opened: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tasuki-store", daemon=True)
+
+    def open(self, holder: str) -> int:
+        """Open the store, become its leader, and return the epoch. Errors of the opening are raised here."""
+        self._holder = holder
+        self._thread.start()
+        answer = self._opened.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def submit(self, turn: Turn) -> None:
+        """Have a turn executed after those before it."""
+        self._turns.put(turn)
+
+    def close(self) -> None:
+        """Finish what was submitted, close the store, end the thread."""
+        self._turns.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            store = self._open()
+            epoch = store.take_over(self._holder)
+        except BaseException as error:
+            self._opened.put(error)
+            return
+        self._opened.put(epoch)
+        try:
+            while (turn := self._turns.get()) is not None:
+                self._deliver(turn, self._attempt(store, turn))
+        finally:
+            store.close()
+
+    def _attempt(self, store: Store, turn: Turn) -> Answers | TasukiError:
+        try:
+            return execute(store, turn)
+        except TasukiError as error:
+            return error
+        except Exception as error:  # a defect of ours must not end the store's thread: all waiting peers are told
+            return Unavailable(f"the store failed: {type(error).__name__}: {error}")

@@ -1,0 +1,237 @@
+"""What the verbs of the SQL store stand on: transactions, batches of rows, counters, incidents. The verbs are in sql_*.py.
+
+Counters are added up in Python and written once at the end of a turn: a turn of 256 jobs changes a few of their rows.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from tasuki.core.job import Outcome, State
+from tasuki.core.verbs import COUNTED
+from tasuki.errors import TasukiError, Unavailable
+from tasuki.stores.sql_rows import JobRow, id_list, outcome_columns, text_list
+from tasuki.stores.sql_sqlite import translate
+from tasuki.stores.sql_statements import load, pieces
+from tasuki.stores.store import Clock
+
+
+class Database(Protocol):
+    """The seam between vendors: a connection of Django's, and the transactions on it."""
+
+    vendor: str
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def connection(self) -> sqlite3.Connection: ...
+    def begin(self) -> None: ...
+    def commit(self) -> None: ...
+    def rollback(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class SqlTurn:
+    """`with store.turn():`; one object per store, entered again by every verb inside."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[BaseException | None], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        self._end(error)
+
+
+class SqlBase:
+    """One transaction at a time, and the writes that several verbs share."""
+
+    def __init__(
+        self, database: Database, clock: Clock, random: Callable[[int], bytes], fault: Callable[[str], None] | None
+    ) -> None:
+        self.clock = clock
+        self._database = database
+        self._random = random
+        self._fault = fault
+        statements = load(database.vendor)
+        self._one = statements.one
+        self._many = statements.many
+        self._turn = SqlTurn(self._begin, self._end)
+        self._depth = 0
+        self._doomed: BaseException | None = None
+        self._deltas: dict[tuple[str, str], int] = {}
+        self._execute: Callable[..., sqlite3.Cursor]
+
+    # -- transactions ---------------------------------------------------------------------------------------------
+    def turn(self) -> SqlTurn:
+        """One transaction around several verbs. Durable when it returns without an error; DiskFull, Unavailable otherwise."""
+        return self._turn
+
+    def close(self) -> None:
+        """Give back everything; the file is free for another owner afterwards."""
+        self._database.close()
+
+    def _begin(self) -> None:
+        if self._depth == 0:
+            try:
+                self._database.begin()
+            except Exception as error:
+                raise self._ours(error) from error
+            self._execute = self._database.connection.execute
+            self._doomed = None
+            self._deltas.clear()
+            self._depth = 1
+            self._at("turn.begun")
+        else:
+            self._depth += 1
+
+    def _end(self, error: BaseException | None) -> None:
+        self._depth -= 1
+        if error is not None and not (isinstance(error, TasukiError) and not isinstance(error, Unavailable)):
+            # Our own refusals come before a verb's first write; after anything else the transaction is half done.
+            self._doomed = error
+        if self._depth > 0:
+            if error is not None and (ours := translate(error)) is not None:
+                raise ours from error
+            return
+        if error is None and self._doomed is None:
+            try:
+                self._write_counters()
+                self._at("turn.before_commit")
+                self._database.commit()
+            except BaseException as failure:
+                self._give_up()
+                raise self._ours(failure) from failure
+            self._at("turn.committed")
+            return
+        self._give_up()
+        if error is None:
+            raise Unavailable(f"an earlier part of this turn failed, all of it was rolled back: {self._doomed}") from self._doomed
+        if (ours := translate(error)) is not None:
+            raise ours from error
+
+    def _give_up(self) -> None:
+        self._deltas.clear()
+        self._database.rollback()
+
+    @staticmethod
+    def _ours(error: BaseException) -> BaseException:
+        return translate(error) or error
+
+    def _at(self, point: str) -> None:
+        """A named point at which tests let the process die."""
+        if self._fault is not None:
+            self._fault(point)
+
+    def _read(self, statement: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> list[Any]:
+        """A read inside or outside of a turn."""
+        try:
+            return self._database.connection.execute(statement, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise self._ours(error) from error
+
+    # -- batches --------------------------------------------------------------------------------------------------
+    def _changed(self, name: str, shared: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]) -> int:
+        """Run a batch statement over the rows; how many it changed."""
+        statements = self._many[name]
+        changed = 0
+        for start, size in pieces(len(rows)):
+            batch = rows if size == len(rows) else rows[start : start + size]
+            changed += self._execute(statements[size], (*shared, *chain.from_iterable(batch))).rowcount
+        return changed
+
+    def _returned(self, name: str, shared: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run a batch statement over the rows; what it returned."""
+        statements = self._many[name]
+        returned: list[Any] = []
+        for start, size in pieces(len(rows)):
+            batch = rows if size == len(rows) else rows[start : start + size]
+            returned += self._execute(statements[size], (*shared, *chain.from_iterable(batch))).fetchall()
+        return returned
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+    def _rows(self, job_ids: Iterable[str]) -> dict[str, JobRow]:
+        """The rows of those jobs that exist."""
+        found = self._read(self._one["rows_by_key"], (text_list(list(job_ids)),))
+        return {row[1]: JobRow._make(row) for row in found}
+
+    def _row(self, job_id: str) -> JobRow | None:
+        return self._rows((job_id,)).get(job_id)
+
+    def _settle(
+        self,
+        row: JobRow,
+        state: State,
+        outcome: Outcome | None,
+        *,
+        ready: int = 0,
+        keep_lease: bool = True,
+        not_before: float | None = None,
+        started_at: float | None = None,
+        failures: int | None = None,
+        losses: int | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Write what became of a job whose row was judged in this turn, and count it."""
+        changed = self._execute(
+            self._one["settle"],
+            {
+                **outcome_columns(outcome, state),
+                "state": state.value,
+                "ready": ready,
+                "not_before": not_before,
+                "lease_id": row.lease_id if keep_lease else "",
+                "failures": row.failures if failures is None else failures,
+                "losses": row.losses if losses is None else losses,
+                "started_at": started_at,
+                "finished_at": self.clock.wall() if state.terminal else None,
+                "leader_epoch": row.leader_epoch if epoch is None else epoch,
+                "id": row.id,
+                "was_state": row.state,
+                "was_version": row.version,
+                "was_attempt": row.attempt,
+                "was_lease_id": row.lease_id,
+                "was_worker_id": row.assigned_worker_id,
+                "was_expires_at": row.lease_expires_at,
+            },
+        ).rowcount
+        must_change(row, changed)
+        self._count(row.group, row.job_state, -1)
+        self._count(row.group, state, 1)
+        if outcome is not None and outcome.result_ref is not None:
+            self._execute(self._one["add_blob"], (row.idempotency_key, outcome.result_ref.sha256, "result"))
+
+    def _clear_results(self, row_ids: list[int]) -> None:
+        """The results of earlier attempts are no longer these jobs' blobs."""
+        if row_ids:
+            self._execute(self._one["forget_results"], (id_list(row_ids),))
+
+    # -- counters and incidents -----------------------------------------------------------------------------------
+    def _count(self, group: str, state: State, n: int) -> None:
+        key = (group, COUNTED[state])
+        self._deltas[key] = self._deltas.get(key, 0) + n
+
+    def _write_counters(self) -> None:
+        rows = [(group, name, n) for (group, name), n in self._deltas.items() if n]
+        if rows:
+            self._changed("count", (), rows)
+        self._deltas.clear()
+
+    def _incident(
+        self, row: JobRow, kind: str, *, attempt: int | None = None, worker_id: str = "", actor: str = "", reason: str = ""
+    ) -> None:
+        values = (row.id, self.clock.wall(), kind, row.attempt if attempt is None else attempt, worker_id, actor, reason)
+        self._changed("add_incidents", (), [values])
+
+
+def must_change(row: JobRow, changed: int) -> None:
+    """The row was read in this transaction; whoever changed it since ignores that SQLite has one owner."""
+    if changed != 1:
+        raise Unavailable(f"job {row.idempotency_key!r} was changed by another writer meanwhile; nothing of this was stored")

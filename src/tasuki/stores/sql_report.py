@@ -1,0 +1,276 @@
+"""What workers tell the SQL store: start, renew, release, finish, fail; and the end of an attempt, which reaping shares.
+
+A lease_id ends in the id of its row, so a claim or report finds its row without the unique key on job_id, whose pages are
+cold when ids are random. It is only where to look: job_id, lease_id, worker_id and attempt are all compared in the write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
+from tasuki.core.lifecycle import LEASE_MARGIN_S, Event, Verdict, after, after_failure, after_loss, sources
+from tasuki.core.verbs import Answer, Held, Recorded, Report, Standing
+from tasuki.errors import StaleEpoch
+from tasuki.stores.sql_base import SqlBase
+from tasuki.stores.sql_rows import DELAYED, READY, JobRow, id_list, meta_of, result_sha256_of, result_size_of
+
+LEADER_SCOPE = "leader"
+
+_KINDS: dict[Event, str] = {
+    Event.RETRY: "failed",
+    Event.FAIL: "dead_lettered",
+    Event.TIME_OUT: "dead_lettered",
+    Event.LOSE: "lost",
+    Event.ORPHAN: "orphaned",
+    Event.CANCEL: "canceled",
+}
+"""How the story calls what ended an attempt without success."""
+
+_REPORTABLE = sources(Event.SUCCEED)
+_RECORDED = Recorded(Answer.RECORDED, State.SUCCEEDED)
+_DIGITS_MAX = 18  # of a row id; more would not be an integer for SQLite
+
+
+def row_id_of(lease_id: str) -> int:
+    """Where the lease says its row is; 0, where no row is, if it says nothing sensible."""
+    digits = lease_id[33:]
+    return int(digits) if digits.isdecimal() and len(digits) <= _DIGITS_MAX else 0
+
+
+class SqlReport(SqlBase):
+    """Verbs of workers that show a lease."""
+
+    # -- claims ---------------------------------------------------------------------------------------------------
+    def start(self, claims: Sequence[Held]) -> list[Standing]:
+        with self._turn:
+            rows = [_claim_values(claim) for claim in claims]
+            return self._standings(claims, self._returned("start", (self.clock.wall(),), rows), LEASED)
+
+    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+        with self._turn:
+            rows = [(*_claim_values(claim), claim.ttl_s) for claim in claims]
+            base = self.clock.lease() + LEASE_MARGIN_S
+            return self._standings(claims, self._returned("renew", (base,), rows), _REPORTABLE)
+
+    def _standings(self, claims: Sequence[Held], changed: list[Any], current: frozenset[State]) -> list[Standing]:
+        """An answer for each claim. Those that changed no row may still be current: started before, or ORPHANED."""
+        cancels = {tuple(shown): cancel for *shown, cancel in changed}
+        rest = self._rows(claim.job_id for claim in claims if _shown(claim) not in cancels)
+        answers = []
+        for claim in claims:
+            cancel = cancels.get(_shown(claim))
+            row = rest.get(claim.job_id)
+            if cancel is None and row is not None and row.job_state in current and _is_holder(row, claim):
+                cancel = row.cancel_requested
+            answers.append(Standing.LOST if cancel is None else Standing.CANCEL if cancel else Standing.GO_ON)
+        return answers
+
+    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
+        with self._turn:
+            return [self._release(claim, reason) for claim in claims]
+
+    def _release(self, claim: Held, reason: str) -> bool:
+        row = self._row(claim.job_id)
+        if row is None or row.job_state not in sources(Event.RELEASE) or not _is_holder(row, claim):
+            return False
+        if row.cancel_requested:
+            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+            self._incident(row, "canceled", worker_id=claim.worker_id, reason=reason)
+            self._settle(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
+            return True
+        self._incident(row, "released", worker_id=claim.worker_id, reason=reason)
+        self._settle(row, after(row.job_state, Event.RELEASE), None, ready=READY, keep_lease=False, not_before=row.not_before)
+        return True
+
+    # -- reports --------------------------------------------------------------------------------------------------
+    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+        if not reports:
+            return []
+        with self._turn:
+            by_row = {row_id_of(report.lease_id): report for report in reports}
+            if len(by_row) < len(reports) or len({report.job_id for report in reports}) < len(reports):
+                # Several reports on one job: each is judged by what those before it left.
+                changed: frozenset[int] = frozenset()
+            else:
+                changed = self._finish_batch(by_row)
+            if len(changed) == len(reports):
+                answers = [_RECORDED] * len(reports)
+            else:
+                answers = [
+                    _RECORDED if row_id_of(report.lease_id) in changed else self._report(report, Event.SUCCEED)
+                    for report in reports
+                ]
+            self._at("finish.written")
+            return answers
+
+    def _finish_batch(self, by_row: dict[int, Report]) -> frozenset[int]:
+        """Write all reports that are as they should be, in one statement for each kind; the ids of the rows that changed."""
+        ids = id_list(list(by_row))
+        leased = self._execute(self._one["leased_groups"], (ids,)).fetchall()
+        plain = [(row_id, *_plain_values(report)) for row_id, report in by_row.items() if _is_plain(report.outcome)]
+        full = []
+        if len(plain) < len(by_row):
+            full = [(row_id, *_full_values(report)) for row_id, report in by_row.items() if not _is_plain(report.outcome)]
+        wall = self.clock.wall()
+        changed = self._changed("finish_plain", (wall,), plain) + self._changed("finish_full", (wall,), full)
+        if changed < len(leased):
+            # Leased before and SUCCEEDED now: those are the ones that these statements changed.
+            succeeded = {row_id for (row_id,) in self._execute(self._one["succeeded_of"], (ids,))}
+            leased = [(row_id, group) for row_id, group in leased if row_id in succeeded]
+        for group, n in Counter([group for _, group in leased]).items():
+            self._count(group, State.RUNNING, -n)
+            self._count(group, State.SUCCEEDED, n)
+        changed_ids = frozenset([row_id for row_id, _ in leased])
+        for row_id in changed_ids if full else ():
+            if (ref := by_row[row_id].outcome.result_ref) is not None:
+                self._execute(self._one["add_blob"], (by_row[row_id].job_id, ref.sha256, "result"))
+        return changed_ids
+
+    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+        with self._turn:
+            answers = [self._report(report, Event.FAIL) for report in reports]
+            self._at("fail.written")
+            return answers
+
+    def _report(self, report: Report, verb: Event) -> Recorded:
+        """One report, judged by its row."""
+        row = self._row(report.job_id)
+        if row is None:
+            return Recorded(Answer.FENCED, None, "there is no such job")
+        shown = (report.worker_id, report.lease_id, report.attempt)
+        if row.job_state not in _REPORTABLE or shown != (row.assigned_worker_id, row.lease_id, row.attempt):
+            return self._repeated_or_fenced(row, report, verb)
+        started_at = row.started_at if row.started_at is not None else report.started_at
+        if verb is Event.SUCCEED:
+            state = after(row.job_state, verb)
+            self._settle(row, state, report.outcome, not_before=row.not_before, started_at=started_at)
+            return Recorded(Answer.RECORDED, state)
+        verdict = after_failure(
+            row.job_state,
+            report.outcome,
+            cancel_requested=bool(row.cancel_requested),
+            failures=row.failures,
+            losses=row.losses,
+            max_retries=row.max_retries,
+            backoff_s=row.backoff_s,
+        )
+        self._end_attempt(row._replace(started_at=started_at), verdict, report.outcome)
+        return Recorded(Answer.RECORDED, verdict.state, verdict.reason)
+
+    def _repeated_or_fenced(self, row: JobRow, report: Report, verb: Event) -> Recorded:
+        if _is_repeat(row, report, verb):
+            return Recorded(Answer.REPEATED, row.job_state)
+        reason = (
+            f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {row.attempt} is {row.state}"
+        )
+        self._incident(row, "fenced", attempt=report.attempt, worker_id=report.worker_id, reason=reason)
+        return Recorded(Answer.FENCED, row.job_state, reason)
+
+    # -- the end of an attempt without success --------------------------------------------------------------------
+    def _end_attempt(self, row: JobRow, verdict: Verdict, outcome: Outcome | None, epoch: int | None = None) -> None:
+        """Do what the verdict says; without an outcome it is the store's own word on a lost worker."""
+        self._incident(row, _KINDS[verdict.event], worker_id=row.assigned_worker_id or "", reason=verdict.reason)
+        was_reported = outcome is not None
+        not_before = row.not_before
+        if verdict.state.terminal:
+            code = "CANCELED" if verdict.event is Event.CANCEL else "LOST"
+            outcome = outcome or Outcome(error_code=code, message=verdict.reason)
+        else:
+            not_before = self.clock.wall() + verdict.delay_s if verdict.delay_s > 0 else None
+        self._settle(
+            row,
+            verdict.state,
+            outcome,
+            ready=0 if verdict.state.terminal else DELAYED if verdict.delay_s > 0 else READY,
+            # After a report: to know its repeat. ORPHANED: its worker may still finish.
+            keep_lease=was_reported or verdict.event is Event.ORPHAN,
+            not_before=not_before,
+            started_at=row.started_at,
+            failures=verdict.failures,
+            losses=verdict.losses,
+            epoch=epoch,
+        )
+
+    def _loss(self, row: JobRow) -> Verdict:
+        return after_loss(
+            row.job_state,
+            cancel_requested=bool(row.cancel_requested),
+            keep=row.on_disconnect == OnDisconnect.KEEP.value,
+            failures=row.failures,
+            losses=row.losses,
+            max_losses=row.max_losses,
+            backoff_s=row.backoff_s,
+            worker_id=row.assigned_worker_id or "",
+        )
+
+    def _check_epoch(self, epoch: int) -> None:
+        """The first thing of every leader's verb, inside its transaction."""
+        found = self._execute(self._one["epoch"], (LEADER_SCOPE,)).fetchone()
+        current, holder = found if found is not None else (0, "nobody")
+        if epoch != current:
+            raise StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder}); step down")
+
+
+def _claim_values(claim: Held) -> tuple[Any, ...]:
+    return (row_id_of(claim.lease_id), *_shown(claim))
+
+
+def _shown(claim: Held) -> tuple[Any, ...]:
+    return (claim.job_id, claim.lease_id, claim.worker_id, claim.incarnation, claim.attempt)
+
+
+def _is_holder(row: JobRow, claim: Held) -> bool:
+    return _shown(claim) == (row.idempotency_key, row.lease_id, row.assigned_worker_id, row.incarnation, row.attempt)
+
+
+def _is_plain(outcome: Outcome) -> bool:
+    return not outcome.meta and not outcome.message and outcome.result_ref is None and outcome.error_code is None
+
+
+def _plain_values(report: Report) -> tuple[Any, ...]:
+    outcome = report.outcome
+    return (
+        report.job_id,
+        report.lease_id,
+        report.worker_id,
+        report.attempt,
+        report.started_at,
+        outcome.exit_code,
+        outcome.result,
+        outcome.result_sha256,
+    )
+
+
+def _full_values(report: Report) -> tuple[Any, ...]:
+    outcome = report.outcome
+    return (
+        report.job_id,
+        report.lease_id,
+        report.worker_id,
+        report.attempt,
+        report.started_at,
+        outcome.exit_code,
+        outcome.result if outcome.result_ref is None else None,
+        result_sha256_of(outcome),
+        result_size_of(outcome),
+        outcome.error_code,
+        outcome.message,
+        meta_of(outcome),
+    )
+
+
+def _is_repeat(row: JobRow, report: Report, verb: Event) -> bool:
+    """Whether this very report was recorded. A message may differ: a program's log tail often does."""
+    outcome = report.outcome
+    recorded_by = Event.SUCCEED if row.job_state is State.SUCCEEDED else Event.FAIL
+    return recorded_by is verb and (
+        report.worker_id,
+        report.lease_id,
+        report.attempt,
+        outcome.exit_code,
+        outcome.error_code,
+        result_sha256_of(outcome),
+    ) == (row.assigned_worker_id, row.lease_id, row.attempt, row.exit_code, row.error_code or None, row.result_sha256)

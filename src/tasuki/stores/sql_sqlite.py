@@ -1,0 +1,222 @@
+"""SQLite under the SQL store: opening a file as its one owner, its settings, its transactions, its errors.
+
+One owner: a lock file beside the database is held with flock for as long as the store is open. The kernel gives it back when
+the process ends, however it ends. Several writing processes on one WAL file would work most of the time, which is not enough
+(RELIABILITY §2).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasuki.errors import ConfigError, DiskFull, TasukiError, Unavailable
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+CACHE_KIB = 64 * 1024  # pages in memory; the owner has to stay below 250 MB with millions of rows
+READER_CACHE_KIB = 8 * 1024
+CHECKPOINT_PAGES = 8_000  # 32 MB of WAL between checkpoints: a page that 50 commits changed is written back once
+WAL_KEEP_BYTES = 64 * 1024 * 1024
+BUSY_TIMEOUT_MS = 5_000
+
+# File systems whose locks and shared memory cannot be trusted between hosts.
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"9p", "afs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb3", "smbfs"}
+    | {"fuse.ceph", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"}
+)
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that `path` is or will be on, by the kernel's own table."""
+    target = path.resolve()
+    best, found = -1, "unknown"
+    for line in Path("/proc/self/mounts").read_text("utf-8", "surrogateescape").splitlines():
+        _device, folder, kind, *_ = line.split(" ")
+        mounted = Path(folder.encode("utf-8", "surrogateescape").decode("unicode_escape"))
+        # Later mounts hide earlier ones at the same place, so an equal length wins too.
+        if len(mounted.parts) >= best and target.is_relative_to(mounted):
+            best, found = len(mounted.parts), kind
+    return found
+
+
+class OwnerLock:
+    """The right to open one database file. Its holder's pid and start time stand in the file, for people and messages."""
+
+    def __init__(self, database: Path) -> None:
+        self.path = database.with_name(database.name + ".owner")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot open {self.path}: {error.strerror}; choose a folder that this user may write to"
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._descriptor, 200, 0).decode("utf-8", "replace").strip() or "pid unknown"
+            os.close(self._descriptor)
+            raise Unavailable(
+                f"{database} is in use by another process ({owner}); connect to that server, or stop it first"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"pid {os.getpid()} since {int(time.time())}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Free for the next owner. The file stays: deleting it would let two hold locks on two files of one name."""
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+
+class SqliteDatabase:
+    """One file, owned, on a connection that Django made; used by one thread at a time, any thread."""
+
+    vendor = "sqlite"
+
+    def __init__(self, path: Path, *, file_system: Callable[[Path], str] = file_system_of) -> None:
+        from django.db import connections
+
+        from tasuki.django import standalone
+
+        self.path = path = path.absolute()
+        kind = file_system(path.parent)
+        if kind in NETWORK_FILE_SYSTEMS:
+            raise ConfigError(
+                f"{path} is on a network file system ({kind}), where SQLite can lose data; use a local disk, or PostgreSQL"
+            )
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = OwnerLock(path)
+        try:
+            standalone.configure(path)
+            self._alias = standalone.register(path)
+            wrapper = connections[self._alias]
+            wrapper.inc_thread_sharing()
+            self._wrapper: BaseDatabaseWrapper = wrapper
+            with translated():
+                wrapper.ensure_connection()
+                self.connection: sqlite3.Connection = wrapper.connection
+                _tune(self.connection)
+                standalone.migrate(self._alias)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def begin(self) -> None:
+        self.connection.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        self.connection.execute("COMMIT")
+
+    def rollback(self) -> None:
+        # After a full disk or an I/O error SQLite may have rolled back by itself.
+        if self.connection.in_transaction:
+            self.connection.execute("ROLLBACK")
+
+    def close(self) -> None:
+        from tasuki.django import standalone
+
+        self._wrapper.close()
+        standalone.forget(self._alias)
+        self._lock.release()
+
+
+class DjangoDatabase:
+    """A database of the user's own project: our verbs join the `transaction.atomic()` that the calling thread is in, if any."""
+
+    vendor = "sqlite"
+
+    def __init__(self, alias: str = "default") -> None:
+        from django.db import transaction
+
+        self._alias = alias
+        self._atomic = transaction.atomic
+        self._open: list[transaction.Atomic] = []
+
+    @property
+    def _wrapper(self) -> BaseDatabaseWrapper:
+        from django.db import connections
+
+        return connections[self._alias]
+
+    @property
+    def path(self) -> Path:
+        return Path(str(self._wrapper.settings_dict["NAME"]))
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection = self._wrapper.connection
+        return connection
+
+    def begin(self) -> None:
+        """Inside the user's transaction a savepoint, so that a verb that fails leaves nothing behind; else one of our own."""
+        block = self._atomic(using=self._alias)
+        block.__enter__()
+        self._open.append(block)
+
+    def commit(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def rollback(self) -> None:
+        if self._open:
+            error = Unavailable("rolled back")
+            self._open.pop().__exit__(type(error), error, None)
+
+    def close(self) -> None:
+        """The connection is Django's."""
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """A second connection that cannot write, for the calling thread."""
+    with translated():
+        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)
+        connection.execute("PRAGMA query_only = 1")
+        connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    return connection
+
+
+def _tune(connection: sqlite3.Connection) -> None:
+    for setting in (
+        "journal_mode = WAL",
+        "synchronous = FULL",  # NORMAL loses acknowledged commits at a power cut
+        f"cache_size = -{CACHE_KIB}",
+        f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
+        f"journal_size_limit = {WAL_KEEP_BYTES}",
+        f"busy_timeout = {BUSY_TIMEOUT_MS}",
+        "mmap_size = 0",  # a mapped file counts as our memory
+        "temp_store = MEMORY",
+        "secure_delete = OFF",  # Debian's build zeroes what is deleted; here that is every index entry of every job
+    ):
+        connection.execute(f"PRAGMA {setting}").fetchall()
+
+
+class translated:
+    """`with translated():` turns errors of the driver into ours."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and (ours := translate(error)) is not None:
+            raise ours from error
+
+
+def translate(error: BaseException) -> TasukiError | None:
+    """What a driver's error means to us; None if it is not one. Django wraps some of them in classes of its own."""
+    if not isinstance(error, sqlite3.Error) and not isinstance(error.__cause__, sqlite3.Error):
+        return None
+    cause = error if isinstance(error, sqlite3.Error) else error.__cause__
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return DiskFull("the disk of the database is full; nothing of this was stored, try again when there is space")
+    if code == sqlite3.SQLITE_BUSY or code == sqlite3.SQLITE_LOCKED:
+        return Unavailable("the database is locked by another process; nothing of this was stored")
+    if code == sqlite3.SQLITE_IOERR and os.strerror(28) in str(cause):
+        return DiskFull(f"the disk of the database is full ({cause}); nothing of this was stored")
+    return Unavailable(f"the database cannot be used: {cause}; nothing of this was stored")

@@ -1,0 +1,163 @@
+"""The submitters' verbs of the SQL store: submit, cancel, requeue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from tasuki.core.job import JobSpec, Outcome, State, differing_fields
+from tasuki.core.lifecycle import Event, after, cancel_is_immediate
+from tasuki.core.subject import group_of
+from tasuki.core.verbs import Canceled, Requeued, Submission, Submitted
+from tasuki.errors import Conflict, InvalidInput
+from tasuki.stores.sql_base import SqlBase, must_change
+from tasuki.stores.sql_rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
+from tasuki.stores.sql_statements import pieces
+
+_PLAIN = (5, 3, 3, 10.0)  # the database's defaults, in the order of _is_plain
+
+
+class SqlSubmit(SqlBase):
+    """Verbs of clients and operators."""
+
+    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+        if on_failed not in ("return", "rerun"):
+            raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
+        if not submissions:
+            return []
+        with self._turn:
+            wall = self.clock.wall()
+            # One statement kind for the whole batch: two would give the rows another order than the batch has.
+            if all(_is_plain(submission.spec) for submission in submissions):
+                name, rows = "submit_plain", [_plain_values(submission) for submission in submissions]
+            else:
+                name, rows = "submit_full", [_full_values(submission, wall) for submission in submissions]
+            answers: list[Submitted | Conflict] = []
+            for start, size in pieces(len(rows)):
+                batch = submissions[start : start + size]
+                cursor = self._execute(self._many[name][size], (wall, *chain.from_iterable(rows[start : start + size])))
+                created = cursor.rowcount
+                if created == size:
+                    answers += [Submitted(submission.spec.job_id, True) for submission in batch]
+                    self._created(batch)
+                else:
+                    newest_before = (cursor.lastrowid or 0) - created if created else None
+                    answers += self._submit_known(batch, newest_before, on_failed == "rerun")
+            self._at("submit.written")
+            return answers
+
+    def _created(self, batch: Sequence[Submission]) -> None:
+        specs = [submission.spec for submission in batch]
+        for subject, n in Counter([spec.subject for spec in specs]).items():
+            self._count(group_of(subject), State.PENDING, n)
+        for spec in specs:
+            if spec.files:
+                for sha256 in sorted({file.sha256 for file in spec.files if file.sha256 is not None}):
+                    self._execute(self._one["add_blob"], (spec.job_id, sha256, "in"))
+
+    def _submit_known(self, batch: Sequence[Submission], newest_before: int | None, rerun: bool) -> list[Submitted | Conflict]:
+        """Answers of a batch of which some ids existed. The rows that were new have the ids above `newest_before`."""
+        rows = self._rows(submission.spec.job_id for submission in batch)
+        fresh = {job_id for job_id, row in rows.items() if newest_before is not None and row.id > newest_before}
+        answers: list[Submitted | Conflict] = []
+        created: list[Submission] = []
+        for submission in batch:
+            job_id = submission.spec.job_id
+            if job_id in fresh:
+                fresh.remove(job_id)  # the same id again in this batch is a repeat
+                created.append(submission)
+                answers.append(Submitted(job_id, True))
+            else:
+                answers.append(self._answer_known(submission, rows, rerun))
+        self._created(created)
+        return answers
+
+    def _answer_known(self, submission: Submission, rows: dict[str, JobRow], rerun: bool) -> Submitted | Conflict:
+        job_id = submission.spec.job_id
+        row = rows[job_id]
+        if row.body_hash != submission.body_hash:
+            return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec))
+        if rerun and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
+            self._requeue(row, actor=submission.submitter, reason="submitted again")
+            rows.update(self._rows((job_id,)))
+        return Submitted(job_id, False, job_of(rows[job_id]))
+
+    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
+        with self._turn:
+            return [self._cancel(job_id, actor, reason) for job_id in job_ids]
+
+    def _cancel(self, job_id: str, actor: str, reason: str) -> Canceled:
+        row = self._row(job_id)
+        if row is None:
+            return Canceled(None)
+        state = row.job_state
+        if state.terminal:
+            return Canceled(state)
+        if cancel_is_immediate(state):
+            outcome = Outcome(error_code="CANCELED", message=reason or f"canceled by {actor}")
+            self._incident(row, "canceled", actor=actor, reason=reason)
+            ended = after(state, Event.CANCEL)
+            self._settle(row, ended, outcome, not_before=row.not_before, started_at=row.started_at)
+            return Canceled(ended)
+        if not row.cancel_requested:
+            self._incident(row, "cancel_requested", worker_id=row.assigned_worker_id or "", actor=actor, reason=reason)
+            must_change(row, self._execute(self._one["cancel_request"], (row.id, row.version)).rowcount)
+        return Canceled(state, True, row.assigned_worker_id, row.lease_id)
+
+    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
+        with self._turn:
+            answers = []
+            for job_id in job_ids:
+                row = self._row(job_id)
+                done = row is not None and row.job_state.terminal
+                if row is not None and done:
+                    self._requeue(row, actor=actor, reason=reason)
+                answers.append(Requeued(done, State.PENDING if done else row.job_state if row is not None else None))
+            return answers
+
+    def _requeue(self, row: JobRow, *, actor: str, reason: str) -> None:
+        state = after(row.job_state, Event.REQUEUE)
+        was = f"was {row.state}"
+        outcome = outcome_of(row)
+        if outcome is not None and (outcome.message or outcome.error_code):
+            was += f": {outcome.message or outcome.error_code}"
+        story = f"{reason}; {was}" if reason else was
+        self._incident(row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=story)
+        not_before = decode_spec(row.spec).not_before
+        ready = ready_value(not_before, self.clock.wall())
+        must_change(row, self._execute(self._one["requeue"], (row.id, row.version, ready, not_before)).rowcount)
+        self._clear_results([row.id])
+        self._count(row.group, row.job_state, -1)
+        self._count(row.group, state, 1)
+
+
+def _is_plain(spec: JobSpec) -> bool:
+    return (
+        spec.not_before is None
+        and spec.array_id is None
+        and not spec.exec
+        and (spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s) == _PLAIN
+    )
+
+
+def _plain_values(submission: Submission) -> tuple[Any, ...]:
+    spec = submission.spec
+    subject = spec.subject
+    return (spec.job_id, subject, group_of(subject), submission.submitter, submission.body_hash, encode_spec(spec))
+
+
+def _full_values(submission: Submission, wall: float) -> tuple[Any, ...]:
+    spec = submission.spec
+    return (
+        *_plain_values(submission),
+        spec.exec,
+        spec.priority,
+        ready_value(spec.not_before, wall),
+        spec.not_before,
+        spec.max_retries,
+        spec.max_losses,
+        spec.backoff_s,
+        spec.array_id,
+    )

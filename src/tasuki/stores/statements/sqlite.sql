@@ -1,0 +1,300 @@
+-- The statements of the SQL store for SQLite >= 3.35. Loaded once by stores/sql_statements.py.
+--
+-- `-- name: NAME` begins a statement, which goes on to the next name. `{rows: …}` stands for that row written as often as the
+-- batch has items, with commas between; such statements are kept in sizes of 1, 2, 4, … 256. One statement for a whole batch,
+-- because each sqlite3_step gives the GIL up and waits to get it back: beside a busy event loop, executemany pays that per row.
+-- ?1, ?2, … are shared by all rows and stand before the rows' own parameters. `?N IN (SELECT value FROM json_each(?))` is how a
+-- list of row ids is given where its length varies.
+--
+-- Columns of tasuki_jobrun (django/models.py explains each):
+--   id                  row id, the age; also the last part of lease_id, so that a report finds its row without the unique key
+--   idempotency_key     the job_id
+--   ready               1: may be leased now (PENDING and due, or ORPHANED); 2: PENDING and delayed; 0: all others. Written as literals
+--                       where it is compared, since the partial indexes are found by them
+--   lease_expires_at    when reaping may end the lease, grace included; not NULL exactly while ASSIGNED or RUNNING
+--   lease_id            '' once the lease was taken away; it stays after a report, which tells an exact repeat from a stale one
+--   exit_code … meta    the outcome; all NULL, '' or 0 while there is none
+-- Every transition adds 1 to version. Every report and claim is checked whole inside its own write.
+
+
+-- ------------------------------------------------------------------------------------------------ submit
+
+-- name: submit_plain
+-- Jobs that differ from the defaults in nothing but their body: 6 parameters each.
+INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec)
+VALUES {rows: (?1, ?, ?, ?, ?, ?, ?)}
+ON CONFLICT (idempotency_key) DO NOTHING
+
+-- name: submit_full
+INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
+                           exec, priority, ready, not_before, max_retries, max_losses, backoff_s, array_id)
+VALUES {rows: (?1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}
+ON CONFLICT (idempotency_key) DO NOTHING
+
+-- name: submitted
+SELECT id, idempotency_key FROM tasuki_jobrun
+WHERE idempotency_key IN (SELECT value FROM json_each(?1)) AND id > ?2
+
+-- name: add_blob
+INSERT INTO tasuki_jobblob (job_id, sha256, role) SELECT id, ?2, ?3 FROM tasuki_jobrun WHERE idempotency_key = ?1
+
+-- name: forget_results
+DELETE FROM tasuki_jobblob WHERE role = 'result' AND job_id IN (SELECT value FROM json_each(?1))
+
+-- name: cancel_request
+UPDATE tasuki_jobrun SET cancel_requested = 1, version = version + 1
+WHERE id = ?1 AND version = ?2 AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: requeue
+UPDATE tasuki_jobrun SET
+    state = 'PENDING', ready = ?3, not_before = ?4, version = version + 1, generation = generation + 1,
+    failures = 0, losses = 0, cancel_requested = 0, lease_id = '', started_at = NULL, finished_at = NULL,
+    exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL
+WHERE id = ?1 AND version = ?2 AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
+
+
+-- ------------------------------------------------------------------------------------------------ lease
+
+-- name: band
+-- The next lower priority that has ready jobs.
+SELECT priority FROM tasuki_jobrun WHERE ready = 1 AND priority < ?1 ORDER BY priority DESC LIMIT 1
+
+-- name: groups
+-- The distinct groups of a band, by one seek each, however long their queues are.
+WITH RECURSIVE head (name) AS (
+    SELECT (SELECT "group" FROM tasuki_jobrun WHERE ready = 1 AND priority = ?1 ORDER BY "group" LIMIT 1)
+    UNION ALL
+    SELECT (SELECT "group" FROM tasuki_jobrun WHERE ready = 1 AND priority = ?1 AND "group" > head.name ORDER BY "group" LIMIT 1)
+    FROM head WHERE head.name IS NOT NULL
+)
+SELECT name FROM head WHERE name IS NOT NULL
+
+-- name: subjects
+-- The distinct subjects of a group in [?3, ?4), likewise.
+WITH RECURSIVE head (name) AS (
+    SELECT (SELECT subject FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject >= ?3 AND subject < ?4 ORDER BY subject LIMIT 1)
+    UNION ALL
+    SELECT (SELECT subject FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject > head.name AND subject < ?4 ORDER BY subject LIMIT 1)
+    FROM head WHERE head.name IS NOT NULL
+)
+SELECT name FROM head WHERE name IS NOT NULL
+
+-- name: oldest_of_subject
+SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256 FROM tasuki_jobrun
+WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 ORDER BY id LIMIT ?4
+
+-- name: oldest_of_subjects
+-- The n oldest of several subjects: ORDER BY makes the recursion's queue a heap, so this is a merge of their queues that reads
+-- n + (number of subjects) entries.
+WITH RECURSIVE oldest (id, subject) AS (
+    SELECT head.id, name.value
+    FROM json_each(?3) AS name JOIN tasuki_jobrun AS head ON head.id = (
+        SELECT id FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = name.value ORDER BY id LIMIT 1)
+    UNION ALL
+    SELECT next.id, oldest.subject
+    FROM oldest JOIN tasuki_jobrun AS next ON next.id = (
+        SELECT id FROM tasuki_jobrun
+        WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = oldest.subject AND id > oldest.id ORDER BY id LIMIT 1)
+    ORDER BY 1 LIMIT ?4
+)
+SELECT job.id, idempotency_key, spec, submitter, attempt, state, result_sha256
+FROM oldest CROSS JOIN tasuki_jobrun AS job ON job.id = oldest.id
+
+-- name: named
+-- What leasing by job_id looks at: ready or not, it says in its last columns.
+SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at
+FROM tasuki_jobrun WHERE idempotency_key = ?1
+
+-- name: grant
+UPDATE tasuki_jobrun SET
+    state = 'ASSIGNED', ready = 0, attempt = attempt + 1, version = version + 1,
+    lease_id = ?1 || id, assigned_worker_id = ?2, incarnation = ?3, lease_expires_at = ?4, lease_ttl_s = ?5,
+    on_disconnect = ?6, reconnect_grace_s = ?7, assigned_at = ?8, leader_epoch = ifnull(?9, leader_epoch), started_at = NULL,
+    exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL
+WHERE id IN (SELECT value FROM json_each(?10)) AND ready = 1
+
+-- name: take_from_lost
+-- A lease that is over, asked for by job_id: ready for the grant that follows in the same turn.
+UPDATE tasuki_jobrun SET ready = 1, losses = ?3, version = version + 1, lease_expires_at = NULL
+WHERE id = ?1 AND version = ?2 AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= ?4
+
+-- name: held
+SELECT idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at, on_disconnect, reconnect_grace_s FROM tasuki_jobrun
+WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND assigned_worker_id = ?1 AND incarnation = ?2
+ORDER BY lease_expires_at, id
+
+
+-- ------------------------------------------------------------------------------------------------ start, renew
+
+-- name: start
+UPDATE tasuki_jobrun SET state = 'RUNNING', started_at = ?1, version = version + 1
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?)}) AS claim
+WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
+  AND attempt = column6 AND state = 'ASSIGNED'
+RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
+
+-- name: renew
+UPDATE tasuki_jobrun SET
+    lease_expires_at = ?1 + column7 + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = column7
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}) AS claim
+WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
+  AND attempt = column6 AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
+
+
+-- ------------------------------------------------------------------------------------------------ finish, fail, reap
+
+-- name: leased_groups
+-- Read before `finish`: RETURNING would cost 1.5 µs a row, this 0.6.
+SELECT id, "group" FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)) AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: succeeded_of
+SELECT id FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)) AND state = 'SUCCEEDED'
+
+-- name: finish_plain
+-- Attempts with an inline result or none, no message and no meta. An ORPHANED one is left to `settle`, like all that is unusual.
+UPDATE tasuki_jobrun SET
+    state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = ?1,
+    started_at = ifnull(started_at, column6), exit_code = column7, result = column8, result_sha256 = column9,
+    result_size_bytes = length(column8)
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS report
+WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND attempt = column5
+  AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: finish_full
+UPDATE tasuki_jobrun SET
+    state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = ?1,
+    started_at = ifnull(started_at, column6), exit_code = column7, result = column8, result_sha256 = column9,
+    result_size_bytes = column10, error_code = column11, error_summary = column12, meta = column13
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS report
+WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND attempt = column5
+  AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: settle
+-- What a report, a loss or a cancel came to. The attempt that was judged must still be the current one, in the state judged.
+UPDATE tasuki_jobrun SET
+    state = :state, ready = :ready, not_before = :not_before, version = version + 1,
+    lease_id = :lease_id, lease_expires_at = NULL, lease_expired_at = :was_expires_at, failures = :failures, losses = :losses,
+    started_at = :started_at, finished_at = :finished_at, leader_epoch = :leader_epoch,
+    exit_code = :exit_code, error_code = :error_code, error_summary = :error_summary, permanent = :permanent,
+    result = :result, result_sha256 = :result_sha256, result_size_bytes = :result_size_bytes, meta = :meta
+WHERE id = :id AND state = :was_state AND version = :was_version AND attempt = :was_attempt AND lease_id = :was_lease_id
+  AND assigned_worker_id IS :was_worker_id AND lease_expires_at IS :was_expires_at
+
+-- name: add_incidents
+INSERT INTO tasuki_incident (job_id, at, kind, attempt, worker_id, actor, reason) VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}
+
+-- name: count
+INSERT INTO tasuki_counter ("group", state, n) VALUES {rows: (?, ?, ?)}
+ON CONFLICT ("group", state) DO UPDATE SET n = n + excluded.n
+
+
+-- ------------------------------------------------------------------------------------------------ the leader
+
+-- name: epoch
+SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?1
+
+-- name: take_over
+INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES (?1, 1, ?2)
+ON CONFLICT (scope) DO UPDATE SET epoch = epoch + 1, holder = excluded.holder
+RETURNING epoch
+
+-- name: renew_all
+UPDATE tasuki_jobrun SET
+    lease_expires_at = ?1 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+WHERE lease_expires_at IS NOT NULL
+
+-- name: leases_over
+SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= ?1 ORDER BY lease_expires_at, id LIMIT ?2
+
+-- name: delayed_due
+SELECT id, subject FROM tasuki_jobrun WHERE ready = 2 AND not_before <= ?1 ORDER BY not_before, id LIMIT ?2
+
+-- name: promote
+UPDATE tasuki_jobrun SET ready = 1, version = version + 1
+WHERE id IN (SELECT value FROM json_each(?1)) AND ready = 2
+
+-- name: old
+-- Pruning walks by age, without an index of its own: ids grow with time.
+SELECT id, state, "group", created_at, finished_at FROM tasuki_jobrun WHERE id > ?1 ORDER BY id LIMIT ?2
+
+-- name: prune_jobs
+DELETE FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1))
+
+-- name: prune_incidents
+DELETE FROM tasuki_incident WHERE job_id IN (SELECT value FROM json_each(?1))
+
+-- name: prune_blobs
+DELETE FROM tasuki_jobblob WHERE job_id IN (SELECT value FROM json_each(?1))
+
+-- name: next_lease_over
+SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL
+
+-- name: next_delayed
+SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
+
+
+-- ------------------------------------------------------------------------------------------------ readers
+
+-- name: rows_by_key
+SELECT {columns} FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))
+
+-- name: rows_by_id
+SELECT {columns} FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1))
+
+-- name: incidents
+SELECT at, kind, attempt, worker_id, actor, reason FROM tasuki_incident
+WHERE job_id = (SELECT id FROM tasuki_jobrun WHERE idempotency_key = ?1) ORDER BY id
+
+-- name: counts
+SELECT "group", state, n FROM tasuki_counter WHERE n <> 0
+
+-- name: place
+SELECT id, priority, "group", subject FROM tasuki_jobrun WHERE idempotency_key = ?1 AND ready = 1
+
+-- name: ahead
+SELECT count(*) FROM (
+    SELECT 1 FROM tasuki_jobrun
+    WHERE ready = 1 AND priority = ?2 AND "group" = ?3 AND subject = ?4 AND id < ?1 LIMIT ?5)
+
+-- name: blob_owners
+SELECT DISTINCT idempotency_key FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id
+WHERE blob.sha256 = ?1 ORDER BY blob.id LIMIT ?2
+
+-- name: id_range
+SELECT (SELECT min(id) FROM tasuki_jobrun), (SELECT max(id) FROM tasuki_jobrun)
+
+-- name: find_by_array
+SELECT {found} FROM tasuki_jobrun WHERE array_id IS NOT NULL AND array_id = :array_id AND id >= :low AND id < :high {and} ORDER BY id DESC
+
+-- name: find_failed
+SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_failed WHERE error_code IS NOT NULL AND id < :high {and} ORDER BY id DESC
+
+-- name: find_leased
+SELECT {found} FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND id < :high {and} ORDER BY id DESC
+
+-- name: find_by_id
+SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY id DESC
+
+
+-- ------------------------------------------------------------------------------------------------ tokens
+
+-- name: add_token
+INSERT INTO tasuki_token (token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+
+-- name: token
+SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by
+FROM tasuki_token WHERE sha256 = ?1
+
+-- name: tokens
+SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by
+FROM tasuki_token ORDER BY id
+
+-- name: revoke_token
+UPDATE tasuki_token SET revoked_at = ?2, revoked_by = ?3 WHERE token_id = ?1 AND revoked_at IS NULL

@@ -1,0 +1,212 @@
+"""The store: what must survive, and the verbs that may change it. This is the contract; the implementations are beside it.
+
+Every verb is synchronous and takes a batch; a single call is a batch of one, and each item has its own answer at the same
+index. Verbs called inside `with store.turn():` share one transaction: all of them are durable when the block ends, or none is.
+Outside a turn each call is its own transaction. A store is used by one thread at a time.
+
+Time. `clock.lease()` is the store's lease clock (never compared with another host's), `clock.wall()` the wall clock for
+`not_before` and for the times that people read.
+
+Fencing. `finish` and `fail` are accepted only if the job is ASSIGNED, RUNNING or ORPHANED *and* worker_id, lease_id and attempt
+are the current ones, in the same write. `start` and `renew` also check the incarnation. Leader verbs carry an epoch, and are
+refused with `StaleEpoch` when a newer one is registered.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from tasuki.core.job import Incident, Job
+from tasuki.core.verbs import (
+    COUNTED,
+    Answer,
+    Assignment,
+    Canceled,
+    Filter,
+    Grant,
+    GroupCounts,
+    Held,
+    LeaseRequest,
+    Page,
+    Reaped,
+    Recorded,
+    Report,
+    Requeued,
+    Standing,
+    Submission,
+    Submitted,
+    TokenRow,
+)
+from tasuki.errors import Conflict
+
+__all__ = [
+    "COUNTED",
+    "Answer",
+    "Assignment",
+    "Canceled",
+    "Clock",
+    "Feature",
+    "Filter",
+    "Grant",
+    "GroupCounts",
+    "Held",
+    "LeaseRequest",
+    "Page",
+    "Reaped",
+    "Recorded",
+    "Report",
+    "Requeued",
+    "Standing",
+    "Store",
+    "Submission",
+    "Submitted",
+    "TokenRow",
+]
+
+
+class Clock(Protocol):
+    """The two clocks of a store, in seconds."""
+
+    def lease(self) -> float:
+        """Counts on while the machine sleeps; for SQLite the owner's CLOCK_BOOTTIME."""
+        ...
+
+    def wall(self) -> float:
+        """Unix time."""
+        ...
+
+
+class Feature(enum.StrEnum):
+    """What a back end may lack; the conformance suite checks that the flag is true to the facts."""
+
+    FIND_TEXT = "find_text"
+    DURABLE = "durable"
+
+
+class Store(Protocol):
+    """See the module's docstring for what holds for all verbs."""
+
+    features: frozenset[Feature]
+    clock: Clock
+
+    # -- transactions ---------------------------------------------------------------------------------------------
+    def turn(self) -> AbstractContextManager[None]:
+        """One transaction around several verbs. Durable when it returns without an error; DiskFull, Unavailable otherwise."""
+        ...
+
+    def close(self) -> None:
+        """Give back everything; a SQLite file is free for another owner afterwards."""
+        ...
+
+    # -- submitters -----------------------------------------------------------------------------------------------
+    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+        """Store new jobs. Same id and body: the existing job (with on_failed="rerun", a job that ended other than SUCCEEDED is
+        set going again: generation + 1, budgets reset). Same id, other body: Conflict. Also between items of one batch."""
+        ...
+
+    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
+        """Waiting jobs become CANCELED; leased ones get `cancel_requested`, which `renew` tells their worker."""
+        ...
+
+    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
+        """Set terminal jobs going again: generation + 1, both budgets reset, attempt goes on, the old outcome is an incident."""
+        ...
+
+    # -- workers --------------------------------------------------------------------------------------------------
+    def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
+        """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. Never more than limit."""
+        ...
+
+    def held(self, worker_id: str, incarnation: str) -> list[Grant]:
+        """The live leases of one incarnation that are still ASSIGNED: what to deliver again after a broken connection."""
+        ...
+
+    def start(self, claims: Sequence[Held]) -> list[Standing]:
+        """ASSIGNED → RUNNING with started_at; again: no change. Also tells of a cancel request, like renew."""
+        ...
+
+    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+        """Set the lease's expiry to now + ttl_s + margin. LOST if it is not the current lease of this incarnation."""
+        ...
+
+    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
+        """Give an unstarted attempt back: PENDING again, no retry and no loss used, the attempt number stays used."""
+        ...
+
+    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+        """Record that attempts succeeded, with their results."""
+        ...
+
+    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+        """Record that attempts failed: PENDING with not_before while a retry remains, else FAILED, TIMED_OUT or CANCELED."""
+        ...
+
+    # -- the leader -----------------------------------------------------------------------------------------------
+    def take_over(self, holder: str) -> int:
+        """Register a new epoch, one above the highest ever, and return it. Every live lease counts as renewed now."""
+        ...
+
+    def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
+        """Targeted grants of ready jobs; None where the job is not ready."""
+        ...
+
+    def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
+        """End leases that are over (`keep`: over by their grace too): PENDING, ORPHANED, CANCELED or, without budget, FAILED."""
+        ...
+
+    def promote(self, *, epoch: int, limit: int = 1024) -> list[str]:
+        """Make delayed jobs whose time has come ready; their subjects, each once."""
+        ...
+
+    def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
+        """Delete jobs that became terminal before that wall time, with their incidents; how many."""
+        ...
+
+    def next_due(self) -> tuple[float | None, float | None]:
+        """(lease-clock time of the next lease to end, wall time of the next delayed job): when the leader must look again."""
+        ...
+
+    # -- readers --------------------------------------------------------------------------------------------------
+    def get(self, job_ids: Sequence[str]) -> list[Job | None]:
+        """Jobs by id, None for an unknown one."""
+        ...
+
+    def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
+        """Jobs by filter, newest first. Bounded work per call: go on with the cursor."""
+        ...
+
+    def incidents(self, job_id: str) -> list[Incident]:
+        """The unusual things that befell the job, oldest first."""
+        ...
+
+    def counts(self) -> dict[str, GroupCounts]:
+        """Per group, from maintained counters, never a scan."""
+        ...
+
+    def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
+        """How many ready jobs of its priority and subject stand before it (at most `limit`); None if it is not ready."""
+        ...
+
+    def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
+        """Ids of jobs whose inputs or result are this blob; who may read them may read it."""
+        ...
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+    def add_token(self, token: TokenRow) -> None:
+        """Store a token's row; Conflict-free: token_id and sha256 are random."""
+        ...
+
+    def token(self, sha256: str) -> TokenRow | None:
+        """The row with that hash, revoked and expired ones too (the caller judges)."""
+        ...
+
+    def tokens(self) -> list[TokenRow]:
+        """All, oldest first."""
+        ...
+
+    def revoke_token(self, token_id: str, *, actor: str) -> bool:
+        """Mark it revoked; False if unknown or revoked before."""
+        ...

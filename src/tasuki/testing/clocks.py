@@ -1,0 +1,33 @@
+"""A clock that stands still until a test moves it. Touches nothing: no real time is read anywhere in it."""
+
+from __future__ import annotations
+
+LEASE_START_S = 1_000.0  # seconds since a boot that never was
+WALL_START_S = 1_700_000_000.0  # 2023-11-14T22:13:20Z
+
+
+class FakeClock:
+    """Both clocks of a store (`tasuki.stores.store.Clock`), moved by hand."""
+
+    def __init__(self, lease: float = LEASE_START_S, wall: float = WALL_START_S) -> None:
+        self._lease = lease
+        self._wall = wall
+
+    def lease(self) -> float:
+        """Seconds since boot."""
+        return self._lease
+
+    def wall(self) -> float:
+        """Unix time."""
+        return self._wall
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass on both clocks."""
+        if seconds < 0:
+            raise ValueError(f"time does not run backwards: {seconds} s; use jump_wall() for a clock that was set")
+        self._lease += seconds
+        self._wall += seconds
+
+    def jump_wall(self, seconds: float) -> None:
+        """Somebody set the wall clock, forwards or backwards. Leases must not care."""
+        self._wall += seconds

@@ -1,0 +1,378 @@
+"""What the leader may rely on: epochs, targeted grants, reaping, delayed jobs, retention; and turns. Part of `store_suite`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tasuki.core.job import State
+from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.verbs import Answer, Assignment, Standing
+from tasuki.errors import StaleEpoch
+from tasuki.stores.store import Store
+from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase, token_row
+
+LEADER_VERBS: dict[str, Callable[[Store, int], object]] = {
+    "assign": lambda store, epoch: store.assign([Assignment(job_id="a", worker_id="w", incarnation="1")], epoch=epoch),
+    "reap": lambda store, epoch: store.reap(epoch=epoch),
+    "promote": lambda store, epoch: store.promote(epoch=epoch),
+    "prune": lambda store, epoch: store.prune(before=1e12, epoch=epoch),
+}
+
+
+class Abandoned(Exception):
+    """Raised by a case inside a turn."""
+
+
+class LeaderCases(StoreCase):
+    """take_over, assign, reap, promote, prune, next_due, turn."""
+
+    # -- epochs ---------------------------------------------------------------------------------------------------
+    def test_every_takeover_is_one_epoch_higher(self, stage: Stage) -> None:
+        assert [stage.store.take_over(f"leader-{number}") - stage.epoch for number in range(3)] == [1, 2, 3]
+
+    @pytest.mark.parametrize("verb", sorted(LEADER_VERBS))
+    def test_an_older_epoch_is_refused_and_changes_nothing(self, stage: Stage, verb: str) -> None:
+        stage.add("a")
+        stage.running("b")
+        stage.add("c", not_before=stage.clock.wall() + 1)
+        stage.ended("d", "FAILED")
+        stage.store.take_over("leader-2")
+        stage.clock.advance(PAST_LEASE_S)
+        before = stage.store.get(["a", "b", "c", "d"])
+
+        with pytest.raises(StaleEpoch):
+            LEADER_VERBS[verb](stage.store, stage.epoch)
+
+        assert stage.store.get(["a", "b", "c", "d"]) == before
+
+    @pytest.mark.parametrize("verb", sorted(LEADER_VERBS))
+    def test_the_registered_epoch_is_accepted(self, stage: Stage, verb: str) -> None:
+        stage.add("a")
+
+        LEADER_VERBS[verb](stage.store, stage.store.take_over("leader-2"))
+
+    def test_a_takeover_renews_every_lease_by_its_own_ttl(self, stage: Stage) -> None:
+        stage.running("short", lease={"ttl_s": 15.0})
+        stage.running("long", lease={"ttl_s": 60.0})
+        stage.clock.advance(14)
+
+        stage.store.take_over("leader-2")
+
+        now = stage.clock.lease()
+        leases = [job.lease for job in stage.store.get(["short", "long"]) if job is not None]
+        assert [lease.expires_at - now - LEASE_MARGIN_S for lease in leases if lease is not None] == [15.0, 60.0]
+
+    def test_a_takeover_after_a_long_outage_lets_running_jobs_go_on(self, stage: Stage) -> None:
+        grant = stage.running("a")
+        stage.clock.advance(3600)
+
+        epoch = stage.store.take_over("leader-2")
+
+        assert stage.store.reap(epoch=epoch) == []
+        assert stage.renew(grant) is Standing.GO_ON
+
+    # -- assign ---------------------------------------------------------------------------------------------------
+    def test_assign_grants_a_ready_job_to_the_worker(self, stage: Stage) -> None:
+        stage.add("a")
+
+        grant = stage.assign("a", "w3", ttl_s=20.0, **KEEP)
+
+        job = stage.job("a")
+        assert grant is not None
+        assert job.lease is not None
+        assert (job.state, job.attempt, job.lease.worker_id, job.lease.lease_id) == (State.ASSIGNED, 1, "w3", grant.lease_id)
+        assert job.lease.expires_at == stage.clock.lease() + 20.0 + LEASE_MARGIN_S
+        assert job.leader_epoch == stage.epoch
+        assert stage.finish(grant, "w3").answer is Answer.RECORDED
+
+    def test_assign_gives_none_where_the_job_is_not_ready(self, stage: Stage) -> None:
+        stage.running("running")
+        stage.add("delayed", not_before=stage.clock.wall() + 10)
+        stage.ended("ended", "SUCCEEDED")
+        stage.add("ready")
+        job_ids = ["running", "delayed", "?", "ended", "ready", "ready"]
+
+        grants = stage.store.assign(
+            [Assignment(job_id=job_id, worker_id="w1", incarnation="w1/1") for job_id in job_ids], epoch=stage.epoch
+        )
+
+        assert [grant is not None for grant in grants] == [False, False, False, False, True, False]
+
+    def test_assign_takes_an_orphan(self, stage: Stage) -> None:
+        old = stage.orphaned("a", "w1")
+
+        grant = stage.assign("a", "w2")
+
+        assert grant is not None
+        assert grant.attempt == 2
+        assert stage.finish(old).answer is Answer.FENCED
+
+    # -- reap -----------------------------------------------------------------------------------------------------
+    def test_a_live_lease_is_not_reaped(self, stage: Stage) -> None:
+        stage.running("a")
+        stage.clock.advance(PAST_LEASE_S - 1.0)
+
+        assert stage.reap() == []
+
+    def test_a_lost_worker_costs_a_loss_and_the_job_is_ready_at_once(self, stage: Stage) -> None:
+        stage.running("a", "w1")
+
+        [reaped] = stage.lose()
+
+        job = stage.job("a")
+        assert (reaped.job_id, reaped.state, reaped.worker_id, reaped.attempt) == ("a", State.PENDING, "w1", 1)
+        assert "w1" in reaped.reason
+        assert (job.state, job.losses, job.failures, job.lease) == (State.PENDING, 1, 0, None)
+        assert stage.kinds("a") == ["lost"]
+        assert stage.take("a", "w2").attempt == 2
+
+    def test_later_losses_are_delayed_like_retries(self, stage: Stage) -> None:
+        stage.running("a", max_losses=5)
+        stage.lose()
+        delays = []
+        for _ in range(3):
+            stage.take("a")
+            stage.lose()
+            not_before = stage.job("a").not_before
+            assert not_before is not None
+            delays.append(not_before - stage.clock.wall())
+            stage.clock.advance(delays[-1])
+            stage.promote()
+
+        assert delays == [10.0, 20.0, 40.0]
+
+    def test_a_spent_loss_budget_dead_letters_the_job_with_its_reason(self, stage: Stage) -> None:
+        stage.running("a", "w1", max_losses=1, backoff_s=0.0)
+        stage.lose()
+        stage.take("a", "w2")
+
+        [reaped] = stage.lose()
+
+        job = stage.job("a")
+        assert (reaped.state, job.state, job.losses, job.failures) == (State.FAILED, State.FAILED, 2, 0)
+        assert stage.kinds("a") == ["lost", "dead_lettered"]
+        assert "w2" in stage.store.incidents("a")[-1].reason
+        assert job.outcome is not None
+        assert (job.outcome.error_code, job.outcome.message) == ("LOST", reaped.reason)
+        assert job.finished_at == stage.clock.wall()
+
+    def test_an_unstarted_attempt_is_reaped_too(self, stage: Stage) -> None:
+        stage.assigned("a")
+
+        assert [reaped.state for reaped in stage.lose()] == [State.PENDING]
+
+    def test_a_kept_lease_is_reaped_after_its_grace(self, stage: Stage) -> None:
+        stage.running("a", lease=KEEP)
+        stage.clock.advance(PAST_LEASE_S)
+        assert stage.reap() == []
+
+        stage.clock.advance(GRACE_S)
+        [reaped] = stage.reap()
+
+        assert reaped.state is State.ORPHANED
+        assert stage.kinds("a") == ["orphaned"]
+
+    def test_an_orphan_keeps_its_lease_and_can_be_leased_by_pattern(self, stage: Stage) -> None:
+        old = stage.orphaned("a", "w1")
+        lease = stage.job("a").lease
+        assert lease is not None
+        assert lease.lease_id == old.lease_id
+
+        [new] = stage.lease("w2")
+
+        assert (new.job_id, new.attempt) == ("a", 2)
+
+    def test_an_orphan_is_reaped_once(self, stage: Stage) -> None:
+        stage.orphaned("a")
+        stage.clock.advance(1000)
+
+        assert stage.reap() == []
+        assert stage.job("a").losses == 1
+
+    def test_a_grace_without_keep_counts_for_nothing(self, stage: Stage) -> None:
+        stage.running("a", lease={"reconnect_grace_s": GRACE_S})
+
+        assert [reaped.state for reaped in stage.lose()] == [State.PENDING]
+
+    def test_reap_ends_no_more_than_the_limit(self, stage: Stage) -> None:
+        for job_id in "abc":
+            stage.running(job_id)
+        stage.clock.advance(PAST_LEASE_S)
+
+        assert [len(stage.reap(limit=2)) for _ in range(3)] == [2, 1, 0]
+
+    def test_a_jump_of_the_wall_clock_ends_no_lease(self, stage: Stage) -> None:
+        stage.running("a")
+
+        stage.clock.jump_wall(1_000_000)
+
+        assert stage.reap() == []
+
+    # -- promote --------------------------------------------------------------------------------------------------
+    def test_a_delayed_job_is_never_granted_before_its_time(self, stage: Stage) -> None:
+        stage.add("a", not_before=stage.clock.wall() + 10)
+        stage.clock.advance(9.5)
+
+        assert stage.promote() == []
+        assert stage.lease(limit=10) == []
+        assert stage.lease(limit=10, job_ids=("a",)) == []
+        assert stage.assign("a") is None
+
+    def test_a_delayed_job_is_ready_once_promoted(self, stage: Stage) -> None:
+        stage.add("a", not_before=stage.clock.wall() + 10)
+        stage.clock.advance(10.5)
+
+        assert stage.promote() == ["render.eu"]
+        assert stage.promote() == []
+        assert [grant.job_id for grant in stage.lease()] == ["a"]
+
+    def test_promote_tells_each_subject_once(self, stage: Stage) -> None:
+        stage.add("a", "b", subject="x.1", not_before=stage.clock.wall() + 1)
+        stage.add("c", subject="x.2", not_before=stage.clock.wall() + 2)
+        stage.add("d", subject="x.3", not_before=stage.clock.wall() + 99)
+        stage.clock.advance(3)
+
+        assert sorted(stage.promote()) == ["x.1", "x.2"]
+
+    def test_promote_is_bounded(self, stage: Stage) -> None:
+        for number in range(3):
+            stage.add(f"job-{number}", subject=f"x.{number}", not_before=stage.clock.wall() + 1)
+        stage.clock.advance(2)
+
+        assert [len(stage.store.promote(epoch=stage.epoch, limit=2)) for _ in range(3)] == [2, 1, 0]
+
+    def test_a_time_that_has_passed_delays_nothing(self, stage: Stage) -> None:
+        stage.add("a", not_before=stage.clock.wall() - 10)
+
+        assert [grant.job_id for grant in stage.lease()] == ["a"]
+
+    def test_not_before_is_judged_by_the_wall_clock(self, stage: Stage) -> None:
+        stage.add("a", not_before=stage.clock.wall() + 3600)
+
+        stage.clock.jump_wall(3601)
+
+        assert stage.promote() == ["render.eu"]
+
+    # -- next_due -------------------------------------------------------------------------------------------------
+    def test_nothing_is_due_in_an_empty_store(self, stage: Stage) -> None:
+        assert stage.store.next_due() == (None, None)
+
+    def test_next_due_tells_the_first_lease_and_the_first_delay(self, stage: Stage) -> None:
+        stage.running("kept", lease={"ttl_s": 5.0, **KEEP})
+        stage.running("stopped", lease={"ttl_s": 30.0})
+        stage.add("late", not_before=stage.clock.wall() + 50)
+        stage.add("soon", not_before=stage.clock.wall() + 40)
+
+        assert stage.store.next_due() == (stage.clock.lease() + 30.0 + LEASE_MARGIN_S, stage.clock.wall() + 40)
+
+    def test_what_is_over_is_not_due_any_more(self, stage: Stage) -> None:
+        stage.finish(stage.running("a"))
+        stage.orphaned("b")
+        stage.add("c", not_before=stage.clock.wall() + 1)
+        stage.clock.advance(2)
+        stage.promote()
+
+        assert stage.store.next_due() == (None, None)
+
+    # -- prune ----------------------------------------------------------------------------------------------------
+    def test_prune_deletes_what_ended_before(self, stage: Stage) -> None:
+        stage.ended("old", "FAILED")
+        stage.clock.advance(100)
+        stage.ended("new", "SUCCEEDED")
+        stage.add("waiting")
+
+        deleted = stage.store.prune(before=stage.clock.wall() - 50, epoch=stage.epoch)
+
+        assert deleted == 1
+        assert stage.store.get(["old"]) == [None]
+        assert stage.store.incidents("old") == []
+        assert sorted(stage.found()) == ["new", "waiting"]
+        assert stage.store.counts()["render"].failed == 0
+
+    def test_prune_counts_from_the_end_not_from_submit(self, stage: Stage) -> None:
+        grant = stage.running("a", lease={"ttl_s": 1000.0})
+        stage.clock.advance(500)
+        stage.finish(grant)
+
+        assert stage.store.prune(before=stage.clock.wall() - 100, epoch=stage.epoch) == 0
+
+    def test_prune_deletes_no_more_than_the_limit(self, stage: Stage) -> None:
+        for job_id in "abc":
+            stage.ended(job_id, "SUCCEEDED")
+
+        later = stage.clock.wall() + 1
+        assert [stage.store.prune(before=later, epoch=stage.epoch, limit=2) for _ in range(3)] == [2, 1, 0]
+
+    def test_a_pruned_id_is_new(self, stage: Stage) -> None:
+        stage.ended("a", "SUCCEEDED")
+        stage.store.prune(before=stage.clock.wall() + 1, epoch=stage.epoch)
+
+        stage.add("a", args=("other",))
+
+        assert (stage.job("a").state, stage.job("a").attempt) == (State.PENDING, 0)
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+    def test_a_turn_keeps_all_that_happened_in_it(self, stage: Stage) -> None:
+        with stage.store.turn():
+            stage.add("a")
+            grant = stage.take("a")
+            stage.finish(grant)
+
+        assert stage.job("a").state is State.SUCCEEDED
+
+    def test_an_exception_in_a_turn_leaves_nothing(self, stage: Stage) -> None:
+        grants = {job_id: stage.assigned(job_id, lease={"ttl_s": 20.0}) for job_id in "abcd"}
+        stage.ended("e", "FAILED")
+        stage.add("f", not_before=stage.clock.wall() + 1)
+        stage.add("g")
+        stage.clock.advance(2)
+        before = self._everything(stage)
+
+        def everything_and_then_nothing() -> None:
+            with stage.store.turn():
+                stage.finish(grants["a"])
+                stage.fail(grants["b"])
+                stage.release(grants["c"])
+                stage.start(grants["d"])
+                stage.renew(grants["d"])
+                stage.store.requeue(["e"], actor="x")
+                stage.promote()
+                stage.store.cancel(["g", "d"], actor="x")
+                stage.add("new")
+                stage.lease(limit=10)
+                stage.store.add_token(token_row("t"))
+                stage.store.prune(before=stage.clock.wall() + 1, epoch=stage.epoch)
+                stage.store.take_over("leader-2")
+                raise Abandoned
+
+        with pytest.raises(Abandoned):
+            everything_and_then_nothing()
+
+        assert self._everything(stage) == before
+        assert stage.promote() == ["render.eu"]
+        assert sorted(grant.job_id for grant in stage.lease(limit=10)) == ["f", "g"]
+
+    def test_a_turn_after_an_abandoned_one_is_not_touched_by_it(self, stage: Stage) -> None:
+        def abandon() -> None:
+            with stage.store.turn():
+                stage.add("a")
+                raise Abandoned
+
+        with pytest.raises(Abandoned):
+            abandon()
+        with stage.store.turn():
+            stage.add("b")
+
+        assert stage.found() == ["b"]
+
+    def _everything(self, stage: Stage) -> object:
+        jobs = stage.find_all()
+        return (
+            jobs,
+            {job.job_id: stage.store.incidents(job.job_id) for job in jobs},
+            stage.store.counts(),
+            stage.store.next_due(),
+            stage.store.tokens(),
+        )

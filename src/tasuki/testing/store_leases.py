@@ -1,0 +1,374 @@
+"""What workers may rely on while they get and hold work: lease, held, start, renew, release. Part of `store_suite`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from tasuki.core.job import JobSpec, OnDisconnect, State
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.verbs import Answer, Grant, LeaseRequest, Standing
+from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
+
+
+def ids(grants: list[Grant]) -> list[str]:
+    return [grant.job_id for grant in grants]
+
+
+class LeaseCases(StoreCase):
+    """lease, held, start, renew, release."""
+
+    # -- which jobs -----------------------------------------------------------------------------------------------
+    def test_nothing_ready_gives_nothing(self, stage: Stage) -> None:
+        assert stage.lease(limit=10) == []
+
+    def test_no_more_than_the_limit(self, stage: Stage) -> None:
+        stage.add(*"abcde")
+
+        assert len(stage.lease(limit=3)) == 3
+        assert stage.lease(limit=0) == []
+        assert len(stage.lease(limit=10)) == 2
+
+    def test_higher_priority_comes_first_strictly(self, stage: Stage) -> None:
+        stage.add("low-1", "low-2", priority=1, subject="a.x")
+        stage.add("high-1", "high-2", priority=9, subject="b.x")
+        stage.add("middle", priority=5, subject="c.x")
+
+        assert ids(stage.lease(limit=4))[:3] in (["high-1", "high-2", "middle"], ["high-2", "high-1", "middle"])
+        assert ids(stage.lease(limit=4)) == ["low-2"]
+
+    def test_inside_a_group_the_oldest_comes_first(self, stage: Stage) -> None:
+        stage.add("z", subject="g.one")
+        stage.add("a", subject="g.two")
+        stage.add("m", subject="g.one")
+
+        assert [ids(stage.lease()) for _ in range(3)] == [["z"], ["a"], ["m"]]
+
+    def test_a_retried_job_keeps_its_age(self, stage: Stage) -> None:
+        stage.add("old", "young", backoff_s=0.0)
+        stage.fail(stage.take("old"))
+
+        assert ids(stage.lease()) == ["old"]
+
+    def test_one_request_is_shared_between_groups(self, stage: Stage) -> None:
+        stage.add(*(f"flood-{number}" for number in range(20)), subject="a.x")
+        stage.add("b-1", "b-2", subject="b.x")
+        stage.add("c-1", subject="c.x")
+
+        granted = ids(stage.lease(limit=9))
+
+        assert sorted(granted) == ["b-1", "b-2", "c-1", *(f"flood-{number}" for number in range(6))]
+
+    def test_single_requests_alternate_between_groups(self, stage: Stage) -> None:
+        stage.add(*(f"a-{number}" for number in range(10)), subject="a.x")
+        stage.add(*(f"b-{number}" for number in range(3)), subject="b.x")
+
+        groups = [ids(stage.lease())[0][0] for _ in range(6)]
+
+        assert groups in (list("ababab"), list("bababa"))
+
+    def test_the_groups_of_assigned_subjects_are_the_third_token(self, stage: Stage) -> None:
+        stage.add(*(f"a-{number}" for number in range(10)), subject="job.assign.a.1")
+        stage.add("b-0", subject="job.assign.b.1")
+
+        assert "b-0" in ids(stage.lease(limit=2))
+
+    def test_only_matching_subjects_are_granted(self, stage: Stage) -> None:
+        for job_id, subject in {"1": "a.x", "2": "a.x.y", "3": "b.x", "4": "a"}.items():
+            stage.add(job_id, subject=subject)
+
+        assert ids(stage.lease("w1", limit=10, patterns=("a.*",))) == ["1"]
+        assert ids(stage.lease("w2", limit=10, patterns=("nothing.>", "c"))) == []
+        assert ids(stage.lease("w3", limit=10, patterns=("a.>",))) == ["2"]
+        assert sorted(ids(stage.lease("w4", limit=10, patterns=("a", "b.x", "*.x")))) == ["3", "4"]
+
+    def test_overlapping_patterns_grant_a_job_once(self, stage: Stage) -> None:
+        stage.add("a", "b")
+
+        assert sorted(ids(stage.lease(limit=10, patterns=("render.*", "render.eu", ">")))) == ["a", "b"]
+
+    def test_no_pattern_gives_nothing(self, stage: Stage) -> None:
+        stage.add("a")
+
+        assert stage.lease(limit=10, patterns=()) == []
+
+    def test_a_subject_that_names_another_live_worker_is_left_for_it(self, stage: Stage) -> None:
+        stage.add("for-w2", subject="calc.w2")
+        stage.add("for-w3", subject="calc.w3")
+        live = frozenset({"w1", "w2"})
+
+        assert ids(stage.lease("w1", limit=10, live_workers=live)) == ["for-w3"]
+        assert ids(stage.lease("w2", limit=10, live_workers=live)) == ["for-w2"]
+
+    def test_requests_of_one_batch_never_share_a_job(self, stage: Stage) -> None:
+        stage.add(*"abc")
+        requests = [LeaseRequest(worker_id=f"w{n}", incarnation="1", patterns=(">",), limit=2) for n in range(3)]
+
+        one, two, three = stage.store.lease(requests)
+
+        assert (len(one), len(two), len(three)) == (2, 1, 0)
+        assert sorted(ids(one + two)) == ["a", "b", "c"]
+
+    def test_a_leased_job_is_granted_to_nobody_else(self, stage: Stage) -> None:
+        stage.assigned("a", "w1")
+
+        assert stage.lease("w2", limit=10) == []
+        assert stage.lease("w2", limit=10, job_ids=("a",)) == []
+
+    # -- the grant ------------------------------------------------------------------------------------------------
+    def test_a_grant_carries_the_spec_and_the_submitter(self, stage: Stage) -> None:
+        stage.add("a", submitter="bob", args=("1",), payload=b"x")
+
+        [grant] = stage.lease(ttl_s=30.0)
+
+        assert msgspec.msgpack.decode(grant.spec, type=JobSpec) == stage.job("a").spec
+        assert (grant.submitter, grant.attempt, grant.ttl_s) == ("bob", 1, 30.0)
+
+    def test_a_grant_is_the_jobs_lease(self, stage: Stage) -> None:
+        grant = stage.assigned("a", "w1", lease={"ttl_s": 30.0, **KEEP})
+
+        job = stage.job("a")
+        assert job.lease is not None
+        assert (job.state, job.attempt, job.assigned_worker_id) == (State.ASSIGNED, 1, "w1")
+        assert (job.assigned_at, job.started_at) == (stage.clock.wall(), None)
+        assert (job.lease.lease_id, job.lease.attempt) == (grant.lease_id, 1)
+        assert (job.lease.worker_id, job.lease.incarnation) == ("w1", "w1/1")
+        assert job.lease.expires_at == stage.clock.lease() + 30.0 + LEASE_MARGIN_S
+        assert (job.lease.on_disconnect, job.lease.reconnect_grace_s) == (OnDisconnect.KEEP, GRACE_S)
+
+    def test_every_grant_counts_the_attempt_up_by_one(self, stage: Stage) -> None:
+        stage.add("a", backoff_s=0.0, max_losses=5)
+        attempts = []
+
+        for ending in ("release", "fail", "lose", "release"):
+            grant = stage.take("a")
+            attempts.append(grant.attempt)
+            if ending == "release":
+                stage.release(grant)
+            elif ending == "fail":
+                stage.fail(grant)
+            else:
+                stage.lose()
+
+        assert attempts == [1, 2, 3, 4]
+
+    def test_every_lease_id_is_its_own(self, stage: Stage) -> None:
+        stage.add(*(f"job-{number}" for number in range(100)), subject="a.x")
+        stage.add(*(f"more-{number}" for number in range(100)), subject="b.x")
+
+        grants = stage.lease("w1", limit=120) + stage.lease("w2", limit=80)
+
+        assert len({grant.lease_id for grant in grants}) == 200
+
+    def test_who_knows_its_own_lease_id_cannot_guess_another_workers(self, stage: Stage) -> None:
+        stage.add(*(f"job-{number}" for number in range(50)))
+
+        lease_ids = [stage.lease(f"w{number}")[0].lease_id for number in range(50)]
+
+        shortest = min(len(lease_id) for lease_id in lease_ids)
+        assert shortest >= 16
+        # Random characters agree in one place of sixteen; ids that only count on agree nearly everywhere.
+        in_common = [sum(one == two for one, two in zip(*pair, strict=False)) for pair in pairwise(lease_ids)]
+        assert max(in_common) < shortest / 2
+
+    # -- by job_id ------------------------------------------------------------------------------------------------
+    def test_by_job_id_only_the_named_jobs_are_granted(self, stage: Stage) -> None:
+        stage.add(*"abcd")
+
+        grants = stage.lease(limit=10, patterns=(), job_ids=("c", "?", "a", "c"))
+
+        assert ids(grants) == ["c", "a"]
+        assert stage.lease(limit=1, patterns=(), job_ids=("b", "d"))[0].job_id == "b"
+        assert stage.job("d").state is State.PENDING
+
+    def test_by_job_id_a_terminal_job_is_not_granted(self, stage: Stage) -> None:
+        stage.ended("a", "SUCCEEDED")
+
+        assert stage.lease(job_ids=("a",)) == []
+
+    def test_by_job_id_an_expired_lease_is_taken_over(self, stage: Stage) -> None:
+        old = stage.running("a", "w1")
+        stage.clock.advance(PAST_LEASE_S)
+
+        new = stage.take("a", "w2")
+
+        job = stage.job("a")
+        assert (new.attempt, job.state, job.losses) == (2, State.ASSIGNED, 1)
+        assert new.lease_id != old.lease_id
+        assert stage.kinds("a") == ["taken_over"]
+        assert stage.renew(old) is Standing.LOST
+        assert stage.finish(old).answer is Answer.FENCED
+
+    def test_by_pattern_an_expired_lease_waits_for_the_reaper(self, stage: Stage) -> None:
+        stage.running("a")
+        stage.clock.advance(PAST_LEASE_S)
+
+        assert stage.lease("w2") == []
+
+    def test_a_kept_lease_is_not_taken_over_within_its_grace(self, stage: Stage) -> None:
+        stage.running("a", "w1", lease=KEEP)
+        stage.clock.advance(PAST_LEASE_S)
+
+        assert stage.lease("w2", job_ids=("a",)) == []
+        stage.clock.advance(GRACE_S)
+        assert stage.take("a", "w2").attempt == 2
+
+    def test_a_takeover_without_loss_budget_ends_the_job(self, stage: Stage) -> None:
+        stage.running("a", max_losses=0)
+        stage.clock.advance(PAST_LEASE_S)
+
+        assert stage.lease("w2", job_ids=("a",)) == []
+        assert stage.job("a").state is State.FAILED
+
+    def test_a_takeover_of_a_canceled_job_ends_it(self, stage: Stage) -> None:
+        stage.running("a")
+        stage.store.cancel(["a"], actor="alice")
+        stage.clock.advance(PAST_LEASE_S)
+
+        assert stage.lease("w2", job_ids=("a",)) == []
+        assert stage.job("a").state is State.CANCELED
+
+    # -- held -----------------------------------------------------------------------------------------------------
+    def test_held_gives_the_unstarted_leases_of_the_incarnation(self, stage: Stage) -> None:
+        unstarted = stage.assigned("a", "w1")
+        stage.running("b", "w1")
+        stage.assigned("c", "w2")
+
+        [held] = stage.store.held("w1", "w1/1")
+
+        assert (held.job_id, held.lease_id, held.attempt) == ("a", unstarted.lease_id, 1)
+        assert held.spec == unstarted.spec
+        assert stage.store.held("w1", "w1/2") == []
+
+    def test_held_does_not_lengthen_the_lease(self, stage: Stage) -> None:
+        stage.assigned("a", "w1")
+        stage.clock.advance(10)
+
+        [held] = stage.store.held("w1", "w1/1")
+
+        assert held.ttl_s == pytest.approx(LEASE_TTL_S - 10)
+        stage.clock.advance(PAST_LEASE_S)
+        assert stage.store.held("w1", "w1/1") == []
+
+    # -- start ----------------------------------------------------------------------------------------------------
+    def test_start_makes_it_running(self, stage: Stage) -> None:
+        grant = stage.assigned("a")
+        stage.clock.advance(1)
+
+        assert stage.start(grant) is Standing.GO_ON
+        assert (stage.job("a").state, stage.job("a").started_at) == (State.RUNNING, stage.clock.wall())
+
+    def test_a_second_start_changes_nothing(self, stage: Stage) -> None:
+        grant = stage.running("a")
+        before = stage.job("a")
+        stage.clock.advance(1)
+
+        assert stage.start(grant) is Standing.GO_ON
+        assert stage.job("a") == before
+
+    def test_a_retry_starts_afresh(self, stage: Stage) -> None:
+        stage.fail(stage.running("a", backoff_s=0.0))
+        stage.take("a")
+
+        assert (stage.job("a").state, stage.job("a").started_at, stage.job("a").outcome) == (State.ASSIGNED, None, None)
+
+    # -- renew ----------------------------------------------------------------------------------------------------
+    def test_renew_counts_from_now(self, stage: Stage) -> None:
+        grant = stage.running("a")
+        stage.clock.advance(10)
+
+        assert stage.renew(grant, ttl_s=60.0) is Standing.GO_ON
+        lease = stage.job("a").lease
+        assert lease is not None
+        assert lease.expires_at == stage.clock.lease() + 60.0 + LEASE_MARGIN_S
+
+    def test_a_renewed_lease_is_not_reaped(self, stage: Stage) -> None:
+        grant = stage.running("a")
+        for _ in range(5):
+            stage.clock.advance(LEASE_TTL_S)
+            stage.renew(grant)
+
+        assert stage.reap() == []
+
+    def test_an_expired_lease_that_nobody_ended_can_be_renewed(self, stage: Stage) -> None:
+        grant = stage.running("a")
+        stage.clock.advance(PAST_LEASE_S)
+
+        assert stage.renew(grant) is Standing.GO_ON
+        assert stage.reap() == []
+
+    def test_an_orphan_whom_nobody_took_may_go_on(self, stage: Stage) -> None:
+        grant = stage.orphaned("a")
+
+        assert stage.renew(grant) is Standing.GO_ON
+        assert stage.job("a").state is State.ORPHANED
+        stage.take("a", "w2")
+        assert stage.renew(grant) is Standing.LOST
+
+    @pytest.mark.parametrize("verb", ["start", "renew", "release"])
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"worker_id": "w2"}, {"incarnation": "w1/2"}, {"lease_id": "0" * 32}, {"attempt": 2}, {"job_id": "b"}],
+        ids=lambda wrong: next(iter(wrong)),
+    )
+    def test_a_claim_with_a_wrong_field_is_lost(self, stage: Stage, verb: str, wrong: dict[str, object]) -> None:
+        grant = stage.assigned("a")
+        stage.add("b")
+        before = stage.job("a")
+
+        [answer] = getattr(stage.store, verb)([msgspec.structs.replace(stage.claim(grant), **wrong)])
+
+        assert answer in (Standing.LOST, False)
+        assert stage.job("a") == before
+        assert stage.job("b").state is State.PENDING
+
+    @pytest.mark.parametrize("verb", ["start", "renew", "release"])
+    def test_a_claim_to_a_reaped_lease_is_lost(self, stage: Stage, verb: str) -> None:
+        grant = stage.assigned("a")
+        stage.lose()
+
+        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (Standing.LOST, False)
+        assert stage.job("a").state is State.PENDING
+
+    @pytest.mark.parametrize("verb", ["start", "renew", "release"])
+    def test_a_claim_to_a_finished_job_is_lost(self, stage: Stage, verb: str) -> None:
+        grant = stage.assigned("a")
+        stage.finish(grant)
+
+        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (Standing.LOST, False)
+        assert stage.job("a").state is State.SUCCEEDED
+
+    def test_renew_answers_index_by_index(self, stage: Stage) -> None:
+        good, canceled, lost = (stage.running(job_id) for job_id in "abc")
+        stage.store.cancel(["b"], actor="alice")
+        stage.finish(lost)
+
+        standings = stage.store.renew([stage.claim(grant) for grant in (lost, good, canceled, good)])
+
+        assert standings == [Standing.LOST, Standing.GO_ON, Standing.CANCEL, Standing.GO_ON]
+
+    # -- release --------------------------------------------------------------------------------------------------
+    def test_release_gives_the_job_back_at_no_cost(self, stage: Stage) -> None:
+        grant = stage.assigned("a")
+
+        assert stage.release(grant)
+
+        job = stage.job("a")
+        assert (job.state, job.lease, job.failures, job.losses, job.attempt) == (State.PENDING, None, 0, 0, 1)
+        assert stage.kinds("a") == ["released"]
+        assert stage.take("a", "w2").attempt == 2
+
+    def test_release_of_a_started_attempt_is_refused(self, stage: Stage) -> None:
+        grant = stage.running("a")
+
+        assert not stage.release(grant)
+        assert stage.job("a").state is State.RUNNING
+
+    def test_a_finish_after_release_is_fenced(self, stage: Stage) -> None:
+        grant = stage.assigned("a")
+        stage.release(grant)
+
+        assert stage.finish(grant).answer is Answer.FENCED
+        assert stage.job("a").state is State.PENDING

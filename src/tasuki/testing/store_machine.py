@@ -1,0 +1,403 @@
+"""Random histories, told to a store under test and to the memory store alike; whatever one answers, the other must too.
+
+Subclass `StoreMachine`, give it `make_store`, and hand its `TestCase` to pytest. Lease ids are random in each store, so a
+grant is remembered as a pair of both stores' ids and shown to each by its own. What the contract leaves to the store (which
+of several fair choices a lease makes) is judged by its rule and then followed by the model. After every step all jobs,
+their stories and the counters are compared, and the invariants of RELIABILITY §1 that a store decides are checked.
+Touches only the stores that `make_store` opens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tasuki.core.job import BlobRef, Incident, InputFile, Job, JobSpec, OnDisconnect, Outcome, State, body_hash
+from tasuki.core.subject import group_of, matches
+from tasuki.core.verbs import (
+    Assignment,
+    Filter,
+    Grant,
+    Held,
+    LeaseRequest,
+    Recorded,
+    Report,
+    Submission,
+    Submitted,
+)
+from tasuki.errors import Conflict, StaleEpoch
+from tasuki.stores.memory import MemoryStore
+from tasuki.stores.store import Store
+from tasuki.testing.clocks import FakeClock
+from tasuki.testing.store_invariants import History
+
+JOB_IDS = [f"job-{number}" for number in range(8)]
+SUBJECTS = ["a.x", "a.y", "b.x", "job.assign.c.1", "calc.w1", "calc.w2"]
+WORKERS = ["w1", "w2"]
+BLOB = "ab" * 32
+
+job_ids = st.sampled_from([*JOB_IDS, "unknown"])
+some_job_ids = st.lists(job_ids, min_size=1, max_size=3)
+workers = st.sampled_from(WORKERS)
+incarnations = st.sampled_from(["1", "2"])
+picks = st.integers(0, 10_000)
+specs = st.builds(
+    JobSpec,
+    job_id=st.sampled_from(JOB_IDS),
+    subject=st.sampled_from(SUBJECTS),
+    args=st.sampled_from([(), ("x",)]),
+    files=st.sampled_from([(), (InputFile("in", sha256=BLOB, size_bytes=3),)]),
+    max_retries=st.integers(0, 2),
+    max_losses=st.integers(0, 2),
+    backoff_s=st.sampled_from([0.0, 10.0]),
+    priority=st.sampled_from([1, 5]),
+    array_id=st.sampled_from([None, "array"]),
+)
+lease_terms = st.fixed_dictionaries(
+    {
+        "ttl_s": st.sampled_from([5.0, 15.0]),
+        "on_disconnect": st.sampled_from(list(OnDisconnect)),
+        "reconnect_grace_s": st.sampled_from([0.0, 20.0]),
+    }
+)
+outcomes = st.builds(
+    Outcome,
+    exit_code=st.sampled_from([None, 1]),
+    error_code=st.sampled_from(["EXIT_CODE", "TIMED_OUT", "CANCELED"]),
+    message=st.just("it broke"),
+    permanent=st.booleans(),
+)
+results = st.sampled_from(
+    [Outcome(), Outcome(result=b"1", result_sha256="1" * 64), Outcome(result_ref=BlobRef(BLOB, 3), result_sha256=BLOB)]
+)
+damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [{}, {}, {}, {}, {"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"job_id": "unknown"}]
+)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """One grant, as both stores gave it."""
+
+    under_test: Grant
+    model: Grant
+    worker_id: str
+    incarnation: str
+
+
+class _Abandoned(Exception):
+    """Ends a turn that must leave nothing."""
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Drives both stores with the same calls on one clock."""
+
+    def make_store(self, clock: FakeClock) -> Store:
+        """Override: a new, empty store."""
+        raise NotImplementedError
+
+    @initialize()
+    def open(self) -> None:
+        self.clock = FakeClock()
+        self.under_test = self.make_store(self.clock)
+        self.model = MemoryStore(self.clock)
+        self.history = History(self.clock)
+        self.pairs: list[Pair] = []
+        self.names: dict[str, str] = {}  # lease_id of either store -> the pair's own name
+        self.epoch = self.both("take_over", "leader-1")
+
+    def teardown(self) -> None:
+        if hasattr(self, "under_test"):
+            self.under_test.close()
+
+    # -- telling both ---------------------------------------------------------------------------------------------
+    def both(self, verb: str, *arguments: Any, **named: Any) -> Any:
+        """The same call to both; their answers must be alike."""
+        mine = getattr(self.under_test, verb)(*arguments, **named)
+        theirs = getattr(self.model, verb)(*arguments, **named)
+        assert self.plain(mine) == self.plain(theirs), f"{verb}{arguments}{named}"
+        return mine
+
+    def both_show(self, verb: str, shown: list[tuple[Any, Any]], **named: Any) -> Any:
+        """Like `both`, for calls that show each store its own lease_ids."""
+        mine = getattr(self.under_test, verb)([one for one, _ in shown], **named)
+        theirs = getattr(self.model, verb)([other for _, other in shown], **named)
+        assert self.plain(mine) == self.plain(theirs), f"{verb}{[one for one, _ in shown]}"
+        return mine
+
+    def plain(self, answer: Any) -> Any:
+        """The answer without what may differ: lease ids become names, free texts go."""
+        match answer:
+            case list() | tuple():
+                return [self.plain(part) for part in answer]
+            case Submitted(job_id, created, job):
+                return job_id, created, self.plain(job)
+            case Conflict():
+                return answer.job_id, sorted(answer.differs)
+            case Recorded(answered, state):
+                return answered, state
+            case Job():
+                return self.plain_job(answer)
+            case Incident():
+                return answer.at, answer.kind, answer.attempt, answer.actor
+            case msgspec.Struct():
+                fields = msgspec.structs.asdict(answer)
+                if fields.get("lease_id") is not None:
+                    fields["lease_id"] = self.names.get(fields["lease_id"], fields["lease_id"])
+                return type(answer).__name__, fields
+            case _:
+                return answer
+
+    def plain_job(self, job: Job) -> dict[str, Any]:
+        fields = {**msgspec.structs.asdict(job), "lease": self.plain(job.lease)}
+        # How often a row was written, and by which leader's call, is the store's own business.
+        del fields["version"], fields["leader_epoch"]
+        if job.outcome is not None and job.outcome.error_code == "CANCELED":
+            fields["outcome"] = msgspec.structs.replace(job.outcome, message="")
+        return fields
+
+    def granted(self, mine: list[Grant], theirs: list[Grant], worker_id: str, incarnation: str) -> None:
+        assert [(grant.job_id, grant.attempt) for grant in mine] == [(grant.job_id, grant.attempt) for grant in theirs]
+        for one, other in zip(mine, theirs, strict=True):
+            self.names[one.lease_id] = self.names[other.lease_id] = f"lease-{len(self.pairs)}"
+            self.pairs.append(Pair(one, other, worker_id, incarnation))
+            self.history.granted(one, self.job(one.job_id))
+        assert self.plain(mine) == self.plain(theirs)
+
+    def job(self, job_id: str) -> Job:
+        [job] = self.under_test.get([job_id])
+        assert job is not None
+        return job
+
+    # -- submitters -----------------------------------------------------------------------------------------------
+    @rule(
+        bodies=st.lists(specs, min_size=1, max_size=3),
+        delay_s=st.sampled_from([None, None, None, -5.0, 30.0]),
+        on_failed=st.sampled_from(["return", "rerun"]),
+    )
+    def submit(self, bodies: list[JobSpec], delay_s: float | None, on_failed: str) -> None:
+        not_before = None if delay_s is None else self.clock.wall() + delay_s
+        timed = [msgspec.structs.replace(spec, not_before=not_before) for spec in bodies]
+        submissions = [Submission(spec, "alice", body_hash(spec)) for spec in timed]
+        self.history.submitted(submissions, self.both("submit", submissions, on_failed=on_failed))
+
+    @rule(ids=some_job_ids)
+    def submit_again(self, ids: list[str]) -> None:
+        known = [job for job in self.under_test.get(ids) if job is not None]
+        submissions = [Submission(job.spec, "bob", job.body_hash) for job in known]
+        answers = self.both("submit", submissions)
+        assert not [answer for answer in answers if isinstance(answer, Conflict) or answer.created]
+
+    @rule(ids=some_job_ids)
+    def cancel(self, ids: list[str]) -> None:
+        self.both("cancel", ids, actor="alice", reason="no more")
+
+    @rule(ids=some_job_ids)
+    def requeue(self, ids: list[str]) -> None:
+        self.both("requeue", ids, actor="operator")
+
+    # -- workers --------------------------------------------------------------------------------------------------
+    @rule(
+        worker_id=workers,
+        incarnation=incarnations,
+        patterns=st.sampled_from([(">",), ("a.*", "b.x"), ("job.assign.>",), ("calc.*", ">"), ("none",)]),
+        limit=st.integers(0, 4),
+        live_workers=st.sampled_from([frozenset(), frozenset(WORKERS)]),
+        terms=lease_terms,
+    )
+    def lease(
+        self,
+        worker_id: str,
+        incarnation: str,
+        patterns: tuple[str, ...],
+        limit: int,
+        live_workers: frozenset[str],
+        terms: dict[str, Any],
+    ) -> None:
+        request = LeaseRequest(
+            worker_id=worker_id, incarnation=incarnation, patterns=patterns, limit=limit, live_workers=live_workers, **terms
+        )
+        candidates = self.candidates(request)
+        [mine] = self.under_test.lease([request])
+        _check_choice(candidates, [grant.job_id for grant in mine], limit)
+        followed = msgspec.structs.replace(request, patterns=(), job_ids=tuple(grant.job_id for grant in mine))
+        theirs = self.model.lease([followed])[0] if mine else []
+        self.granted(mine, theirs, worker_id, incarnation)
+
+    def candidates(self, request: LeaseRequest) -> list[Job]:
+        """What the request may be given, oldest first."""
+        found = self.model.find(Filter(states=(State.PENDING, State.ORPHANED))).jobs[::-1]
+        others = request.live_workers - {request.worker_id}
+        return [
+            job
+            for job in found
+            if self.model.ready_ahead(job.job_id) is not None
+            and any(matches(pattern, job.spec.subject) for pattern in request.patterns)
+            and job.spec.subject.split(".")[-1] not in others
+        ]
+
+    @rule(worker_id=workers, incarnation=incarnations, ids=some_job_ids, limit=st.integers(1, 3), terms=lease_terms)
+    def lease_by_id(self, worker_id: str, incarnation: str, ids: list[str], limit: int, terms: dict[str, Any]) -> None:
+        request = LeaseRequest(worker_id=worker_id, incarnation=incarnation, job_ids=tuple(ids), limit=limit, **terms)
+        [mine], [theirs] = self.under_test.lease([request]), self.model.lease([request])
+        self.granted(mine, theirs, worker_id, incarnation)
+
+    @rule(worker_id=workers, incarnation=incarnations)
+    def held(self, worker_id: str, incarnation: str) -> None:
+        mine, theirs = self.under_test.held(worker_id, incarnation), self.model.held(worker_id, incarnation)
+        assert {grant.job_id: self.plain(grant) for grant in mine} == {grant.job_id: self.plain(grant) for grant in theirs}
+
+    @precondition(lambda self: self.pairs)
+    @rule(
+        verb=st.sampled_from(["start", "start", "renew", "release"]),
+        chosen=st.lists(st.tuples(picks, damages), min_size=1, max_size=3),
+        ttl_s=st.sampled_from([5.0, 15.0]),
+    )
+    def show(self, verb: str, chosen: list[tuple[int, dict[str, Any]]], ttl_s: float) -> None:
+        shown = []
+        for pick, damage in chosen:
+            pair = self.pick(pick)
+            claims = [
+                Held(grant.job_id, pair.worker_id, pair.incarnation, grant.lease_id, grant.attempt, ttl_s)
+                for grant in (pair.under_test, pair.model)
+            ]
+            shown.append((msgspec.structs.replace(claims[0], **damage), msgspec.structs.replace(claims[1], **damage)))
+        self.both_show(verb, shown)
+
+    @precondition(lambda self: self.pairs)
+    @rule(chosen=st.lists(st.tuples(picks, results, damages), min_size=1, max_size=3))
+    def finish(self, chosen: list[tuple[int, Outcome, dict[str, Any]]]) -> None:
+        self.report("finish", chosen)
+
+    @precondition(lambda self: self.pairs)
+    @rule(chosen=st.lists(st.tuples(picks, outcomes, damages), min_size=1, max_size=3))
+    def fail(self, chosen: list[tuple[int, Outcome, dict[str, Any]]]) -> None:
+        self.report("fail", chosen)
+
+    def report(self, verb: str, chosen: list[tuple[int, Outcome, dict[str, Any]]]) -> None:
+        shown = []
+        for pick, outcome, damage in chosen:
+            pair = self.pick(pick)
+            reports = [
+                Report(grant.job_id, pair.worker_id, grant.lease_id, grant.attempt, outcome, self.clock.wall())
+                for grant in (pair.under_test, pair.model)
+            ]
+            shown.append((msgspec.structs.replace(reports[0], **damage), msgspec.structs.replace(reports[1], **damage)))
+        before = self.under_test.get([report.job_id for report, _ in shown])
+        answers: list[Recorded] = self.both_show(verb, shown)
+        self.history.reported(verb, [report for report, _ in shown], before, answers)
+
+    def pick(self, number: int) -> Pair:
+        """Mostly one of the latest grants, where the interesting races are; now and then an old one."""
+        if number % 4:
+            return self.pairs[-1 - number % min(4, len(self.pairs))]
+        return self.pairs[number % len(self.pairs)]
+
+    # -- the leader -----------------------------------------------------------------------------------------------
+    @rule(stays=st.booleans())
+    def take_over(self, stays: bool) -> None:
+        old, self.epoch = self.epoch, self.both("take_over", "leader")
+        assert self.epoch > old
+        if stays:
+            for store in (self.under_test, self.model):
+                self.is_refused(store, old)
+
+    @staticmethod
+    def is_refused(store: Store, epoch: int) -> None:
+        try:
+            store.reap(epoch=epoch)
+        except StaleEpoch:
+            return
+        raise AssertionError(f"epoch {epoch} still leads {type(store).__name__}")
+
+    @rule(job_id=job_ids, worker_id=workers, incarnation=incarnations, terms=lease_terms)
+    def assign(self, job_id: str, worker_id: str, incarnation: str, terms: dict[str, Any]) -> None:
+        assignment = Assignment(job_id=job_id, worker_id=worker_id, incarnation=incarnation, **terms)
+        mine, theirs = (store.assign([assignment], epoch=self.epoch) for store in (self.under_test, self.model))
+        found = [[grant for grant in grants if grant is not None] for grants in (mine, theirs)]
+        self.granted(found[0], found[1], worker_id, incarnation)
+
+    @rule()
+    def reap(self) -> None:
+        mine, theirs = (store.reap(epoch=self.epoch) for store in (self.under_test, self.model))
+        assert sorted(map(str, mine)) == sorted(map(str, theirs))
+
+    @rule()
+    def promote(self) -> None:
+        mine, theirs = (store.promote(epoch=self.epoch) for store in (self.under_test, self.model))
+        assert sorted(mine) == sorted(theirs)
+
+    @rule(age_s=st.sampled_from([0.5, 60.0]))
+    def prune(self, age_s: float) -> None:
+        self.both("prune", before=self.clock.wall() - age_s, epoch=self.epoch)
+        self.history.pruned(job_id for job_id in JOB_IDS if self.under_test.get([job_id]) == [None])
+
+    # -- time and accidents ---------------------------------------------------------------------------------------
+    @rule(seconds=st.sampled_from([1.0, 4.25, 8.0, 18.0, 40.0]))
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(seconds=st.sampled_from([-100.0, 100.0]))
+    def jump_wall(self, seconds: float) -> None:
+        self.clock.jump_wall(seconds)
+        self.history.saw_time()
+
+    @rule(ids=some_job_ids, bodies=st.lists(specs, min_size=1, max_size=2))
+    def abandon_a_turn(self, ids: list[str], bodies: list[JobSpec]) -> None:
+        """All of this, and then none of it: the model is not even told."""
+        try:
+            with self.under_test.turn():
+                self.under_test.submit([Submission(spec, "eve", body_hash(spec)) for spec in bodies], on_failed="rerun")
+                self.under_test.lease([LeaseRequest(worker_id="w3", incarnation="1", patterns=(">",), limit=3)])
+                self.under_test.cancel(ids, actor="eve")
+                self.under_test.requeue(ids, actor="eve")
+                self.under_test.prune(before=self.clock.wall() + 1, epoch=self.epoch)
+                self.under_test.take_over("usurper")
+                raise _Abandoned
+        except _Abandoned:
+            return
+
+    # -- what must hold after every step --------------------------------------------------------------------------
+    @invariant()
+    def both_know_the_same(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        mine, theirs = (store.find(Filter(), limit=len(JOB_IDS) + 1) for store in (self.under_test, self.model))
+        assert [job.job_id for job in mine.jobs] == [job.job_id for job in theirs.jobs]
+        for job, other in zip(mine.jobs, theirs.jobs, strict=True):
+            plain, wanted = self.plain_job(job), self.plain_job(other)
+            differs = {name: (plain[name], wanted[name]) for name in plain if plain[name] != wanted[name]}
+            assert not differs, f"{job.job_id} differs from the model (has, should have): {differs}"
+        for job in mine.jobs:
+            self.both("incidents", job.job_id)
+            self.both("ready_ahead", job.job_id)
+        counts = [
+            {group: count for group, count in store.counts().items() if any(msgspec.structs.astuple(count))}
+            for store in (self.under_test, self.model)
+        ]
+        assert counts[0] == counts[1]
+        self.both("next_due")
+        owners = [sorted(store.blob_owners(BLOB)) for store in (self.under_test, self.model)]
+        assert owners[0] == owners[1]
+        self.history.check(mine.jobs, {job.job_id: self.under_test.incidents(job.job_id) for job in mine.jobs})
+
+
+def _check_choice(candidates: list[Job], chosen: list[str], limit: int) -> None:
+    """Strict priority; inside a band every group gets a share; inside a group the oldest first."""
+    by_id = {job.job_id: job for job in candidates}
+    assert set(chosen) <= set(by_id), f"granted {set(chosen) - set(by_id)}, which was not to be had"
+    assert len(chosen) == len(set(chosen)) == min(limit, len(candidates))
+    priorities = [by_id[job_id].priority for job_id in chosen]
+    assert priorities == sorted((job.priority for job in candidates), reverse=True)[: len(chosen)]
+    for priority in set(priorities):
+        groups: dict[str, list[str]] = {}
+        for job in candidates:
+            if job.priority == priority:
+                groups.setdefault(group_of(job.spec.subject), []).append(job.job_id)
+        shares = Counter(group_of(by_id[job_id].spec.subject) for job_id in chosen if by_id[job_id].priority == priority)
+        for group, waiting in groups.items():
+            assert set(waiting[: shares[group]]) <= set(chosen), f"{group}: {chosen} are not the oldest of {waiting}"
+        assert shares.total() < len(groups) or len(shares) == len(groups), f"{dict(shares)} leaves out one of {list(groups)}"

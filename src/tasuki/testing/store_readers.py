@@ -1,0 +1,254 @@
+"""What readers may rely on: get, find, incidents, counts, ready_ahead, blob_owners; and the tokens. Part of `store_suite`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tasuki.core.job import BlobRef, InputFile, State
+from tasuki.core.subject import group_of
+from tasuki.core.verbs import COUNTED, Filter, GroupCounts
+from tasuki.stores.store import Feature
+from tasuki.testing.store_stage import KEEP, Stage, StoreCase, token_row
+
+
+class ReaderCases(StoreCase):
+    """get, find, incidents, counts, ready_ahead, blob_owners, tokens."""
+
+    # -- get ------------------------------------------------------------------------------------------------------
+    def test_get_gives_none_for_an_unknown_job(self, stage: Stage) -> None:
+        stage.add("a", "b")
+
+        found = stage.store.get(["b", "?", "a", "b"])
+
+        assert [job.job_id if job is not None else None for job in found] == ["b", None, "a", "b"]
+
+    def test_incidents_of_an_unknown_job_are_none(self, stage: Stage) -> None:
+        assert stage.store.incidents("?") == []
+
+    def test_incidents_are_told_in_order_with_their_time(self, stage: Stage) -> None:
+        times = [stage.clock.wall() + 1, stage.clock.wall() + 2]
+        stage.add("a", backoff_s=0.0)
+        for _ in times:
+            stage.clock.advance(1)
+            stage.fail(stage.take("a", "w1"))
+
+        told = [(incident.kind, incident.at, incident.attempt, incident.worker_id) for incident in stage.store.incidents("a")]
+        assert told == [("failed", times[0], 1, "w1"), ("failed", times[1], 2, "w1")]
+
+    # -- find -----------------------------------------------------------------------------------------------------
+    def test_find_gives_the_newest_first(self, stage: Stage) -> None:
+        stage.add("b")
+        stage.add("a")
+        stage.add("c")
+
+        assert stage.found() == ["c", "a", "b"]
+
+    def test_find_by_state(self, stage: Stage) -> None:
+        stage.ended("failed", "FAILED")
+        stage.ended("succeeded", "SUCCEEDED")
+        stage.running("running")
+        stage.add("pending")
+
+        assert stage.found(states=(State.RUNNING,)) == ["running"]
+        assert stage.found(states=(State.SUCCEEDED, State.FAILED)) == ["succeeded", "failed"]
+
+    def test_find_by_subject_pattern(self, stage: Stage) -> None:
+        stage.add("1", subject="a.x")
+        stage.add("2", subject="a.x.y")
+        stage.add("3", subject="ab.x")
+
+        assert stage.found(subject="a.>") == ["2", "1"]
+        assert stage.found(subject="*.x") == ["3", "1"]
+        assert stage.found(subject="a.x") == ["1"]
+
+    def test_find_by_array(self, stage: Stage) -> None:
+        stage.add("1", "2", array_id="array")
+        stage.add("3")
+
+        assert stage.found(array_id="array") == ["2", "1"]
+
+    def test_find_by_worker_gives_what_it_has_and_had(self, stage: Stage) -> None:
+        stage.finish(stage.running("1", "w1"))
+        stage.running("2", "w1")
+        stage.running("3", "w2")
+        stage.add("4")
+
+        assert stage.found(worker_id="w1") == ["2", "1"]
+
+    def test_find_by_submitter_or_scope(self, stage: Stage) -> None:
+        stage.add("1", submitter="alice", subject="a.x")
+        stage.add("2", submitter="bob", subject="b.x")
+        stage.add("3", submitter="carol", subject="c.x")
+
+        assert stage.found(submitter="alice") == ["1"]
+        assert stage.found(submitter="alice", scope=("b.*",)) == ["2", "1"]
+        assert stage.found(submitter="nobody", scope=()) == []
+        assert stage.found(scope=("b.*", "c.>")) == ["3", "2"]
+
+    def test_find_by_all_fields_at_once(self, stage: Stage) -> None:
+        stage.running("1", "w1", subject="a.x", array_id="r", submitter="alice")
+        stage.running("2", "w1", subject="a.y", array_id="r", submitter="bob")
+        stage.add("3", subject="a.z", array_id="r", submitter="alice")
+
+        filters: dict[str, Any] = {
+            "states": (State.RUNNING,),
+            "subject": "a.*",
+            "array_id": "r",
+            "worker_id": "w1",
+            "submitter": "alice",
+        }
+        assert stage.found(**filters) == ["1"]
+
+    def test_find_by_text_if_the_store_says_it_can(self, stage: Stage) -> None:
+        stage.ended("job-red", "FAILED")
+        stage.add("job-blue")
+        stage.add("job_100", "job-100")
+
+        can = Feature.FIND_TEXT in stage.store.features
+        assert (stage.found(text="blue") == ["job-blue"]) == can
+        assert (stage.found(text="it broke") == ["job-red"]) == can
+        # No character is a wildcard.
+        assert (stage.found(text="b_1") == ["job_100"]) == can
+        assert (stage.found(text="%") == []) == can
+
+    def test_pages_miss_nothing_and_repeat_nothing(self, stage: Stage) -> None:
+        for number in range(23):
+            stage.add(f"job-{number:02}", subject=f"s{number % 3}.x")
+
+        for limit in (1, 4, 23, 50):
+            assert stage.found(limit=limit) == [f"job-{number:02}" for number in reversed(range(23))]
+            assert stage.found(limit=limit, subject="s1.*") == [f"job-{number:02}" for number in reversed(range(1, 23, 3))]
+
+    def test_paging_goes_on_where_it_was_while_jobs_come_and_go(self, stage: Stage) -> None:
+        stage.add(*"abcdef")
+        first = stage.store.find(Filter(), limit=2)
+        stage.add("new")
+        stage.store.cancel(["e"], actor="x")
+        stage.store.prune(before=stage.clock.wall() + 1, epoch=stage.epoch)
+        rest = stage.store.find(Filter(), limit=10, cursor=first.cursor)
+
+        assert [job.job_id for job in first.jobs] == ["f", "e"]
+        assert [job.job_id for job in rest.jobs] == ["d", "c", "b", "a"]
+
+    # -- counts ---------------------------------------------------------------------------------------------------
+    def test_counts_tell_where_the_jobs_of_each_group_stand(self, stage: Stage) -> None:
+        stage.orphaned("orphaned")
+        stage.ended("succeeded", "SUCCEEDED")
+        stage.ended("failed", "FAILED")
+        stage.ended("timed_out", "TIMED_OUT")
+        stage.ended("canceled", "CANCELED")
+        stage.add("pending")
+        stage.add("delayed", not_before=stage.clock.wall() + 10)
+        stage.assigned("assigned")
+        stage.running("running")
+        stage.add("other", subject="job.submit.calc.1")
+
+        counts = stage.store.counts()
+
+        assert counts["render"] == GroupCounts(pending=2, active=2, orphaned=1, succeeded=1, failed=1, canceled=1, timed_out=1)
+        assert counts["calc"] == GroupCounts(pending=1)
+
+    def test_counts_equal_a_recount_after_a_long_history(self, stage: Stage) -> None:
+        self._live_a_while(stage)
+
+        recount: dict[str, Counter[str]] = {}
+        for job in stage.find_all():
+            recount.setdefault(group_of(job.spec.subject), Counter())[COUNTED[job.state]] += 1
+        counts = {group: count for group, count in stage.store.counts().items() if count != GroupCounts()}
+        assert counts == {group: GroupCounts(**counter) for group, counter in recount.items()}
+
+    def _live_a_while(self, stage: Stage) -> None:
+        """Every verb, many times, over three groups; the same story on every run."""
+        for step in range(40):
+            stage.add(*(f"job-{step}-{n}" for n in range(5)), subject=f"g{step % 3}.x", max_retries=step % 2, max_losses=1)
+            grants = stage.lease(limit=4, **(KEEP if step % 4 == 0 else {}))
+            for number, grant in enumerate(grants):
+                match (number + step) % 5:
+                    case 0:
+                        stage.finish(grant)
+                    case 1:
+                        stage.fail(grant, error_code="TIMED_OUT" if step % 3 else "EXIT_CODE")
+                    case 2:
+                        stage.release(grant)
+                    case 3:
+                        stage.store.cancel([grant.job_id], actor="x")
+                    case _:
+                        stage.start(grant)
+            stage.store.cancel([f"job-{step}-4"], actor="x")
+            stage.store.requeue([f"job-{step - 2}-4", f"job-{step - 3}-0"], actor="x")
+            stage.clock.advance(7)
+            stage.reap()
+            stage.promote()
+            if step % 10 == 9:
+                stage.store.prune(before=stage.clock.wall() - 100, epoch=stage.epoch, limit=7)
+
+    # -- ready_ahead ----------------------------------------------------------------------------------------------
+    def test_ready_ahead_counts_the_older_jobs_of_its_priority_and_subject(self, stage: Stage) -> None:
+        stage.add("1", "2", "3")
+        stage.add("high", priority=9)
+        stage.add("elsewhere", subject="other.x")
+        stage.add("delayed", not_before=stage.clock.wall() + 10)
+        stage.add("last")
+
+        assert [stage.store.ready_ahead(job_id) for job_id in ("1", "3", "last", "high", "elsewhere")] == [0, 2, 3, 0, 0]
+        assert stage.store.ready_ahead("last", limit=2) == 2
+
+    def test_ready_ahead_is_none_for_a_job_that_is_not_ready(self, stage: Stage) -> None:
+        stage.running("running")
+        stage.ended("ended", "SUCCEEDED")
+        stage.add("delayed", not_before=stage.clock.wall() + 10)
+
+        assert [stage.store.ready_ahead(job_id) for job_id in ("running", "ended", "delayed", "?")] == [None] * 4
+
+    def test_ready_ahead_follows_the_leases(self, stage: Stage) -> None:
+        stage.add("1", "2", "3")
+        stage.lease()
+
+        assert stage.store.ready_ahead("3") == 1
+
+    # -- blob_owners ----------------------------------------------------------------------------------------------
+    def test_blob_owners_are_the_jobs_with_this_input_or_result(self, stage: Stage) -> None:
+        blob = "ab" * 32
+        stage.add("input", files=(InputFile("a", sha256=blob, size_bytes=3), InputFile("b", sha256=blob, size_bytes=3)))
+        stage.add("inline", files=(InputFile("a", data=b"abc"),))
+        stage.finish(stage.running("result"), result_ref=BlobRef(blob, 3), result_sha256=blob)
+
+        assert sorted(stage.store.blob_owners(blob)) == ["input", "result"]
+        assert stage.store.blob_owners("cd" * 32) == []
+        assert len(stage.store.blob_owners(blob, limit=1)) == 1
+
+    def test_a_pruned_job_owns_no_blob(self, stage: Stage) -> None:
+        blob = "ab" * 32
+        stage.add("a", files=(InputFile("a", sha256=blob, size_bytes=3),))
+        stage.finish(stage.take("a"), result_ref=BlobRef("cd" * 32, 3))
+
+        stage.store.prune(before=stage.clock.wall() + 1, epoch=stage.epoch)
+
+        assert stage.store.blob_owners(blob) + stage.store.blob_owners("cd" * 32) == []
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+    def test_a_token_is_found_by_its_hash(self, stage: Stage) -> None:
+        token = token_row(
+            "1", kind="worker", label="rack 7", scope=("render.>", "a.*"), created_at=5.0, created_by="admin", expires_at=9.0
+        )
+        stage.store.add_token(token)
+
+        assert stage.store.token("1" * 64) == token
+        assert stage.store.token("2" * 64) is None
+
+    def test_tokens_are_listed_oldest_first(self, stage: Stage) -> None:
+        for number, token_id in enumerate(["b", "a", "c"]):
+            stage.store.add_token(token_row(token_id, created_at=float(number)))
+
+        assert [token.token_id for token in stage.store.tokens()] == ["b", "a", "c"]
+
+    def test_a_token_is_revoked_once(self, stage: Stage) -> None:
+        stage.store.add_token(token_row("t"))
+
+        answers = [stage.store.revoke_token(token_id, actor="admin") for token_id in ("t", "t", "?")]
+
+        token = stage.store.token("t" * 64)
+        assert answers == [True, False, False]
+        assert token is not None
+        assert (token.revoked_at, token.revoked_by) == (stage.clock.wall(), "admin")

@@ -1,0 +1,26 @@
+"""The conformance suite of the store contract. Whoever writes a store subclasses it and gives one fixture:
+
+    class TestMyStore(StoreSuite):
+        @pytest.fixture
+        def make_store(self):
+            return lambda clock: MyStore(clock)
+
+Every case is one behaviour of DESIGN §2 that a caller may rely on, told as given, when, then; the cases stand in the
+modules that are imported here, one per side of the contract. Touches only the stores that `make_store` opens.
+Call `pytest.register_assert_rewrite("tasuki.testing")` before importing this module, and failures show their values.
+"""
+
+from __future__ import annotations
+
+from tasuki.testing.store_leader import LeaderCases
+from tasuki.testing.store_leases import LeaseCases
+from tasuki.testing.store_readers import ReaderCases
+from tasuki.testing.store_reports import ReportCases
+from tasuki.testing.store_stage import MakeStore, Stage
+from tasuki.testing.store_submitters import SubmitterCases
+
+__all__ = ["MakeStore", "Stage", "StoreSuite"]
+
+
+class StoreSuite(SubmitterCases, LeaseCases, ReportCases, LeaderCases, ReaderCases):
+    """All cases. A subclass is collected by pytest when its name begins with Test."""

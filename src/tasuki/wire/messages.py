@@ -1,0 +1,329 @@
+"""Messages <-> frames. One table says which frame type carries which message; docs/wire.md is its description for people.
+
+A frame's payload is one item, or with the BATCH flag a msgpack array of items; a decoder takes both forms everywhere. What
+this module decodes is well-formed and of the right types, not yet allowed: that is the machine's business.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.job import JobSpec
+from tasuki.core.protocol import (
+    Acceptance,
+    Accepted,
+    AssignJobs,
+    BlobGet,
+    BlobPut,
+    CancelJobs,
+    CancelLeases,
+    Chunk,
+    Claim,
+    Ending,
+    ErrorMessage,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloClient,
+    HelloWorker,
+    JobResult,
+    JobsFinished,
+    JobsRecorded,
+    JobsReleased,
+    JobsStarted,
+    Message,
+    Reply,
+    Request,
+    Results,
+    SubmitJobs,
+    Subscribe,
+    Welcome,
+)
+from tasuki.core.subject import DEFAULT_SUBJECT
+from tasuki.core.verbs import Grant
+from tasuki.errors import ProtocolError, UnknownFrame
+from tasuki.wire.compression import compress, decompress
+from tasuki.wire.frames import BATCH, Frame, encode_frame
+
+
+class Type(enum.IntEnum):
+    """Frame types. 1-10 are the broker's original numbers; 8 was never given."""
+
+    SUBMIT_JOB = 1
+    ASSIGN_JOB = 2
+    ACK_JOB = 3
+    CREDIT = 4
+    RESULT = 5
+    CACHE_PUT = 6  # reserved: caches
+    CACHE_ACK = 7  # reserved: caches
+    HELLO_CLIENT = 9
+    HELLO_WORKER = 10
+    ERROR = 11
+    HEARTBEAT = 12
+    CHUNK = 13
+    CANCEL = 14
+    PUBLISH = 15  # reserved: publish/subscribe
+    SUBSCRIBE = 16
+    WELCOME = 17
+    REQUEST = 18
+    REPLY = 19
+    BLOB_PUT = 20
+    BLOB_GET = 21
+
+
+class _SubmitHeader(msgspec.Struct, omit_defaults=True):
+    msg_id: int
+    watch: bool = True
+    on_failed: str = "return"
+    subject: str | None = None
+
+
+class _AckHeader(msgspec.Struct, omit_defaults=True):
+    stage: str
+    corr_id: int = 0
+    count: int = 0
+    reason: str = ""
+
+
+class _AssignHeader(msgspec.Struct):
+    ttl_s: float
+
+
+class _CreditHeader(msgspec.Struct):
+    credit: int
+
+
+class _IdHeader(msgspec.Struct, omit_defaults=True):
+    msg_id: int = 0
+    corr_id: int = 0
+
+
+class _CancelHeader(msgspec.Struct, omit_defaults=True):
+    msg_id: int = 0
+    reason: str = ""
+
+
+class _SubscribeHeader(msgspec.Struct):
+    msg_id: int
+    patterns: tuple[str, ...]
+
+
+class _RequestHeader(msgspec.Struct):
+    msg_id: int
+    verb: str
+
+
+class _ChunkHeader(msgspec.Struct, omit_defaults=True):
+    corr_id: int
+    offset: int
+    last: bool = False
+
+
+class _Empty(msgspec.Struct):
+    pass
+
+
+class _BeatAnswer(msgspec.Struct, omit_defaults=True):
+    cancel: list[str] = []
+    lost: list[str] = []
+
+
+T = TypeVar("T")
+_encode = msgspec.msgpack.Encoder().encode
+_EMPTY_MAP = _encode({})
+
+
+def _decoder(type: type[T]) -> Callable[[bytes], T]:
+    return msgspec.msgpack.Decoder(type).decode
+
+
+def _items(item: type[T]) -> Callable[[Frame], list[T]]:
+    many, one = _decoder(list[item]), _decoder(item)  # type: ignore[valid-type]
+
+    def read(frame: Frame) -> list[T]:
+        if frame.flags & BATCH:
+            return many(frame.payload)
+        return [one(frame.payload)] if frame.payload else []
+
+    return read
+
+
+_specs = _items(JobSpec)
+_claims = _items(Claim)
+_endings = _items(Ending)
+_grants = _items(Grant)
+_results = _items(JobResult)
+_acceptances = _items(Acceptance)
+_texts = _items(str)
+_fenced = _items(tuple[str, str])
+_submit_header = _decoder(_SubmitHeader)
+_ack_header = _decoder(_AckHeader)
+_assign_header = _decoder(_AssignHeader)
+_credit_header = _decoder(_CreditHeader)
+_id_header = _decoder(_IdHeader)
+_cancel_header = _decoder(_CancelHeader)
+_subscribe_header = _decoder(_SubscribeHeader)
+_request_header = _decoder(_RequestHeader)
+_chunk_header = _decoder(_ChunkHeader)
+_beat_answer = _decoder(_BeatAnswer)
+_params = _decoder(dict[str, Any])
+_anything = _decoder(Any)
+_hello_client = _decoder(HelloClient)
+_hello_worker_header = _decoder(HelloWorker)
+_welcome = _decoder(Welcome)
+_error = _decoder(ErrorMessage)
+_blob_put = _decoder(BlobPut)
+_blob_get = _decoder(BlobGet)
+
+
+def decode(frame: Frame, max_bytes: int) -> Message:
+    """The message in a frame; ProtocolError or UnknownFrame if there is none. Nesting too deep is a ProtocolError as well."""
+    reader = _READERS.get(frame.type)
+    if reader is None:
+        raise UnknownFrame(f"frame type {frame.type} is not known here; protocol version 1 has {_known_types()}")
+    try:
+        if frame.flags & ~BATCH:
+            frame = frame._replace(payload=decompress(frame.payload, frame.flags, max_bytes))
+        return reader(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a {Type(frame.type).name} frame cannot be read: {error}") from None
+
+
+def _known_types() -> str:
+    return ", ".join(f"{kind.name}={kind.value}" for kind in Type if kind.value in _READERS)
+
+
+def _read_submit(frame: Frame) -> Message:
+    header = _submit_header(frame.header)
+    specs = _specs(frame)
+    if header.subject is not None:
+        subject = header.subject
+        specs = [replace(spec, subject=subject) if spec.subject == DEFAULT_SUBJECT else spec for spec in specs]
+    return SubmitJobs(header.msg_id, specs, header.watch, header.on_failed)
+
+
+def _read_ack(frame: Frame) -> Message:
+    header = _ack_header(frame.header)
+    match header.stage:
+        case "accepted":
+            return Accepted(header.corr_id, header.count, _acceptances(frame))
+        case "started":
+            return JobsStarted(_claims(frame))
+        case "finished":
+            return JobsFinished(_endings(frame))
+        case "released":
+            return JobsReleased(_claims(frame), header.reason)
+        case "recorded":
+            return JobsRecorded(_texts(frame), [])
+        case "fenced":
+            return JobsRecorded([], _fenced(frame))
+        case stage:
+            raise ProtocolError(f"an ACK_JOB frame has the unknown stage {stage[:40]!r}")
+
+
+def _read_heartbeat(frame: Frame) -> Message:
+    header = _id_header(frame.header)
+    if header.corr_id:
+        answer = _beat_answer(frame.payload or _EMPTY_MAP)
+        return HeartbeatAnswer(header.corr_id, answer.cancel, answer.lost)
+    return Heartbeat(header.msg_id, _claims(frame))
+
+
+def _read_cancel(frame: Frame) -> Message:
+    header = _cancel_header(frame.header)
+    return CancelJobs(header.msg_id, _texts(frame), header.reason) if header.msg_id else CancelLeases(_texts(frame))
+
+
+def _read_subscribe(frame: Frame) -> Message:
+    header = _subscribe_header(frame.header)
+    return Subscribe(header.msg_id, header.patterns)
+
+
+def _read_request(frame: Frame) -> Message:
+    header = _request_header(frame.header)
+    return Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
+
+
+def _read_hello_worker(frame: Frame) -> Message:
+    hello = _hello_worker_header(frame.header)
+    return replace(hello, holding=tuple(_claims(frame))) if frame.payload else hello
+
+
+def _read_chunk(frame: Frame) -> Message:
+    header = _chunk_header(frame.header)
+    return Chunk(header.corr_id, header.offset, frame.payload, header.last)
+
+
+_READERS: dict[int, Callable[[Frame], Message]] = {
+    Type.SUBMIT_JOB: _read_submit,
+    Type.ASSIGN_JOB: lambda frame: AssignJobs(_assign_header(frame.header).ttl_s, _grants(frame)),
+    Type.ACK_JOB: _read_ack,
+    Type.CREDIT: lambda frame: GiveCredit(_credit_header(frame.header).credit),
+    Type.RESULT: lambda frame: Results(_results(frame)),
+    Type.HELLO_CLIENT: lambda frame: _hello_client(frame.header),
+    Type.HELLO_WORKER: _read_hello_worker,
+    Type.ERROR: lambda frame: _error(frame.header),
+    Type.HEARTBEAT: _read_heartbeat,
+    Type.CHUNK: _read_chunk,
+    Type.CANCEL: _read_cancel,
+    Type.SUBSCRIBE: _read_subscribe,
+    Type.WELCOME: lambda frame: _welcome(frame.header),
+    Type.REQUEST: _read_request,
+    Type.REPLY: lambda frame: Reply(_id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None),
+    Type.BLOB_PUT: lambda frame: _blob_put(frame.header),
+    Type.BLOB_GET: lambda frame: _blob_get(frame.header),
+}
+
+_NO_BODY = b""
+_Parts = tuple[Type, Any, bytes, int]
+
+
+def _batch(items: Sequence[Any]) -> tuple[bytes, int]:
+    return (_encode(items), BATCH) if items else (_NO_BODY, 0)
+
+
+_WRITERS: dict[type, Callable[[Any], _Parts]] = {
+    HelloClient: lambda m: (Type.HELLO_CLIENT, m, _NO_BODY, 0),
+    HelloWorker: lambda m: (Type.HELLO_WORKER, replace(m, holding=()), *_batch(m.holding)),
+    Welcome: lambda m: (Type.WELCOME, m, _NO_BODY, 0),
+    SubmitJobs: lambda m: (Type.SUBMIT_JOB, _SubmitHeader(m.msg_id, m.watch, m.on_failed), *_batch(m.specs)),
+    Accepted: lambda m: (Type.ACK_JOB, _AckHeader("accepted", m.corr_id, m.count), *_batch(m.exceptions)),
+    Results: lambda m: (Type.RESULT, _Empty(), *_batch(m.items)),
+    CancelJobs: lambda m: (Type.CANCEL, _CancelHeader(m.msg_id, m.reason), *_batch(m.job_ids)),
+    Request: lambda m: (Type.REQUEST, _RequestHeader(m.msg_id, m.verb), _encode(m.params), 0),
+    Reply: lambda m: (Type.REPLY, _IdHeader(corr_id=m.corr_id), _encode(m.body), 0),
+    ErrorMessage: lambda m: (Type.ERROR, m, _NO_BODY, 0),
+    GiveCredit: lambda m: (Type.CREDIT, _CreditHeader(m.credit), _NO_BODY, 0),
+    Subscribe: lambda m: (Type.SUBSCRIBE, _SubscribeHeader(m.msg_id, m.patterns), _NO_BODY, 0),
+    AssignJobs: lambda m: (Type.ASSIGN_JOB, _AssignHeader(m.ttl_s), *_batch(m.grants)),
+    JobsStarted: lambda m: (Type.ACK_JOB, _AckHeader("started"), *_batch(m.claims)),
+    JobsFinished: lambda m: (Type.ACK_JOB, _AckHeader("finished"), *_batch(m.endings)),
+    JobsReleased: lambda m: (Type.ACK_JOB, _AckHeader("released", reason=m.reason), *_batch(m.claims)),
+    CancelLeases: lambda m: (Type.CANCEL, _CancelHeader(), *_batch(m.lease_ids)),
+    Heartbeat: lambda m: (Type.HEARTBEAT, _IdHeader(msg_id=m.msg_id), *_batch(m.claims)),
+    HeartbeatAnswer: lambda m: (Type.HEARTBEAT, _IdHeader(corr_id=m.corr_id), _encode(_BeatAnswer(m.cancel, m.lost)), 0),
+    BlobPut: lambda m: (Type.BLOB_PUT, m, _NO_BODY, 0),
+    BlobGet: lambda m: (Type.BLOB_GET, m, _NO_BODY, 0),
+    Chunk: lambda m: (Type.CHUNK, _ChunkHeader(m.corr_id, m.offset, m.last), m.data, 0),
+}
+
+
+def encode(message: Message, codec: str | None = None) -> bytes:
+    """The frame, or for JobsRecorded the one or two frames, of a message."""
+    if type(message) is JobsRecorded:
+        frames = b""
+        if message.recorded:
+            frames += encode_frame(Type.ACK_JOB, _encode(_AckHeader("recorded")), *_batch(message.recorded))
+        if message.fenced:
+            frames += encode_frame(Type.ACK_JOB, _encode(_AckHeader("fenced")), *_batch(message.fenced))
+        return frames
+    kind, header, payload, flags = _WRITERS[type(message)](message)
+    if codec is not None and payload:
+        payload, compressed = compress(payload, codec)
+        flags |= compressed
+    return encode_frame(kind, _encode(header), payload, flags)

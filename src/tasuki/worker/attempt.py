@@ -1,0 +1,175 @@
+"""The small types that all ways of running a job share, and how an end becomes an `Outcome`.
+
+Only data and waiting: nothing here touches a process or a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tasuki.core.job import JobSpec, Outcome
+
+HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # it stands in memory whole; larger results belong to a command's out/
+MESSAGE_MAX_CHARS = 2_000
+TRACEBACK_MAX_CHARS = 4_000
+SIGNAL_EXIT_BASE = 128  # the exit code that a shell shows for a program killed by signal n is 128 + n
+
+
+class StopReason(enum.StrEnum):
+    """Why a running attempt is to be ended from outside; its value is the outcome's error code."""
+
+    CANCELED = "CANCELED"
+    LEASE_LOST = "LEASE_LOST"
+    SHUTDOWN = "SHUTDOWN"
+
+
+STOPPED_BECAUSE = {
+    StopReason.CANCELED: "canceled",
+    StopReason.LEASE_LOST: "stopped: its lease could not be renewed",
+    StopReason.SHUTDOWN: "stopped: the worker is shutting down",
+}
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One granted attempt, as those who run it see it."""
+
+    spec: JobSpec
+    lease_id: str
+    attempt: int
+    submitter: str = ""
+
+
+class HandlerJob(msgspec.Struct, frozen=True):
+    """What a handler function gets as its one argument."""
+
+    spec: JobSpec
+    attempt: int
+    """Only grows: a fencing token for the handler's own conditional writes."""
+
+    @property
+    def job_id(self) -> str:
+        return self.spec.job_id
+
+    @property
+    def subject(self) -> str:
+        return self.spec.subject
+
+    @property
+    def payload(self) -> bytes:
+        return self.spec.payload
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self.spec.headers
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        return self.spec.args
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What the submitter sent; nothing of it is put into the process's own environment."""
+        return self.spec.env
+
+
+class RunResult(msgspec.Struct, frozen=True):
+    """How a command's attempt ended.
+
+    With a `result_file`, `outcome.result_ref` names it already: the caller makes the file a durable blob before it sends
+    the outcome.
+    """
+
+    outcome: Outcome
+    result_file: Path | None = None
+
+
+class Refused(Exception):
+    """The job can never run here as it is. Never leaves the worker: it becomes the attempt's permanent outcome."""
+
+    def __init__(self, error_code: str, message: str) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+        self.message = message
+
+    def outcome(self) -> Outcome:
+        return Outcome(error_code=self.error_code, message=self.message, permanent=True)
+
+
+def stopped_outcome(reason: StopReason) -> Outcome:
+    return Outcome(error_code=reason.value, message=STOPPED_BECAUSE[reason])
+
+
+def timed_out_outcome(timeout_s: float | None) -> Outcome:
+    return Outcome(error_code="TIMED_OUT", message=f"passed its time limit of {timeout_s:g} s and was stopped")
+
+
+def exit_outcome(exit_code: int, who: str) -> Outcome:
+    """From an exit code as `subprocess` has it, negative for a signal: success, EXIT_CODE or SIGNAL, naming `who`."""
+    if exit_code == 0:
+        return Outcome(exit_code=0)
+    if exit_code > 0:
+        return Outcome(exit_code=exit_code, error_code="EXIT_CODE", message=f"{who} exited with code {exit_code}")
+    name = signal_name(-exit_code)
+    return Outcome(
+        exit_code=SIGNAL_EXIT_BASE - exit_code,
+        error_code="SIGNAL",
+        message=f"{who} was killed by {name}",
+        meta={"signal": name},
+    )
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals between SIGRTMIN and SIGRTMAX have no names
+        return f"signal {number}"
+
+
+def handler_outcome(value: object) -> Outcome:
+    """From what a handler returned: bytes, text (as UTF-8) or nothing. Anything else is the handler's mistake.
+
+    A result above RESULT_INLINE_MAX_BYTES stands in `result` all the same; the caller makes it a blob.
+    """
+    match value:
+        case bytes() | bytearray() | memoryview():
+            result = bytes(value)
+        case str():
+            result = value.encode("utf-8", "surrogateescape")
+        case None:
+            result = b""
+        case _:
+            kind = type(value).__name__
+            return Outcome(
+                error_code="HANDLER_ERROR", message=f"the handler returned {kind}; return bytes, str or None", permanent=True
+            )
+    if len(result) > HANDLER_RESULT_MAX_BYTES:
+        return Outcome(
+            error_code="HANDLER_ERROR",
+            message=f"the handler returned {len(result)} bytes, the limit is {HANDLER_RESULT_MAX_BYTES}",
+            permanent=True,
+        )
+    return Outcome(result=result, result_sha256=hashlib.sha256(result).hexdigest())
+
+
+def handler_failure(error: BaseException) -> Outcome:
+    """From what a handler raised: its type, its message and the end of its traceback."""
+    kind = type(error).__name__
+    story = "".join(traceback.format_exception(error))[-TRACEBACK_MAX_CHARS:]
+    return Outcome(
+        error_code="HANDLER_ERROR",
+        message=f"{kind}: {error}"[:MESSAGE_MAX_CHARS],
+        meta={"type": kind, "traceback": story},
+    )
+
+
+async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Wait until one of them is done or the time is over; the caller looks which. None of them is canceled."""
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,139 @@
+"""From a job and an exec to the exact command: every refusal is decided here, before anything is started.
+
+Looks up programs on the file system, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tasuki.core.ids import quoted
+from tasuki.core.job import JobSpec
+from tasuki.worker.attempt import Attempt, Refused
+from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
+from tasuki.worker.folder import RunFolder
+
+MARK = "TASUKI_MARK"
+"""`<incarnation>/<lease_id>`, by which what outlived its worker is found at the next start."""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """What is started, whole: nothing of the worker's own environment is added to it."""
+
+    program: str
+    """Absolute path of argv[0]."""
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: Path
+    timeout_s: float | None
+
+
+def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, any_program_for: str | None) -> Exec:
+    """The exec that the job names, or any program if its submitter is the one who may; else EXEC_NOT_ALLOWED."""
+    name = attempt.spec.exec
+    if name in execs:
+        return execs[name]
+    if name and any_program_for is not None and attempt.submitter == any_program_for:
+        return any_program(name)
+    allowed = ", ".join(sorted(execs)) or "none"
+    raise Refused(
+        "EXEC_NOT_ALLOWED",
+        f"exec {quoted(name)} is not allowed at this worker (allowed: {allowed}); "
+        "name one of them, or start the worker with --exec NAME=COMMAND",
+    )
+
+
+def build_command(
+    exec_: Exec, attempt: Attempt, folder: RunFolder, *, environment: Mapping[str, str], incarnation: str
+) -> Command:
+    """The command of this attempt, or Refused: ARGS_NOT_ALLOWED, ENV_NOT_ALLOWED, BAD_INPUT, PROGRAM_NOT_FOUND."""
+    spec = attempt.spec
+    _check_args(exec_, spec)
+    _check_env(exec_, spec)
+    argv = _fill(exec_, spec, folder)
+    env = {
+        **environment,
+        **exec_.env,
+        **spec.env,
+        "TMPDIR": str(folder.temporary),
+        "TASUKI_JOB_ID": spec.job_id,
+        "TASUKI_ATTEMPT": str(attempt.attempt),
+        "TASUKI_IN": str(folder.inputs),
+        "TASUKI_OUT": str(folder.outputs),
+        MARK: f"{incarnation}/{attempt.lease_id}",
+    }
+    cwd = Path(exec_.cwd) if exec_.cwd else folder.path
+    if not cwd.is_dir():
+        raise Refused("BAD_INPUT", f"exec {exec_.name!r}: its cwd {str(cwd)!r} is not a folder on this worker")
+    return Command(
+        program=_program(exec_, argv[0], env),
+        argv=argv,
+        env=env,
+        cwd=cwd,
+        timeout_s=spec.timeout_s if spec.timeout_s is not None else exec_.timeout_s,
+    )
+
+
+def _check_args(exec_: Exec, spec: JobSpec) -> None:
+    if not spec.args or exec_.args == "any":
+        return
+    if exec_.args == "none":
+        raise Refused(
+            "ARGS_NOT_ALLOWED",
+            f"exec {exec_.name!r} takes no arguments from a job, {len(spec.args)} were given; "
+            'leave them out, or allow them at the worker (args = "any", or {args} in its command)',
+        )
+    for argument in spec.args:
+        if not any(re.fullmatch(pattern, argument) for pattern in exec_.args):
+            raise Refused(
+                "ARGS_NOT_ALLOWED",
+                f"argument {quoted(argument)} matches none of the patterns that exec {exec_.name!r} allows; "
+                "change it, or add a pattern to args at the worker",
+            )
+
+
+def _check_env(exec_: Exec, spec: JobSpec) -> None:
+    for name in spec.env:
+        if name.startswith(RESERVED_PREFIX) or not (exec_.any_env or name in exec_.allow_env):
+            allowed = "any but TASUKI_…" if exec_.any_env else ", ".join(exec_.allow_env) or "none"
+            raise Refused(
+                "ENV_NOT_ALLOWED",
+                f"environment name {quoted(name)} is not allowed for exec {exec_.name!r} (allowed: {allowed}); "
+                "leave it out, or add it to allow_env at the worker",
+            )
+
+
+def _fill(exec_: Exec, spec: JobSpec, folder: RunFolder) -> tuple[str, ...]:
+    files = [str(folder.inputs / file.name) for file in spec.files]
+    argv: list[str] = []
+    for element in exec_.argv:
+        if element == ARGS:
+            argv += spec.args
+        elif element == FILES:
+            argv += files
+        elif FILE in element:
+            if len(files) != 1:
+                raise Refused("BAD_INPUT", f"exec {exec_.name!r} works on exactly one input file, {len(files)} were given")
+            argv.append(element.replace(FILE, files[0]))
+        else:
+            argv.append(element)
+    return tuple(argv)
+
+
+def _program(exec_: Exec, program: str, env: Mapping[str, str]) -> str:
+    # "" as a part of PATH means the current folder, which is the job's own: nothing is to be found there.
+    path = ":".join(part for part in env.get("PATH", "").split(":") if part.startswith("/"))
+    found = shutil.which(program, path=path)
+    if found is None:
+        where = "" if "/" in program else f" on PATH ({path})"
+        raise Refused(
+            "PROGRAM_NOT_FOUND",
+            f"program {program!r} of exec {exec_.name!r} was not found{where} or may not be executed; "
+            "install it on this worker, or correct the exec",
+        )
+    return found

@@ -1,0 +1,217 @@
+"""Execs: the names a worker's operator allows, and the argv template behind each. Reads the TOML file it is told to.
+
+A template is split like a shell line once, when the worker starts; nothing is split again after that. Placeholders:
+
+    {file}    inside an element: the path of the job's one input file
+    {files}   an element of its own: one element for each input file
+    {args}    an element of its own: the job's free arguments, one element each
+
+Any other braces are left alone. In TOML (`argv = [...]` may stand instead of `command`):
+
+    [exec.render]
+    command = "/opt/render/bin/render --quiet {args} {file}"
+    args = "any"                  # "none", "any", or regular expressions of which each argument must match one whole
+    env = { THREADS = "4" }       # fixed values
+    allow_env = ["SEED"]          # names that a job may set; none by default
+    timeout_s = 600               # for jobs that bring no limit of their own
+    outputs = ["out/**"]
+    cwd = "/srv/render"           # default: the job's own folder
+
+Decision: who may pass free arguments. They are opt-in. In TOML `{args}` in the template is the consent, or `args`; with
+neither there are none. On the command line, `--exec render='/opt/render --quiet'` without any placeholder means "this
+program, with the job's arguments after these": whoever types it names one program for jobs to use, and a flag that could
+only ever run one fixed line would be of no use. As soon as the flag has a placeholder, the TOML rule holds for it too.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tasuki.core.ids import check_name
+from tasuki.errors import ConfigError, InvalidInput
+
+FILE, FILES, ARGS = "{file}", "{files}", "{args}"
+DEFAULT_OUTPUTS = ("out/**",)
+RESERVED_PREFIX = "TASUKI_"  # what tasuki itself tells a job; neither a job nor an exec may fake it
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Exec(msgspec.Struct, frozen=True, kw_only=True):
+    """One allowed program. Made by the functions below, which check it."""
+
+    name: str
+    argv: tuple[str, ...]
+    args: Literal["none", "any"] | tuple[str, ...] = "none"
+    """Which free arguments a job may bring; where they are allowed, `{args}` stands in argv."""
+    env: dict[str, str] = {}
+    allow_env: tuple[str, ...] = ()
+    any_env: bool = False
+    """Only for "any program": the job is the worker's own user, who could set anything anyway."""
+    timeout_s: float | None = None
+    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
+    cwd: str | None = None
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    """An `[exec.NAME]` table as it may stand in TOML."""
+
+    command: str | None = None
+    argv: tuple[str, ...] | None = None
+    args: Literal["none", "any"] | tuple[str, ...] | None = None
+    env: dict[str, str] = {}
+    allow_env: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    outputs: tuple[str, ...] = DEFAULT_OUTPUTS
+    cwd: str | None = None
+
+
+def load_execs(path: Path) -> dict[str, Exec]:
+    """The execs of a TOML file that has `[exec.NAME]` tables and nothing else; ConfigError."""
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the execs file {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the execs file {str(path)!r} is not TOML: {error}") from error
+    tables = document.pop("exec", None)
+    if document or not isinstance(tables, dict):
+        wrong = f"has {', '.join(sorted(document))!r}" if document else "has no exec"
+        raise ConfigError(f"the execs file {str(path)!r} {wrong}; write each exec as a table [exec.NAME]")
+    return parse_execs(tables)
+
+
+def parse_execs(tables: Mapping[str, Any]) -> dict[str, Exec]:
+    """The execs of a mapping from name to table."""
+    return {name: _from_table(name, table) for name, table in tables.items()}
+
+
+def parse_exec_flag(flag: str) -> Exec:
+    """The exec that `--exec NAME=TEMPLATE` means; see the decision at the top of this file."""
+    name, separator, template = flag.partition("=")
+    if not separator:
+        raise ConfigError(
+            f"--exec {flag!r} has no '='; write --exec NAME='PROGRAM ARGUMENTS', like --exec render='/opt/render -q'"
+        )
+    argv = _split(name, template)
+    has_placeholder = any(placeholder in element for element in argv for placeholder in (FILE, FILES, ARGS))
+    return _checked(name, _Table(argv=argv, args=None if has_placeholder else "any"))
+
+
+def any_program(name: str) -> Exec:
+    """The exec for a job of the worker's own user, who may run any program with any arguments and environment."""
+    return Exec(name=name, argv=(name, ARGS), args="any", any_env=True)
+
+
+def _from_table(name: str, table: Any) -> Exec:
+    try:
+        parsed = msgspec.convert(table, _Table)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"exec {name!r}: {error}; its settings are {', '.join(_Table.__struct_fields__)}") from error
+    return _checked(name, parsed)
+
+
+def _checked(name: str, table: _Table) -> Exec:
+    try:
+        check_name(name, "exec")
+    except InvalidInput as error:
+        raise ConfigError(error.message) from error
+    argv = _argv(name, table)
+    return Exec(
+        name=name,
+        argv=argv,
+        args=_args_rule(name, table, argv),
+        env=_fixed_env(name, table.env),
+        allow_env=tuple(_env_name(name, variable) for variable in table.allow_env),
+        timeout_s=_timeout(name, table.timeout_s),
+        outputs=tuple(_output_glob(name, glob) for glob in table.outputs),
+        cwd=_cwd(name, table.cwd),
+    )
+
+
+def _argv(name: str, table: _Table) -> tuple[str, ...]:
+    if (table.command is None) == (table.argv is None):
+        raise ConfigError(f"exec {name!r} needs exactly one of command (one line) and argv (a list)")
+    argv = _split(name, table.command) if table.command is not None else table.argv or ()
+    if not argv or not argv[0]:
+        raise ConfigError(f"exec {name!r} has an empty command; it must begin with a program")
+    program = argv[0]
+    if "{" in program or ("/" in program and not program.startswith("/")):
+        raise ConfigError(f"exec {name!r}: the program {program!r} must be an absolute path or a plain name on PATH")
+    for element in argv:
+        if "\0" in element:
+            raise ConfigError(f"exec {name!r}: {element!r} has a NUL character, which no program can be given")
+        if any(placeholder in element and element != placeholder for placeholder in (FILES, ARGS)):
+            raise ConfigError(
+                f"exec {name!r}: {{files}} and {{args}} become several arguments and must stand alone, not in {element!r}"
+            )
+    if ARGS not in argv and table.args not in (None, "none", ()):
+        argv = (*argv, ARGS)
+    return argv
+
+
+def _split(name: str, line: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(line))
+    except ValueError as error:
+        raise ConfigError(f"exec {name!r}: cannot split {line!r} into arguments: {error}") from error
+
+
+def _args_rule(name: str, table: _Table, argv: tuple[str, ...]) -> Literal["none", "any"] | tuple[str, ...]:
+    if table.args is None:
+        return "any" if ARGS in argv else "none"
+    if ARGS in argv and table.args in ("none", ()):
+        raise ConfigError(f"exec {name!r} has {{args}} in its command but args = {table.args!r}; remove one of them")
+    if isinstance(table.args, tuple):
+        for pattern in table.args:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"exec {name!r}: args has {pattern!r}, which is no regular expression: {error}") from error
+    return table.args or "none"
+
+
+def _fixed_env(name: str, env: dict[str, str]) -> dict[str, str]:
+    for variable, value in env.items():
+        _env_name(name, variable)
+        if "\0" in value:
+            raise ConfigError(f"exec {name!r}: the value of {variable} has a NUL character, which no program can be given")
+    return env
+
+
+def _env_name(name: str, variable: str) -> str:
+    if _ENV_NAME.fullmatch(variable) is None:
+        raise ConfigError(
+            f"exec {name!r}: environment name {variable!r} must be letters, digits and _, not starting with a digit"
+        )
+    if variable.startswith(RESERVED_PREFIX):
+        raise ConfigError(f"exec {name!r}: environment name {variable!r} is tasuki's own; choose one without {RESERVED_PREFIX}")
+    return variable
+
+
+def _timeout(name: str, timeout_s: float | None) -> float | None:
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError(f"exec {name!r}: timeout_s must be above 0, got {timeout_s}; leave it out for no limit")
+    return timeout_s
+
+
+def _output_glob(name: str, glob: str) -> str:
+    parts = glob.split("/")
+    if parts[0] != "out" or len(parts) < 2 or any(part in ("", ".", "..") for part in parts):
+        raise ConfigError(
+            f"exec {name!r}: outputs has {glob!r}; outputs lie below out/, so write it like 'out/**' or 'out/*.csv'"
+        )
+    return glob
+
+
+def _cwd(name: str, cwd: str | None) -> str | None:
+    if cwd is not None and not cwd.startswith("/"):
+        raise ConfigError(f"exec {name!r}: cwd must be an absolute path, got {cwd!r}; leave it out for the job's own folder")
+    return cwd

@@ -1,0 +1,166 @@
+"""Run folders: `<data>/runs/<incarnation>/<job_id>.<attempt>/`, made for one attempt and removed when its result is recorded.
+
+    in/      the inputs          out/   what the job leaves as its result        tmp/   its TMPDIR
+    log/     stdout, stderr      stdin  its payload
+
+The folder of an incarnation is locked (flock) while its worker lives, so that several workers may share a data folder and
+a start can tell what a dead worker left behind from what a live one uses. All of it blocks on I/O: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tasuki.blobs.disk import check_free, disk_full_as_error
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
+from tasuki.core.ids import check_job_id, check_name
+from tasuki.core.job import InputFile, check_file_name
+from tasuki.errors import Corrupt, InvalidInput
+from tasuki.worker.attempt import Attempt, Refused
+
+_READ_BYTES = 256 * 1024
+
+
+class RunFolder:
+    """The folder of one attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.inputs = path / "in"
+        self.outputs = path / "out"
+        self.temporary = path / "tmp"
+        self.logs = path / "log"
+        self.stdin = path / "stdin"
+
+
+class RunFolders:
+    """All run folders of one worker process."""
+
+    def __init__(
+        self,
+        data: Path,
+        incarnation: str,
+        *,
+        floor_free_bytes: int = DISK_FLOOR_BYTES,
+        floor_free_inodes: int = DISK_FLOOR_INODES,
+    ) -> None:
+        self._runs = data / "runs"
+        self.root = self._runs / check_name(incarnation, "incarnation")
+        self._floor_free_bytes = floor_free_bytes
+        self._floor_free_inodes = floor_free_inodes
+        with disk_full_as_error(self.root):
+            # 0700: inputs and outputs may be secret, and other users live on the machine.
+            self._runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(self._runs):  # no sweep meets the folder before it is locked
+                self.root.mkdir(mode=0o700)
+                self._lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Give the lock back, and remove the incarnation's folder if nothing was kept in it."""
+        if next(self.root.iterdir(), None) is None:
+            self.root.rmdir()
+        os.close(self._lock)
+
+    def at(self, attempt: Attempt) -> RunFolder:
+        """Where the attempt's folder is or would be."""
+        check_job_id(attempt.spec.job_id)  # it becomes a path: checked again where that happens
+        return RunFolder(self.root / f"{attempt.spec.job_id}.{attempt.attempt:d}")
+
+    def create(self, attempt: Attempt) -> RunFolder:
+        """Make the folder with its payload and inline inputs. DiskFull below the floor; Refused for impossible inputs."""
+        spec = attempt.spec
+        for file in spec.files:
+            _check_input(file)
+        needed_bytes = len(spec.payload) + sum(file.size_bytes or len(file.data or b"") for file in spec.files)
+        check_free(self.root, needed_bytes, self._floor_free_bytes, self._floor_free_inodes)
+        folder = self.at(attempt)
+        with disk_full_as_error(folder.path):
+            folder.path.mkdir(mode=0o700)
+            for below in (folder.inputs, folder.outputs, folder.temporary, folder.logs):
+                below.mkdir(mode=0o700)
+            if spec.payload:
+                folder.stdin.write_bytes(spec.payload)
+            for file in spec.files:
+                target = folder.inputs / file.name
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if file.data is not None:
+                    target.write_bytes(file.data)
+        return folder
+
+    def remove(self, attempt: Attempt) -> None:
+        """Remove the attempt's folder. Harmless when repeated."""
+        remove_tree(self.at(attempt).path)
+
+    def sweep(self, dispose: Callable[[Path], None]) -> list[Path]:
+        """Hand each folder of an incarnation whose worker is dead to `dispose`; return them."""
+        with _locked(self._runs):
+            abandoned = [path for path in sorted(self._runs.iterdir()) if path != self.root and _is_abandoned(path)]
+            for path in abandoned:
+                dispose(path)
+        return abandoned
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False  # its worker lives
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _check_input(file: InputFile) -> None:
+    try:
+        check_file_name(file.name)
+    except InvalidInput as error:
+        raise Refused("BAD_INPUT", error.message) from error
+    if file.data is None and (file.sha256 is None or file.size_bytes is None):
+        raise Refused("BAD_INPUT", f"input file {file.name!r} is neither inline nor a blob; this worker has no caches")
+
+
+def verify_input(path: Path, file: InputFile) -> None:
+    """Corrupt unless the file at `path` has the announced size and sha256."""
+    digest = hashlib.sha256()
+    size_bytes = 0
+    with path.open("rb", buffering=0) as source:
+        while piece := source.read(_READ_BYTES):
+            digest.update(piece)
+            size_bytes += len(piece)
+    if size_bytes != file.size_bytes or digest.hexdigest() != file.sha256:
+        raise Corrupt(
+            f"input file {file.name!r} arrived with {size_bytes} bytes and sha256 {digest.hexdigest()}; "
+            f"announced were {file.size_bytes} bytes and {file.sha256}"
+        )
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all below it, also what a job has made unreadable. No link is followed."""
+    if not path.is_dir():
+        return
+    path.chmod(0o700)
+    for folder, below, _ in os.walk(path):  # top-down: each folder is opened up before it is looked into
+        for name in below:
+            if not (inner := Path(folder, name)).is_symlink():
+                inner.chmod(0o700)
+    shutil.rmtree(path)

@@ -1,0 +1,40 @@
+"""What all tests share: Hypothesis profiles, and the rule for things that may be missing on a machine."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
+
+# No deadline per example: on a busy machine a slow example is not a wrong one. pytest-timeout bounds the whole test.
+settings.register_profile("dev", deadline=None, print_blob=True)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,  # a red run must be red again when it is looked at
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("soak", deadline=None, max_examples=2_000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if IN_CI else "dev"))
+
+Require = Callable[[str, bool, str], None]
+
+
+def require(name: str, available: bool, reason: str, *, in_ci: bool = IN_CI) -> None:
+    """Go on if `name` is available; if not, skip the test at home and fail it in CI, where nothing may be missing."""
+    if available:
+        return
+    message = f"{name} is missing: {reason}"
+    if in_ci:
+        pytest.fail(f"{message} (in CI this is a failure, not a skip)", pytrace=False)
+    pytest.skip(message)
+
+
+@pytest.fixture(name="require", scope="session")
+def require_fixture() -> Require:
+    """`require(name, available, reason)` for tests and for fixtures that start a service."""
+    return require

@@ -1,0 +1,58 @@
+"""Files and functions stay small enough to be read at one sitting, and every module says what it is for."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.shape.source import Module, length, modules, syntax_errors
+
+FILE_MAX_LINES = 500
+FUNCTION_MAX_LINES = 60  # without the docstring
+
+# What may be longer, with the reason that a reader would accept. An entry that is not needed any more fails the test.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}  # "stores/sql.py:submit"
+
+
+def long_files(found: list[Module]) -> dict[str, int]:
+    lines = {module.path: len(module.text.splitlines()) for module in found}
+    return {path: count for path, count in lines.items() if count > FILE_MAX_LINES}
+
+
+def long_functions(found: list[Module]) -> dict[str, int]:
+    return {name: lines for module in found for name, lines in _lengths(module) if lines > FUNCTION_MAX_LINES}
+
+
+def _lengths(module: Module) -> Iterator[tuple[str, int]]:
+    return ((f"{module.path}:{function.name}", length(function)) for function in module.functions)
+
+
+def test_every_module_parses() -> None:
+    assert not syntax_errors()
+
+
+def test_no_file_is_too_long() -> None:
+    too_long = long_files(modules())
+
+    assert not {path: lines for path, lines in too_long.items() if path not in LONG_FILES}
+    assert set(LONG_FILES) <= set(too_long), f"not needed any more: {set(LONG_FILES) - set(too_long)}"
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = long_functions(modules())
+
+    assert not {name: lines for name, lines in too_long.items() if name not in LONG_FUNCTIONS}
+    assert set(LONG_FUNCTIONS) <= set(too_long), f"not needed any more: {set(LONG_FUNCTIONS) - set(too_long)}"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    assert not [module.path for module in modules() if not ast.get_docstring(module.tree)]
+
+
+def test_the_limits_are_the_last_length_allowed() -> None:
+    def body(lines: int) -> str:
+        return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+    assert not long_functions([Module("a.py", body(FUNCTION_MAX_LINES))])
+    assert long_functions([Module("a.py", body(FUNCTION_MAX_LINES + 1))])
+    assert not long_files([Module("a.py", "x = 1\n" * FILE_MAX_LINES)])
+    assert long_files([Module("a.py", "x = 1\n" * (FILE_MAX_LINES + 1))])

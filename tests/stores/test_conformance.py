@@ -1,0 +1,26 @@
+"""Every store keeps the contract: the shipped suite, run on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("tasuki.testing")
+
+from tasuki.stores.memory import MemoryStore  # noqa: E402
+from tasuki.testing.store_suite import MakeStore, StoreSuite  # noqa: E402
+
+
+class TestMemoryStore(StoreSuite):
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        return lambda clock: MemoryStore(clock)
+
+
+class TestSqliteStore(StoreSuite):
+    @pytest.fixture
+    def make_store(self, tmp_path: Path) -> MakeStore:
+        from tasuki.stores.sql import SqlStore
+
+        return lambda clock: SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3", clock=clock)

@@ -1,0 +1,129 @@
+"""Random histories on both stores: SQLite must answer as the memory store does; and the machine must notice when one lies."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+pytest.register_assert_rewrite("tasuki.testing")
+
+from tasuki.core.verbs import Grant, Held, LeaseRequest, Recorded, Report, Standing  # noqa: E402
+from tasuki.stores.memory import MemoryStore  # noqa: E402
+from tasuki.stores.store import Store  # noqa: E402
+from tasuki.testing.clocks import FakeClock  # noqa: E402
+from tasuki.testing.store_machine import StoreMachine  # noqa: E402
+
+# Measured: 40 histories of 40 steps take about 40 s on SQLite, most of it making files.
+LONG = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+# Planted faults must be found the same way on every run, and need no shrinking to be found.
+HUNT = settings(LONG, max_examples=300, derandomize=True, database=None, phases=[Phase.generate])
+
+
+class SqliteMachine(StoreMachine):
+    def make_store(self, clock: FakeClock) -> Store:
+        from tasuki.stores.sql import SqlStore
+
+        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-machine-"))
+        return SqlStore.open_sqlite(self.folder / "tasuki.sqlite3", clock=clock)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "folder"):
+            shutil.rmtree(self.folder)
+
+
+class MemoryMachine(StoreMachine):
+    def make_store(self, clock: FakeClock) -> Store:
+        return MemoryStore(clock)
+
+
+@pytest.mark.slow
+def test_sqlite_answers_as_the_memory_store_does() -> None:
+    run_state_machine_as_test(SqliteMachine, settings=LONG)
+
+
+def test_the_memory_store_keeps_the_invariants() -> None:
+    run_state_machine_as_test(MemoryMachine, settings=settings(LONG, max_examples=100))
+
+
+class AcceptsAnyLease(MemoryStore):
+    """Records the finish of whoever names the job."""
+
+    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+        jobs = self.get([report.job_id for report in reports])
+        leases = [job.lease if job else None for job in jobs]
+        forged = [
+            msgspec.structs.replace(report, worker_id=lease.worker_id, lease_id=lease.lease_id, attempt=lease.attempt)
+            if lease
+            else report
+            for report, lease in zip(reports, leases, strict=True)
+        ]
+        return super().finish(forged)
+
+
+class ForgetsTheIncarnation(MemoryStore):
+    """Renews the lease of a worker's dead self."""
+
+    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+        jobs = self.get([claim.job_id for claim in claims])
+        return super().renew(
+            [
+                msgspec.structs.replace(claim, attempt=job.lease.attempt, lease_id=job.lease.lease_id)
+                if job and job.lease
+                else claim
+                for claim, job in zip(claims, jobs, strict=True)
+            ]
+        )
+
+
+class RetriesForEver(MemoryStore):
+    """Never counts a failure."""
+
+    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+        answers = super().fail(reports)
+        for report in reports:
+            if (record := self._records.get(report.job_id)) is not None and not record.job.state.terminal:
+                self._put(report.job_id, msgspec.structs.replace(record, job=msgspec.structs.replace(record.job, failures=0)))
+        return answers
+
+
+class PromotesTooEarly(MemoryStore):
+    """Lets a delayed job go at once."""
+
+    def _is_later(self, not_before: float | None) -> bool:
+        return False
+
+
+class GrantsMoreThanAsked(MemoryStore):
+    """Takes the limit for a hint."""
+
+    def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
+        return super().lease([msgspec.structs.replace(request, limit=request.limit + 1) for request in requests])
+
+
+class KeepsHalfATurn(MemoryStore):
+    """Takes nothing back."""
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        yield
+
+
+@pytest.mark.parametrize(
+    "faulty", [AcceptsAnyLease, ForgetsTheIncarnation, RetriesForEver, PromotesTooEarly, GrantsMoreThanAsked, KeepsHalfATurn]
+)
+def test_the_machine_notices_a_store_that_lies(faulty: type[MemoryStore]) -> None:
+    class FaultyMachine(StoreMachine):
+        def make_store(self, clock: FakeClock) -> Store:
+            return faulty(clock)
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(FaultyMachine, settings=HUNT)
