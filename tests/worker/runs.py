@@ -97,5 +97,3 @@ def exec_of(*argv: str, name: str = "tool", **fields: Any) -> Exec:
 
 def names_of(result: RunResult) -> Sequence[str]:
     return sorted(archive_of(result).namelist())
-
-

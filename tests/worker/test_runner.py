@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -117,7 +118,9 @@ def test_a_job_sees_nothing_of_the_workers_environment(tmp_path: Path, monkeypat
 
 
 def test_a_job_has_a_folder_of_its_own_to_work_in(tmp_path: Path) -> None:
-    result = run(runner_in(tmp_path), shell('cd "$TASUKI_OUT/.." && pwd -P; ls; test -d "$TMPDIR"; test "$TASUKI_IN" = "$PWD/in"'))
+    result = run(
+        runner_in(tmp_path), shell('cd "$TASUKI_OUT/.." && pwd -P; ls; test -d "$TMPDIR"; test "$TASUKI_IN" = "$PWD/in"')
+    )
 
     folder, *names = text_of(result).split()
     assert Path(folder).is_relative_to(tmp_path)
@@ -390,18 +393,20 @@ def test_kill_all_ends_every_job_at_once(tmp_path: Path) -> None:
 
 def test_many_jobs_at_once_need_no_thread_each(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    os.mkfifo(gate)
 
-    async def scenario() -> list[int | None]:
+    async def scenario() -> tuple[int, list[int | None]]:
         runner = runner_in(tmp_path)
-        jobs = [shell(f"touch {tmp_path}/s{n}; read x < {gate}", job_id=f"job-{n}") for n in range(20)]
-        running = [asyncio.ensure_future(run_async(runner, job)) for job in jobs]
-        await until(lambda: len(list(tmp_path.glob("s*"))) == 20, "all jobs have started")
-        await asyncio.to_thread(gate.write_text, "go\n" * 20)
-        return [result.outcome.exit_code for result in await asyncio.gather(*running)]
+        script = f"touch {tmp_path}/started-$TASUKI_JOB_ID; until [ -e {gate} ]; do sleep 0.1; done"
+        running = [asyncio.ensure_future(run_async(runner, shell(script, job_id=f"job-{n}"))) for n in range(40)]
+        await until(lambda: len(list(tmp_path.glob("started-*"))) == 40, "all jobs run")
+        threads = threading.active_count()
+        gate.touch()
+        return threads, [result.outcome.exit_code for result in await asyncio.gather(*running)]
 
-    # Those that find the gate closed again get the end of the file: all of them end, whatever their code.
-    assert len(asyncio.run(scenario())) == 20
+    threads, codes = asyncio.run(scenario())
+
+    assert codes == [0] * 40
+    assert threads < 40
 
 
 # ---------------------------------------------------------------------------------------------------- logs and results

@@ -112,15 +112,20 @@ def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
 
 
 def owner_of(folder: DataFolder) -> str:
-    """Who holds the folder's lock, as it wrote itself ("pid 12 since …"); empty if nobody does."""
+    """Who holds the folder's lock, as it wrote itself ("pid 12 since …"); empty if nobody does.
+
+    A server that ended in order leaves the file empty; only one that was killed makes it necessary to try the lock, which for
+    that moment keeps others from taking it.
+    """
     import fcntl
 
     try:
         with folder.database.with_name(folder.database.name + ".owner").open("rb") as file:
-            try:
+            owner = file.read(200).decode("utf-8", "replace").strip()
+            if owner:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read(200).decode("utf-8", "replace").strip() or "pid unknown"
+    except BlockingIOError:
+        return owner
     except OSError:
         return ""
     return ""

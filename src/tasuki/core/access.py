@@ -71,15 +71,15 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
 
 def covers(wide: str, narrow: str) -> bool:
     """Every subject that `narrow` matches is matched by `wide`."""
-    wide_tokens, narrow_tokens = wide.split("."), narrow.split(".")
-    for place, token in enumerate(wide_tokens):
-        if token == ">":
-            return place < len(narrow_tokens)
-        if place >= len(narrow_tokens) or narrow_tokens[place] == ">":
+    wide_parts, narrow_parts = wide.split("."), narrow.split(".")
+    for place, part in enumerate(wide_parts):
+        if part == ">":
+            return place < len(narrow_parts)
+        if place >= len(narrow_parts) or narrow_parts[place] == ">":
             return False
-        if token != "*" and token != narrow_tokens[place]:
+        if part != "*" and part != narrow_parts[place]:
             return False
-    return len(wide_tokens) == len(narrow_tokens)
+    return len(wide_parts) == len(narrow_parts)
 
 
 def token_sha256(secret: str) -> str:

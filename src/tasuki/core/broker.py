@@ -11,22 +11,30 @@ worker has credit and something may be ready, the turn asks the store for it, in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
-from tasuki.core import settle
-from tasuki.core.access import Identity, Kind, identify, token_sha256
+from tasuki.core import greeting, settle
+from tasuki.core.access import Identity
+from tasuki.core.broker_events import (
+    BlobPiece,
+    BrokerConfig,
+    Command,
+    DiskSpace,
+    Event,
+    Query,
+    ReceiveBlob,
+    SendBlob,
+    TurnDone,
+    TurnFailed,
+)
 from tasuki.core.credit import shares
-from tasuki.core.draft import CheckRoute, Draft, HelloRoute, LeaseRoute, Slice, SubmitRoute, TokenRoute
-from tasuki.core.ids import check_name
+from tasuki.core.draft import CheckRoute, Draft, LeaseRoute, Slice, SubmitRoute, TokenRoute
 from tasuki.core.job import body_hash, check_spec
-from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
-    PROTOCOL_OLDEST,
-    PROTOCOL_VERSION,
     Acceptance,
     BlobGet,
     BlobPut,
@@ -37,8 +45,6 @@ from tasuki.core.protocol import (
     GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
-    HelloClient,
-    HelloWorker,
     JobsFinished,
     JobsReleased,
     JobsStarted,
@@ -47,91 +53,16 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
     Subscribe,
-    Welcome,
 )
 from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, WorkerSession
-from tasuki.core.subject import DEFAULT_PATTERN, SubjectTrie
-from tasuki.core.verbs import Answers, Held, LeaseRequest, Report, Submission, TokenRow, Turn
-from tasuki.errors import DiskFull, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized, VersionMismatch
+from tasuki.core.subject import SubjectTrie
+from tasuki.core.verbs import Held, LeaseRequest, Report, Submission, TokenRow, Turn
+from tasuki.errors import DiskFull, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized
 
 DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
-IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
-LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
-PATTERNS_MAX = 256
-CODECS = ("zstd", "gzip")  # in the order of preference; what a peer does not offer is not used
-FEATURES = ("batch", "blobs", "watch")
 STORE_RETRY_S = 0.2  # after a failed turn
 
-
-class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is told at its start."""
-
-    server_id: str
-    epoch: int
-    own_uid: int | None = None
-    lease_ttl_s: float = LEASE_TTL_S
-    retention_s: float = 30 * 86400.0
-    frame_max_bytes: int = 8 * 1024 * 1024
-    servers: tuple[str, ...] = ()
-
-
-class TurnDone(msgspec.Struct, frozen=True):
-    """The store committed a turn."""
-
-    turn: Turn
-    answers: Answers
-
-
-class TurnFailed(msgspec.Struct, frozen=True):
-    """The store refused a turn: nothing of it happened, or (Unavailable) it is not known."""
-
-    turn: Turn
-    error: TasukiError
-
-
-class DiskSpace(msgspec.Struct, frozen=True):
-    """The driver looked at the disk; `problem` is empty when there is room."""
-
-    problem: str = ""
-
-
-class Query(msgspec.Struct, frozen=True):
-    """A read that may be slow: the driver answers it from its reader, with what `identity` may see."""
-
-    conn: int
-    msg_id: int
-    verb: str
-    params: dict[str, object]
-    identity: Identity
-    workers: list[dict[str, object]]
-
-
-class ReceiveBlob(msgspec.Struct, frozen=True):
-    """Take a blob from this peer: it may send one."""
-
-    conn: int
-    put: BlobPut
-
-
-class BlobPiece(msgspec.Struct, frozen=True):
-    """A Chunk of a transfer that ReceiveBlob began."""
-
-    conn: int
-    chunk: Chunk
-
-
-class SendBlob(msgspec.Struct, frozen=True):
-    """Send a blob if the job's row says that this peer may read it."""
-
-    conn: int
-    get: BlobGet
-    identity: Identity
-    worker_id: str
-
-
-Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | DiskSpace
-Command = Send | Hangup | Query | ReceiveBlob | BlobPiece | SendBlob
 
 READ_VERBS = frozenset({"get", "find", "counts", "explain"})
 TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
@@ -189,125 +120,18 @@ class Broker:
                 return self._from_worker(session, message)
             if isinstance(session, ClientSession):
                 return self._from_client(session, message, now)
-            return self._hello(session, message, now)
+            return greeting.hello(self, session, message, now)
         except (Unauthorized, ProtocolError) as error:
             return self.hang_up(conn, error)
         except TasukiError as error:
             return [Send(conn, error_message(getattr(message, "msg_id", 0), error))]
 
-    # ------------------------------------------------------------------------------------------------ Hello
-
-    def _hello(self, session: Session, message: Message, now: Now) -> list[Command]:
-        if not isinstance(message, HelloClient | HelloWorker):
-            raise ProtocolError(f"the first frame must be HelloClient or HelloWorker, not {type(message).__name__}")
-        if session.hello_seen:
-            raise ProtocolError("a second Hello came before the first was answered")
-        if message.oldest > PROTOCOL_VERSION or message.version < PROTOCOL_OLDEST:
-            raise VersionMismatch(
-                f"this server speaks protocol versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION}, "
-                f"the peer {message.oldest} to {message.version}; upgrade the older side"
-            )
-        session.hello_seen = True
-        if not message.token and session.peer.uid is not None and session.peer.uid == self.config.own_uid:
-            identity = Identity(Kind.NODE, f"uid:{session.peer.uid}")
-            return self.welcome(session, message, identity, now)
-        if not message.token:
-            raise Unauthorized(
-                "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
-            )
-        self.draft.token.append(token_sha256(message.token))
-        self.draft.hello_routes.append(HelloRoute(session.conn, message))
-        return []
-
-    def token_known(self, route: HelloRoute, row: TokenRow | None, now: Now) -> list[Command]:
-        """The store looked the token up."""
-        session = self.sessions.get(route.conn)
-        if session is None:
-            return []
-        try:
-            return self.welcome(session, route.hello, identify(row, now.wall), now)
-        except TasukiError as error:
-            return self.hang_up(route.conn, error)
-
-    def welcome(self, session: Session, hello: HelloClient | HelloWorker, identity: Identity, now: Now) -> list[Command]:
-        common: dict[str, Any] = {
-            "conn": session.conn,
-            "peer": session.peer,
-            "opened_at": session.opened_at,
-            "heard_at": now.monotonic,
-            "identity": identity,
-        }
-        ttl_s = self.config.lease_ttl_s
-        commands: list[Command] = []
-        if isinstance(hello, HelloWorker):
-            worker = self._new_worker(common, hello, identity)
-            commands += self._replace_worker(worker)
-            self.sessions[session.conn] = self.workers[worker.worker_id] = worker
-            self._live_workers = frozenset(self.workers)
-            ttl_s = worker.ttl_s
-            for pattern in worker.patterns:
-                self.trie.add(pattern, worker.conn)
-            if hello.resumed:
-                self.draft.held.append((worker.worker_id, worker.incarnation))
-                self.draft.held_routes.append(worker.conn)
-        else:
-            if identity.kind is Kind.WORKER:
-                raise Unauthorized("a worker token cannot be used by a client; make one with: tasuki token create --kind client")
-            client_id = check_name(hello.client_id, "client_id")
-            self.sessions[session.conn] = ClientSession(**common, client_id=client_id)
-        welcome = Welcome(
-            corr_id=hello.msg_id,
-            version=min(PROTOCOL_VERSION, hello.version),
-            server_id=self.config.server_id,
-            identity=identity.name,
-            kind=identity.kind,
-            servers=self.config.servers,
-            features=FEATURES,
-            codecs=tuple(codec for codec in CODECS if codec in hello.codecs)[:1],
-            lease_ttl_s=ttl_s,
-            lease_margin_s=LEASE_MARGIN_S,
-            frame_max_bytes=self.config.frame_max_bytes,
-            idle_timeout_s=IDLE_TIMEOUT_S,
-        )
-        return [*commands, Send(session.conn, welcome)]
-
-    def _new_worker(self, common: dict[str, Any], hello: HelloWorker, identity: Identity) -> WorkerSession:
-        identity.check_worker()
-        check_name(hello.worker_id, "worker_id")
-        check_name(hello.incarnation, "incarnation")
-        if "." in hello.worker_id:
-            raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
-        patterns = self._checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
-        ttl_s = hello.ttl_s if hello.ttl_s is not None else self.config.lease_ttl_s
-        if not LEASE_TTL_MIN_S <= ttl_s <= LEASE_TTL_MAX_S:
-            raise InvalidInput(f"the lease ttl must be {LEASE_TTL_MIN_S:g} to {LEASE_TTL_MAX_S:g} seconds, got {ttl_s:g}")
-        worker = WorkerSession(
-            **common,
-            worker_id=hello.worker_id,
-            incarnation=hello.incarnation,
-            patterns=patterns,
-            on_disconnect=hello.on_disconnect,
-            reconnect_grace_s=max(0.0, min(hello.reconnect_grace_s, LEASE_TTL_MAX_S)),
-            ttl_s=ttl_s,
-            host=hello.host[:200],
-            slots=hello.slots,
-        )
-        worker.account.running = len(hello.holding)
-        return worker
-
-    def _checked_patterns(self, identity: Identity, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        if len(patterns) > PATTERNS_MAX:
-            raise InvalidInput(f"{len(patterns)} patterns are too many, the limit is {PATTERNS_MAX}")
-        identity.check_patterns(patterns)
-        return tuple(dict.fromkeys(patterns))
-
-    def _replace_worker(self, worker: WorkerSession) -> list[Command]:
-        """The same worker_id again: a restarted process (a fresh incarnation) or a new connection of the same one."""
-        old = self.workers.get(worker.worker_id)
-        if old is None:
-            return []
-        why = "a new connection" if old.incarnation == worker.incarnation else "a new start"
-        return self.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: {why} of it has taken its place"))
+    def add_worker(self, worker: WorkerSession) -> None:
+        """A worker was welcomed."""
+        self.sessions[worker.conn] = self.workers[worker.worker_id] = worker
+        self._live_workers = frozenset(self.workers)
+        for pattern in worker.patterns:
+            self.trie.add(pattern, worker.conn)
 
     # ------------------------------------------------------------------------------------------------ clients
 
@@ -436,7 +260,7 @@ class Broker:
                 self.look_everywhere()
             case Subscribe():
                 assert worker.identity is not None
-                self._change_patterns(worker, self._checked_patterns(worker.identity, message.patterns))
+                self._change_patterns(worker, greeting.checked_patterns(worker.identity, message.patterns))
                 return [Send(worker.conn, Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
             case BlobPut():
                 return [ReceiveBlob(worker.conn, message)]
@@ -568,14 +392,14 @@ class Broker:
                 else:
                     self._redeliver(session, now)
             elif isinstance(session, ClientSession):
-                if silent_s > IDLE_TIMEOUT_S:
+                if silent_s > greeting.IDLE_TIMEOUT_S:
                     commands += self.hang_up(session.conn, ProtocolError(f"nothing was heard for {silent_s:.0f} s"))
             elif now.monotonic - session.opened_at > HANDSHAKE_TIMEOUT_S:
                 commands += self.hang_up(session.conn, ProtocolError(f"no Hello within {HANDSHAKE_TIMEOUT_S:g} s"))
         return commands
 
     def _redeliver(self, worker: WorkerSession, now: Now) -> None:
-        """An assignment of which no sign came back is sent again, from the store, with growing waits; the worker drops doubles."""
+        """An assignment of which no sign came back is sent again, with growing waits; the worker drops doubles."""
         due = False
         for delivery in worker.deliveries.values():
             wait_s = REDELIVER_AFTER_S * (1 << delivery.tries)

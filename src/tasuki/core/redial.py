@@ -1,4 +1,4 @@
-"""When and where to connect again: the first time at once, then with growing, jittered waits, round the list of addresses. Pure."""
+"""When and where to connect again: at once the first time, then with growing, jittered waits, round the addresses. Pure."""
 
 from __future__ import annotations
 

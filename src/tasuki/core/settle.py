@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tasuki.core import greeting
 from tasuki.core.access import Identity
 from tasuki.core.draft import ActRoute, CheckRoute, Draft, SubmitRoute, TokenRoute
 from tasuki.core.job import TERMINAL, Job, Outcome, State
@@ -33,7 +34,8 @@ from tasuki.core.verbs import Answer, Answers, Grant, Held, Recorded, Report, St
 from tasuki.errors import Conflict, DiskFull, Forbidden, NotFound, TasukiError, Unauthorized
 
 if TYPE_CHECKING:
-    from tasuki.core.broker import Broker, Command
+    from tasuki.core.broker import Broker
+    from tasuki.core.broker_events import Command
 
 _Outbox = defaultdict[int, list[JobResult]]
 
@@ -76,7 +78,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
     for check in draft.check_routes:
         _checked(broker, check, answers.get[check.start : check.stop], draft.get[check.start : check.stop], out, results)
     for index, hello in enumerate(draft.hello_routes):
-        out += broker.token_known(hello, answers.token[index], now)
+        out += greeting.token_known(broker, hello, answers.token[index], now)
     for token in draft.token_routes:
         _token_done(broker, token, answers, out)
     for reaped in answers.reap:

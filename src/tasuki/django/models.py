@@ -13,6 +13,9 @@ Columns of `JobRun` stand in the order in which the hot statements need them, si
 most rows have another value for is written by them: the database's own defaults (`db_default`) fill the rest.
 """
 
+# mypy: disable-error-code="var-annotated"
+# What a field's attribute is, the stubs know only through a plugin that would need a project's settings.
+
 from __future__ import annotations
 
 from django.db import models

@@ -60,7 +60,8 @@ class BlobLine:
 
         async def once() -> None:
             nonlocal received
-            async for chunk in _Chunks(self, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, received)):
+            offset = received
+            async for chunk in _Chunks(self, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)):
                 digest.update(chunk.data)
                 write(chunk.data)
                 received += len(chunk.data)

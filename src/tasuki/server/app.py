@@ -10,17 +10,17 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-from tasuki.core.broker import (
+from tasuki.core.broker import Broker, error_message
+from tasuki.core.broker_events import (
     BlobPiece,
-    Broker,
     BrokerConfig,
     Command,
     DiskSpace,
@@ -30,10 +30,10 @@ from tasuki.core.broker import (
     SendBlob,
     TurnDone,
     TurnFailed,
-    error_message,
 )
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message, Reply, Welcome
+from tasuki.core.sessions import WorkerSession
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError
 from tasuki.server.queries import Reader, answer_query
@@ -44,7 +44,6 @@ from tasuki.stores.store import Store
 TICK_S = 0.1
 DISK_LOOK_S = 1.0
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
-TURNS_IN_FLIGHT = 1
 
 
 class Connection(Protocol):
@@ -192,8 +191,6 @@ class Server:
             self.on_last_client()
 
     def _is_worker(self, conn: int) -> bool:
-        from tasuki.core.sessions import WorkerSession
-
         return isinstance(self.broker.sessions.get(conn), WorkerSession)
 
     # ------------------------------------------------------------------------------------------------ turns
@@ -268,8 +265,8 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------ reads
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

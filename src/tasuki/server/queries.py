@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tasuki.core.access import Identity
-from tasuki.core.broker import Query
+from tasuki.core.broker_events import Query
 from tasuki.core.explain import explain
 from tasuki.core.job import Incident, Job
 from tasuki.core.subject import check_pattern

@@ -150,7 +150,9 @@ class DjangoDatabase:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        connection: sqlite3.Connection = self._wrapper.connection
+        wrapper = self._wrapper
+        wrapper.ensure_connection()
+        connection: sqlite3.Connection = wrapper.connection
         return connection
 
     def begin(self) -> None:

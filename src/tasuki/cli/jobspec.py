@@ -1,0 +1,125 @@
+"""From the words of `run` and `submit` to the fields of a job, and to the many jobs of an array or a file of lines."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tasuki.errors import InvalidInput, TooLarge
+
+INDEX, LINE = "{i}", "{line}"
+ARRAY_MAX = 1_000_000
+_RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12})(?::(\d{1,12}))?)?")
+
+
+def job_fields(
+    exec_: str,
+    args: Sequence[str],
+    *,
+    subject: str | None,
+    env: Sequence[str] | None,
+    timeout: float | None,
+    retries: int,
+    priority: int,
+    payload_file: str | None,
+) -> dict[str, Any]:
+    """The fields that all jobs of one command have in common, named as in JobSpec. `-` as exec: a handler's job."""
+    fields: dict[str, Any] = {
+        "exec": "" if exec_ == "-" else exec_,
+        "args": tuple(args),
+        "env": parse_env(env or ()),
+        "timeout_s": timeout,
+        "max_retries": retries,
+        "priority": priority,
+        "payload": read_payload(payload_file),
+    }
+    if subject:
+        fields["subject"] = subject
+    return fields
+
+
+def parse_env(pairs: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE, several."""
+    found = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise InvalidInput(f"--env {name[:40]!r} has no '='; write --env NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def read_payload(path: str | None) -> bytes:
+    """The whole file, or stdin for `-`; it travels inside the job, so it has the limit of a job's body."""
+    from tasuki.core.job import BODY_INLINE_MAX_BYTES
+
+    if path is None:
+        return b""
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read(BODY_INLINE_MAX_BYTES + 1)
+        else:
+            with Path(path).open("rb") as file:
+                data = file.read(BODY_INLINE_MAX_BYTES + 1)
+    except OSError as error:
+        raise InvalidInput(f"the payload file {path!r} cannot be read: {error.strerror or error}") from None
+    if len(data) > BODY_INLINE_MAX_BYTES:
+        raise TooLarge(f"the payload {path!r} has more than {BODY_INLINE_MAX_BYTES} bytes; give larger input with --file")
+    return data
+
+
+def check_files(files: Sequence[str] | None) -> tuple[str, ...]:
+    """Input files that can be read, before anything is started for them."""
+    for file in files or ():
+        try:
+            with Path(file).open("rb"):
+                pass
+        except OSError as error:
+            raise InvalidInput(f"the input file {file!r} cannot be read: {error.strerror or error}") from None
+    return tuple(files or ())
+
+
+def parse_array(text: str) -> list[int]:
+    """`1-1000`, `0-100:10`, `3,7,9-12`: the indexes, in order, each once."""
+    indexes: dict[int, None] = {}
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise InvalidInput(f"--array {text[:80]!r}: {part[:40]!r} is not a number or range, as in 1-1000, 0-100:10 or 3,7,9-12")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if step < 1 or last < first:
+            raise InvalidInput(f"--array {text[:80]!r}: {part[:40]!r} must go up, in steps of at least 1")
+        span = range(first, last + 1, step)
+        if len(indexes) + len(span) > ARRAY_MAX:
+            raise TooLarge(f"--array {text[:80]!r} has more than {ARRAY_MAX} elements; split it")
+        indexes.update(dict.fromkeys(span))
+    return list(indexes)
+
+
+def array_elements(indexes: Iterable[int], args: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(index, arguments) with {i} replaced."""
+    for index in indexes:
+        yield index, tuple(argument.replace(INDEX, str(index)) for argument in args)
+
+
+def line_elements(lines: Iterable[str], args: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(line number, arguments): {line} replaced, or the line as the last argument. Empty lines make no job."""
+    named = any(LINE in argument for argument in args)
+    for number, raw in enumerate(lines, 1):
+        line = raw.rstrip("\r\n")
+        if line.strip():
+            yield number, tuple(argument.replace(LINE, line) for argument in args) if named else (*args, line)
+
+
+def open_lines(path: str) -> tuple[Iterable[str], Callable[[], None]]:
+    """The lines of a file, or of stdin for `-`, and how to close it."""
+    if path == "-":
+        return sys.stdin, lambda: None
+    try:
+        file = Path(path).open(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise InvalidInput(f"--each-line {path!r} cannot be read: {error.strerror or error}") from None
+    return file, file.close

@@ -1,0 +1,209 @@
+"""`tasuki run`: one job, from start to end, as if its program had been started here.
+
+The job's stdout, stderr and exit code become our own. Ctrl-C cancels the job and waits for its end; a second one leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tasuki.cli import exits, options
+from tasuki.cli.command import TAKES_A_COMMAND, command
+from tasuki.cli.connect import Place, with_client
+from tasuki.cli.output import Output
+from tasuki.errors import TasukiError
+
+if TYPE_CHECKING:
+    from tasuki.client import AsyncClient, AsyncJobHandle
+    from tasuki.core.protocol import JobResult
+
+PROGRESS_S = 0.5
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    command(
+        app,
+        "run",
+        exit_code=_own_failure,
+        settings=TAKES_A_COMMAND,
+        examples=[
+            "tasuki run echo hello",
+            "tasuki run --timeout 60 --file ./data.csv -o result.zip python3 in/data.py --fast",
+            "tasuki run --job-id nightly-2026-01-31 backup /srv        # again with this id: the stored result, no second run",
+            "tasuki run --to tcp://host:7000 --token-file token --subject render.eu.1 render --mode fast",
+        ],
+    )(run)
+
+
+def _own_failure(error: TasukiError) -> int:
+    """Tasuki's own errors must not look like an exit code of the job."""
+    return exits.COULD_NOT_RUN
+
+
+def run(
+    exec_: Annotated[str, typer.Argument(metavar="EXEC", help="Name of a program that the worker allows.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="All of it belongs to the job.")] = None,
+    subject: options.Subject = None,
+    job_id: options.JobId = None,
+    files: options.Files = None,
+    env: options.Environment = None,
+    payload_file: options.PayloadFile = None,
+    timeout: options.Timeout = None,
+    retries: Annotated[int, typer.Option("--retries", metavar="N", help="How often a failure is tried again.")] = 0,
+    priority: options.Priority = 5,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result, a ZIP with logs and output files.")
+    ] = None,
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No words of tasuki's own.")] = False,
+    json: options.Json = False,
+) -> int:
+    """Run one job and wait for it: prints its output, exits with its code.
+
+    tasuki's own options stand before EXEC. With no server anywhere, an embedded one runs for the time of the command.
+    """
+    from tasuki.cli.jobspec import check_files, job_fields
+
+    output = Output(json=json, quiet=quiet)
+    fields = job_fields(
+        exec_, args or (), subject=subject, env=env, timeout=timeout, retries=retries, priority=priority, payload_file=payload_file
+    )
+    fields.update(job_id=job_id, files=check_files(files))
+    output.progress("connecting …")
+    return with_client(Place(to, data, token_file, tls_ca), lambda client: _run(client, fields, output_file, output))
+
+
+async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | None, output: Output) -> int:
+    stop = _Interrupts(output)
+    job_id = fields["job_id"] or client.new_id()
+    handle = await client.submit(**{**fields, "job_id": job_id})
+    try:
+        ended = await _wait(client, handle, stop, output)
+    finally:
+        stop.close()
+    if ended is None:
+        return exits.INTERRUPTED
+    return await _deliver(client, ended, output_file, output)
+
+
+class _Interrupts:
+    """Ctrl-C, counted instead of raised; a SIGTERM counts the same."""
+
+    def __init__(self, output: Output) -> None:
+        self.count = 0
+        self.changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        self.count += 1
+        self.changed.set()
+
+    def close(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+
+async def _wait(client: AsyncClient, handle: AsyncJobHandle, stop: _Interrupts, output: Output) -> JobResult | None:
+    """The end of the job, or None if the user does not want to wait for it any more."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    ending = asyncio.ensure_future(handle.outcome())
+    try:
+        while not ending.done():
+            told = asyncio.ensure_future(stop.changed.wait())
+            try:
+                await asyncio.wait({ending, told}, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                told.cancel()
+            if ending.done():
+                break
+            if stop.changed.is_set():
+                stop.changed.clear()
+                if stop.count > 1:
+                    output.hint(f"left job {handle.job_id} behind; look at it with: tasuki status {handle.job_id}")
+                    return None
+                output.hint(f"canceling job {handle.job_id} …  (Ctrl-C again: leave it)")
+                await client.cancel([handle.job_id], "Ctrl-C in tasuki run")
+            output.progress(f"job {handle.job_id}: {loop.time() - began:.0f} s")
+        return ending.result()
+    finally:
+        ending.cancel()
+
+
+async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | None, output: Output) -> int:
+    """Give out what the job left, in the form that was asked for."""
+    from tasuki.cli import archive
+
+    code = exit_code_of(ended)
+    logs = {"stdout": bytearray(), "stderr": bytearray()}
+    output.end_progress()
+    with archive.scratch_file() as scratch:
+        path = output_file or scratch
+        if archive.has_result(ended):
+            await archive.fetch(client, ended, path)
+            with path.open("rb") as source:
+                if ended.outcome.exit_code is None and not _is_zip(source):  # a handler's bytes are its whole output
+                    _copy_raw(source, logs["stdout"].extend if output.json else sys.stdout.buffer.write)
+                elif output.json:
+                    archive.copy_logs(source, logs["stdout"].extend, logs["stderr"].extend)
+                else:
+                    archive.copy_logs(source, sys.stdout.buffer.write, sys.stderr.buffer.write)
+            sys.stdout.buffer.flush()
+            sys.stderr.buffer.flush()
+    if output.json:
+        texts = {name: log.decode("utf-8", "replace") for name, log in logs.items()}
+        output.show({**describe(ended), **texts, "exit": code}, list)
+    elif ended.outcome.error_code not in (None, "EXIT_CODE"):
+        output.hint(f"tasuki: {ended.outcome.error_code}: job {ended.job_id}: {ended.outcome.message or ended.state}")
+    return code
+
+
+def _is_zip(source: Any) -> bool:
+    head = source.read(4)
+    source.seek(0)
+    return head in (b"PK\x03\x04", b"PK\x05\x06")
+
+
+def _copy_raw(source: Any, write: Any) -> None:
+    while piece := source.read(64 * 1024):
+        write(piece)
+
+
+def exit_code_of(ended: JobResult) -> int:
+    """The job's own exit code, or the one that says why it has none."""
+    outcome = ended.outcome
+    if outcome.error_code == "TIMED_OUT":
+        return exits.TIME_LIMIT
+    if outcome.error_code == "CANCELED":
+        return exits.INTERRUPTED
+    if outcome.error_code in (None, "EXIT_CODE", "SIGNAL"):
+        return outcome.exit_code or exits.OK
+    return exits.COULD_NOT_RUN
+
+
+def describe(ended: JobResult) -> dict[str, Any]:
+    """The end of a job, for programs."""
+    outcome = ended.outcome
+    return {
+        "job_id": ended.job_id,
+        "state": str(ended.state),
+        "attempt": ended.attempt,
+        "exit_code": outcome.exit_code,
+        "error_code": outcome.error_code,
+        "message": outcome.message,
+        "result_sha256": outcome.result_sha256,
+    }
+
+

@@ -1,0 +1,135 @@
+"""The life of a server process: listen, say where, wait for a signal, end in order. What `up` and `server` share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tasuki.cli.connect import note_listening
+from tasuki.cli.output import encode_json, write_line
+
+if TYPE_CHECKING:
+    from tasuki.config import Address, DataFolder
+    from tasuki.server.app import Server
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Listen(NamedTuple):
+    """What a server is told on the command line."""
+
+    folder: DataFolder
+    tcp: tuple[Address, ...] = ()
+    unix: bool = True
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+    lease_ttl_s: float = 15.0
+    retention_days: float = 30.0
+    json: bool = False
+
+
+class Events:
+    """What happens to a server process, a line each on stdout: plain, or JSON for programs."""
+
+    def __init__(self, *, json: bool) -> None:
+        self._json = json
+
+    def tell(self, event: str, text: str = "", **facts: Any) -> None:
+        if self._json:
+            write_line(encode_json({"event": event, **facts}))
+        else:
+            write_line(f"{event} {text}".rstrip())
+
+    def say(self, text: str) -> None:
+        """For people only."""
+        if not self._json:
+            write_line(text)
+
+
+class Stop:
+    """Signals: the first asks for an orderly end, the second ends the process at once."""
+
+    def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
+        self.wanted = asyncio.Event()
+        self._at_once = at_once
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._signal, number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self.wanted.is_set():
+            self.wanted.set()
+            return
+        self._at_once()
+        sys.stdout.flush()
+        os._exit(128 + number)
+
+
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """Run to the end on the fastest event loop that is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        factory = None
+    else:
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def check(listen: Listen) -> None:
+    """Refuse what may not be opened, before anything is."""
+    from tasuki.doors.tcp import check_listener
+    from tasuki.errors import ConfigError
+
+    if (listen.tls_cert is None) != (listen.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
+    for address in listen.tcp:
+        check_listener(address, tls=listen.tls_cert is not None, tokens=True, insecure=listen.insecure)
+    if not listen.tcp and not listen.unix:
+        raise ConfigError("nothing to listen on: give --tcp HOST:PORT, or leave --no-unix out")
+
+
+async def hosted(listen: Listen, events: Events, wait: Callable[[Server, list[Address]], Awaitable[None]]) -> None:
+    """A server that is open while `wait` lasts; it is called when every listener is."""
+    from tasuki.config import fault_point
+    from tasuki.doors.tcp import TcpDoor, server_tls
+    from tasuki.server.app import ServerConfig
+    from tasuki.server.node import kill_at, make_server, prepare_folder
+
+    check(listen)
+    tls = server_tls(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
+    prepare_folder(listen.folder)
+    config = ServerConfig(
+        server_id=_server_id(),
+        data=listen.folder.root,
+        lease_ttl_s=listen.lease_ttl_s,
+        retention_s=listen.retention_days * 86400.0,
+    )
+    server = make_server(listen.folder, config, kill_at(fault_point()))
+    await server.start()
+    door = TcpDoor(server)
+    try:
+        addresses = [await door.listen_tcp(address, tls) for address in listen.tcp]
+        if listen.unix:
+            addresses.append(await door.listen_unix(listen.folder.socket))
+        note_listening(listen.folder, addresses)
+        for address in addresses:
+            events.tell("listening", str(address), address=str(address), pid=os.getpid())
+        await wait(server, addresses)
+    finally:
+        note_listening(listen.folder, [])
+        await door.close()
+        await server.stop()
+
+
+def _server_id() -> str:
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
+    return f"{host}-{os.getpid()}"

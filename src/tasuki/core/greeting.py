@@ -1,0 +1,144 @@
+"""The first frames: who is this peer, and may it come in? Part of the broker; pure.
+
+A Hello with a token waits for the store to look the token up; one without is welcome only on the unix socket of our own user.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tasuki.core.access import Identity, Kind, identify, token_sha256
+from tasuki.core.draft import HelloRoute
+from tasuki.core.ids import check_name
+from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.machine import Now, Send
+from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, HelloClient, HelloWorker, Message, Welcome
+from tasuki.core.sessions import ClientSession, Session, WorkerSession
+from tasuki.core.subject import DEFAULT_PATTERN
+from tasuki.core.verbs import TokenRow
+from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized, VersionMismatch
+
+if TYPE_CHECKING:
+    from tasuki.core.broker import Broker
+    from tasuki.core.broker_events import Command
+
+IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
+LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
+PATTERNS_MAX = 256
+CODECS = ("zstd", "gzip")  # in the order of preference; what a peer does not offer is not used
+FEATURES = ("batch", "blobs", "watch")
+
+
+def hello(broker: Broker, session: Session, message: Message, now: Now) -> list[Command]:
+    if not isinstance(message, HelloClient | HelloWorker):
+        raise ProtocolError(f"the first frame must be HelloClient or HelloWorker, not {type(message).__name__}")
+    if session.hello_seen:
+        raise ProtocolError("a second Hello came before the first was answered")
+    if message.oldest > PROTOCOL_VERSION or message.version < PROTOCOL_OLDEST:
+        raise VersionMismatch(
+            f"this server speaks protocol versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION}, "
+            f"the peer {message.oldest} to {message.version}; upgrade the older side"
+        )
+    session.hello_seen = True
+    if not message.token and session.peer.uid is not None and session.peer.uid == broker.config.own_uid:
+        identity = Identity(Kind.NODE, f"uid:{session.peer.uid}")
+        return welcome(broker, session, message, identity, now)
+    if not message.token:
+        raise Unauthorized(
+            "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
+        )
+    broker.draft.token.append(token_sha256(message.token))
+    broker.draft.hello_routes.append(HelloRoute(session.conn, message))
+    return []
+
+
+def token_known(broker: Broker, route: HelloRoute, row: TokenRow | None, now: Now) -> list[Command]:
+    """The store looked the token up."""
+    session = broker.sessions.get(route.conn)
+    if session is None:
+        return []
+    try:
+        return welcome(broker, session, route.hello, identify(row, now.wall), now)
+    except TasukiError as error:
+        return broker.hang_up(route.conn, error)
+
+
+def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, identity: Identity, now: Now) -> list[Command]:
+    common: dict[str, Any] = {
+        "conn": session.conn,
+        "peer": session.peer,
+        "opened_at": session.opened_at,
+        "heard_at": now.monotonic,
+        "identity": identity,
+    }
+    ttl_s = broker.config.lease_ttl_s
+    commands: list[Command] = []
+    if isinstance(hello, HelloWorker):
+        worker = _new_worker(broker, common, hello, identity)
+        commands += _replace_worker(broker, worker)
+        broker.add_worker(worker)
+        ttl_s = worker.ttl_s
+        if hello.resumed:
+            broker.draft.held.append((worker.worker_id, worker.incarnation))
+            broker.draft.held_routes.append(worker.conn)
+    else:
+        if identity.kind is Kind.WORKER:
+            raise Unauthorized("a worker token cannot be used by a client; make one with: tasuki token create --kind client")
+        client_id = check_name(hello.client_id, "client_id")
+        broker.sessions[session.conn] = ClientSession(**common, client_id=client_id)
+    welcome = Welcome(
+        corr_id=hello.msg_id,
+        version=min(PROTOCOL_VERSION, hello.version),
+        server_id=broker.config.server_id,
+        identity=identity.name,
+        kind=identity.kind,
+        servers=broker.config.servers,
+        features=FEATURES,
+        codecs=tuple(codec for codec in CODECS if codec in hello.codecs)[:1],
+        lease_ttl_s=ttl_s,
+        lease_margin_s=LEASE_MARGIN_S,
+        frame_max_bytes=broker.config.frame_max_bytes,
+        idle_timeout_s=IDLE_TIMEOUT_S,
+    )
+    return [*commands, Send(session.conn, welcome)]
+
+
+def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, identity: Identity) -> WorkerSession:
+    identity.check_worker()
+    check_name(hello.worker_id, "worker_id")
+    check_name(hello.incarnation, "incarnation")
+    if "." in hello.worker_id:
+        raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
+    patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
+    ttl_s = hello.ttl_s if hello.ttl_s is not None else broker.config.lease_ttl_s
+    if not LEASE_TTL_MIN_S <= ttl_s <= LEASE_TTL_MAX_S:
+        raise InvalidInput(f"the lease ttl must be {LEASE_TTL_MIN_S:g} to {LEASE_TTL_MAX_S:g} seconds, got {ttl_s:g}")
+    worker = WorkerSession(
+        **common,
+        worker_id=hello.worker_id,
+        incarnation=hello.incarnation,
+        patterns=patterns,
+        on_disconnect=hello.on_disconnect,
+        reconnect_grace_s=max(0.0, min(hello.reconnect_grace_s, LEASE_TTL_MAX_S)),
+        ttl_s=ttl_s,
+        host=hello.host[:200],
+        slots=hello.slots,
+    )
+    worker.account.running = len(hello.holding)
+    return worker
+
+
+def checked_patterns(identity: Identity, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    if len(patterns) > PATTERNS_MAX:
+        raise InvalidInput(f"{len(patterns)} patterns are too many, the limit is {PATTERNS_MAX}")
+    identity.check_patterns(patterns)
+    return tuple(dict.fromkeys(patterns))
+
+
+def _replace_worker(broker: Broker, worker: WorkerSession) -> list[Command]:
+    """The same worker_id again: a restarted process (a fresh incarnation) or a new connection of the same one."""
+    old = broker.workers.get(worker.worker_id)
+    if old is None:
+        return []
+    why = "a new connection" if old.incarnation == worker.incarnation else "a new start"
+    return broker.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: {why} of it has taken its place"))

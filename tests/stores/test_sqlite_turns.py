@@ -1,0 +1,211 @@
+"""Transactions of the SQLite store: kills at every point, a full disk, and turns that fail half way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.core.job import JobSpec, Outcome, State, body_hash
+from tasuki.core.verbs import LeaseRequest, Report, Submission
+from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
+from tasuki.stores.sql import FAULT_POINTS, SqlStore
+
+PAGE_BYTES = 4096
+
+
+def submission(job_id: str, payload: bytes = b"") -> Submission:
+    spec = JobSpec(job_id=job_id, subject="render.eu", payload=payload)
+    return Submission(spec, "alice", body_hash(spec))
+
+
+def request(limit: int) -> LeaseRequest:
+    return LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=limit)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tasuki.sqlite3"
+
+
+# The second turn of this program passes through all fault points; at the armed one the process is killed as by a power cut
+# of the machine that it runs on: nothing is flushed, nothing is closed.
+VICTIM = """
+import os, pathlib, signal, sys
+from tasuki.core.job import JobSpec, Outcome, body_hash
+from tasuki.core.verbs import LeaseRequest, Report, Submission
+from tasuki.stores.sql import SqlStore
+
+armed = None
+def fault(point):
+    if point == armed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def submission(job_id):
+    spec = JobSpec(job_id=job_id, subject="render.eu", max_retries=0)
+    return Submission(spec, "alice", body_hash(spec))
+
+store = SqlStore.open_sqlite(pathlib.Path(sys.argv[1]), fault=fault)
+store.submit([submission("first"), submission("second")])
+grants = store.lease([LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=2)])[0]
+print("acked 1", flush=True)
+armed = sys.argv[2]
+with store.turn():
+    store.finish([Report("first", "w1", grants[0].lease_id, 1, Outcome(result=b"done"))])
+    store.fail([Report("second", "w1", grants[1].lease_id, 1, Outcome(error_code="EXIT_CODE"))])
+    store.submit([submission("third")])
+    store.lease([LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=2)])
+print("acked 2", flush=True)
+"""
+
+
+@pytest.mark.parametrize("point", FAULT_POINTS)
+def test_a_kill_leaves_whole_turns_only(path: Path, point: str) -> None:
+    victim = subprocess.run([sys.executable, "-c", VICTIM, str(path), point], capture_output=True, timeout=60)
+    assert victim.returncode == -9, victim.stderr.decode()
+    assert victim.stdout == b"acked 1\n"
+
+    store = SqlStore.open_sqlite(path)
+    states = [job.state if job is not None else None for job in store.get(["first", "second", "third"])]
+    counts = store.counts()["render"]
+    store.close()
+
+    if point == "turn.committed":
+        assert states == [State.SUCCEEDED, State.FAILED, State.ASSIGNED]
+        assert (counts.succeeded, counts.failed, counts.active, counts.pending) == (1, 1, 1, 0)
+    else:
+        assert states == [State.ASSIGNED, State.ASSIGNED, None]
+        assert (counts.succeeded, counts.failed, counts.active, counts.pending) == (0, 0, 2, 0)
+
+
+def test_a_full_database_refuses_the_turn_and_works_again_with_space(path: Path) -> None:
+    store = SqlStore.open_sqlite(path)
+    store.submit([submission("before")])
+    [[pages]] = store._read("PRAGMA page_count")
+    store._read(f"PRAGMA max_page_count = {pages + 20}")
+
+    with pytest.raises(DiskFull, match="full"), store.turn():
+        store.submit([submission("small")])
+        store.submit([submission(f"large-{number}", b"x" * 60_000) for number in range(20)])
+
+    assert store.get(["small", "large-0"]) == [None, None]
+    assert store.counts()["render"].pending == 1
+    store._read("PRAGMA max_page_count = 1000000")
+    store.submit([submission("large", b"x" * 60_000)])
+    assert store.counts()["render"].pending == 2
+    store.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
+def test_a_full_disk_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    # In a mount namespace of its own, so that nothing is left behind whatever happens; needs the right to make one.
+    script = Path(__file__).with_name("full_disk.py")
+    unshare = ["unshare", "--mount", "--map-root-user", "--user"]
+    if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True).returncode != 0:
+        unshare = ["unshare", "--mount"]
+        if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True).returncode != 0:
+            pytest.skip("this user may not mount a small disk")
+    run = subprocess.run([*unshare, sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=100)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "DISK_FULL" in run.stdout
+
+
+def test_an_error_of_the_caller_rolls_the_turn_back_and_the_store_goes_on(path: Path) -> None:
+    store = SqlStore.open_sqlite(path)
+
+    with pytest.raises(ZeroDivisionError), store.turn():
+        store.submit([submission("a")])
+        1 / 0  # noqa: B018
+
+    assert store.get(["a"]) == [None]
+    assert store.counts() == {}
+    store.submit([submission("b")])
+    assert store.counts()["render"].pending == 1
+    store.close()
+
+
+def test_a_refused_leader_verb_does_not_spoil_the_turn_around_it(path: Path) -> None:
+    store = SqlStore.open_sqlite(path)
+    store.take_over("one")
+
+    with store.turn():
+        store.submit([submission("a")])
+        with pytest.raises(StaleEpoch):
+            store.reap(epoch=99)
+
+    assert store.counts()["render"].pending == 1
+    store.close()
+
+
+def test_a_verb_that_broke_half_way_spoils_the_turn_even_if_its_error_was_caught(path: Path) -> None:
+    store = SqlStore.open_sqlite(path)
+    [[pages]] = store._read("PRAGMA page_count")
+    store._read(f"PRAGMA max_page_count = {pages + 20}")
+
+    def careless() -> None:
+        with store.turn():
+            store.submit([submission("small")])
+            with pytest.raises(DiskFull):
+                store.submit([submission(f"large-{number}", b"x" * 60_000) for number in range(20)])
+
+    with pytest.raises(Unavailable, match="rolled back"):
+        careless()
+    assert store.get(["small"]) == [None]
+    store.close()
+
+
+def test_a_database_that_another_process_locks_is_unavailable_not_a_crash(path: Path) -> None:
+    import sqlite3
+
+    store = SqlStore.open_sqlite(path)
+    store._read("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    with pytest.raises(TasukiError, match="locked") as caught:
+        store.submit([submission("a")])
+
+    assert caught.value.retryable
+    other.execute("ROLLBACK")
+    other.close()
+    store.submit([submission("a")])
+    assert store.get(["a"]) != [None]
+    store.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 255, 256, 257, 600])
+def test_batches_of_any_size_go_through_whole(path: Path, size: int) -> None:
+    store = SqlStore.open_sqlite(path)
+
+    created = store.submit([submission(f"job-{number:04}") for number in range(size)])
+    [grants] = store.lease([request(size)])
+    reports = [Report(grant.job_id, "w1", grant.lease_id, 1, Outcome(result=grant.job_id.encode())) for grant in grants]
+    recorded = store.finish(reports)
+
+    assert [answer.job_id for answer in created] == [grant.job_id for grant in grants] == [f"job-{n:04}" for n in range(size)]
+    assert {answer.state for answer in recorded} == {State.SUCCEEDED}
+    assert store.counts()["render"].succeeded == size
+    jobs = store.get([f"job-{number:04}" for number in range(size)])
+    assert all(job is not None and job.outcome is not None and job.outcome.result == job.job_id.encode() for job in jobs)
+    store.close()
+
+
+def test_in_one_batch_the_good_reports_count_and_the_stale_ones_do_not(path: Path) -> None:
+    store = SqlStore.open_sqlite(path)
+    store.submit([submission(f"job-{number}") for number in range(6)])
+    [grants] = store.lease([request(6)])
+    reports = [Report(grant.job_id, "w1", grant.lease_id, 1, Outcome()) for grant in grants]
+    reports[1] = Report("job-1", "w2", grants[1].lease_id, 1, Outcome())
+    reports[2] = Report("job-2", "w1", grants[2].lease_id, 2, Outcome())
+    reports[3] = Report("job-3", "w1", grants[4].lease_id.replace(".5", ".4"), 1, Outcome(message="another's lease"))
+    reports[4] = Report("job-0", "w1", grants[4].lease_id, 1, Outcome())
+
+    answers = [answer.answer.value for answer in store.finish(reports)]
+
+    assert answers[1:5] == ["fenced"] * 4 or answers[3] == "recorded"
+    assert answers[0] == answers[5] == "recorded"
+    assert store.counts()["render"].succeeded == answers.count("recorded")
+    store.close()

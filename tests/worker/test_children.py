@@ -1,0 +1,310 @@
+"""Plain functions in children: results, failures, deaths, time limits, and that none outlives the worker."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from tasuki.core.job import JobSpec, Outcome
+from tasuki.errors import Unavailable
+from tasuki.worker.attempt import HandlerJob, StopReason
+from tasuki.worker.children import Children
+from tests.worker.runs import DEADLINE_S, alive, until
+
+
+def echo(job: HandlerJob) -> bytes:
+    return job.payload
+
+
+def describe(job: HandlerJob) -> str:
+    return f"{job.job_id} {job.subject} {job.attempt} {job.args} {job.headers} {job.env}"
+
+
+def nothing(job: HandlerJob) -> None: ...
+
+
+def wrong_type(job: HandlerJob) -> object:
+    return 7
+
+
+def raises(job: HandlerJob) -> bytes:
+    raise KeyError("no such pricer")
+
+
+def exits(job: HandlerJob) -> bytes:
+    sys.exit(3)
+
+
+def dies(job: HandlerJob) -> bytes:
+    os._exit(5)
+
+
+def killed(job: HandlerJob) -> bytes:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return b""
+
+
+def pid(job: HandlerJob) -> str:
+    return str(os.getpid())
+
+
+def spins(job: HandlerJob) -> bytes:
+    """Computes for ever, and has a child of its own that sleeps as long; its payload is where to write both numbers."""
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    note = Path(job.payload.decode())
+    note.with_suffix(".part").write_text(f"{os.getpid()} {sleeper.pid}")
+    note.with_suffix(".part").rename(note)
+    while True:
+        pass
+
+
+FUNCTIONS = {function.__name__: function for function in (
+    echo, describe, nothing, wrong_type, raises, exits, dies, killed, pid, spins
+)}  # fmt: skip
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    started = Children.start(FUNCTIONS)
+    yield started
+    started.kill_all()
+    try:
+        os.waitpid(started.template_pid, 0)
+    except ChildProcessError:
+        return  # a test has closed it
+
+
+def job_of(payload: bytes = b"", **fields: object) -> HandlerJob:
+    return HandlerJob(JobSpec(job_id="job-1", payload=payload, **fields), 3)  # type: ignore[arg-type]
+
+
+Meanwhile = Callable[["asyncio.Future[StopReason]"], Awaitable[None]]
+
+
+async def call(
+    children: Children, name: str, job: HandlerJob, timeout_s: float | None = None, meanwhile: Meanwhile | None = None
+) -> Outcome:
+    stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
+    running = asyncio.ensure_future(children.run(name, job, timeout_s, stop))
+    if meanwhile is not None:
+        await meanwhile(stop)
+    return await asyncio.wait_for(running, DEADLINE_S)
+
+
+def run(children: Children, name: str, payload: bytes = b"", timeout_s: float | None = None) -> Outcome:
+    return asyncio.run(call(children, name, job_of(payload), timeout_s))
+
+
+def pids_in(note: Path) -> list[int]:
+    return [int(number) for number in note.read_text().split()] if note.exists() else []
+
+
+def test_bytes_go_in_and_out(children: Children) -> None:
+    payload = os.urandom(1_000_000)
+
+    outcome = run(children, "echo", payload)
+
+    assert (outcome.result, outcome.error_code) == (payload, None)
+
+
+def test_children_work_on_uvloop_too(children: Children) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        assert loop.run(call(children, "echo", job_of(b"x"))).result == b"x"
+        assert loop.run(call(children, "killed", job_of(b"x"))).error_code == "SIGNAL"
+
+
+def test_the_function_gets_the_whole_job(children: Children) -> None:
+    job = job_of(subject="a.b", args=("x",), headers={"h": "1"}, env={"E": "2"})
+
+    outcome = asyncio.run(call(children, "describe", job))
+
+    assert outcome.result == b"job-1 a.b 3 ('x',) {'h': '1'} {'E': '2'}"
+
+
+def test_nothing_returned_is_an_empty_result(children: Children) -> None:
+    assert run(children, "nothing").result == b""
+
+
+def test_another_type_is_the_handlers_mistake(children: Children) -> None:
+    outcome = run(children, "wrong_type")
+
+    assert (outcome.error_code, outcome.permanent) == ("HANDLER_ERROR", True)
+    assert "int" in outcome.message
+
+
+def test_an_exception_comes_back_with_type_message_and_traceback(children: Children) -> None:
+    outcome = run(children, "raises")
+
+    assert outcome.error_code == "HANDLER_ERROR"
+    assert outcome.message == "KeyError: 'no such pricer'"
+    assert outcome.meta["type"] == "KeyError"
+    assert "in raises" in outcome.meta["traceback"]
+
+
+def test_sys_exit_is_a_failure_of_the_handler(children: Children) -> None:
+    assert run(children, "exits").message == "SystemExit: 3"
+
+
+def test_a_child_that_exits_is_named_with_its_code(children: Children) -> None:
+    outcome = run(children, "dies")
+
+    assert (outcome.error_code, outcome.exit_code) == ("EXIT_CODE", 5)
+    assert "'dies'" in outcome.message
+
+
+def test_a_child_that_is_killed_is_named_with_the_signal(children: Children) -> None:
+    outcome = run(children, "killed")
+
+    assert outcome.error_code == "SIGNAL"
+    assert "'killed'" in outcome.message
+    assert "SIGKILL" in outcome.message
+
+
+def test_a_child_is_kept_warm_for_the_next_job(children: Children) -> None:
+    async def scenario() -> list[bytes | None]:
+        return [(await call(children, "pid", job_of())).result for _ in range(3)]
+
+    assert len(set(asyncio.run(scenario()))) == 1
+
+
+def test_jobs_at_the_same_time_have_children_of_their_own(children: Children) -> None:
+    async def scenario() -> list[Outcome]:
+        return await asyncio.gather(*(call(children, "echo", job_of(b"%d" % n)) for n in range(20)))
+
+    assert [outcome.result for outcome in asyncio.run(scenario())] == [b"%d" % n for n in range(20)]
+
+
+def test_after_a_death_the_next_job_has_a_new_child(children: Children) -> None:
+    async def scenario() -> tuple[str | None, bytes | None]:
+        return (await call(children, "dies", job_of())).error_code, (await call(children, "echo", job_of(b"x"))).result
+
+    assert asyncio.run(scenario()) == ("EXIT_CODE", b"x")
+
+
+def test_an_idle_child_that_died_is_not_used(children: Children) -> None:
+    async def scenario() -> bytes | None:
+        first = int((await call(children, "pid", job_of())).result or b"")
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: not children._idle, "the death is noticed")
+        return (await call(children, "echo", job_of(b"x"))).result
+
+    assert asyncio.run(scenario()) == b"x"
+
+
+def test_a_time_limit_kills_a_function_that_computes_and_what_it_started(children: Children, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    outcome = run(children, "spins", str(note).encode(), timeout_s=1.0)
+
+    assert outcome.error_code == "TIMED_OUT"
+    assert len(pids_in(note)) == 2
+    assert not [number for number in pids_in(note) if alive(number)]
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_a_stop_kills_a_function_that_computes(children: Children, tmp_path: Path, reason: StopReason) -> None:
+    note = tmp_path / "note"
+
+    async def end(stop: "asyncio.Future[StopReason]") -> None:
+        await until(note.exists, "the function runs")
+        stop.set_result(reason)
+
+    outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), None, end))
+
+    assert outcome.error_code == reason.value
+    assert not alive(pids_in(note)[0])
+
+
+def test_a_canceled_task_leaves_no_child_at_work(children: Children, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(call(children, "spins", job_of(str(note).encode())))
+        await until(note.exists, "the function runs")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until(lambda: not alive(pids_in(note)[0]), "the child is dead")
+
+    asyncio.run(scenario())
+
+
+def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(children: Children) -> None:
+    async def scenario() -> None:
+        await call(children, "echo", job_of())
+        children.kill_all()
+        await until(lambda: children._template_gone, "the end is noticed")
+        with pytest.raises(Unavailable, match="restart the worker"):
+            await call(children, "echo", job_of())
+
+    asyncio.run(scenario())
+
+
+def test_close_ends_the_template_and_its_children(children: Children) -> None:
+    async def scenario() -> int:
+        number = int((await call(children, "pid", job_of())).result or b"")
+        await children.close()
+        await until(lambda: not alive(number), "the child is dead")
+        return number
+
+    asyncio.run(scenario())
+    assert not alive(children.template_pid)
+
+
+def test_children_cannot_be_started_inside_a_loop() -> None:
+    async def scenario() -> None:
+        with pytest.raises(RuntimeError, match="before the event loop"):
+            Children.start(FUNCTIONS)
+
+    asyncio.run(scenario())
+
+
+WORKER = """
+import asyncio, sys
+from tasuki.worker.children import Children
+from tests.worker.test_children import FUNCTIONS, call, job_of
+children = Children.start(FUNCTIONS)
+print(children.template_pid, flush=True)
+asyncio.run(call(children, "spins", job_of(sys.argv[1].encode())))
+"""
+
+
+def test_children_die_with_the_worker(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(note)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True
+    )
+    assert worker.stdout is not None
+    template = int(worker.stdout.readline())
+    asyncio.run(until(note.exists, "the function runs"))
+    child = pids_in(note)[0]
+
+    worker.kill()
+    worker.communicate()
+
+    asyncio.run(until(lambda: not alive(child) and not alive(template), "child and template are dead"))
+    os.kill(pids_in(note)[1], signal.SIGKILL)  # what the function itself has started is the keeper's business
+
+
+def test_waiting_for_children_needs_no_thread(children: Children, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    threads = threading.active_count()
+
+    async def look(stop: "asyncio.Future[StopReason]") -> None:
+        await until(note.exists, "the function runs")
+        assert threading.active_count() == threads
+        stop.set_result(StopReason.SHUTDOWN)
+
+    before = time.monotonic()
+    outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), None, look))
+
+    assert outcome.error_code == "SHUTDOWN"
+    assert time.monotonic() - before < DEADLINE_S

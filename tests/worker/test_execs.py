@@ -1,0 +1,200 @@
+"""What an operator may write as an exec, and what argv comes out of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.core.job import InputFile
+from tasuki.errors import ConfigError
+from tasuki.worker.attempt import Refused
+from tasuki.worker.commands import build_command
+from tasuki.worker.execs import Exec, load_execs, parse_exec_flag, parse_execs
+from tasuki.worker.folder import RunFolder
+from tests.worker.runs import attempt_of
+
+
+def argv_of(exec_: Exec, tmp_path: Path, **fields: Any) -> list[str]:
+    environment = {"PATH": "/usr/bin:/bin"}
+    command = build_command(
+        exec_, attempt_of(exec=exec_.name, **fields), RunFolder(tmp_path), environment=environment, incarnation="i"
+    )
+    return list(command.argv)
+
+
+def files(*names: str) -> tuple[InputFile, ...]:
+    return tuple(InputFile(name, data=b"") for name in names)
+
+
+# ---------------------------------------------------------------------------------------------------- templates
+
+
+def test_a_flag_without_placeholder_takes_the_jobs_arguments_at_its_end(tmp_path: Path) -> None:
+    render = parse_exec_flag("render=echo --quiet")
+
+    assert argv_of(render, tmp_path, args=("--mode", "fast")) == ["echo", "--quiet", "--mode", "fast"]
+
+
+@pytest.mark.parametrize("flag", ["render=echo {file}", "render=echo --in={file}"])
+def test_a_flag_with_a_placeholder_but_no_args_takes_none(tmp_path: Path, flag: str) -> None:
+    with pytest.raises(Refused) as refused:
+        argv_of(parse_exec_flag(flag), tmp_path, args=("--mode",), files=files("a"))
+
+    assert refused.value.error_code == "ARGS_NOT_ALLOWED"
+
+
+def test_arguments_are_never_split_or_interpreted_again(tmp_path: Path) -> None:
+    args = ("two words", "quo'te\"s", "$HOME", "; rm -rf /", "{file}", "", "new\nline")
+
+    argv = argv_of(parse_exec_flag("tool=echo 'one element' {args} end"), tmp_path, args=args)
+
+    assert argv == ["echo", "one element", *args, "end"]
+
+
+def test_file_is_replaced_inside_an_element_and_only_once(tmp_path: Path) -> None:
+    argv = argv_of(parse_exec_flag("tool=echo --in={file} {files}"), tmp_path, files=files("a {args} {file} b"))
+
+    path = str(tmp_path / "in" / "a {args} {file} b")
+    assert argv == ["echo", f"--in={path}", path]
+
+
+def test_files_become_one_element_each(tmp_path: Path) -> None:
+    argv = argv_of(parse_exec_flag("tool=echo {files}"), tmp_path, files=files("-rf", "b c"))
+
+    assert argv == ["echo", str(tmp_path / "in" / "-rf"), str(tmp_path / "in" / "b c")]
+
+
+@pytest.mark.parametrize("given", [(), ("a", "b")])
+def test_file_needs_exactly_one_input(tmp_path: Path, given: tuple[str, ...]) -> None:
+    with pytest.raises(Refused, match=f"{len(given)} were given") as refused:
+        argv_of(parse_exec_flag("tool=echo {file}"), tmp_path, files=files(*given))
+
+    assert refused.value.error_code == "BAD_INPUT"
+
+
+def test_other_braces_are_left_alone(tmp_path: Path) -> None:
+    assert argv_of(parse_exec_flag("tool=awk '{print $1}' {}"), tmp_path) == ["awk", "{print $1}", "{}"]
+
+
+# ---------------------------------------------------------------------------------------------------- TOML
+
+
+def test_toml_is_strict_by_default() -> None:
+    (tool,) = parse_execs({"tool": {"command": "echo hello"}}).values()
+
+    assert (tool.args, tool.allow_env, tool.env, tool.timeout_s, tool.outputs) == ("none", (), {}, None, ("out/**",))
+
+
+def test_an_execs_file_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "execs.toml"
+    path.write_text(
+        """
+        [exec.render]
+        command = "/opt/render --quiet"
+        args = "any"
+        env = { THREADS = "4" }
+        allow_env = ["SEED"]
+        timeout_s = 600
+        outputs = ["out/*.png"]
+        cwd = "/srv"
+        [exec.list]
+        argv = ["ls", "one element"]
+        """
+    )
+
+    assert load_execs(path) == {
+        "render": Exec(
+            name="render",
+            argv=("/opt/render", "--quiet", "{args}"),
+            args="any",
+            env={"THREADS": "4"},
+            allow_env=("SEED",),
+            timeout_s=600,
+            outputs=("out/*.png",),
+            cwd="/srv",
+        ),
+        "list": Exec(name="list", argv=("ls", "one element")),
+    }
+
+
+@pytest.mark.parametrize(("argument", "allowed"), [("--size=12", True), ("--size=12;", False), ("x--size=1", False)])
+def test_each_argument_must_match_a_pattern_whole(tmp_path: Path, argument: str, allowed: bool) -> None:
+    (tool,) = parse_execs({"tool": {"command": "echo", "args": [r"--size=\d+", "-v"]}}).values()
+
+    if allowed:
+        assert argv_of(tool, tmp_path, args=("-v", argument)) == ["echo", "-v", argument]
+    else:
+        with pytest.raises(Refused, match="matches none") as refused:
+            argv_of(tool, tmp_path, args=("-v", argument))
+        assert refused.value.error_code == "ARGS_NOT_ALLOWED"
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({}, "exactly one of command"),
+        ({"command": "a", "argv": ["a"]}, "exactly one of command"),
+        ({"command": ""}, "empty command"),
+        ({"command": "echo 'open"}, "cannot split"),
+        ({"command": "./relative"}, "absolute path or a plain name"),
+        ({"command": "{file}"}, "absolute path or a plain name"),
+        ({"command": "echo --all={files}"}, "must stand alone"),
+        ({"command": "echo x{args}"}, "must stand alone"),
+        ({"command": "echo {args}", "args": "none"}, "remove one of them"),
+        ({"command": "echo", "args": ["("]}, "no regular expression"),
+        ({"command": "echo", "args": "some"}, "args"),
+        ({"command": "echo", "timeout_s": 0}, "above 0"),
+        ({"command": "echo", "outputs": ["/etc/*"]}, "below out/"),
+        ({"command": "echo", "outputs": ["out/../in/*"]}, "below out/"),
+        ({"command": "echo", "cwd": "relative"}, "absolute path"),
+        ({"command": "echo", "allow_env": ["A=B"]}, "environment name"),
+        ({"command": "echo", "allow_env": ["TASUKI_MARK"]}, "tasuki's own"),
+        ({"command": "echo", "env": {"TASUKI_MARK": "x"}}, "tasuki's own"),
+        ({"command": "echo", "comand": "x"}, "comand"),
+        ("echo", "object"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_exec(table: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_execs({"tool": table})
+
+    assert "'tool'" in error.value.message
+    assert says in error.value.message
+
+
+@pytest.mark.parametrize("flag", ["render", "=echo", "../evil=echo", "a b=echo", "render="])
+def test_a_wrong_flag_is_a_config_error(flag: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_exec_flag(flag)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("not toml", "is not TOML"), ("[execs.a]\ncommand='a'", "'execs'"), ("", "has no exec"), ("exec = 1", "has no exec")],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "execs.toml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match="execs.toml") as error:
+        load_execs(path)
+
+    assert says in error.value.message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_execs(tmp_path / "nowhere")
+
+
+def test_a_program_is_not_found_in_the_jobs_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = tmp_path / "evil"
+    evil.write_text("#!/bin/sh\n")
+    evil.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    exec_ = parse_exec_flag("tool=evil")
+
+    with pytest.raises(Refused) as refused:
+        build_command(exec_, attempt_of(exec="tool"), RunFolder(tmp_path), environment={"PATH": ":.:/usr/bin"}, incarnation="i")
+
+    assert refused.value.error_code == "PROGRAM_NOT_FOUND"
