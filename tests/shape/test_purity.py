@@ -24,7 +24,7 @@ AWAITING = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 ENVIRONMENT_ALLOWED = ("config.py", "cli/*")
 # Files that hand an environment on to a job's process: file -> why.
-JOB_ENVIRONMENT: dict[str, str] = {}
+JOB_ENVIRONMENT: dict[str, str] = {"worker/environment.py": "hands PATH, HOME, LANG, LC_ALL and TZ on to jobs"}
 
 # multiprocessing is here because its queues, pools and connections pickle what they carry.
 PICKLING = ("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve")

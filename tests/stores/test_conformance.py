@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tasuki.testing")
-
-from tasuki.stores.memory import MemoryStore  # noqa: E402
-from tasuki.testing.store_suite import MakeStore, StoreSuite  # noqa: E402
+from tasuki.stores.memory import MemoryStore
+from tasuki.testing.store_suite import MakeStore, StoreSuite
 
 
 class TestMemoryStore(StoreSuite):

@@ -33,8 +33,8 @@ def shell(script: str, **fields: Any) -> Attempt:
     return attempt_of(exec="sh", args=("-c", script), **fields)
 
 
-async def no_fetch(sha256: str, size_bytes: int, target: Path) -> None:
-    raise AssertionError(f"nothing was to be fetched, but {sha256} was")
+async def no_fetch(job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
+    raise AssertionError(f"nothing was to be fetched, but {sha256} of {job_id} was")
 
 
 def runner_in(data: Path, *execs: Exec, any_program_for: str | None = OWNER, **options: Any) -> CommandRunner:

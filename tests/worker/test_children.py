@@ -248,14 +248,37 @@ def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(childre
     asyncio.run(scenario())
 
 
+def test_children_die_with_their_template(children: Children, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    async def kill(_: "asyncio.Future[StopReason]") -> None:
+        await until(note.exists, "the function runs")
+        os.kill(children.template_pid, signal.SIGKILL)
+
+    outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), None, kill))
+
+    child, sleeper = pids_in(note)
+    os.kill(sleeper, signal.SIGKILL)  # nobody is left who knows of it
+    assert outcome.error_code == "SIGNAL"
+    asyncio.run(until(lambda: not alive(child), "the child is dead"))
+
+
 def test_close_ends_the_template_and_its_children(children: Children) -> None:
     async def scenario() -> int:
         number = int((await call(children, "pid", job_of())).result or b"")
-        await children.close()
+        children.close()
         await until(lambda: not alive(number), "the child is dead")
         return number
 
     asyncio.run(scenario())
+    assert not alive(children.template_pid)
+
+
+def test_close_works_after_the_loop_is_closed(children: Children) -> None:
+    run(children, "echo")
+
+    children.close()
+
     assert not alive(children.template_pid)
 
 
@@ -285,13 +308,14 @@ def test_children_die_with_the_worker(tmp_path: Path) -> None:
     assert worker.stdout is not None
     template = int(worker.stdout.readline())
     asyncio.run(until(note.exists, "the function runs"))
-    child = pids_in(note)[0]
+    involved = [template, *pids_in(note)]
+    assert len(involved) == 3  # with what the function itself has started
 
     worker.kill()
-    worker.communicate()
+    worker.wait()
+    worker.stdout.close()
 
-    asyncio.run(until(lambda: not alive(child) and not alive(template), "child and template are dead"))
-    os.kill(pids_in(note)[1], signal.SIGKILL)  # what the function itself has started is the keeper's business
+    asyncio.run(until(lambda: not [number for number in involved if alive(number)], "all of them are dead"))
 
 
 def test_waiting_for_children_needs_no_thread(children: Children, tmp_path: Path) -> None:

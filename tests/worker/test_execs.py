@@ -176,7 +176,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "execs.toml"
     path.write_text(text)
 
-    with pytest.raises(ConfigError, match="execs.toml") as error:
+    with pytest.raises(ConfigError, match=r"execs\.toml") as error:
         load_execs(path)
 
     assert says in error.value.message

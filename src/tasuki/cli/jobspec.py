@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def parse_array(text: str) -> list[int]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
-            raise InvalidInput(f"--array {text[:80]!r}: {part[:40]!r} is not a number or range, as in 1-1000, 0-100:10 or 3,7,9-12")
+            raise InvalidInput(
+                f"--array {text[:80]!r}: {part[:40]!r} is not a number or range, as in 1-1000, 0-100:10 or 3,7,9-12"
+            )
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         if step < 1 or last < first:
             raise InvalidInput(f"--array {text[:80]!r}: {part[:40]!r} must go up, in steps of at least 1")
@@ -114,12 +117,15 @@ def line_elements(lines: Iterable[str], args: Sequence[str]) -> Iterator[tuple[i
             yield number, tuple(argument.replace(LINE, line) for argument in args) if named else (*args, line)
 
 
-def open_lines(path: str) -> tuple[Iterable[str], Callable[[], None]]:
-    """The lines of a file, or of stdin for `-`, and how to close it."""
+@contextmanager
+def open_lines(path: str) -> Iterator[Iterable[str]]:
+    """The lines of a file, or of stdin for `-`."""
     if path == "-":
-        return sys.stdin, lambda: None
+        yield sys.stdin
+        return
     try:
-        file = Path(path).open(encoding="utf-8", errors="surrogateescape")
+        file = Path(path).open(encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - closed below; only its opening may fail so
     except OSError as error:
         raise InvalidInput(f"--each-line {path!r} cannot be read: {error.strerror or error}") from None
-    return file, file.close
+    with file:
+        yield file

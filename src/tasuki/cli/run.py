@@ -76,7 +76,14 @@ def run(
 
     output = Output(json=json, quiet=quiet)
     fields = job_fields(
-        exec_, args or (), subject=subject, env=env, timeout=timeout, retries=retries, priority=priority, payload_file=payload_file
+        exec_,
+        args or (),
+        subject=subject,
+        env=env,
+        timeout=timeout,
+        retries=retries,
+        priority=priority,
+        payload_file=payload_file,
     )
     fields.update(job_id=job_id, files=check_files(files))
     output.progress("connecting …")
@@ -205,5 +212,3 @@ def describe(ended: JobResult) -> dict[str, Any]:
         "message": outcome.message,
         "result_sha256": outcome.result_sha256,
     }
-
-

@@ -15,6 +15,8 @@ from tasuki.cli.connect import note_listening
 from tasuki.cli.output import encode_json, write_line
 
 if TYPE_CHECKING:
+    import ssl
+
     from tasuki.config import Address, DataFolder
     from tasuki.server.app import Server
 
@@ -97,10 +99,36 @@ def check(listen: Listen) -> None:
         raise ConfigError("nothing to listen on: give --tcp HOST:PORT, or leave --no-unix out")
 
 
-async def hosted(listen: Listen, events: Events, wait: Callable[[Server, list[Address]], Awaitable[None]]) -> None:
-    """A server that is open while `wait` lasts; it is called when every listener is."""
+class Opened:
+    """A server whose listeners are open."""
+
+    def __init__(self, server: Server, listen: Listen, tls: ssl.SSLContext | None) -> None:
+        from tasuki.doors.tcp import TcpDoor
+
+        self.server = server
+        self.addresses: list[Address] = []
+        self._listen = listen
+        self._tls = tls
+        self._door = TcpDoor(server)
+
+    async def reopen(self) -> None:
+        """Listen everywhere, and note it in the folder."""
+        listen = self._listen
+        self.addresses = [await self._door.listen_tcp(address, self._tls) for address in listen.tcp]
+        if listen.unix:
+            self.addresses.append(await self._door.listen_unix(listen.folder.socket))
+        note_listening(listen.folder, self.addresses)
+
+    async def shut(self) -> None:
+        """Take no more connections; those that are there stay."""
+        note_listening(self._listen.folder, [])
+        await self._door.close()
+
+
+async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], Awaitable[None]]) -> None:
+    """A server that is open while `while_open` lasts."""
     from tasuki.config import fault_point
-    from tasuki.doors.tcp import TcpDoor, server_tls
+    from tasuki.doors.tcp import server_tls
     from tasuki.server.app import ServerConfig
     from tasuki.server.node import kill_at, make_server, prepare_folder
 
@@ -115,18 +143,14 @@ async def hosted(listen: Listen, events: Events, wait: Callable[[Server, list[Ad
     )
     server = make_server(listen.folder, config, kill_at(fault_point()))
     await server.start()
-    door = TcpDoor(server)
+    opened = Opened(server, listen, tls)
     try:
-        addresses = [await door.listen_tcp(address, tls) for address in listen.tcp]
-        if listen.unix:
-            addresses.append(await door.listen_unix(listen.folder.socket))
-        note_listening(listen.folder, addresses)
-        for address in addresses:
+        await opened.reopen()
+        for address in opened.addresses:
             events.tell("listening", str(address), address=str(address), pid=os.getpid())
-        await wait(server, addresses)
+        await while_open(opened)
     finally:
-        note_listening(listen.folder, [])
-        await door.close()
+        await opened.shut()
         await server.stop()
 
 

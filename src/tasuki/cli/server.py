@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tasuki.cli import options
 from tasuki.cli.command import command
-
-if TYPE_CHECKING:
-    from tasuki.config import Address
-    from tasuki.server.app import Server
 
 DEFAULT_TCP = "127.0.0.1:7000"
 
@@ -24,7 +20,7 @@ def add_to(app: typer.Typer) -> None:
         examples=[
             "tasuki server --data /srv/tasuki",
             "tasuki server --data /srv/tasuki --tcp 0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem",
-            "tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {\"event\": \"listening\", …}",
+            'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
         ],
     )(server)
 
@@ -67,16 +63,16 @@ def server(
     )
     events = serve.Events(json=json)
 
-    async def wait(server: Server, addresses: list[Address]) -> None:
-        events.tell("ready", f"data {listen.folder.root}", data=str(listen.folder.root), token_file=str(listen.folder.token_file))
-        await stop.wanted.wait()
-        events.tell("stopping")
-
     async def main() -> int:
-        nonlocal stop
         stop = serve.Stop()
-        await serve.hosted(listen, events, wait)
+
+        async def until_stopped(opened: serve.Opened) -> None:
+            root = str(listen.folder.root)
+            events.tell("ready", f"data {root}", data=root, token_file=str(listen.folder.token_file))
+            await stop.wanted.wait()
+            events.tell("stopping")
+
+        await serve.hosted(listen, events, until_stopped)
         return 0
 
-    stop: serve.Stop
     return serve.run_loop(main())

@@ -43,9 +43,7 @@ def worker(
         list[str] | None,
         typer.Option("--exec", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="TOML file with [exec.NAME] tables.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with [exec.NAME] tables.")] = None,
     any_program: Annotated[
         bool,
         typer.Option("--any-program", help="Run any program for jobs of this same user; only over a unix socket."),
@@ -64,7 +62,9 @@ def worker(
     ] = None,
     drain_timeout: Annotated[
         float | None,
-        typer.Option("--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."),
+        typer.Option(
+            "--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."
+        ),
     ] = None,
     data: options.Data = None,
     token_file: options.TokenFile = None,

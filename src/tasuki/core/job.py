@@ -218,9 +218,10 @@ def check_spec(spec: JobSpec) -> JobSpec:
         raise InvalidInput(f"not_before must be a Unix time in seconds, got {spec.not_before}")
     if spec.array_id is not None:
         check_job_id(spec.array_id)
+    size = len(spec.payload)
     if spec.args or spec.env or spec.files or spec.headers:
         _check_lists(spec)
-    size = len(spec.payload) + sum(len(file.data) for file in spec.files if file.data is not None)
+        size += sum(len(file.data) for file in spec.files if file.data is not None)
     if size > BODY_INLINE_MAX_BYTES:
         raise TooLarge(
             f"payload and inline files of job {spec.job_id!r} have {size} bytes, the limit is {BODY_INLINE_MAX_BYTES}; "

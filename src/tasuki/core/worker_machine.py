@@ -62,10 +62,9 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The attempt's process or task is running. `report`: say so at once (commands); handlers only if they take longer."""
+    """The attempt's process is running; the server is told at once."""
 
     lease_id: str
-    report: bool = True
 
 
 class GaveBack(msgspec.Struct, frozen=True):
@@ -299,9 +298,14 @@ class WorkerMachine:
         held = self.held.get(event.lease_id)
         if held is not None and held.started_at is None:
             held.started_at = now.wall
-            if event.report:
-                held.reported_start = True
-                self._started_due.append(held.claim)
+            held.reported_start = True
+            self._started_due.append(held.claim)
+
+    def handler_started(self, lease_id: str, wall: float) -> None:
+        """A handler runs in the worker's own loop. The server hears of it only if it takes longer than STARTED_AFTER_S."""
+        held = self.held.get(lease_id)
+        if held is not None:
+            held.started_at = wall
 
     def _gave_back(self, lease_id: str) -> list[Command]:
         held = self.held.pop(lease_id, None)

@@ -62,9 +62,11 @@ def register(path: Path) -> str:
 
 
 def forget(alias: str) -> None:
-    """Take back `register`."""
+    """Take back `register`; the connection was closed by its user."""
     from django.db import connections
 
+    if any(wrapper.alias == alias for wrapper in connections.all(initialized_only=True)):  # this thread's
+        del connections[alias]
     connections.databases.pop(alias, None)
 
 

@@ -189,7 +189,7 @@ class MemoryStore(MemoryRecords):
 
     def _lease_named(self, request: LeaseRequest) -> list[Grant]:
         grants: list[Grant] = []
-        for job_id in dict.fromkeys(request.job_ids):
+        for job_id in request.job_ids:
             if len(grants) >= request.limit:
                 break
             record = self._records.get(job_id)

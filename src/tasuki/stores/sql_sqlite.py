@@ -95,16 +95,19 @@ class SqliteDatabase:
         try:
             standalone.configure(path)
             self._alias = standalone.register(path)
-            wrapper = connections[self._alias]
-            wrapper.inc_thread_sharing()
-            self._wrapper: BaseDatabaseWrapper = wrapper
+        except BaseException:
+            self._lock.release()
+            raise
+        self._wrapper: BaseDatabaseWrapper = connections[self._alias]
+        self._wrapper.inc_thread_sharing()
+        try:
             with translated():
-                wrapper.ensure_connection()
-                self.connection: sqlite3.Connection = wrapper.connection
+                self._wrapper.ensure_connection()
+                self.connection: sqlite3.Connection = self._wrapper.connection
                 _tune(self.connection)
                 standalone.migrate(self._alias)
         except BaseException:
-            self._lock.release()
+            self.close()
             raise
 
     def begin(self) -> None:

@@ -75,7 +75,7 @@ results = st.sampled_from(
     [Outcome(), Outcome(result=b"1", result_sha256="1" * 64), Outcome(result_ref=BlobRef(BLOB, 3), result_sha256=BLOB)]
 )
 damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
-    [{}, {}, {}, {}, {"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"job_id": "unknown"}]
+    [*[{}] * 12, {"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"job_id": "unknown"}]
 )
 
 
@@ -99,8 +99,8 @@ class StoreMachine(RuleBasedStateMachine):
         """Override: a new, empty store."""
         raise NotImplementedError
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(bodies=st.lists(specs, min_size=3, max_size=6))
+    def open(self, bodies: list[JobSpec]) -> None:
         self.clock = FakeClock()
         self.under_test = self.make_store(self.clock)
         self.model = MemoryStore(self.clock)
@@ -108,6 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pairs: list[Pair] = []
         self.names: dict[str, str] = {}  # lease_id of either store -> the pair's own name
         self.epoch = self.both("take_over", "leader-1")
+        self.submit(bodies, None, "return")
 
     def teardown(self) -> None:
         if hasattr(self, "under_test"):
@@ -175,7 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
     # -- submitters -----------------------------------------------------------------------------------------------
     @rule(
         bodies=st.lists(specs, min_size=1, max_size=3),
-        delay_s=st.sampled_from([None, None, None, -5.0, 30.0]),
+        delay_s=st.sampled_from([None, None, None, -5.0, 12.0]),
         on_failed=st.sampled_from(["return", "rerun"]),
     )
     def submit(self, bodies: list[JobSpec], delay_s: float | None, on_failed: str) -> None:
@@ -227,6 +228,11 @@ class StoreMachine(RuleBasedStateMachine):
         theirs = self.model.lease([followed])[0] if mine else []
         self.granted(mine, theirs, worker_id, incarnation)
 
+    @rule(worker_id=workers, limit=st.integers(1, 4), terms=lease_terms)
+    def lease_anything(self, worker_id: str, limit: int, terms: dict[str, Any]) -> None:
+        """The common case, so that histories are rich in grants."""
+        self.lease(worker_id, "1", (">",), limit, frozenset(), terms)
+
     def candidates(self, request: LeaseRequest) -> list[Job]:
         """What the request may be given, oldest first."""
         found = self.model.find(Filter(states=(State.PENDING, State.ORPHANED))).jobs[::-1]
@@ -253,7 +259,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pairs)
     @rule(
         verb=st.sampled_from(["start", "start", "renew", "release"]),
-        chosen=st.lists(st.tuples(picks, damages), min_size=1, max_size=3),
+        chosen=st.lists(st.tuples(picks, damages | st.just({"incarnation": "9"})), min_size=1, max_size=3),
         ttl_s=st.sampled_from([5.0, 15.0]),
     )
     def show(self, verb: str, chosen: list[tuple[int, dict[str, Any]]], ttl_s: float) -> None:
@@ -336,9 +342,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.history.pruned(job_id for job_id in JOB_IDS if self.under_test.get([job_id]) == [None])
 
     # -- time and accidents ---------------------------------------------------------------------------------------
-    @rule(seconds=st.sampled_from([1.0, 4.25, 8.0, 18.0, 40.0]))
-    def advance(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([1.0, 4.25, 8.0, 18.0, 40.0]), looks=st.booleans())
+    def advance(self, seconds: float, looks: bool) -> None:
+        """Time passes; mostly the leader then does its duties, sometimes it is late."""
         self.clock.advance(seconds)
+        if looks:
+            self.reap()
+            self.promote()
 
     @rule(seconds=st.sampled_from([-100.0, 100.0]))
     def jump_wall(self, seconds: float) -> None:

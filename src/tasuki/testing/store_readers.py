@@ -7,9 +7,10 @@ from typing import Any
 
 from tasuki.core.job import BlobRef, InputFile, State
 from tasuki.core.subject import group_of
-from tasuki.core.verbs import COUNTED, Filter, GroupCounts
+from tasuki.core.verbs import COUNTED, Filter, GroupCounts, Standing
 from tasuki.stores.store import Feature
-from tasuki.testing.store_stage import KEEP, Stage, StoreCase, token_row
+from tasuki.testing.clocks import FakeClock
+from tasuki.testing.store_stage import KEEP, MakeStore, Stage, StoreCase, token_row
 
 
 class ReaderCases(StoreCase):
@@ -252,3 +253,27 @@ class ReaderCases(StoreCase):
         assert answers == [True, False, False]
         assert token is not None
         assert (token.revoked_at, token.revoked_by) == (stage.clock.wall(), "admin")
+
+    # -- features -------------------------------------------------------------------------------------------------
+    def test_what_was_acked_is_there_after_reopening_if_the_store_says_it_is_durable(
+        self, make_store: MakeStore, clock: FakeClock
+    ) -> None:
+        store = make_store(clock)
+        stage = Stage(store, clock)
+        grant = stage.running("a", lease={"ttl_s": 15.0})
+        stage.ended("b", "FAILED")
+        store.add_token(token_row("t"))
+        before = (store.get(["a", "b"]), store.incidents("b"), store.counts(), store.tokens())
+        store.close()
+
+        reopened = make_store(clock)
+        try:
+            after = (reopened.get(["a", "b"]), reopened.incidents("b"), reopened.counts(), reopened.tokens())
+            assert (after == before) == (Feature.DURABLE in reopened.features)
+            if Feature.DURABLE in reopened.features:
+                clock.advance(3600)
+                # A new owner: a higher epoch, and the running job goes on.
+                assert reopened.take_over("leader-2") == stage.epoch + 1
+                assert reopened.renew([stage.claim(grant)]) == [Standing.GO_ON]
+        finally:
+            reopened.close()

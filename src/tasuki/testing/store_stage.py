@@ -181,7 +181,7 @@ class StoreCase:
 
     @pytest.fixture
     def make_store(self) -> MakeStore:
-        """Override: a function that opens a new, empty store on the clock it is given."""
+        """Override: a function that opens the test's own store on the clock it is given; after a close, the same one again."""
         raise NotImplementedError("a subclass of StoreSuite gives the fixture make_store")
 
     @pytest.fixture

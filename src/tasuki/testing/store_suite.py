@@ -7,7 +7,7 @@
 
 Every case is one behaviour of DESIGN §2 that a caller may rely on, told as given, when, then; the cases stand in the
 modules that are imported here, one per side of the contract. Touches only the stores that `make_store` opens.
-Call `pytest.register_assert_rewrite("tasuki.testing")` before importing this module, and failures show their values.
+With `pytest.register_assert_rewrite("tasuki.testing.store_leases")` and so on in a conftest.py, failures show their values.
 """
 
 from __future__ import annotations

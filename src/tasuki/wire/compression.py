@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterable
 
@@ -12,8 +13,9 @@ from tasuki.wire.frames import GZIP, ZSTD
 
 CODECS = ("zstd", "gzip")  # in the order of preference
 COMPRESS_FROM_BYTES = 1024  # below this the codec's own frame eats the gain
+ZSTD_WINDOW_MAX_BYTES = 8 * 1024 * 1024  # what RFC 8878 asks of every decoder; a larger window is memory that the peer decides on
 _FLAG = {"zstd": ZSTD, "gzip": GZIP}
-_compressor = zstandard.ZstdCompressor(level=1)
+_local = threading.local()  # a zstd compressor is not for several threads at once, and several loops may run in one process
 
 
 def common_codec(ours: Iterable[str], theirs: Iterable[str]) -> str | None:
@@ -27,15 +29,23 @@ def compress(payload: bytes, codec: str | None) -> tuple[bytes, int]:
     if codec is None or len(payload) < COMPRESS_FROM_BYTES:
         return payload, 0
     if codec == "zstd":
-        smaller = _compressor.compress(payload)
+        smaller = _zstd_compressor().compress(payload)
     else:
         packer = zlib.compressobj(1, zlib.DEFLATED, 31)
         smaller = packer.compress(payload) + packer.flush()
     return (smaller, _FLAG[codec]) if len(smaller) < len(payload) else (payload, 0)
 
 
+def _zstd_compressor() -> zstandard.ZstdCompressor:
+    try:
+        return _local.compressor  # type: ignore[no-any-return]
+    except AttributeError:
+        _local.compressor = zstandard.ZstdCompressor(level=1)
+        return _local.compressor  # type: ignore[no-any-return]
+
+
 def decompress(payload: bytes, flags: int, max_bytes: int) -> bytes:
-    """The plain payload; TooLarge before more than max_bytes are allocated."""
+    """The plain payload; TooLarge before more than max_bytes are allocated, ProtocolError if it is cut off or not readable."""
     if not flags & (ZSTD | GZIP):
         return payload
     if flags & ZSTD and flags & GZIP:
@@ -44,21 +54,29 @@ def decompress(payload: bytes, flags: int, max_bytes: int) -> bytes:
         plain, whole = _inflate_zstd(payload, max_bytes) if flags & ZSTD else _inflate_gzip(payload, max_bytes)
     except (zstandard.ZstdError, zlib.error) as error:
         raise ProtocolError(f"a compressed payload cannot be read: {error}") from None
+    if len(plain) > max_bytes:
+        raise TooLarge(f"a compressed payload of {len(payload)} bytes grows past the limit of {max_bytes} bytes")
     if not whole:
-        raise TooLarge(f"a compressed payload of {len(payload)} bytes is cut off or grows past the limit of {max_bytes} bytes")
+        raise ProtocolError(f"a compressed payload of {len(payload)} bytes is cut off")
     return plain
 
 
 def _inflate_zstd(payload: bytes, max_bytes: int) -> tuple[bytes, bool]:
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(payload, read_across_frames=False)
-    plain = reader.read(max_bytes + 1)
-    # A frame that ended gives nothing more; one that was cut off raises no error, so that its declared size is compared.
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_MAX_BYTES)
+    plain = unpacker.stream_reader(payload, read_across_frames=False).read(max_bytes + 1)
+    if len(plain) > max_bytes:
+        return plain, False
+    # The reader is silent about a frame that was cut off, so that the declared size is compared; where none is declared (a
+    # streaming encoder) the frame is read once more for its end mark, now that its size is known to be harmless.
     declared = zstandard.get_frame_parameters(payload).content_size
-    known = declared not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
-    return plain, len(plain) <= max_bytes and (not known or declared == len(plain))
+    if declared not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
+        return plain, declared == len(plain)
+    again = unpacker.decompressobj()
+    again.decompress(payload)
+    return plain, again.eof
 
 
 def _inflate_gzip(payload: bytes, max_bytes: int) -> tuple[bytes, bool]:
     unpacker = zlib.decompressobj(31)
     plain = unpacker.decompress(payload, max_bytes + 1)
-    return plain, unpacker.eof and len(plain) <= max_bytes
+    return plain, unpacker.eof

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
     Acceptance,
     Accepted,
     AssignJobs,
@@ -46,9 +47,9 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.core.verbs import Grant
-from tasuki.errors import ProtocolError, UnknownFrame
+from tasuki.errors import InvalidInput, ProtocolError, UnknownFrame
 from tasuki.wire.compression import compress, decompress
-from tasuki.wire.frames import BATCH, Frame, encode_frame
+from tasuki.wire.frames import BATCH, HEADER_MAX_BYTES, Frame, encode_frame
 
 
 class Type(enum.IntEnum):
@@ -191,7 +192,8 @@ def decode(frame: Frame, max_bytes: int) -> Message:
             frame = frame._replace(payload=decompress(frame.payload, frame.flags, max_bytes))
         return reader(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a {Type(frame.type).name} frame cannot be read: {error}") from None
+        # The text may quote what the peer sent (a wrong enum value), and it goes back in a header that has a limit.
+        raise ProtocolError(f"a {Type(frame.type).name} frame cannot be read: {str(error)[:200]}") from None
 
 
 def _known_types() -> str:
@@ -313,17 +315,48 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
 }
 
 
-def encode(message: Message, codec: str | None = None) -> bytes:
-    """The frame, or for JobsRecorded the one or two frames, of a message."""
+_DIVISIBLE = {
+    Results: "items",
+    AssignJobs: "grants",
+    JobsStarted: "claims",
+    JobsFinished: "endings",
+    JobsReleased: "claims",
+    CancelLeases: "lease_ids",
+}
+
+
+def encode(message: Message, codec: str | None = None, max_bytes: int = FRAME_MAX_BYTES) -> bytes:
+    """The frame of a message; several for JobsRecorded with both kinds, and for a batch without msg_id that is too large for one.
+
+    InvalidInput if it holds something that msgpack cannot carry: half a surrogate pair, an integer of more than 64 bits.
+    """
+    try:
+        return _encoded(message, codec, max_bytes)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise InvalidInput(f"a {type(message).__name__} cannot be sent: {error}") from None
+
+
+def _encoded(message: Message, codec: str | None, max_bytes: int) -> bytes:
     if type(message) is JobsRecorded:
-        frames = b""
-        if message.recorded:
-            frames += encode_frame(Type.ACK_JOB, _encode(_AckHeader("recorded")), *_batch(message.recorded))
-        if message.fenced:
-            frames += encode_frame(Type.ACK_JOB, _encode(_AckHeader("fenced")), *_batch(message.fenced))
-        return frames
+        return _encode_recorded(message)
     kind, header, payload, flags = _WRITERS[type(message)](message)
+    if len(payload) + HEADER_MAX_BYTES > max_bytes and type(message) in _DIVISIBLE:
+        name = _DIVISIBLE[type(message)]
+        items = getattr(message, name)
+        if len(items) > 1:
+            middle = len(items) // 2
+            halves = (replace(message, **{name: half}) for half in (items[:middle], items[middle:]))
+            return b"".join(_encoded(half, codec, max_bytes) for half in halves)
     if codec is not None and payload:
         payload, compressed = compress(payload, codec)
         flags |= compressed
     return encode_frame(kind, _encode(header), payload, flags)
+
+
+def _encode_recorded(message: JobsRecorded) -> bytes:
+    frames = b""
+    if message.recorded:
+        frames += encode_frame(Type.ACK_JOB, _encode(_AckHeader("recorded")), *_batch(message.recorded))
+    if message.fenced:
+        frames += encode_frame(Type.ACK_JOB, _encode(_AckHeader("fenced")), *_batch(message.fenced))
+    return frames

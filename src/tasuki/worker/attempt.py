@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.job import JobSpec, Outcome
+from tasuki.core.job import EMPTY_SHA256, JobSpec, Outcome
 
 HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # it stands in memory whole; larger results belong to a command's out/
 MESSAGE_MAX_CHARS = 2_000
@@ -156,7 +156,7 @@ def handler_outcome(value: object) -> Outcome:
             message=f"the handler returned {len(result)} bytes, the limit is {HANDLER_RESULT_MAX_BYTES}",
             permanent=True,
         )
-    return Outcome(result=result, result_sha256=hashlib.sha256(result).hexdigest())
+    return Outcome(result=result, result_sha256=hashlib.sha256(result).hexdigest() if result else EMPTY_SHA256)
 
 
 def handler_failure(error: BaseException) -> Outcome:

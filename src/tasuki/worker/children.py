@@ -7,9 +7,9 @@ has the functions loaded and forks children from itself on order, which is safe 
        └──────────── data: HandlerJob / Outcome ──────────────────┘         (stream socket pair: length u32 LE, msgpack)
 
 A child does one job at a time and is kept warm for the next; one that passed its time limit or was stopped is killed with
-all of its session. The template is the children's parent, so it alone reaps them and says how they ended. PDEATHSIG ties
-child to template and template to worker: when the worker dies, all die. What crosses a socket is msgpack of known types,
-never pickle.
+all of its session. The template is the children's parent, so it alone reaps them and says how they ended. When the worker
+dies the template reads the end of the control socket, kills every child's session and ends; PDEATHSIG ties the children to
+the template in turn. What crosses a socket is msgpack of known types, never pickle.
 """
 
 from __future__ import annotations
@@ -133,11 +133,10 @@ class Children:
         else:
             raise RuntimeError("Children.start must be called before the event loop runs")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        worker_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _in_new_process(lambda: _Template(theirs, dict(functions)).serve(worker_pid))
+            _in_new_process(_Template(theirs, dict(functions)).serve)
         theirs.close()
         return cls(ours, pid, frozenset(functions))
 
@@ -165,18 +164,19 @@ class Children:
             answer.cancel()
 
     def kill_all(self) -> None:
-        """The last resort: without its template every child dies, at once and without a word."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.template_pid, signal.SIGKILL)
+        """The last resort: the template takes this for the worker's death, kills every child's session and ends."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._control.shutdown(socket.SHUT_RDWR)
 
-    async def close(self) -> None:
-        """End all children and the template."""
-        for child in self._alive.values():
-            child.writer.close()
-        if self._loop is not None:
+    def close(self) -> None:
+        """End all children and the template, which takes milliseconds. In the loop, or when that is closed."""
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._control)
+            for child in self._alive.values():
+                child.writer.close()
+        self.kill_all()
         self._control.close()
-        await asyncio.to_thread(os.waitpid, self.template_pid, 0)
+        os.waitpid(self.template_pid, 0)
 
     async def _take(self) -> _Child:
         self._attach()
@@ -247,7 +247,7 @@ def _in_new_process(main: Callable[[], NoReturn]) -> NoReturn:
 
 
 class _Template:
-    """Forks, kills and reaps children until the worker is gone. No loop, no threads: one poll."""
+    """Forks, kills and reaps children until the worker is gone. No loop, no threads: one poll, and nothing else blocks."""
 
     def __init__(self, control: socket.socket, functions: dict[str, Function]) -> None:
         self._control = control
@@ -256,31 +256,40 @@ class _Template:
         self._pids: dict[int, int] = {}  # by the worker's number for the child
         self._numbers: dict[int, int] = {}  # by pidfd
 
-    def serve(self, worker_pid: int) -> NoReturn:
+    def serve(self) -> NoReturn:
         os.setsid()  # Ctrl-C in the worker's terminal is the worker's business
-        die_with_parent(worker_pid)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         gc.freeze()  # children share these pages as long as no collection writes into them
         self._poll.register(self._control, select.POLLIN)
-        while True:
-            for descriptor, _ in self._poll.poll():
-                if descriptor == self._control.fileno():
-                    self._on_order()
-                else:
-                    self._reap(descriptor)
+        try:
+            while self._turn():
+                pass
+        except ConnectionError:
+            logger.debug("the worker died before it could be told how a child ended")
+        for number in self._pids:
+            self._kill(number)
+        os._exit(os.EX_OK)
 
-    def _on_order(self) -> None:
+    def _turn(self) -> bool:
+        """Do what there is to do; False when the worker is gone."""
+        for descriptor, _ in self._poll.poll():
+            if descriptor != self._control.fileno():
+                self._reap(descriptor)
+            elif not self._on_order():
+                return False
+        return True
+
+    def _on_order(self) -> bool:
         record, descriptors, _, _ = socket.recv_fds(self._control, RECORD_MAX_BYTES, 1)
         if not record:
-            for number in list(self._pids):
-                self._kill(number)
-            os._exit(os.EX_OK)
+            return False
         match _decode_order(record):
             case Fork(number):
                 self._fork(number, descriptors[0])
             case Kill(number):
                 self._kill(number)
+        return True
 
     def _fork(self, number: int, data: int) -> None:
         template_pid = os.getpid()

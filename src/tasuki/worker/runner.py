@@ -40,8 +40,8 @@ from tasuki.worker.logs import CAP_BYTES, CappedLog, LogWatch
 from tasuki.worker.process import Process, Spawn, kill_marked, spawn
 from tasuki.worker.results import OutputLimits, Times, build_result
 
-Fetch = Callable[[str, int, Path], Awaitable[None]]
-"""`fetch(sha256, size_bytes, target)` writes the blob to the file `target`; what it wrote is verified here."""
+Fetch = Callable[[str, str, int, Path], Awaitable[None]]
+"""`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; it is verified here."""
 
 GRACE_S = 5.0
 ARCHIVES_AT_ONCE = 2  # each holds up to two whole logs in memory, and more than the cores would not be faster
@@ -93,8 +93,13 @@ class CommandRunner:
         self._running: set[Process] = set()
         self._archiving = asyncio.Semaphore(ARCHIVES_AT_ONCE)
 
-    async def run(self, attempt: Attempt, stop: asyncio.Future[StopReason]) -> RunResult:
-        """Run one attempt to its end. When it returns, no process of its group is alive."""
+    async def run(
+        self, attempt: Attempt, stop: asyncio.Future[StopReason], on_started: Callable[[], None] = lambda: None
+    ) -> RunResult:
+        """Run one attempt to its end. When it returns, no process of its group is alive.
+
+        `on_started` is called when the process runs; for an attempt that is refused, never.
+        """
         if stop.done():
             return RunResult(stopped_outcome(stop.result()))
         try:
@@ -103,7 +108,7 @@ class CommandRunner:
             if not await self._fetch_inputs(attempt, folder, stop):
                 return RunResult(stopped_outcome(stop.result()))
             command = build_command(exec_, attempt, folder, environment=base_environment(), incarnation=self._incarnation)
-            return await self._run_command(attempt, exec_, command, folder, stop)
+            return await self._run_command(attempt, exec_, command, folder, stop, on_started)
         except Refused as refusal:
             return RunResult(refusal.outcome())
         except Unavailable:
@@ -142,7 +147,7 @@ class CommandRunner:
         blobs = [file for file in attempt.spec.files if file.data is None]
         if not blobs:
             return not stop.done()
-        fetching = asyncio.ensure_future(self._fetch_all(blobs, folder))
+        fetching = asyncio.ensure_future(self._fetch_all(attempt.spec.job_id, blobs, folder))
         try:
             await first_of(fetching, stop)
             if fetching.done():
@@ -153,21 +158,28 @@ class CommandRunner:
                 await asyncio.wait({fetching})
         return not stop.done()
 
-    async def _fetch_all(self, blobs: list[InputFile], folder: RunFolder) -> None:
+    async def _fetch_all(self, job_id: str, blobs: list[InputFile], folder: RunFolder) -> None:
         for file in blobs:
             assert file.sha256 is not None  # `RunFolders.create` has looked
             assert file.size_bytes is not None
             target = folder.inputs / file.name
-            await self._fetch(file.sha256, file.size_bytes, target)
+            await self._fetch(job_id, file.sha256, file.size_bytes, target)
             await asyncio.to_thread(verify_input, target, file)
 
     async def _run_command(
-        self, attempt: Attempt, exec_: Exec, command: Command, folder: RunFolder, stop: asyncio.Future[StopReason]
+        self,
+        attempt: Attempt,
+        exec_: Exec,
+        command: Command,
+        folder: RunFolder,
+        stop: asyncio.Future[StopReason],
+        on_started: Callable[[], None],
     ) -> RunResult:
         with contextlib.ExitStack() as opened:
             logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
             started_at, started = time.time(), time.monotonic()
             async with self._process(command, folder, logs) as process, LogWatch(logs):
+                on_started()
                 outcome = await self._supervise(process, exec_, command, stop)
             times = Times(started_at, time.time(), time.monotonic() - started)
             if outcome.error_code == StopReason.LEASE_LOST:  # nobody would take the result

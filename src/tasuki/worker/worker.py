@@ -145,10 +145,10 @@ class Worker:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._children: Children | None = None
         self._pumping = False
+        self._wall = 0.0
         self._signals = 0
         self._welcome: Welcome | None = None
-        self.on_event: Callable[[str, dict[str, Any]], None] = lambda name, facts: None
-        """For those who show what the worker does: connected, lost, started, ended, fenced."""
+        self._ended: list[Ended] = []
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -238,6 +238,7 @@ class Worker:
         if self._active:
             await asyncio.wait([active.task for active in self._active.values() if active.task], timeout=HARD_STOP_S)
         self._runner.kill_all()
+        self._runner.close()
         self._blobs.close()
         if self._link is not None:
             self._link.close()
@@ -282,6 +283,7 @@ class Worker:
 
     def _apply(self, event: Event) -> None:
         now = Now(boottime(), time.time())
+        self._wall = now.wall
         for command in self._machine.apply(event, now):
             self._perform(command)
         if not self._pumping:
@@ -289,19 +291,26 @@ class Worker:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
+        """Once per turn of the loop: everything that ended in it is told in one message."""
         self._pumping = False
-        for command in self._machine.flush(Now(boottime(), time.time())):
+        now = Now(boottime(), time.time())
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for event in ended:
+                for command in self._machine.apply(event, now):
+                    self._perform(command)
+        for command in self._machine.flush(now):
             self._perform(command)
 
     def _perform(self, command: Command) -> None:
         match command:
-            case Send():
-                if self._link is not None:
-                    self._link.send(command.message)
             case Run():
                 self._start(command.grant)
             case Forget():
                 self._forget(command)
+            case Send():
+                if self._link is not None:
+                    self._link.send(command.message)
             case Stop():
                 active = self._active.get(command.lease_id)
                 if active is not None:
@@ -338,7 +347,6 @@ class Worker:
                 link.codec = message.codecs[0]
             self._blobs.connected(link)
             logger.info("connected to %s as %s", link.peer.address, self.worker_id)
-            self.on_event("connected", {"server_id": message.server_id})
         self._apply(Received(link.tag, message))
 
     def _lost(self, link: Link, reason: str) -> None:
@@ -346,7 +354,6 @@ class Worker:
             self._link = None
             self._blobs.lost()
             logger.warning("connection lost: %s", reason)
-            self.on_event("lost", {"reason": reason})
         self._apply(Closed(link.tag or 0, reason))
 
     # ------------------------------------------------------------------------------------------------ attempts
@@ -362,29 +369,29 @@ class Worker:
         names = self._trie.match(spec.subject)
         handler = self._handlers[names[0]] if names else None
         if handler is not None and handler.asynchronous:
+            # Said to the machine without an event of its own: this is the path of ten thousand jobs a second.
+            self._machine.handler_started(grant.lease_id, self._wall)
             active.task = self._loop.create_task(self._run_async(active, handler))
         else:
             active.stop = self._loop.create_future()
             active.task = self._loop.create_task(self._run_plain(active, handler))
 
     async def _run_async(self, active: _Active, handler: Handler) -> None:
-        spec, lease_id = active.attempt.spec, active.attempt.lease_id
-        self._apply(Started(lease_id, report=False))
+        spec = active.attempt.spec
         timeout_s = spec.timeout_s if spec.timeout_s is not None else handler.timeout_s
         job = HandlerJob(spec, active.attempt.attempt)
+        limit = asyncio.timeout(timeout_s) if timeout_s is not None else None
         try:
-            if timeout_s is None:
+            if limit is None:
                 outcome = handler_outcome(await handler.function(job))
             else:
-                async with asyncio.timeout(timeout_s) as limit:
+                async with limit:
                     outcome = handler_outcome(await handler.function(job))
         except asyncio.CancelledError:
             outcome = stopped_outcome(active.stopped or StopReason.SHUTDOWN)
-        except TimeoutError as error:
-            ours = timeout_s is not None and limit.expired()
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is its attempt's outcome
+            ours = limit is not None and limit.expired()
             outcome = timed_out_outcome(timeout_s) if ours else handler_failure(error)
-        except Exception as error:
-            outcome = handler_failure(error)
         if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
             outcome = await self._as_blob(outcome)
         self._end(active, outcome)
@@ -397,7 +404,13 @@ class Worker:
             return
         self._apply(Started(active.attempt.lease_id))
         timeout_s = spec.timeout_s if spec.timeout_s is not None else handler.timeout_s
-        outcome = await self._children.run(handler.name, HandlerJob(spec, active.attempt.attempt), timeout_s, active.stop)
+        try:
+            outcome = await self._children.run(handler.name, HandlerJob(spec, active.attempt.attempt), timeout_s, active.stop)
+        except Unavailable as error:
+            # The process that forks our children is gone: nothing plain can run here any more.
+            outcome = Outcome(error_code=error.code, message=error.message)
+            if not self._done.done():
+                self._done.set_exception(error)
         if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
             outcome = await self._as_blob(outcome)
         self._end(active, outcome)
@@ -421,8 +434,10 @@ class Worker:
         self._end(active, outcome)
 
     def _end(self, active: _Active, outcome: Outcome) -> None:
-        self.on_event("ended", {"job_id": active.attempt.spec.job_id, "error_code": outcome.error_code})
-        self._apply(Ended(active.attempt.lease_id, outcome))
+        self._ended.append(Ended(active.attempt.lease_id, outcome))
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
 
     def _stop_active(self, active: _Active, reason: StopReason) -> None:
         active.stopped = reason
@@ -438,7 +453,6 @@ class Worker:
             return
         if command.fenced:
             logger.warning("job %s attempt %d: refused: %s", active.attempt.spec.job_id, active.attempt.attempt, command.fenced)
-            self.on_event("fenced", {"job_id": active.attempt.spec.job_id, "reason": command.fenced})
         if active.attempt.spec.exec:
             self._spawn(self._runner.cleanup(active.attempt))
 
@@ -462,7 +476,8 @@ class Worker:
 
     async def _as_blob(self, outcome: Outcome) -> Outcome:
         """A handler's large result becomes a blob, durable before the outcome is sent."""
-        assert outcome.result is not None and outcome.result_sha256 is not None
+        assert outcome.result is not None
+        assert outcome.result_sha256 is not None
         ref = BlobRef(outcome.result_sha256, len(outcome.result))
         with tempfile.SpooledTemporaryFile() as file:
             file.write(outcome.result)

@@ -276,7 +276,8 @@ SELECT {found} FROM tasuki_jobrun WHERE array_id IS NOT NULL AND array_id = :arr
 SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_failed WHERE error_code IS NOT NULL AND id < :high {and} ORDER BY id DESC
 
 -- name: find_leased
-SELECT {found} FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND id < :high {and} ORDER BY id DESC
+-- Sorts, but only the live leases.
+SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_leased WHERE lease_expires_at IS NOT NULL AND id < :high {and} ORDER BY id DESC
 
 -- name: find_by_id
 SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY id DESC

@@ -1,0 +1,192 @@
+"""`tasuki doctor`: looks at everything that tasuki stands on here, and says for each what is wrong and the way out."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import typer
+
+from tasuki.cli import exits, options
+from tasuki.cli.command import command
+from tasuki.cli.connect import Place, find_server, listening, owner_of
+from tasuki.cli.output import Output, table
+from tasuki.errors import TasukiError
+
+if TYPE_CHECKING:
+    from tasuki.config import DataFolder
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+PYTHON_OLDEST = (3, 11)
+SQLITE_OLDEST = (3, 35, 0)  # RETURNING
+CLOCK_OLDEST = 1_735_689_600  # 2025-01-01: a machine that believes in an earlier day has no clock
+CONNECT_TIMEOUT_S = 3.0
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    check: str
+    state: str
+    message: str
+    way_out: str = ""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    command(
+        app, "doctor", examples=["tasuki doctor", "tasuki doctor --data /srv/tasuki", "tasuki doctor --to tcp://host:7000 --json"]
+    )(doctor)
+
+
+def doctor(
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> int:
+    """Check Python, SQLite, the data folder, its server and its token. Starts nothing; exit 1 if a check fails."""
+    from tasuki.config import data_folder
+
+    folder = data_folder(data)
+    place = Place(to, data, token_file, tls_ca)
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _sqlite,
+        _clock,
+        lambda: _folder(folder),
+        lambda: _disk(folder),
+        lambda: _token_file(folder),
+        lambda: _owner(folder),
+        lambda: _socket(folder),
+        lambda: _server(place, folder),
+    ]
+    findings = [check() for check in checks]
+
+    def human() -> Iterator[str]:
+        yield from table(("STATE", "CHECK", "FOUND"), ((found.state, found.check, found.message) for found in findings))
+        for found in findings:
+            if found.way_out and found.state != OK:
+                yield f"  {found.check}: {found.way_out}"
+
+    Output(json=json).show([found._asdict() for found in findings], human)
+    return exits.FAILED if any(found.state == FAIL for found in findings) else exits.OK
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= PYTHON_OLDEST
+    return Finding("python", OK if good else FAIL, f"{version} at {sys.executable}", "install Python 3.11 or newer")
+
+
+def _sqlite() -> Finding:
+    import sqlite3
+
+    good = sqlite3.sqlite_version_info >= SQLITE_OLDEST
+    return Finding(
+        "sqlite", OK if good else FAIL, sqlite3.sqlite_version, "use a Python that is linked with SQLite 3.35 or newer"
+    )
+
+
+def _clock() -> Finding:
+    now = time.time()
+    good = now > CLOCK_OLDEST
+    text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    return Finding("clock", OK if good else FAIL, text, "set the machine's clock, best with NTP")
+
+
+def _folder(folder: DataFolder) -> Finding:
+    root = folder.root
+    if not root.exists():
+        return Finding("data folder", OK, f"{root} (not there yet; the first server makes it)")
+    if not root.is_dir() or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        return Finding("data folder", FAIL, f"{root} is not a folder that this user may write to", "choose another with --data")
+    mode = stat.S_IMODE(root.stat().st_mode)
+    if mode & 0o022:
+        return Finding("data folder", WARN, f"{root} can be written to by others (mode {mode:04o})", f"chmod go-w {root}")
+    return Finding("data folder", OK, str(root))
+
+
+def _disk(folder: DataFolder) -> Finding:
+    from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
+
+    there = next(path for path in (folder.root, *folder.root.parents) if path.exists())
+    found = os.statvfs(there)
+    free = found.f_bavail * found.f_frsize
+    text = f"{free // 2**20} MiB free, {found.f_favail} inodes"
+    if free < DISK_FLOOR_BYTES or (found.f_files and found.f_favail < DISK_FLOOR_INODES):
+        return Finding("disk", FAIL, text, f"below {DISK_FLOOR_BYTES // 2**20} MiB the server refuses new jobs; make room")
+    low = free < 10 * DISK_FLOOR_BYTES
+    return Finding("disk", WARN if low else OK, text, "make room soon" if low else "")
+
+
+def _token_file(folder: DataFolder) -> Finding:
+    path = folder.token_file
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return Finding("token file", OK, f"{path} (not there yet; the first server makes it)")
+    except OSError as error:
+        return Finding("token file", WARN, f"{path}: {error.strerror}", "it belongs to another user; use a token of your own")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        return Finding(
+            "token file", FAIL, f"{path} can be read by others (mode {mode:04o})", f"chmod 600 {path}, revoke it, restart"
+        )
+    return Finding("token file", OK, f"{path} (mode {mode:04o})")
+
+
+def _owner(folder: DataFolder) -> Finding:
+    owner = owner_of(folder)
+    return Finding("owner", OK, f"{owner} owns the database" if owner else "no server runs on this folder")
+
+
+def _socket(folder: DataFolder) -> Finding:
+    from tasuki.client.embedded import answers
+
+    try:
+        path = folder.socket
+    except TasukiError as error:
+        return Finding("socket", FAIL, error.message, "use a shorter --data folder")
+    if answers(path):
+        return Finding("socket", OK, f"unix://{path} answers")
+    if owner_of(folder):
+        places = ", ".join(map(str, listening(folder))) or "nowhere that it noted"
+        return Finding(
+            "socket", WARN, f"the server does not answer on unix://{path}; it listens on {places}", "connect there with --to"
+        )
+    return Finding("socket", OK, "not open (no server)")
+
+
+def _server(place: Place, folder: DataFolder) -> Finding:
+    """Connect as a client would, but never start a server for it."""
+    import asyncio
+
+    from tasuki.client import AsyncClient
+    from tasuki.client.embedded import answers
+
+    try:
+        url, token = find_server(place)
+        if url is None and answers(folder.socket):
+            url = f"unix://{folder.socket}"
+        if url is None:
+            return Finding("server", OK, "none; `tasuki run` starts an embedded one", "")
+
+        async def look() -> tuple[str, float]:
+            async with AsyncClient(url, token=token, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+                assert client.welcome is not None
+                began = time.perf_counter()
+                await client.find(limit=1)
+                return f"{client.welcome.server_id} as {client.welcome.kind}", time.perf_counter() - began
+
+        who, took_s = asyncio.run(look())
+    except TasukiError as error:
+        return Finding(
+            "server", FAIL, f"{error.code}: {error.message}", "start one with `tasuki up`, or check --to and the token"
+        )
+    return Finding("server", OK, f"{url}: {who}, answers in {took_s * 1000:.1f} ms")

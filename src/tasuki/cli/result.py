@@ -1,0 +1,148 @@
+"""`tasuki result` and `tasuki logs`: what a job left behind."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tasuki.cli import exits, options
+from tasuki.cli.command import command
+from tasuki.cli.connect import Place, with_client
+from tasuki.cli.output import Output
+from tasuki.errors import InvalidInput, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from tasuki.client import AsyncClient
+
+ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    command(
+        app,
+        "result",
+        examples=[
+            "tasuki result JOB                          # waits for the end, saves JOB.zip (of a handler: JOB.bin)",
+            "tasuki result JOB -o out.zip --timeout 60",
+            "tasuki result JOB --extract ./out          # a new folder with logs and output files",
+            "tasuki result --stdout JOB | wc -c",
+        ],
+    )(result)
+    command(app, "logs", examples=["tasuki logs JOB", "tasuki logs --stderr JOB 2> errors.txt"])(logs)
+
+
+def result(
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id.")],
+    output_file: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save it here.")] = None,
+    extract: Annotated[
+        Path | None, typer.Option("--extract", metavar="FOLDER", help="Unpack the ZIP into this new folder.")
+    ] = None,
+    stdout: Annotated[bool, typer.Option("--stdout", help="Write the bytes to stdout.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for the job's end. Default: no limit.")
+    ] = None,
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> int:
+    """Wait for a job's end and save its result: of a command a ZIP, of a handler its bytes. Exit 1 if it did not succeed."""
+    if sum((output_file is not None, extract is not None, stdout)) > 1:
+        raise InvalidInput("choose one of --output, --extract and --stdout")
+    if stdout and json:
+        raise InvalidInput("--stdout writes the result itself; it cannot stand with --json")
+    output = Output(json=json)
+    place = Place(to, data, token_file, tls_ca)
+    return with_client(place, lambda client: _result(client, job_id, output_file, extract, stdout, timeout, output))
+
+
+async def _result(
+    client: AsyncClient,
+    job_id: str,
+    output_file: Path | None,
+    extract: Path | None,
+    stdout: bool,
+    timeout: float | None,
+    output: Output,
+) -> int:
+    from tasuki.blobs.zips import extract_zip
+    from tasuki.cli import archive
+    from tasuki.cli.run import describe
+
+    output.progress(f"waiting for job {job_id} …")
+    ended = await client.job(job_id).outcome(timeout)
+    saved: Path | None = None
+    size = 0
+    with archive.scratch_file() as scratch:
+        if archive.has_result(ended):
+            suffix = "bin" if ended.outcome.exit_code is None and not (await client.status(job_id))["exec"] else "zip"
+            saved = output_file or Path(f"{job_id}.{suffix}")
+            size = await archive.fetch(client, ended, scratch if stdout or extract else saved)
+        if saved is not None and (stdout or extract):
+            with scratch.open("rb") as source:
+                if extract is not None:
+                    extract_zip(source, extract)
+                else:
+                    shutil.copyfileobj(source, sys.stdout.buffer)
+                    sys.stdout.buffer.flush()
+            saved = extract
+    succeeded = ended.state == "SUCCEEDED"
+    if not stdout:
+        answer = {**describe(ended), "path": str(saved) if saved else None, "size_bytes": size}
+        where = f"{saved}  {size} bytes" if saved else "it left no result"
+        output.show(answer, lambda: [where])
+    if not succeeded:
+        output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
+    return exits.OK if succeeded else exits.FAILED
+
+
+def logs(
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id.")],
+    stdout: Annotated[bool, typer.Option("--stdout", help="Only what it wrote to stdout.")] = False,
+    stderr: Annotated[bool, typer.Option("--stderr", help="Only what it wrote to stderr.")] = False,
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> None:
+    """What a command that has ended wrote: its stdout to stdout, its stderr to stderr.
+
+    Logs come with the result, when the job has ended; a job that still runs has none to show yet.
+    """
+    kept = with_client(Place(to, data, token_file, tls_ca), lambda client: _logs(client, job_id))
+    both = stdout == stderr
+    texts = {"stdout": kept[0] if stdout or both else b"", "stderr": kept[1] if stderr or both else b""}
+    if json:
+        answer = {name: text.decode("utf-8", "replace") for name, text in texts.items()}
+        Output(json=True).show({"job_id": job_id, **answer}, list)
+        return
+    for stream, text in ((sys.stdout.buffer, texts["stdout"]), (sys.stderr.buffer, texts["stderr"])):
+        stream.write(text)
+        stream.flush()
+
+
+async def _logs(client: AsyncClient, job_id: str) -> tuple[bytes, bytes]:
+    from tasuki.cli import archive
+
+    view = await client.status(job_id)
+    if view["state"] not in ENDED:
+        raise Unavailable(
+            f"job {job_id!r} is {view['state']}; its logs come with its result when it has ended "
+            f"(logs of running jobs are not available yet). Wait with: tasuki result {job_id}"
+        )
+    ended = await client.job(job_id).outcome()
+    if not view["exec"] or not archive.has_result(ended):
+        raise NotFound(f"job {job_id!r} left no logs: {'a handler has none' if not view['exec'] else 'it never ran'}")
+    stdout, stderr = bytearray(), bytearray()
+    with archive.scratch_file() as path:
+        await archive.fetch(client, ended, path)
+        with path.open("rb") as source:
+            archive.copy_logs(source, stdout.extend, stderr.extend)
+    return bytes(stdout), bytes(stderr)

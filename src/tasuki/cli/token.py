@@ -1,0 +1,118 @@
+"""`tasuki token`: who may come in. The secret is made here and shown once; the server gets and keeps only its hash."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from tasuki.cli import options
+from tasuki.cli.command import command, make_app
+from tasuki.cli.connect import Place, with_client
+from tasuki.cli.output import Output, table, when
+from tasuki.errors import InvalidInput
+
+KINDS = ("admin", "client", "worker")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    tokens = make_app("Make, list and revoke tokens (needs an admin token, or the server's own user on its unix socket).")
+    command(
+        tokens,
+        "create",
+        examples=[
+            "tasuki token create --kind client --label 'report host' > client.token",
+            "tasuki token create --kind worker --scope 'render.eu.>' --expires-days 90 > worker.token",
+        ],
+    )(create)
+    command(tokens, "list", examples=["tasuki token list", "tasuki token list --json"])(list_tokens)
+    command(tokens, "revoke", examples=["tasuki token revoke 3f9c21ab77de"])(revoke)
+    app.add_typer(tokens, name="token")
+
+
+def create(
+    kind: Annotated[str, typer.Option("--kind", metavar="|".join(KINDS), help="What its bearer may be.")] = "client",
+    label: Annotated[str, typer.Option("--label", metavar="TEXT", help="For people.")] = "",
+    scope: Annotated[
+        list[str] | None,
+        typer.Option("--scope", metavar="PATTERN", help="Subjects that it may use, * and > allowed. Several times."),
+    ] = None,
+    expires_days: Annotated[
+        float | None, typer.Option("--expires-days", metavar="DAYS", help="Valid so long. Default: until revoked.")
+    ] = None,
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> None:
+    """Make a token. The secret is printed on stdout, this once."""
+    import secrets
+
+    from tasuki.core.access import token_sha256
+    from tasuki.server.node import make_secret
+
+    if kind not in KINDS:
+        raise InvalidInput(f"--kind must be one of {', '.join(KINDS)}, got {kind[:40]!r}")
+    if expires_days is not None and not expires_days > 0:
+        raise InvalidInput(f"--expires-days must be above 0, got {expires_days:g}")
+    secret, token_id, now = make_secret(kind), secrets.token_hex(6), time.time()
+    expires_at = None if expires_days is None else now + expires_days * 86400.0
+    row = {
+        "token_id": token_id,
+        "kind": kind,
+        "sha256": token_sha256(secret),
+        "label": label,
+        "scope": list(scope or ()),
+        "created_at": now,
+        "expires_at": expires_at,
+    }
+    with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.create", **row))
+    output = Output(json=json)
+    output.show({"token_id": token_id, "kind": kind, "token": secret, "expires_at": expires_at}, lambda: [secret])
+    output.hint(f"token {token_id} ({kind}) made; this is the only time that it is shown")
+
+
+def list_tokens(
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> None:
+    """All tokens, without their secrets."""
+    rows = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.list"))
+    head = ("ID", "KIND", "STATE", "EXPIRES", "SCOPE", "LABEL")
+
+    def human() -> list[str]:
+        return table(
+            head,
+            (
+                (row["token_id"], row["kind"], _state(row), when(row["expires_at"]), " ".join(row["scope"]), row["label"])
+                for row in rows
+            ),
+        )
+
+    Output(json=json).show(rows, human)
+
+
+def _state(row: dict[str, object]) -> str:
+    if row["revoked_at"] is not None:
+        return "revoked"
+    expires_at = row["expires_at"]
+    return "expired" if isinstance(expires_at, float) and expires_at <= time.time() else "valid"
+
+
+def revoke(
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="As tasuki token list shows it.")],
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> None:
+    """End a token: connections that use it are cut at once."""
+    answer = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.revoke", token_id=token_id))
+    Output(json=json).show(answer, lambda: [f"token {token_id} is revoked"])

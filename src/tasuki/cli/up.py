@@ -1,0 +1,185 @@
+"""`tasuki up`: a server and local workers on this machine, with one command.
+
+`--until-idle` is what an embedded server is: it serves the unix socket of the data folder, works while there is a client or
+a running job, and leaves a second later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tasuki.cli import options
+from tasuki.cli.command import command
+from tasuki.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from tasuki.cli.serve import Events, Listen, Opened, Stop
+    from tasuki.cli.workforce import Workforce
+    from tasuki.config import Address, DataFolder
+    from tasuki.server.app import Server
+
+DEFAULT_FOLDER = Path("tasuki-data")
+DEFAULT_TCP = "127.0.0.1:7000"
+IDLE_S = 1.0
+FIRST_CLIENT_S = 10.0  # whoever started an embedded server gets this long to connect
+OWNER_WAIT_S = 15.0  # an embedded server that is just leaving holds the folder a moment longer
+OWNER_POLL_S = 0.05
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    command(
+        app,
+        "up",
+        examples=[
+            "tasuki up                                   # ./tasuki-data, 127.0.0.1:7000, one worker with a slot per core",
+            "tasuki up --data /srv/tasuki --workers 2 --slots 8",
+            "tasuki up --no-tcp --workers 0              # only the unix socket; start workers yourself",
+        ],
+    )(up)
+
+
+def up(
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="FOLDER", help="Data folder, made if missing. Default: TASUKI_DATA, else ./tasuki-data."),
+    ] = None,
+    tcp: Annotated[
+        list[str] | None,
+        typer.Option("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}."),
+    ] = None,
+    no_tcp: Annotated[bool, typer.Option("--no-tcp", help="Listen on the unix socket only.")] = False,
+    tls_cert: Annotated[str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine without TLS: the network is trusted.")
+    ] = False,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Local worker processes.")] = 1,
+    slots: Annotated[
+        int | None, typer.Option("--slots", metavar="N", help="Jobs at once in each. Default: one per core.")
+    ] = None,
+    until_idle: Annotated[
+        bool, typer.Option("--until-idle", help="Leave a second after the last client and the last running job.")
+    ] = False,
+    json: options.Json = False,
+) -> int:
+    """Start a server and local workers here. Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once."""
+    from tasuki.cli import serve
+    from tasuki.config import data_folder, parse_listen
+
+    if workers < 0 or (slots is not None and slots < 1):
+        raise ConfigError(f"--workers must be 0 or more and --slots 1 or more, got {workers} and {slots}")
+    folder = data_folder(data or os.environ.get("TASUKI_DATA") or DEFAULT_FOLDER)
+    given = tuple(parse_listen(text) for text in tcp or ())
+    default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
+    listen = serve.Listen(
+        folder=folder, tcp=() if no_tcp else given or default, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, json=json
+    )
+    return serve.run_loop(_main(listen, workers, slots or os.cpu_count() or 1, until_idle))
+
+
+async def _main(listen: Listen, workers: int, slots: int, until_idle: bool) -> int:
+    from tasuki.cli.serve import Events, Stop, hosted
+    from tasuki.cli.workforce import Workforce
+
+    events = Events(json=listen.json)
+    socket = f"unix://{listen.folder.socket}"
+    options_of_each = ("--to", socket, "--subject", ">", "--slots", str(slots), "--any-program")
+    workforce = Workforce(workers, options_of_each, events)
+    stop = Stop(at_once=workforce.kill)
+
+    async def work(opened: Opened) -> None:
+        await _work(opened, listen.folder, workforce, stop, events, until_idle)
+
+    deadline = asyncio.get_running_loop().time() + (OWNER_WAIT_S if until_idle else 0.0)
+    while True:
+        try:
+            await hosted(listen, events, work)
+            return 0
+        except Unavailable:
+            if not await _may_try_again(listen.folder, deadline):
+                raise
+
+
+async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
+    """Wait until the folder is free. No: its time is over, or its owner serves clients and no second one is needed."""
+    from tasuki.cli.connect import owner_of
+    from tasuki.client.embedded import answers
+
+    loop = asyncio.get_running_loop()
+    while loop.time() < deadline:
+        if answers(folder.socket):
+            return False
+        if not owner_of(folder):
+            return True
+        await asyncio.sleep(OWNER_POLL_S)
+    return False
+
+
+async def _work(opened: Opened, folder: DataFolder, workforce: Workforce, stop: Stop, events: Events, until_idle: bool) -> None:
+    """Between the moment when all listeners are open and the moment when the server may close."""
+    workforce.start()
+    _greet(events, folder, opened.addresses, until_idle)
+    stopped = asyncio.ensure_future(stop.wanted.wait())
+    idle = asyncio.ensure_future(_idle(opened)) if until_idle else None
+    try:
+        await asyncio.wait({stopped, *([idle] if idle else [])}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if idle is not None:
+            idle.cancel()
+    reason = "signal" if stop.wanted.is_set() else "idle"
+    events.tell("stopping", "(running jobs finish; a second signal ends them)", reason=reason)
+    await workforce.drain()
+
+
+async def _idle(opened: Opened) -> None:
+    """Returns when there has been neither a client nor a running job for IDLE_S, with the door shut.
+
+    Who comes later finds no socket and starts a server of their own, which waits until we have left the folder.
+    """
+    loop = asyncio.get_running_loop()
+    last_seen = loop.time() + FIRST_CLIENT_S - IDLE_S
+
+    def seen() -> None:
+        nonlocal last_seen
+        last_seen = loop.time()
+
+    opened.server.on_last_client = seen  # also for one that came and left between two looks
+    while True:
+        await asyncio.sleep(IDLE_S / 4)
+        if _busy(opened.server):
+            seen()
+        if loop.time() - last_seen >= IDLE_S:
+            await opened.shut()
+            await asyncio.sleep(0)
+            if not _busy(opened.server):
+                return
+            await opened.reopen()
+            seen()
+
+
+def _busy(server: Server) -> bool:
+    from tasuki.core.sessions import WorkerSession
+
+    sessions = server.broker.sessions.values()
+    return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)
+
+
+def _greet(events: Events, folder: DataFolder, addresses: list[Address], until_idle: bool) -> None:
+    events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
+    if until_idle:
+        return
+    url = next((str(address) for address in addresses if address.scheme != "unix"), str(addresses[0]))
+    events.say("")
+    events.say("Try in another terminal, in this folder:")
+    events.say("  tasuki run echo hello")
+    events.say("  tasuki stats --watch")
+    events.say("From another user or machine (make a token first: tasuki token create --kind client):")
+    events.say(f"  tasuki run --to {url} --token-file FILE EXEC")
+    events.say("")

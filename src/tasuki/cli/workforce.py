@@ -1,0 +1,78 @@
+"""The local workers of `tasuki up`: child processes, started again with growing waits if they die, drained at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from tasuki.cli.serve import Events
+
+RESTART_FIRST_S = 0.5
+RESTART_MAX_S = 30.0
+SOUND_AFTER_S = 60.0  # a worker that lived this long was not broken by its start: the waits begin anew
+
+
+class Workforce:
+    """Keeps `count` workers alive between `start` and `drain`."""
+
+    def __init__(self, count: int, options: Sequence[str], events: Events) -> None:
+        self._command = (sys.executable, "-m", "tasuki", "worker", *options)
+        self._count = count
+        self._events = events
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._ending = False
+
+    def start(self) -> None:
+        self._keepers = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
+
+    async def drain(self) -> None:
+        """Ask all to end when their jobs have, and wait for it."""
+        self._ending = True
+        self._signal_all(signal.SIGTERM)
+        for keeper in self._keepers:
+            if not any(process.returncode is None for process in self._processes):
+                keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    def kill(self) -> None:
+        """At once."""
+        self._ending = True
+        self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _keep(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = RESTART_FIRST_S
+        while not self._ending:
+            began = loop.time()
+            # stdin and stdout are not the children's: what they have to say to a person is on stderr. A session of their own
+            # keeps a terminal's Ctrl-C for us, who pass it on in order.
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+            self._processes.add(process)
+            if self._ending:  # asked to end while this one was being started
+                self._signal_all(signal.SIGTERM)
+            code = await process.wait()
+            self._processes.discard(process)
+            if self._ending:
+                return
+            if loop.time() - began > SOUND_AFTER_S:
+                wait_s = RESTART_FIRST_S
+            self._events.tell(
+                "worker-ended",
+                f"{number} (exit {code}); started again in {wait_s:g} s",
+                number=number,
+                exit_code=code,
+                restart_in_s=wait_s,
+            )
+            await asyncio.sleep(wait_s)
+            wait_s = min(wait_s * 2, RESTART_MAX_S)

@@ -1,0 +1,289 @@
+"""Real processes for tests: servers, workers, and what the tests want to know of them from outside.
+
+    with start_server(tmp_path) as server, start_worker(server) as worker:
+        with server.client() as client:
+            assert client.submit(subject="math.square", payload=b"7").result(timeout=10) == b"49"
+
+`start_server` runs `python -m tasuki server` on a folder of its own and a free port. `start_worker` runs the handlers of
+`tests/handlers.py`, or with `command=True` the `tasuki worker` of the command line. Both return when the process is
+ready, and leaving the `with` block kills it; a test that dies before leaves nothing behind either.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tasuki import Client
+from tasuki.config import DataFolder, parse_url
+from tasuki.core.access import token_sha256
+from tasuki.server.node import make_secret
+
+HANDLERS = Path(__file__).with_name("handlers.py")
+SOURCE = Path(__file__).parents[1] / "src"
+READY_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 10.0
+POLL_S = 0.01
+TASUKI = (sys.executable, "-m", "tasuki") if (SOURCE / "tasuki" / "cli" / "main.py").exists() else (sys.executable, "/tmp/doors_launch.py")
+
+T = TypeVar("T")
+_started: set[subprocess.Popen[bytes]] = set()
+
+
+@atexit.register
+def _kill_leftovers() -> None:
+    for process in _started:
+        if process.poll() is None:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], T], timeout: float = 10.0, what: str = "the condition holds") -> T:
+    """Ask again and again until the answer is true, and return it; AssertionError naming `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        time.sleep(POLL_S)
+    return answer
+
+
+def rss_bytes(pid: int) -> int:
+    """Memory of a process that is really in RAM, from /proc."""
+    resident_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files(pid: int) -> int:
+    """How many descriptors a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - a Path for each of thousands says nothing more
+
+
+class ChildProcess:
+    """A process of the test. Its output (stdout and stderr) goes to the file `log`; leaving the `with` block kills it."""
+
+    def __init__(self, command: Iterable[str | os.PathLike[str]], log: Path, env: Mapping[str, str], **options: Any) -> None:
+        self.command = [os.fspath(part) for part in command]
+        self.log = log
+        self.env = {**_clean_environment(), **env}
+        self._options = options
+        self._log_start = 0
+        self.process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.env,
+                start_new_session=True,
+                **self._options,
+            )
+        _started.add(process)
+        return process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def output(self) -> str:
+        """All that the process wrote since its latest start."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode("utf-8", "replace")
+
+    def wait_for_output(self, text: str, timeout: float = READY_TIMEOUT_S) -> str:
+        """Wait until the process has written `text`, and return the whole output; fails at once if the process ends first."""
+
+        def seen() -> str:
+            ended = not self.running
+            output = self.output()
+            if text in output:
+                return output
+            assert not ended, f"{self.command} ended with {self.process.returncode} before it wrote {text!r}:\n{output}"
+            return ""
+
+        return wait_until(seen, timeout, f"{self.command} writes {text!r}")
+
+    def rss_bytes(self) -> int:
+        return rss_bytes(self.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float = END_TIMEOUT_S) -> int:
+        """Wait for the end; the exit code, negative for a signal."""
+        code = self.process.wait(timeout)
+        _started.discard(self.process)
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone. Harmless if it is gone already."""
+        if self.running:
+            self.process.kill()
+        self.wait()
+
+    def stop(self, timeout: float = END_TIMEOUT_S) -> int:
+        """SIGTERM, and wait for the orderly end; the exit code."""
+        if self.running:
+            self.process.terminate()
+        return self.wait(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)  # a stopped process must hear of its end too
+        self.kill()
+
+
+class ServerProcess(ChildProcess):
+    """A running `tasuki server`. Make one with `start_server`."""
+
+    def __init__(self, data: Path, arguments: Iterable[str], env: Mapping[str, str], tcp: str, **options: Any) -> None:
+        self.data = data
+        self._arguments = list(arguments)
+        self.url = self.unix_url = ""
+        super().__init__(self._command_for(tcp), data.with_name(data.name + ".server.log"), env, **options)
+        self._await_ready()
+
+    def _command_for(self, tcp: str) -> list[str]:
+        return [*TASUKI, "server", "--data", os.fspath(self.data), "--tcp", tcp, *self._arguments]
+
+    def _await_ready(self) -> None:
+        try:
+            output = self.wait_for_output("ready ")
+        except BaseException:
+            self.kill()
+            raise
+        addresses = [line.split()[1] for line in output.splitlines() if line.startswith("listening ")]
+        self.url = next((address for address in addresses if not address.startswith("unix:")), "")
+        self.unix_url = next((address for address in addresses if address.startswith("unix:")), "")
+
+    @property
+    def port(self) -> int:
+        return parse_url(self.url)[0].port
+
+    @property
+    def folder(self) -> DataFolder:
+        return DataFolder(self.data)
+
+    @property
+    def token(self) -> str:
+        """The folder's own admin token."""
+        return self.folder.token_file.read_text().strip()
+
+    def restart(self, *, same_port: bool = True, env: Mapping[str, str] | None = None) -> None:
+        """Start it again on the same folder (and port), after `kill` or `stop`; it is killed first if it still runs.
+
+        `env` replaces what the first start was given in addition to the environment.
+        """
+        self.kill()
+        self.command = self._command_for(f"127.0.0.1:{self.port if same_port else 0}")
+        if env is not None:
+            self.env = {**_clean_environment(), **env}
+        self.process = self._spawn()
+        self._await_ready()
+
+    def client(self, url: str | None = None, **options: Any) -> Client:
+        """A client over TCP with the admin token, unless told otherwise."""
+        options.setdefault("token", self.token)
+        options.setdefault("connect_timeout_s", 10.0)
+        return Client(url or self.url, **options)
+
+    def create_token(self, kind: str, *, scope: Iterable[str] = (), expires_at: float | None = None) -> str:
+        """A new token of a kind (admin, client, worker); returns the secret."""
+        return self.create_named_token(kind, scope=scope, expires_at=expires_at)[1]
+
+    def create_named_token(
+        self, kind: str, *, scope: Iterable[str] = (), expires_at: float | None = None
+    ) -> tuple[str, str]:
+        """(token_id, secret) of a new token."""
+        token_id, secret = secrets.token_hex(6), make_secret(kind)
+        row = {
+            "token_id": token_id,
+            "kind": kind,
+            "sha256": token_sha256(secret),
+            "scope": list(scope),
+            "expires_at": expires_at,
+        }
+        with self.client() as client:
+            client.wait(client.aio.request("token.create", **row))
+        return token_id, secret
+
+
+class WorkerProcess(ChildProcess):
+    """A running worker. Make one with `start_worker`."""
+
+
+def start_server(
+    tmp_path: Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    tcp: str = "127.0.0.1:0",
+    **options: Any,
+) -> ServerProcess:
+    """Start `tasuki server` on `tmp_path / "data"`; returns when it listens.
+
+    `arguments` are further ones of the command line, `env` is added to the environment (TASUKI_FAULT, …), `options` go
+    to Popen (`user=`, `preexec_fn=`, …).
+    """
+    return ServerProcess(tmp_path / "data", arguments, env or {}, tcp, **options)
+
+
+def start_worker(
+    server: ServerProcess | str,
+    *arguments: str,
+    command: bool = False,
+    script: Path = HANDLERS,
+    token: str | None = None,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    wait: bool = True,
+    **options: Any,
+) -> WorkerProcess:
+    """Start a worker of a server (or of a URL); returns when it is connected, unless `wait` is False.
+
+    By default it runs a script of handlers, called as `python script URL arguments…`, which must let the worker's log go
+    to stderr at level INFO (see tests/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`.
+    """
+    url = server.url if isinstance(server, ServerProcess) else server
+    if isinstance(server, ServerProcess) and log is None:
+        log = server.data.with_name(f"worker-{secrets.token_hex(4)}.log")
+    assert log is not None, "a worker that is started by URL needs a log file"
+    if token is None and isinstance(server, ServerProcess) and not url.startswith("unix:"):
+        token = server.create_token("worker")
+    start = [*TASUKI, "worker", "--to", url] if command else [sys.executable, script, url]
+    worker = WorkerProcess(
+        [*start, *arguments], log, {**({"TASUKI_TOKEN": token} if token else {}), **(env or {})}, **options
+    )
+    if wait:
+        try:
+            worker.wait_for_output("connected ")
+        except BaseException:
+            worker.kill()
+            raise
+    return worker
+
+
+def _clean_environment() -> dict[str, str]:
+    """Our own environment without what would lead a process elsewhere; the source tree is importable in any folder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TASUKI_")}
+    return {**kept, "PYTHONPATH": os.fspath(SOURCE), "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,102 @@
+"""How SQLite runs the statements: by the partial indexes, never by reading all jobs, whatever their number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.core.lifecycle import Event, sources
+from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql_sqlite import CACHE_KIB
+from tasuki.stores.sql_statements import load
+
+STATEMENTS = load("sqlite")
+ALL = {**STATEMENTS.one, **{name: sizes[4] for name, sizes in STATEMENTS.many.items()}}
+
+INDEX_OF = {
+    "band": "tasuki_job_ready",
+    "groups": "tasuki_job_ready",
+    "subjects": "tasuki_job_ready",
+    "oldest_of_subject": "tasuki_job_ready",
+    "oldest_of_subjects": "tasuki_job_ready",
+    "ahead": "tasuki_job_ready",
+    "leases_over": "tasuki_job_leased",
+    "renew_all": "tasuki_job_leased",
+    "held": "tasuki_job_leased",
+    "next_lease_over": "tasuki_job_leased",
+    "find_leased": "tasuki_job_leased",
+    "delayed_due": "tasuki_job_delayed",
+    "next_delayed": "tasuki_job_delayed",
+    "find_failed": "tasuki_job_failed",
+    "find_by_array": "tasuki_job_array",
+}
+
+HOT = [
+    "submit_plain", "submit_full", "band", "groups", "subjects", "oldest_of_subject", "grant", "leased_groups",
+    "finish_plain", "finish_full", "start", "renew", "settle", "leases_over", "delayed_due", "promote",
+    "next_lease_over", "next_delayed", "old",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqlStore]:
+    store = SqlStore.open_sqlite(tmp_path_factory.mktemp("plans") / "tasuki.sqlite3")
+    yield store
+    store.close()
+
+
+def plan(store: SqlStore, name: str) -> list[str]:
+    statement = re.sub(r"\?\d*|:[a-z_]+", "1", ALL[name].replace("{and}", ""))
+    return [row[3] for row in store._read(f"EXPLAIN QUERY PLAN {statement}")]
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_no_statement_reads_the_whole_table_of_jobs(store: SqlStore, name: str) -> None:
+    aliases = ("tasuki_jobrun", "job", "head", "next")
+
+    steps = plan(store, name)
+
+    scans = [
+        step for step in steps if step.split()[0] == "SCAN" and step.split()[1] in aliases and "INDEX tasuki_job" not in step
+    ]
+    # A recursion's own queue is called head too; scanning it is what a recursion does.
+    assert [step for step in scans if name not in ("groups", "subjects") or "head" not in step] == []
+
+
+@pytest.mark.parametrize(("name", "index"), sorted(INDEX_OF.items()))
+def test_the_living_are_found_by_their_partial_index(store: SqlStore, name: str, index: str) -> None:
+    assert any(index in step for step in plan(store, name)), plan(store, name)
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_no_hot_statement_sorts(store: SqlStore, name: str) -> None:
+    assert [step for step in plan(store, name) if "TEMP B-TREE" in step] == []
+
+
+def test_the_plans_do_not_depend_on_statistics(store: SqlStore) -> None:
+    assert store._read("SELECT name FROM sqlite_master WHERE name LIKE 'sqlite_stat%'") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [("finish_plain", Event.LOSE), ("finish_full", Event.LOSE), ("start", Event.START), ("requeue", Event.REQUEUE)],
+)
+def test_predicates_name_the_states_of_the_transition_table(name: str, event: Event) -> None:
+    # finish takes the leased ones in its batch, which are those that can be lost; ORPHANED is judged singly.
+    condition = ALL[name].rpartition("WHERE")[2]
+    named = re.search(r"state (?:IN \(([^)]*)\)|= ('[A-Z]+'))", condition)
+    assert named is not None
+
+    assert {state.strip("' ") for state in (named[1] or named[2]).split(",")} == {state.value for state in sources(event)}
+
+
+def test_statements_exist_in_all_sizes_of_a_batch() -> None:
+    assert {tuple(sizes) for sizes in STATEMENTS.many.values()} == {(1, 2, 4, 8, 16, 32, 64, 128, 256)}
+
+
+def test_the_cache_leaves_room_below_the_servers_memory_limit(store: SqlStore, tmp_path: Path) -> None:
+    assert store._read("PRAGMA cache_size") == [(-CACHE_KIB,)]
+    assert CACHE_KIB * 1024 < 100_000_000
