@@ -7,7 +7,7 @@
 
 One turn is one transaction: it finishes the batch leased before, submits a batch and leases a batch, as the server does under
 load. `µs CPU` is what the store's thread computes per job (Python and SQLite); the rest is waiting for the disk. The rows `busy`
-have a second Python thread that never stops computing, as an event loop under load: every return from SQLite waits for the GIL.
+have a second Python thread that works like an event loop under load, which has the GIL whenever SQLite is at work.
 Writes bench/results/store.json, unless --quick.
 """
 
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -29,15 +28,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from _common import RESULTS, machine
+
 from tasuki.core.ids import UUID7_RANDOM_BYTES
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.verbs import Filter, LeaseRequest, Report, Submission
 from tasuki.stores.sql import SqlStore
 
-RESULTS = Path(__file__).with_name("results") / "store.json"
 QUEUED, FINISHED = 1_000_000, 5_000_000
 SUBJECT = "math.square"
 ENOUGH_S = 4.0
+BUSY_STEPS = 4_000  # some 100 µs of Python between two system calls
 
 # Rows as the store itself writes them, 4 of 100,000 FAILED. Ids are time-ordered or random, like those of the measured jobs.
 LOAD = """
@@ -113,12 +114,15 @@ def measure(store: SqlStore, batch: int, new_ids: Iterator[str], enough_s: float
 
 
 def beside_a_busy_thread(work: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The same while another thread wants the GIL all the time."""
+    """The same while another thread wants the GIL nearly all the time."""
     stop = threading.Event()
+    near, far = socket.socketpair()
 
     def compute() -> None:
         while not stop.is_set():
-            sum(range(100))
+            sum(range(BUSY_STEPS))
+            near.send(b"x")
+            far.recv(1)
 
     thread = threading.Thread(target=compute)
     thread.start()
@@ -127,6 +131,8 @@ def beside_a_busy_thread(work: Callable[[], dict[str, float]]) -> dict[str, floa
     finally:
         stop.set()
         thread.join()
+        near.close()
+        far.close()
 
 
 def reads(store: SqlStore) -> dict[str, float]:
@@ -183,15 +189,6 @@ def run(arguments: list[str]) -> dict[str, Any]:
     return answer
 
 
-def machine() -> dict[str, Any]:
-    cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
-    )
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    versions = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
-    return {"cpu": cpu, "cores": os.cpu_count(), **versions, "commit": git.stdout.strip() or None, "at": int(time.time())}
-
-
 def show(result: dict[str, Any]) -> None:
     print(f"\n{result['ids']} ids, {result['queued']:,} queued, {result['finished']:,} finished")
     print(f"  {'batch':>10} {'jobs/s':>9} {'µs CPU':>8} {'ms/turn':>8}")
@@ -225,8 +222,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(report, indent=1))
     if not options.quick:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "store.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

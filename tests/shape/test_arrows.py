@@ -123,7 +123,7 @@ def test_the_cli_imports_django_only_inside_functions() -> None:
         ("errors.py", "import tasuki.core.job"),
         ("wire/frames.py", "from tasuki import stores"),
         ("stores/memory.py", "from tasuki.django.models import JobRun"),
-        ("stores/sql.py", "from tasuki.django.standalone import configure"),
+        ("stores/sql.py", "from tasuki.django.views import page"),
         ("django/models.py", "from tasuki.errors import TasukiError"),
         ("django/__init__.py", "from tasuki.core import job"),
         ("django/apps.py", "from tasuki.cli import main"),

@@ -27,6 +27,11 @@ def request(limit: int = 1, **fields: object) -> LeaseRequest:
     return LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=limit, **fields)  # type: ignore[arg-type]
 
 
+def asked(store: SqlStore, statement: str) -> list[tuple[object, ...]]:
+    """A statement of the test's own on the store's connection."""
+    return store._database.connection.execute(statement).fetchall()
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "tasuki.sqlite3"
@@ -83,14 +88,14 @@ def test_the_file_system_is_read_from_the_kernels_table() -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
 
-    with pytest.raises((ConfigError, NotADirectoryError, FileExistsError), match="file"):
+    with pytest.raises(ConfigError, match="cannot keep a database at .*/file/tasuki.sqlite3"):
         SqlStore.open_sqlite(tmp_path / "file" / "tasuki.sqlite3")
 
 
 def test_a_file_that_is_no_database_is_refused_and_given_back(path: Path) -> None:
     path.write_bytes(b"certainly not a database" * 1000)
 
-    with pytest.raises(Unavailable, match="not a database"):
+    with pytest.raises(ConfigError, match="not a database"):
         SqlStore.open_sqlite(path)
 
     path.unlink()
@@ -100,7 +105,7 @@ def test_a_file_that_is_no_database_is_refused_and_given_back(path: Path) -> Non
 def test_commits_are_durable_and_the_journal_is_a_wal(path: Path) -> None:
     store = SqlStore.open_sqlite(path)
 
-    settings = {name: store._read(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous", "mmap_size")}
+    settings = {name: asked(store, f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous", "mmap_size")}
 
     assert settings == {"journal_mode": "wal", "synchronous": 2, "mmap_size": 0}
     store.close()

@@ -25,6 +25,11 @@ def request(limit: int) -> LeaseRequest:
     return LeaseRequest(worker_id="w1", incarnation="w1/1", patterns=(">",), limit=limit)
 
 
+def asked(store: SqlStore, statement: str) -> list[tuple[object, ...]]:
+    """A statement of the test's own on the store's connection."""
+    return store._database.connection.execute(statement).fetchall()
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "tasuki.sqlite3"
@@ -83,8 +88,8 @@ def test_a_kill_leaves_whole_turns_only(path: Path, point: str) -> None:
 def test_a_full_database_refuses_the_turn_and_works_again_with_space(path: Path) -> None:
     store = SqlStore.open_sqlite(path)
     store.submit([submission("before")])
-    [[pages]] = store._read("PRAGMA page_count")
-    store._read(f"PRAGMA max_page_count = {pages + 20}")
+    [[pages]] = asked(store, "PRAGMA page_count")
+    asked(store, f"PRAGMA max_page_count = {pages + 20}")
 
     def fill() -> None:
         with store.turn():
@@ -96,7 +101,7 @@ def test_a_full_database_refuses_the_turn_and_works_again_with_space(path: Path)
 
     assert store.get(["small", "large-0"]) == [None, None]
     assert store.counts()["render"].pending == 1
-    store._read("PRAGMA max_page_count = 1000000")
+    asked(store, "PRAGMA max_page_count = 1000000")
     store.submit([submission("large", b"x" * 60_000)])
     assert store.counts()["render"].pending == 2
     store.close()
@@ -183,8 +188,8 @@ def test_a_refused_leader_verb_does_not_spoil_the_turn_around_it(path: Path) -> 
 
 def test_a_verb_that_broke_half_way_spoils_the_turn_even_if_its_error_was_caught(path: Path) -> None:
     store = SqlStore.open_sqlite(path)
-    [[pages]] = store._read("PRAGMA page_count")
-    store._read(f"PRAGMA max_page_count = {pages + 20}")
+    [[pages]] = asked(store, "PRAGMA page_count")
+    asked(store, f"PRAGMA max_page_count = {pages + 20}")
 
     def careless() -> None:
         with store.turn():
@@ -200,7 +205,7 @@ def test_a_verb_that_broke_half_way_spoils_the_turn_even_if_its_error_was_caught
 
 def test_a_database_that_another_process_locks_is_unavailable_not_a_crash(path: Path) -> None:
     store = SqlStore.open_sqlite(path)
-    store._read("PRAGMA busy_timeout = 10")
+    asked(store, "PRAGMA busy_timeout = 10")
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
 

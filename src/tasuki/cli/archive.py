@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tasuki.errors import InvalidInput
 
@@ -39,7 +39,7 @@ async def fetch(client: AsyncClient, ended: JobResult, path: Path) -> int:
     return await client.save_result(ended, path)
 
 
-def copy_logs(source: BinaryIO, stdout: Callable[[bytes], object], stderr: Callable[[bytes], object]) -> None:
+def copy_logs(source: BinaryIO, stdout: Callable[[bytes], Any], stderr: Callable[[bytes], Any]) -> None:
     """Hand over the two logs of a result, in pieces."""
     from tasuki.blobs.zipread import Meter, ZipLimits, read_directory, unpack_entry
 

@@ -119,6 +119,7 @@ def owner_of(folder: DataFolder) -> str:
     """
     import fcntl
 
+    owner = ""
     try:
         with folder.database.with_name(folder.database.name + ".owner").open("rb") as file:
             owner = file.read(200).decode("utf-8", "replace").strip()

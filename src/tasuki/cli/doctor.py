@@ -35,6 +35,9 @@ class Finding(NamedTuple):
     message: str
     way_out: str = ""
 
+    def described(self) -> dict[str, str]:
+        return {**self._asdict(), "way_out": "" if self.state == OK else self.way_out}
+
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
@@ -50,7 +53,10 @@ def doctor(
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> int:
-    """Check Python, SQLite, the data folder, its server and its token. Starts nothing; exit 1 if a check fails."""
+    """Check Python, SQLite, the data folder, its server and its token.
+
+    Starts nothing; exit 1 if a check fails.
+    """
     from tasuki.config import data_folder
 
     folder = data_folder(data)
@@ -74,7 +80,7 @@ def doctor(
             if found.way_out and found.state != OK:
                 yield f"  {found.check}: {found.way_out}"
 
-    Output(json=json).show([found._asdict() for found in findings], human)
+    Output(json=json).show([found.described() for found in findings], human)
     return exits.FAILED if any(found.state == FAIL for found in findings) else exits.OK
 
 

@@ -158,7 +158,10 @@ def cancel(
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> None:
-    """Stop jobs: waiting ones at once, running ones by their worker. One that has ended stays as it is."""
+    """Stop jobs.
+
+    Waiting ones are canceled at once, running ones when their worker has stopped them; one that has ended stays as it is.
+    """
     answer = with_client(Place(to, data, token_file, tls_ca), lambda client: client.cancel(job_ids, reason))
 
     def human() -> Iterable[str]:
@@ -204,7 +207,10 @@ def retry(
     quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> int:
-    """Set jobs going again that have ended, with fresh budgets of retries and losses."""
+    """Set jobs going again that have ended.
+
+    They start with fresh budgets of retries and losses; the attempt number goes on.
+    """
     if bool(job_ids) == bool(array):
         raise InvalidInput("give either job ids or --array ID, as in: tasuki retry --array ID --only-failed")
     wanted = UNSUCCESSFUL if only_failed else ENDED

@@ -19,7 +19,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 def migrate(data: options.Data = None, json: options.Json = False) -> None:
-    """Bring the database of a data folder up to date. No server may be running on it."""
+    """Bring the database of a data folder up to date.
+
+    No server may be running on it.
+    """
     from tasuki.config import data_folder
     from tasuki.django import standalone
     from tasuki.server.node import prepare_folder

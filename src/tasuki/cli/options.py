@@ -54,3 +54,4 @@ PayloadFile = Annotated[
     typer.Option("--payload-file", metavar="FILE", help="Standard input of the job, or a handler's payload; - for stdin."),
 ]
 Lines = Annotated[int, typer.Option("--limit", metavar="N", help="How many at most.")]
+LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error, on stderr.")]

@@ -52,7 +52,10 @@ def result(
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> int:
-    """Wait for a job's end and save its result: of a command a ZIP, of a handler its bytes. Exit 1 if it did not succeed."""
+    """Wait for a job's end and save its result.
+
+    Of a command it is a ZIP with its logs and output files, of a handler the bytes it returned. Exit 1 if it did not succeed.
+    """
     if sum((output_file is not None, extract is not None, stdout)) > 1:
         raise InvalidInput("choose one of --output, --extract and --stdout")
     if stdout and json:
@@ -112,9 +115,9 @@ def logs(
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> None:
-    """What a command that has ended wrote: its stdout to stdout, its stderr to stderr.
+    """What a command that has ended wrote.
 
-    Logs come with the result, when the job has ended; a job that still runs has none to show yet.
+    Its stdout goes to stdout, its stderr to stderr. Logs come with the result: a job that still runs has none to show yet.
     """
     kept = with_client(Place(to, data, token_file, tls_ca), lambda client: _logs(client, job_id))
     both = stdout == stderr

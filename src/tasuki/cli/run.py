@@ -68,7 +68,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No words of tasuki's own.")] = False,
     json: options.Json = False,
 ) -> int:
-    """Run one job and wait for it: prints its output, exits with its code.
+    """Run one job: prints its output, exits with its code.
 
     tasuki's own options stand before EXEC. With no server anywhere, an embedded one runs for the time of the command.
     """

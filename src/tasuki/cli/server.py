@@ -44,12 +44,17 @@ def server(
     retention_days: Annotated[
         float, typer.Option("--retention-days", metavar="DAYS", help="How long finished jobs and results are kept.")
     ] = 30.0,
+    log_level: options.LogLevel = "info",
     json: options.Json = False,
 ) -> int:
-    """Start a server on a data folder. SIGTERM or Ctrl-C ends it in order, a second one at once."""
-    from tasuki.cli import serve
+    """Start a server on a data folder.
+
+    SIGTERM or Ctrl-C ends it in order, a second one at once.
+    """
+    from tasuki.cli import log, serve
     from tasuki.config import data_folder, parse_listen
 
+    log.configure(log_level, json=json)
     listen = serve.Listen(
         folder=data_folder(data),
         tcp=() if no_tcp else tuple(parse_listen(text) for text in tcp or [DEFAULT_TCP]),

@@ -65,7 +65,10 @@ def submit(
     quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> int:
-    """Submit jobs; returns when they are durable. The same --job-id and body again is the same job, not a second one."""
+    """Submit jobs; returns when they are durable.
+
+    The same --job-id and body again is the same job, not a second one.
+    """
     from tasuki.cli.jobspec import array_elements, check_files, job_fields, line_elements, open_lines, parse_array
 
     if array and each_line:

@@ -18,7 +18,7 @@ KINDS = ("admin", "client", "worker")
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    tokens = make_app("Make, list and revoke tokens (needs an admin token, or the server's own user on its unix socket).")
+    tokens = make_app("Make, list and revoke tokens.\n\nNeeds an admin token, or the server's own user on its unix socket.")
     command(
         tokens,
         "create",

@@ -66,12 +66,17 @@ def up(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="Leave a second after the last client and the last running job.")
     ] = False,
+    log_level: options.LogLevel = "info",
     json: options.Json = False,
 ) -> int:
-    """Start a server and local workers here. Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once."""
-    from tasuki.cli import serve
+    """Start a server and local workers here.
+
+    Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once.
+    """
+    from tasuki.cli import log, serve
     from tasuki.config import data_folder, parse_listen
 
+    log.configure(log_level, json=json)
     if workers < 0 or (slots is not None and slots < 1):
         raise ConfigError(f"--workers must be 0 or more and --slots 1 or more, got {workers} and {slots}")
     folder = data_folder(data or os.environ.get("TASUKI_DATA") or DEFAULT_FOLDER)
@@ -89,7 +94,7 @@ async def _main(listen: Listen, workers: int, slots: int, until_idle: bool) -> i
 
     events = Events(json=listen.json)
     socket = f"unix://{listen.folder.socket}"
-    options_of_each = ("--to", socket, "--subject", ">", "--slots", str(slots), "--any-program")
+    options_of_each = ("--to", socket, "--subject", ">", "--slots", str(slots), "--any-program", "--log-level", "warning")
     workforce = Workforce(workers, options_of_each, events)
     stop = Stop(at_once=workforce.kill)
 

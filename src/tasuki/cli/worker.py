@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +19,8 @@ from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.worker.execs import Exec
+
+ORPHAN_GRACE_S = 30.0
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,63 +36,78 @@ def add_to(app: typer.Typer) -> None:
     )(worker)
 
 
+Server = Annotated[
+    str | None, typer.Option("--to", metavar="URL", help="Server. Default: TASUKI_URL, else the data folder's unix socket.")
+]
+Subjects = Annotated[
+    list[str] | None,
+    typer.Option("--subject", metavar="PATTERN", help="What to take, * and > allowed. Several times. Default: job.assign.>"),
+]
+Slots = Annotated[int | None, typer.Option("--slots", metavar="N", help="Jobs at once. Default: one per core.")]
+Execs = Annotated[
+    list[str] | None,
+    typer.Option("--exec", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
+]
+ExecsFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with [exec.NAME] tables.")]
+AnyProgram = Annotated[
+    bool, typer.Option("--any-program", help="Run any program for jobs of this same user; only over a unix socket.")
+]
+WorkerId = Annotated[
+    str | None, typer.Option("--worker-id", metavar="ID", help="Lasting identity, no dots. Default: a new one each start.")
+]
+OnDisconnect = Annotated[
+    str, typer.Option("--on-disconnect", metavar="stop|keep", help="What happens to jobs whose lease cannot be renewed.")
+]
+ReconnectGrace = Annotated[
+    float, typer.Option("--reconnect-grace", metavar="SECONDS", help="With keep: how long others wait before they take over.")
+]
+LeaseTtl = Annotated[
+    float | None, typer.Option("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's.")
+]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option("--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."),
+]
+UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)]
+
+
 def worker(
-    to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="URL", help="Server. Default: TASUKI_URL, else the data folder's unix socket."),
-    ] = None,
-    subject: Annotated[
-        list[str] | None,
-        typer.Option("--subject", metavar="PATTERN", help="What to take, * and > allowed. Several times. Default: job.assign.>"),
-    ] = None,
-    slots: Annotated[int | None, typer.Option("--slots", metavar="N", help="Jobs at once. Default: one per core.")] = None,
-    exec_: Annotated[
-        list[str] | None,
-        typer.Option("--exec", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with [exec.NAME] tables.")] = None,
-    any_program: Annotated[
-        bool,
-        typer.Option("--any-program", help="Run any program for jobs of this same user; only over a unix socket."),
-    ] = False,
-    worker_id: Annotated[
-        str | None, typer.Option("--worker-id", metavar="ID", help="Lasting identity, no dots. Default: a new one each start.")
-    ] = None,
-    on_disconnect: Annotated[
-        str, typer.Option("--on-disconnect", metavar="stop|keep", help="What happens to jobs whose lease cannot be renewed.")
-    ] = "stop",
-    reconnect_grace: Annotated[
-        float, typer.Option("--reconnect-grace", metavar="SECONDS", help="With keep: how long others wait before they take over.")
-    ] = 60.0,
-    lease_ttl: Annotated[
-        float | None, typer.Option("--lease-ttl", metavar="SECONDS", help="Lease length. Default: the server's.")
-    ] = None,
-    drain_timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."
-        ),
-    ] = None,
+    to: Server = None,
+    subject: Subjects = None,
+    slots: Slots = None,
+    exec_: Execs = None,
+    config: ExecsFile = None,
+    any_program: AnyProgram = False,
+    worker_id: WorkerId = None,
+    on_disconnect: OnDisconnect = "stop",
+    reconnect_grace: ReconnectGrace = 60.0,
+    lease_ttl: LeaseTtl = None,
+    drain_timeout: DrainTimeout = None,
+    until_stdin_ends: UntilStdinEnds = False,
+    log_level: options.LogLevel = "info",
     data: options.Data = None,
     token_file: options.TokenFile = None,
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> None:
-    """Run jobs until a signal: the first drains (running jobs finish), the second stops them."""
-    from tasuki.cli.serve import Events
+    """Run jobs until a signal.
+
+    The first SIGTERM or Ctrl-C drains: no new jobs, running ones finish. The second stops them.
+    """
+    from tasuki.cli import log
     from tasuki.config import data_folder, default_url
     from tasuki.worker import Worker
 
+    log.configure(log_level, json=json)
     if on_disconnect not in ("stop", "keep"):
         raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
-    url = to or default_url() or f"unix://{data_folder(data).socket}"
     made = Worker(
-        url,
+        to or default_url() or f"unix://{data_folder(data).socket}",
         token=read_token(token_file),
         worker_id=worker_id,
         subjects=tuple(subject or ()),
         concurrency=slots,
-        execs=_execs(config, exec_ or ()),
+        execs=_execs(config, exec_ or []),
         any_program=any_program,
         data=data,
         on_disconnect=on_disconnect,
@@ -94,17 +116,21 @@ def worker(
         tls_ca=tls_ca,
         drain_timeout_s=drain_timeout,
     )
-    events = Events(json=json)
-
-    def tell(name: str, facts: dict[str, object]) -> None:
-        text = " ".join(f"{key}={value}" for key, value in facts.items())
-        events.tell(name, text, worker_id=made.worker_id, **facts)
-
-    made.on_event = tell
+    if until_stdin_ends:
+        threading.Thread(target=_end_with_stdin, name="tasuki-stdin", daemon=True).start()
     made.run()
 
 
-def _execs(config: Path | None, flags: list[str] | tuple[()]) -> dict[str, Exec]:
+def _end_with_stdin() -> None:
+    """The other end of our stdin is held by `tasuki up`: when it is gone, however it died, there is no more to do here."""
+    while sys.stdin.buffer.read(1):
+        pass
+    for _ in range(2):  # drain, and if something still runs after its lease must have ended, stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE_S)
+
+
+def _execs(config: Path | None, flags: list[str]) -> dict[str, Exec]:
     """What the file allows, then what the flags allow; a flag replaces an exec of the same name."""
     from tasuki.worker.execs import load_execs, parse_exec_flag
 

@@ -19,28 +19,25 @@ class Workforce:
     """Keeps `count` workers alive between `start` and `drain`."""
 
     def __init__(self, count: int, options: Sequence[str], events: Events) -> None:
-        self._command = (sys.executable, "-m", "tasuki", "worker", *options)
+        self._command = (sys.executable, "-m", "tasuki", "worker", "--until-stdin-ends", *options)
         self._count = count
         self._events = events
         self._processes: set[asyncio.subprocess.Process] = set()
         self._keepers: list[asyncio.Task[None]] = []
-        self._ending = False
+        self._ending = asyncio.Event()
 
     def start(self) -> None:
         self._keepers = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
 
     async def drain(self) -> None:
         """Ask all to end when their jobs have, and wait for it."""
-        self._ending = True
+        self._ending.set()
         self._signal_all(signal.SIGTERM)
-        for keeper in self._keepers:
-            if not any(process.returncode is None for process in self._processes):
-                keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._keepers)
 
     def kill(self) -> None:
         """At once."""
-        self._ending = True
+        self._ending.set()
         self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -51,19 +48,19 @@ class Workforce:
     async def _keep(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         wait_s = RESTART_FIRST_S
-        while not self._ending:
+        while not self._ending.is_set():
             began = loop.time()
-            # stdin and stdout are not the children's: what they have to say to a person is on stderr. A session of their own
+            # The pipe is never written to: it ends when we do, even by SIGKILL, and the child with it. A session of its own
             # keeps a terminal's Ctrl-C for us, who pass it on in order.
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
             )
             self._processes.add(process)
-            if self._ending:  # asked to end while this one was being started
+            if self._ending.is_set():  # asked to end while this one was being started
                 self._signal_all(signal.SIGTERM)
             code = await process.wait()
             self._processes.discard(process)
-            if self._ending:
+            if self._ending.is_set():
                 return
             if loop.time() - began > SOUND_AFTER_S:
                 wait_s = RESTART_FIRST_S
@@ -74,5 +71,6 @@ class Workforce:
                 exit_code=code,
                 restart_in_s=wait_s,
             )
-            await asyncio.sleep(wait_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), wait_s)
             wait_s = min(wait_s * 2, RESTART_MAX_S)

@@ -36,7 +36,6 @@ from tasuki.core.ids import IdMaker
 from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
-    BATCH_MAX,
     Accepted,
     CancelJobs,
     HelloClient,
@@ -45,6 +44,7 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
     Welcome,
+    batches,
 )
 from tasuki.core.worker_machine import Connect
 from tasuki.errors import TasukiError, Unavailable, from_wire
@@ -53,7 +53,6 @@ from tasuki.net.blobs import BlobLine
 from tasuki.wire.compression import CODECS
 
 TICK_S = 0.05
-SUBMIT_FRAME_BYTES = 2 * 1024 * 1024
 
 Answer = Callable[[Any, TasukiError | None], None]
 
@@ -230,7 +229,7 @@ class AsyncClient:
         if not self._closed:
             self._apply(Closed(link.tag or 0, reason))
 
-    def _ask(self, make: Callable[[int], Message], *, lasting: bool = True) -> asyncio.Future[Any]:
+    def _ask(self, make: Callable[[int], Message], *, watch: tuple[str, ...] = ()) -> asyncio.Future[Any]:
         """One call, one answer."""
         future: asyncio.Future[Any] = self._loop.create_future()
         ticket = next(self._ticket_numbers)
@@ -245,7 +244,7 @@ class AsyncClient:
                 future.set_result(body)
 
         self._tickets[ticket] = answer
-        self._apply(Call(ticket, make, lasting))
+        self._apply(Call(ticket, make, watch=watch))
         return future
 
     async def request(self, verb: str, **params: Any) -> Any:
@@ -285,9 +284,10 @@ class AsyncClient:
         """
         handles = [self._handle(spec.job_id, watch) for spec in specs]
         calls: list[tuple[int, asyncio.Future[Any]]] = []
-        for start, stop in _frames(specs):
-            some = list(specs[start:stop])
-            calls.append((start, self._ask(lambda msg_id, some=some: SubmitJobs(msg_id, some, watch, on_failed))))  # type: ignore[misc]
+        start = 0
+        for some in batches(specs, _large_bytes):
+            calls.append((start, self._ask_submit(list(some), watch, on_failed)))
+            start += len(some)
         first: TasukiError | None = None
         for start, call in calls:
             try:
@@ -298,11 +298,13 @@ class AsyncClient:
                 self._drop(handles)
                 raise error
             first = self._read_exceptions(accepted, handles, start) or first
-            if watch:
-                self._machine.watched(handle.job_id for handle in handles[start : start + accepted.count] if not handle.done)
         if first is not None and strict:
             raise first
         return handles
+
+    def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:
+        job_ids = tuple(spec.job_id for spec in specs) if watch else ()
+        return self._ask(lambda msg_id: SubmitJobs(msg_id, specs, watch, on_failed), watch=job_ids)
 
     def _read_exceptions(self, accepted: Accepted, handles: list[AsyncJobHandle], start: int) -> TasukiError | None:
         first: TasukiError | None = None
@@ -414,17 +416,9 @@ class AsyncClient:
         return size
 
 
-def _frames(specs: Sequence[JobSpec]) -> Iterable[tuple[int, int]]:
-    """Slices of at most BATCH_MAX jobs and about SUBMIT_FRAME_BYTES."""
-    start = size = 0
-    for place, spec in enumerate(specs):
-        bytes_here = len(spec.payload) + 256
-        if spec.args or spec.files or spec.env or spec.headers:
-            bytes_here += sum(map(len, spec.args)) + sum(len(file.data or b"") + 200 for file in spec.files)
-            bytes_here += sum(len(k) + len(v) for k, v in (*spec.env.items(), *spec.headers.items()))
-        if place > start and (place - start >= BATCH_MAX or size + bytes_here > SUBMIT_FRAME_BYTES):
-            yield start, place
-            start, size = place, 0
-        size += bytes_here
-    if start < len(specs):
-        yield start, len(specs)
+def _large_bytes(spec: JobSpec) -> int:
+    size = len(spec.payload)
+    if spec.args or spec.files or spec.env or spec.headers:
+        size += sum(map(len, spec.args)) + sum(len(file.data or b"") + 200 for file in spec.files)
+        size += sum(len(name) + len(value) for name, value in (*spec.env.items(), *spec.headers.items()))
+    return size

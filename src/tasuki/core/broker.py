@@ -61,6 +61,7 @@ from tasuki.errors import DiskFull, InvalidInput, NotFound, ProtocolError, Tasuk
 
 DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
+LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
 STORE_RETRY_S = 0.2  # after a failed turn
 
 
@@ -75,7 +76,8 @@ class Broker:
         self.config = config
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, WorkerSession] = {}
-        self.watchers: dict[str, list[int]] = {}
+        self.watchers: dict[str, int | list[int]] = {}
+        """Who wants to hear of a job's end: nearly always one connection, so that one number is kept and no list."""
         self.trie: SubjectTrie[int] = SubjectTrie()
         self.draft = Draft()
         self.disk_problem = ""
@@ -84,6 +86,7 @@ class Broker:
         self._duty_at = 0.0
         self._prune_at = 0.0
         self._wait_until = 0.0
+        self._look_at = 0.0
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -249,6 +252,8 @@ class Broker:
                 self.draft.start.extend(self._held(worker, message.claims))
                 self.draft.start_routes.append(Slice(worker.conn, start, len(self.draft.start)))
             case Heartbeat():
+                # After a reconnect this is how we learn what the worker still runs.
+                worker.account.running = max(worker.account.running, len(message.claims))
                 start = len(self.draft.renew)
                 self.draft.renew.extend(self._held(worker, message.claims))
                 self.draft.renew_routes.append(Slice(worker.conn, start, len(self.draft.renew), message.msg_id))
@@ -384,6 +389,9 @@ class Broker:
 
     def _ticked(self, now: Now) -> list[Command]:
         commands: list[Command] = []
+        if now.monotonic >= self._look_at:
+            self._look_at = now.monotonic + LOOK_INTERVAL_S
+            self.look_everywhere()
         for session in list(self.sessions.values()):
             silent_s = now.monotonic - session.heard_at
             if isinstance(session, WorkerSession):
@@ -429,11 +437,29 @@ class Broker:
                 self.look_everywhere()
         elif isinstance(session, ClientSession):
             for job_id in session.watching:
-                watching = self.watchers.get(job_id)
-                if watching is not None:
-                    watching[:] = [other for other in watching if other != conn]
-                    if not watching:
-                        del self.watchers[job_id]
+                self._unwatch(job_id, conn)
+
+    def watch(self, session: ClientSession, job_id: str) -> None:
+        """This client hears of the job's end."""
+        if job_id in session.watching:
+            return
+        session.watching.add(job_id)
+        others = self.watchers.setdefault(job_id, session.conn)
+        if others != session.conn:
+            self.watchers[job_id] = [*others, session.conn] if isinstance(others, list) else [others, session.conn]
+
+    def _unwatch(self, job_id: str, conn: int) -> None:
+        watching = self.watchers.get(job_id)
+        if watching == conn:
+            del self.watchers[job_id]
+        elif isinstance(watching, list):
+            watching.remove(conn)
+            if not watching:
+                del self.watchers[job_id]
+
+    def duties_again(self) -> None:
+        """There was more to reap or to promote than one turn takes."""
+        self._duty_at = 0.0
 
     def describe_workers(self) -> list[dict[str, object]]:
         """The live workers of this server, for people."""

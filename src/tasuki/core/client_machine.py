@@ -7,7 +7,7 @@ result that was recorded while we were away comes back by asking for its job aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -41,6 +41,8 @@ class Call(msgspec.Struct, frozen=True):
     ticket: int
     make: Callable[[int], Message]
     lasting: bool = True
+    watch: tuple[str, ...] = ()
+    """Of a submit: the jobs whose results the server delivers once it has accepted them."""
 
 
 class Watch(msgspec.Struct, frozen=True):
@@ -96,6 +98,7 @@ class _Waiting(msgspec.Struct):
     ticket: int
     make: Callable[[int], Message]
     lasting: bool
+    watch: tuple[str, ...]
     again_at: float | None = None
 
 
@@ -149,12 +152,8 @@ class ClientMachine:
             return [Answered(call.ticket, error=self._error)]
         self._msg_id += 1
         message = call.make(self._msg_id)
-        self._calls[self._msg_id] = _Waiting(call.ticket, call.make, call.lasting)
+        self._calls[self._msg_id] = _Waiting(call.ticket, call.make, call.lasting, call.watch)
         return [Send(self._conn, message)] if self.online and self._conn is not None else []
-
-    def watched(self, job_ids: Iterable[str]) -> None:
-        """A submit with watch was accepted: the server already delivers these."""
-        self._watching.update(dict.fromkeys(job_ids))
 
     def _ask_results(self, job_ids: list[str]) -> list[Command]:
         commands: list[Command] = []
@@ -176,8 +175,7 @@ class ClientMachine:
                     watching.pop(item.job_id, None)
                 return [Arrived(message.items)]
             case Accepted():
-                waiting = self._calls.pop(message.corr_id, None)
-                return [Answered(waiting.ticket, message)] if waiting is not None else []
+                return self._accepted(message)
             case Reply():
                 return self._replied(message)
             case Welcome():
@@ -188,6 +186,17 @@ class ClientMachine:
                 return []
             case _:
                 return []  # newer than this client
+
+    def _accepted(self, accepted: Accepted) -> list[Command]:
+        waiting = self._calls.pop(accepted.corr_id, None)
+        if waiting is None:
+            return []
+        # Results always come after the Accepted of their job, so that none of these can have arrived before.
+        self._watching.update(dict.fromkeys(waiting.watch))
+        for item in accepted.exceptions:
+            if item.code:
+                self._watching.pop(item.job_id, None)
+        return [Answered(waiting.ticket, accepted)]
 
     def _replied(self, reply: Reply) -> list[Command]:
         if self._watches.pop(reply.corr_id, None) is not None:

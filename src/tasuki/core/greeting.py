@@ -113,7 +113,7 @@ def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, iden
     ttl_s = hello.ttl_s if hello.ttl_s is not None else broker.config.lease_ttl_s
     if not LEASE_TTL_MIN_S <= ttl_s <= LEASE_TTL_MAX_S:
         raise InvalidInput(f"the lease ttl must be {LEASE_TTL_MIN_S:g} to {LEASE_TTL_MAX_S:g} seconds, got {ttl_s:g}")
-    worker = WorkerSession(
+    return WorkerSession(
         **common,
         worker_id=hello.worker_id,
         incarnation=hello.incarnation,
@@ -124,8 +124,6 @@ def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, iden
         host=hello.host[:200],
         slots=hello.slots,
     )
-    worker.account.running = len(hello.holding)
-    return worker
 
 
 def checked_patterns(identity: Identity, patterns: tuple[str, ...]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ ENV_MAX = 256
 FILES_MAX = 1024
 TEXT_MAX_BYTES = 128 * 1024  # one argument or environment value; Linux's own limit for one string of execve
 HEADERS_MAX = 64
+TEXTS_MAX_BYTES = 512 * 1024  # arguments, environment and headers together; execve itself stops at 2 MiB
 PRIORITY_MAX = 9
 TIMEOUT_MAX_S = 366 * 86400.0
 BUDGET_MAX = 1_000_000
@@ -235,6 +236,12 @@ def _check_lists(spec: JobSpec) -> None:
         raise TooLarge(
             f"job {spec.job_id!r} has {len(spec.args)} args, {len(spec.env)} env names, {len(spec.files)} files, "
             f"{len(spec.headers)} headers; the limits are {ARGS_MAX}, {ENV_MAX}, {FILES_MAX}, {HEADERS_MAX}"
+        )
+    texts = sum(map(len, spec.args)) + sum(len(k) + len(v) for k, v in (*spec.env.items(), *spec.headers.items()))
+    if texts > TEXTS_MAX_BYTES:
+        raise TooLarge(
+            f"arguments, environment and headers of job {spec.job_id!r} have {texts} characters, the limit is {TEXTS_MAX_BYTES}; "
+            "put large things into files"
         )
     for argument in spec.args:
         _check_text(argument, "an argument")

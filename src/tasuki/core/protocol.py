@@ -11,7 +11,8 @@ Who sends what:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,8 +24,26 @@ PROTOCOL_OLDEST = 1
 UNAUTHENTICATED_FRAME_MAX_BYTES = 64 * 1024
 FRAME_MAX_BYTES = 8 * 1024 * 1024
 BATCH_MAX = 1024  # items of one frame that we send ourselves; a receiver takes any number that fits the frame
+BATCH_BYTES = 1024 * 1024  # about what one frame of ours carries, unless a single item is larger
+ITEM_BYTES = 256  # what an item is counted for beside its large parts
 CHUNK_BYTES = 256 * 1024
 HANDSHAKE_TIMEOUT_S = 10.0
+
+
+T = TypeVar("T")
+
+
+def batches(items: Sequence[T], large_bytes: Callable[[T], int]) -> Iterator[Sequence[T]]:
+    """Slices that fit a frame each, by number and by size; `large_bytes` is the size of an item's large parts."""
+    start = size = 0
+    for place, item in enumerate(items):
+        bytes_here = large_bytes(item) + ITEM_BYTES
+        if place > start and (place - start >= BATCH_MAX or size + bytes_here > BATCH_BYTES):
+            yield items[start:place]
+            start, size = place, 0
+        size += bytes_here
+    if start < len(items):
+        yield items[start:] if start else items
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -51,7 +70,7 @@ class HelloClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The first frame of a worker. `holding` is what it still runs or has not yet reported, after a lost connection."""
+    """The first frame of a worker. `resumed`: it was connected before; its first Heartbeat names the leases it still holds."""
 
     msg_id: int
     worker_id: str
@@ -66,7 +85,6 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reconnect_grace_s: float = 0.0
     ttl_s: float | None = None
     resumed: bool = False
-    holding: tuple[Claim, ...] = ()
     host: str = ""
     slots: int = 1
 

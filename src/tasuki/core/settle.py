@@ -15,7 +15,6 @@ from tasuki.core.draft import ActRoute, CheckRoute, Draft, SubmitRoute, TokenRou
 from tasuki.core.job import TERMINAL, Job, Outcome, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import (
-    BATCH_MAX,
     Acceptance,
     Accepted,
     AssignJobs,
@@ -28,6 +27,7 @@ from tasuki.core.protocol import (
     Message,
     Reply,
     Results,
+    batches,
 )
 from tasuki.core.sessions import ClientSession, Delivery, WorkerSession
 from tasuki.core.verbs import Answer, Answers, Grant, Held, Recorded, Report, Standing, Turn
@@ -92,17 +92,26 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
         broker.look_for(answers.promote)
     if answers.reap or any(answers.release):
         broker.look_everywhere()
+    if turn.reap and len(answers.reap) >= turn.reap:
+        broker.duties_again()
     for conn, items in results.items():
-        for start in range(0, len(items), BATCH_MAX):
-            out.append(Send(conn, Results(items[start : start + BATCH_MAX])))
+        out += [Send(conn, Results(list(some))) for some in batches(items, _result_bytes)]
     return out
+
+
+def _spec_bytes(grant: Grant) -> int:
+    return len(grant.spec)
+
+
+def _result_bytes(ending: JobResult) -> int:
+    return len(ending.outcome.result or b"")
 
 
 def _notify(broker: Broker, ending: JobResult, results: _Outbox) -> None:
     watching = broker.watchers.pop(ending.job_id, None)
     if watching is None:
         return
-    for conn in watching:
+    for conn in watching if isinstance(watching, list) else (watching,):
         session = broker.sessions.get(conn)
         if isinstance(session, ClientSession):
             session.watching.discard(ending.job_id)
@@ -127,7 +136,9 @@ def _reported(
             continue
         recorded.append(report.lease_id)
         state = answer.state
-        if state in TERMINAL and report.job_id in watchers:
+        if state is State.PENDING:  # it failed and may be tried again, perhaps at once
+            broker.look_everywhere()
+        elif report.job_id in watchers and state in TERMINAL:
             _notify(broker, JobResult(report.job_id, state, report.attempt, report.outcome, wall), results)
     if conn in broker.sessions:
         out.append(Send(conn, JobsRecorded(recorded, fenced)))
@@ -157,17 +168,14 @@ def _submitted(broker: Broker, route: SubmitRoute, turn: Turn, answers: Answers,
         return
     exceptions = route.rejected
     stored = (answers.rerun if route.rerun else answers.submit)[route.start : route.stop]
-    watchers, conn = broker.watchers, route.conn
     for place, answer in enumerate(stored):
         if type(answer) is not Conflict and answer.job is None:  # type: ignore[union-attr]
             if route.watch:
-                job_id = answer.job_id
-                watchers.setdefault(job_id, []).append(conn)
-                session.watching.add(job_id)
+                broker.watch(session, answer.job_id)
             continue
         index = route.indexes[place] if route.indexes is not None else place
         exceptions.append(_existing(broker, session, index, answer, route.watch, results))
-    out.append(Send(conn, Accepted(route.msg_id, route.count, exceptions)))
+    out.append(Send(route.conn, Accepted(route.msg_id, route.count, exceptions)))
 
 
 def _existing(broker: Broker, session: ClientSession, index: int, answer: object, watch: bool, results: _Outbox) -> Acceptance:
@@ -187,9 +195,8 @@ def _existing(broker: Broker, session: ClientSession, index: int, answer: object
 def _watch(broker: Broker, session: ClientSession, job: Job, results: _Outbox) -> None:
     if job.state in TERMINAL:
         results[session.conn].append(result_of(job))
-    elif job.job_id not in session.watching:
-        broker.watchers.setdefault(job.job_id, []).append(session.conn)
-        session.watching.add(job.job_id)
+    else:
+        broker.watch(session, job.job_id)
 
 
 def result_of(job: Job) -> JobResult:
@@ -212,7 +219,7 @@ def _granted(
     deliveries, sent_at = worker.deliveries, now.monotonic
     for grant in grants:
         deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
-    out.append(Send(conn, AssignJobs(worker.ttl_s, grants)))
+    out += [Send(conn, AssignJobs(worker.ttl_s, list(some))) for some in batches(grants, _spec_bytes)]
 
 
 def _redelivered(broker: Broker, conn: int, grants: list[Grant], out: list[Command], now: Now) -> None:
@@ -226,7 +233,8 @@ def _redelivered(broker: Broker, conn: int, grants: list[Grant], out: list[Comma
             worker.account.running += 1
     again = [grant for grant in grants if not worker.deliveries[grant.lease_id].acked]
     if again:
-        out.append(Send(conn, AssignJobs(min(grant.ttl_s for grant in again), again)))
+        ttl_s = min(grant.ttl_s for grant in again)
+        out += [Send(conn, AssignJobs(ttl_s, list(some))) for some in batches(again, _spec_bytes)]
 
 
 def _checked(

@@ -35,6 +35,7 @@ from tasuki.core.protocol import (
     Message,
     Subscribe,
     Welcome,
+    batches,
 )
 from tasuki.core.redial import Redial
 from tasuki.core.verbs import Grant
@@ -210,7 +211,6 @@ class WorkerMachine:
             reconnect_grace_s=me.reconnect_grace_s,
             ttl_s=me.ttl_s,
             resumed=self._ever_connected,
-            holding=tuple(held.claim for held in self.held.values()),
             host=me.host,
             slots=me.capacity,
         )
@@ -409,7 +409,8 @@ class WorkerMachine:
             commands.append(Send(conn, JobsStarted(self._started_due)))
             self._started_due = []
         if self._endings_due:
-            commands.append(Send(conn, JobsFinished(self._endings_due)))
+            for some in batches(self._endings_due, lambda ending: len(ending.outcome.result or b"")):
+                commands.append(Send(conn, JobsFinished(list(some))))
             self._endings_due = []
         if self._credit_due:
             commands.append(Send(conn, GiveCredit(self._credit_due)))

@@ -17,7 +17,9 @@ from tasuki.core.verbs import Filter, GroupCounts, Page
 from tasuki.errors import InvalidInput, NotFound
 
 PAGE_MAX = 1000
-GET_MAX = 10_000
+GET_MAX = 1000
+GET_RESULTS_MAX = 64  # results are up to 64 KiB each, and a frame is up to 8 MiB
+ARGS_SHOWN_MAX = 20
 
 
 class Reader(Protocol):
@@ -40,6 +42,8 @@ def _get(reader: Reader, query: Query) -> Any:
     if not isinstance(job_ids, list) or len(job_ids) > GET_MAX or not all(isinstance(job_id, str) for job_id in job_ids):
         raise InvalidInput(f"get needs job_ids, a list of at most {GET_MAX} texts")
     with_result = bool(query.params.get("result"))
+    if with_result and len(job_ids) > GET_RESULTS_MAX:
+        raise InvalidInput(f"results of at most {GET_RESULTS_MAX} jobs can be asked for at once, not of {len(job_ids)}")
     jobs = [_visible(job_id, job, query.identity) for job_id, job in zip(job_ids, reader.get(job_ids), strict=True)]
     return [describe(job, with_result=with_result) for job in jobs]
 
@@ -107,7 +111,8 @@ def describe(job: Job, *, with_result: bool = False) -> dict[str, Any]:
         "state": str(job.state),
         "subject": spec.subject,
         "exec": spec.exec,
-        "args": list(spec.args),
+        "args": [argument[:200] for argument in spec.args[:ARGS_SHOWN_MAX]],
+        "args_count": len(spec.args),
         "files": [file.name for file in spec.files],
         "env_names": sorted(spec.env),
         "payload_bytes": len(spec.payload),

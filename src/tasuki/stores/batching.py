@@ -6,6 +6,7 @@ opens it, runs turns, and gives the answers to a callback. There is one hop to t
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.store import Store
 
+logger = logging.getLogger("tasuki.store")
 PRUNE_BATCH = 256  # jobs deleted per turn: small, so that pruning never stalls the hot path
 
 
@@ -94,7 +96,7 @@ class StoreThread:
         try:
             store = self._open()
             epoch = store.take_over(self._holder)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again where `open` waits
             self._opened.put(error)
             return
         self._opened.put(epoch)
@@ -110,4 +112,5 @@ class StoreThread:
         except TasukiError as error:
             return error
         except Exception as error:  # a defect of ours must not end the store's thread: all waiting peers are told
+            logger.exception("a turn failed")
             return Unavailable(f"the store failed: {type(error).__name__}: {error}")

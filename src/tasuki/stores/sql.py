@@ -18,7 +18,7 @@ from tasuki.stores.clock import SystemClock
 from tasuki.stores.sql_base import Database
 from tasuki.stores.sql_leader import SqlLeader
 from tasuki.stores.sql_lease import SqlLease
-from tasuki.stores.sql_read import SqlReader, SqlReads
+from tasuki.stores.sql_read import SqlReader
 from tasuki.stores.sql_rows import token_values
 from tasuki.stores.sql_sqlite import DjangoDatabase, SqliteDatabase, file_system_of
 from tasuki.stores.sql_submit import SqlSubmit
@@ -36,7 +36,7 @@ FAULT_POINTS = (
 """Where `fault` is called, so that a test can end the process exactly there."""
 
 
-class SqlStore(SqlSubmit, SqlLease, SqlLeader, SqlReads):
+class SqlStore(SqlSubmit, SqlLease, SqlLeader):
     """See `tasuki.stores.store.Store` for what each verb promises."""
 
     features = frozenset({Feature.FIND_TEXT, Feature.DURABLE})
@@ -52,7 +52,6 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader, SqlReads):
         super().__init__(database, clock or SystemClock(), random, fault)
         self._fair = FairTurns()
         self._prune_after = 0
-        self._connection = lambda: database.connection
 
     @classmethod
     def open_sqlite(
@@ -74,7 +73,7 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader, SqlReads):
 
     def reader(self) -> SqlReader:
         """The read verbs on a second, read-only connection for the calling thread. Close it there."""
-        return SqlReader(self._database.path, self._database.vendor)
+        return SqlReader(self._database.path.absolute(), self._database.vendor)
 
     def counts(self) -> dict[str, GroupCounts]:
         if self._depth > 0:

@@ -16,7 +16,8 @@ from tasuki.core.job import Outcome, State
 from tasuki.core.verbs import COUNTED
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.sql_rows import JobRow, id_list, outcome_columns, text_list
-from tasuki.stores.sql_sqlite import translate
+from tasuki.stores.sql_read import SqlReads
+from tasuki.stores.sql_sqlite import translated
 from tasuki.stores.sql_statements import load, pieces
 from tasuki.stores.store import Clock
 
@@ -50,7 +51,7 @@ class SqlTurn:
         self._end(error)
 
 
-class SqlBase:
+class SqlBase(SqlReads):
     """One transaction at a time, and the writes that several verbs share."""
 
     def __init__(
@@ -63,6 +64,7 @@ class SqlBase:
         statements = load(database.vendor)
         self._one = statements.one
         self._many = statements.many
+        self._connection = lambda: database.connection
         self._turn = SqlTurn(self._begin, self._end)
         self._depth = 0
         self._doomed: BaseException | None = None
@@ -79,63 +81,55 @@ class SqlBase:
         self._database.close()
 
     def _begin(self) -> None:
-        if self._depth == 0:
-            try:
-                self._database.begin()
-            except Exception as error:
-                raise self._ours(error) from error
-            self._execute = self._database.connection.execute
-            self._doomed = None
-            self._deltas.clear()
-            self._depth = 1
-            self._at("turn.begun")
-        else:
+        if self._depth > 0:
             self._depth += 1
+            return
+        with translated():
+            self._database.begin()
+        self._execute = self._database.connection.execute
+        self._doomed = None
+        self._deltas.clear()
+        self._depth = 1
+        try:
+            self._at("turn.begun")
+        except BaseException as error:
+            self._end(error)
+            raise
 
     def _end(self, error: BaseException | None) -> None:
         self._depth -= 1
-        if error is not None and not (isinstance(error, TasukiError) and not isinstance(error, Unavailable)):
+        if error is not None and (not isinstance(error, TasukiError) or isinstance(error, Unavailable)):
             # Our own refusals come before a verb's first write; after anything else the transaction is half done.
             self._doomed = error
-        if self._depth > 0:
-            if error is not None and (ours := translate(error)) is not None:
-                raise ours from error
-            return
-        if error is None and self._doomed is None:
-            try:
-                self._write_counters()
-                self._at("turn.before_commit")
-                self._database.commit()
-            except BaseException as failure:
-                self._give_up()
-                raise self._ours(failure) from failure
-            self._at("turn.committed")
-            return
-        self._give_up()
-        if error is None:
+        with translated():
+            if self._depth == 0:
+                self._close_transaction(error)
+            elif error is not None:
+                raise error
+
+    def _close_transaction(self, error: BaseException | None) -> None:
+        if error is not None or self._doomed is not None:
+            self._give_up()
+            if error is not None:
+                raise error
             raise Unavailable(f"an earlier part of this turn failed, all of it was rolled back: {self._doomed}") from self._doomed
-        if (ours := translate(error)) is not None:
-            raise ours from error
+        try:
+            self._write_counters()
+            self._at("turn.before_commit")
+            self._database.commit()
+        except BaseException:
+            self._give_up()
+            raise
+        self._at("turn.committed")
 
     def _give_up(self) -> None:
         self._deltas.clear()
         self._database.rollback()
 
-    @staticmethod
-    def _ours(error: BaseException) -> BaseException:
-        return translate(error) or error
-
     def _at(self, point: str) -> None:
         """A named point at which tests let the process die."""
         if self._fault is not None:
             self._fault(point)
-
-    def _read(self, statement: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> list[Any]:
-        """A read inside or outside of a turn."""
-        try:
-            return self._database.connection.execute(statement, parameters).fetchall()
-        except sqlite3.Error as error:
-            raise self._ours(error) from error
 
     # -- batches --------------------------------------------------------------------------------------------------
     def _changed(self, name: str, shared: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]) -> int:
@@ -159,7 +153,7 @@ class SqlBase:
     # -- rows -----------------------------------------------------------------------------------------------------
     def _rows(self, job_ids: Iterable[str]) -> dict[str, JobRow]:
         """The rows of those jobs that exist."""
-        found = self._read(self._one["rows_by_key"], (text_list(list(job_ids)),))
+        found = self._select("rows_by_key", (text_list(list(job_ids)),))
         return {row[1]: JobRow._make(row) for row in found}
 
     def _row(self, job_id: str) -> JobRow | None:

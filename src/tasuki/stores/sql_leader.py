@@ -89,6 +89,6 @@ class SqlLeader(SqlReport):
         return doomed
 
     def next_due(self) -> tuple[float | None, float | None]:
-        ((lease_over,),) = self._read(self._one["next_lease_over"])
-        ((delayed,),) = self._read(self._one["next_delayed"])
+        ((lease_over,),) = self._select("next_lease_over")
+        ((delayed,),) = self._select("next_delayed")
         return lease_over, delayed

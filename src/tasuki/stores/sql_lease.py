@@ -216,9 +216,8 @@ class SqlLease(SqlReport):
     def held(self, worker_id: str, incarnation: str) -> list[Grant]:
         now = self.clock.lease()
         grants = []
-        for job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s in self._read(
-            self._one["held"], (worker_id, incarnation)
-        ):
+        for row in self._select("held", (worker_id, incarnation)):
+            job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
             expires_at = over_at - (grace_s if on_disconnect == OnDisconnect.KEEP.value else 0.0)
             if expires_at > now:
                 # What is left, not the whole: the worker counts from when it hears this.

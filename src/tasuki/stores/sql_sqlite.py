@@ -90,8 +90,14 @@ class SqliteDatabase:
             raise ConfigError(
                 f"{path} is on a network file system ({kind}), where SQLite can lose data; use a local disk, or PostgreSQL"
             )
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = OwnerLock(path)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = OwnerLock(path)
+            path.touch(mode=0o600)  # the journal gets the same mode from SQLite
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep a database at {path}: {error.strerror}; choose a folder that this user may write to"
+            ) from error
         try:
             standalone.configure(path)
             self._alias = standalone.register(path)
@@ -139,6 +145,8 @@ class DjangoDatabase:
 
         self._alias = alias
         self._atomic = transaction.atomic
+        if self._wrapper.vendor != self.vendor:
+            raise ConfigError(f"the store has no statements for {self._wrapper.vendor} (database {alias!r}); use SQLite")
         self._open: list[transaction.Atomic] = []
 
     @property
@@ -220,8 +228,8 @@ def translate(error: BaseException) -> TasukiError | None:
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
         return DiskFull("the disk of the database is full; nothing of this was stored, try again when there is space")
-    if code == sqlite3.SQLITE_BUSY or code == sqlite3.SQLITE_LOCKED:
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return Unavailable("the database is locked by another process; nothing of this was stored")
-    if code == sqlite3.SQLITE_IOERR and os.strerror(28) in str(cause):
-        return DiskFull(f"the disk of the database is full ({cause}); nothing of this was stored")
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return ConfigError(f"the database file is damaged or is none: {cause}; restore it from a backup, or name another file")
     return Unavailable(f"the database cannot be used: {cause}; nothing of this was stored")

@@ -117,7 +117,7 @@ class Store(Protocol):
 
     # -- workers --------------------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
-        """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. Never more than limit."""
+        """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. At most limit."""
         ...
 
     def held(self, worker_id: str, incarnation: str) -> list[Grant]:

@@ -22,7 +22,7 @@ class History:
         self._latest_wall = clock.wall()
         self._bodies: dict[str, bytes] = {}
         self._grants: Counter[str] = Counter()
-        self._recorded: dict[str, dict[int, str]] = {}  # job_id -> attempt -> verb
+        self._recorded: dict[str, dict[int, tuple[str, int]]] = {}  # job_id -> attempt -> verb, generation
         self._seen: dict[str, Job] = {}
 
     # -- what callers were told -----------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class History:
             assert shown == (job.lease.worker_id, job.lease.lease_id, job.lease.attempt), f"I6: {report.job_id}"
             recorded = self._recorded.setdefault(report.job_id, {})
             assert report.attempt not in recorded, f"I3: two reports on attempt {report.attempt} of {report.job_id}"
-            recorded[report.attempt] = verb
+            recorded[report.attempt] = verb, job.generation
             assert (verb == "finish") == (answer.state is State.SUCCEEDED), f"I14: {verb} led to {answer.state}"
 
     def pruned(self, job_ids: Iterable[str]) -> None:
@@ -86,11 +86,11 @@ class History:
         has_lease = job.lease is not None
         assert has_lease == (job.state in LEASED or job.state is State.ORPHANED), f"I5: {job.job_id} is {job.state}"
         assert job.lease is None or job.lease.attempt == job.attempt, f"I5: {job.job_id}"
-        verb = self._recorded.get(job.job_id, {}).get(job.attempt)
+        is_finished = self._recorded.get(job.job_id, {}).get(job.attempt) == ("finish", job.generation)
         if job.state is State.SUCCEEDED:
-            assert verb == "finish", f"I6: {job.job_id} succeeded without a finish of attempt {job.attempt}"
-        if job.state is State.CANCELED:
-            assert verb != "finish", f"I14: {job.job_id} is CANCELED after a recorded finish"
+            assert is_finished, f"I6: {job.job_id} succeeded without a finish of attempt {job.attempt}"
+        else:
+            assert not is_finished, f"I14: {job.job_id} is {job.state} after a recorded finish"
 
     @staticmethod
     def _check_budgets(job: Job, story: list[Incident]) -> None:

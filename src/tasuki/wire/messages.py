@@ -175,7 +175,7 @@ _beat_answer = _decoder(_BeatAnswer)
 _params = _decoder(dict[str, Any])
 _anything = _decoder(Any)
 _hello_client = _decoder(HelloClient)
-_hello_worker_header = _decoder(HelloWorker)
+_hello_worker = _decoder(HelloWorker)
 _welcome = _decoder(Welcome)
 _error = _decoder(ErrorMessage)
 _blob_put = _decoder(BlobPut)
@@ -251,11 +251,6 @@ def _read_request(frame: Frame) -> Message:
     return Request(header.msg_id, header.verb, _params(frame.payload) if frame.payload else {})
 
 
-def _read_hello_worker(frame: Frame) -> Message:
-    hello = _hello_worker_header(frame.header)
-    return replace(hello, holding=tuple(_claims(frame))) if frame.payload else hello
-
-
 def _read_chunk(frame: Frame) -> Message:
     header = _chunk_header(frame.header)
     return Chunk(header.corr_id, header.offset, frame.payload, header.last)
@@ -268,7 +263,7 @@ _READERS: dict[int, Callable[[Frame], Message]] = {
     Type.CREDIT: lambda frame: GiveCredit(_credit_header(frame.header).credit),
     Type.RESULT: lambda frame: Results(_results(frame)),
     Type.HELLO_CLIENT: lambda frame: _hello_client(frame.header),
-    Type.HELLO_WORKER: _read_hello_worker,
+    Type.HELLO_WORKER: lambda frame: _hello_worker(frame.header),
     Type.ERROR: lambda frame: _error(frame.header),
     Type.HEARTBEAT: _read_heartbeat,
     Type.CHUNK: _read_chunk,
@@ -291,7 +286,7 @@ def _batch(items: Sequence[Any]) -> tuple[bytes, int]:
 
 _WRITERS: dict[type, Callable[[Any], _Parts]] = {
     HelloClient: lambda m: (Type.HELLO_CLIENT, m, _NO_BODY, 0),
-    HelloWorker: lambda m: (Type.HELLO_WORKER, replace(m, holding=()), *_batch(m.holding)),
+    HelloWorker: lambda m: (Type.HELLO_WORKER, m, _NO_BODY, 0),
     Welcome: lambda m: (Type.WELCOME, m, _NO_BODY, 0),
     SubmitJobs: lambda m: (Type.SUBMIT_JOB, _SubmitHeader(m.msg_id, m.watch, m.on_failed), *_batch(m.specs)),
     Accepted: lambda m: (Type.ACK_JOB, _AckHeader("accepted", m.corr_id, m.count), *_batch(m.exceptions)),

@@ -1,0 +1,23 @@
+#!/bin/sh
+# A worker that runs only what execs.toml allows: an input file in, an output file back, and two refusals.
+# Brings its own server (unix socket only) and leaves nothing behind.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+folder=$(mktemp -d)
+cd "$folder"
+export TASUKI_DATA="$folder/data" TASUKI_URL="unix://$folder/data/socket"
+
+tasuki server --no-tcp > server.log &
+server=$!
+tasuki worker --config "$here/execs.toml" --subject 'text.>' > worker.log &
+worker=$!
+trap 'kill $worker && wait $worker; kill $server && wait $server; rm -rf "$folder"' EXIT
+
+printf 'pear\napple\nfig\napple\n' > fruit.txt
+tasuki run --subject text.count --file fruit.txt count -l
+tasuki run --subject text.sort --file fruit.txt -o result.zip sort --unique
+python3 -m zipfile -e result.zip result && cat result/out/sorted.txt
+
+# Neither this argument nor this program is on the list: exit 125, and the reason on stderr.
+tasuki run --subject text.count --file fruit.txt count --files0-from=/etc/passwd || echo "refused: exit $?"
+tasuki run --subject text.any rm -rf / || echo "refused: exit $?"

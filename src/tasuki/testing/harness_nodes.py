@@ -1,0 +1,253 @@
+"""The peers of a `World` (harness.py): a client's and a worker's machine, each with what its driver would keep, and their links.
+
+Touches nothing: bytes go into lists, and the world moves them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tasuki.core.client_machine import Answered, Arrived, Call, ClientMachine, Failed, Watch, WatchRefused
+from tasuki.core.client_machine import Command as ClientCommand
+from tasuki.core.client_machine import Event as ClientEvent
+from tasuki.core.job import JobSpec, Outcome
+from tasuki.core.machine import Hangup, Peer, Send
+from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    Accepted,
+    CancelJobs,
+    HelloClient,
+    JobResult,
+    Message,
+    Request,
+    SubmitJobs,
+)
+from tasuki.core.verbs import Grant
+from tasuki.core.worker_machine import Command as WorkerCommand
+from tasuki.core.worker_machine import (
+    Connect,
+    Drain,
+    Ended,
+    Exit,
+    Forget,
+    GaveBack,
+    Run,
+    Started,
+    Stop,
+    WorkerIdentity,
+    WorkerMachine,
+)
+from tasuki.core.worker_machine import Event as WorkerEvent
+from tasuki.errors import TasukiError
+from tasuki.wire.frames import FrameDecoder
+
+if TYPE_CHECKING:
+    from tasuki.testing.harness import World
+
+
+class Link:
+    """One connection: bytes on their way in both directions. `held` ways keep their bytes; a `mute` link loses them."""
+
+    def __init__(self, conn: int, node: Node) -> None:
+        self.conn = conn
+        self.node = node
+        self.to_server: deque[bytes] = deque()
+        self.to_node: deque[bytes] = deque()
+        self.server_decoder = FrameDecoder(FRAME_MAX_BYTES)
+        self.node_decoder = FrameDecoder(FRAME_MAX_BYTES)
+        self.hold_to_server = False
+        self.hold_to_node = False
+        self.mute = False
+        self.ending = ""
+        """The server hung up: the node hears of it when it has read what was sent before."""
+
+
+class Node:
+    """One peer of the server: a machine and what its driver would keep."""
+
+    def __init__(self, world: World, name: str, peer: Peer) -> None:
+        self.world = world
+        self.name = name
+        self.peer = peer
+        self.link: Link | None = None
+        self.frozen = False
+        self.dead = False
+        self.dials = 0
+
+    @property
+    def awake(self) -> bool:
+        return not (self.frozen or self.dead)
+
+    def apply(self, event: Any) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Workers say at the end of a turn of their loop what they have to say."""
+
+
+class ClientNode(Node):
+    """A client process: what it asked, what it was told."""
+
+    def __init__(self, world: World, name: str, peer: Peer, token: str) -> None:
+        super().__init__(world, name, peer)
+        hello = HelloClient(msg_id=0, client_id=name, token=token)
+        self.machine = ClientMachine(hello, addresses=1, jitter=world.random.random)
+        self.answers: dict[int, Answered] = {}
+        self.results: dict[str, list[JobResult]] = {}
+        self.accepted: dict[str, JobSpec] = {}
+        self.refused: dict[str, TasukiError] = {}
+        self.failed: TasukiError | None = None
+        self._submits: dict[int, list[JobSpec]] = {}
+        self._tickets = itertools.count(1)
+
+    def apply(self, event: ClientEvent) -> None:
+        for command in self.machine.apply(event, self.world.now()):
+            self._perform(command)
+
+    def _perform(self, command: ClientCommand) -> None:
+        match command:
+            case Send():
+                self.world.send_to_server(self, command.conn, command.message)
+            case Answered():
+                self.answers[command.ticket] = command
+                self._accepted(command)
+            case Arrived():
+                for item in command.items:
+                    self.results.setdefault(item.job_id, []).append(item)
+            case Connect():
+                self.world.dial(self)
+            case Hangup():
+                self.world.close_from_node(self, "the client hung up")
+            case WatchRefused():
+                self.refused.update(dict.fromkeys(command.job_ids, command.error))
+            case Failed():
+                self.failed = command.error
+
+    def _accepted(self, answered: Answered) -> None:
+        specs = self._submits.pop(answered.ticket, None)
+        if specs is None or not isinstance(answered.answer, Accepted):
+            return
+        refused = {item.index for item in answered.answer.exceptions if item.code}
+        taken = [spec for index, spec in enumerate(specs) if index not in refused]
+        self.accepted.update((spec.job_id, spec) for spec in taken)
+        self.machine.watched(spec.job_id for spec in taken if spec.job_id not in self.results)
+
+    # -- what a user does -----------------------------------------------------------------------------------------
+    def call(self, make: Callable[[int], Message], *, lasting: bool = True) -> int:
+        """Ask; the ticket under which `answers` will have the answer."""
+        ticket = next(self._tickets)
+        self.apply(Call(ticket, make, lasting))
+        return ticket
+
+    def submit(self, *specs: JobSpec, on_failed: str = "return") -> int:
+        ticket = next(self._tickets)
+        self._submits[ticket] = list(specs)
+        self.apply(Call(ticket, lambda msg_id: SubmitJobs(msg_id, list(specs), True, on_failed)))
+        return ticket
+
+    def submit_ids(self, *job_ids: str, **fields: Any) -> int:
+        return self.submit(*(JobSpec(job_id=job_id, **fields) for job_id in job_ids))
+
+    def cancel(self, *job_ids: str, reason: str = "") -> int:
+        return self.call(lambda msg_id: CancelJobs(msg_id, list(job_ids), reason))
+
+    def request(self, verb: str, **params: Any) -> int:
+        return self.call(lambda msg_id: Request(msg_id, verb, params))
+
+    def watch(self, *job_ids: str) -> None:
+        self.apply(Watch(list(job_ids)))
+
+    def result(self, job_id: str) -> JobResult:
+        """The one result that came for this job."""
+        [result] = self.results[job_id]
+        return result
+
+
+class WorkerNode(Node):
+    """A worker process. Attempts run until the test ends them; a stopped one ends at once."""
+
+    def __init__(self, world: World, name: str, peer: Peer, identity: WorkerIdentity) -> None:
+        super().__init__(world, name, peer)
+        self.identity = identity
+        self.machine = WorkerMachine(identity, addresses=1, jitter=world.random.random)
+        self.running: dict[str, Grant] = {}
+        self.runs: list[tuple[str, int]] = []
+        self.stopped: list[tuple[str, str]] = []
+        self.forgotten: list[tuple[str, str]] = []
+        self.exited: Exit | None = None
+        self.handlers = False
+        """Its attempts are handlers in its loop: a start is reported only if they take longer."""
+
+    def apply(self, event: WorkerEvent) -> None:
+        for command in self.machine.apply(event, self.world.now()):
+            self._perform(command)
+
+    def flush(self) -> None:
+        for command in self.machine.flush(self.world.now()):
+            self._perform(command)
+
+    def _perform(self, command: WorkerCommand) -> None:
+        match command:
+            case Send():
+                self.world.send_to_server(self, command.conn, command.message)
+            case Run(grant):
+                self.running[grant.lease_id] = grant
+                self.runs.append((grant.job_id, grant.attempt))
+                self._started(grant.lease_id)
+            case Stop():
+                grant = self.running.pop(command.lease_id)
+                self.stopped.append((grant.job_id, command.reason))
+                self.apply(Ended(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
+            case Forget():
+                self.forgotten.append((command.lease_id, command.fenced))
+            case Connect():
+                self.world.dial(self)
+            case Hangup():
+                self.world.close_from_node(self, "the worker hung up")
+            case Exit():
+                self.exited = command
+                self.world.exit(self)
+
+    def _started(self, lease_id: str) -> None:
+        if self.handlers:
+            self.machine.handler_started(lease_id, self.world.clock.wall())
+        else:
+            self.apply(Started(lease_id))
+
+    # -- what happens in the process ------------------------------------------------------------------------------
+    @property
+    def jobs(self) -> list[str]:
+        """The ids of what it runs now."""
+        return [grant.job_id for grant in self.running.values()]
+
+    def grant_of(self, job_id: str) -> Grant:
+        [grant] = [grant for grant in self.running.values() if grant.job_id == job_id]
+        return grant
+
+    def finish(self, job_id: str, result: bytes = b"done") -> Grant:
+        return self.end(job_id, Outcome(exit_code=0, result=result))
+
+    def fail(self, job_id: str, **fields: Any) -> Grant:
+        return self.end(job_id, Outcome(**{"exit_code": 1, "error_code": "EXIT_CODE", "message": "it broke", **fields}))
+
+    def end(self, job_id: str, outcome: Outcome) -> Grant:
+        grant = self.grant_of(job_id)
+        del self.running[grant.lease_id]
+        self.apply(Ended(grant.lease_id, outcome))
+        return grant
+
+    def give_back(self, job_id: str) -> None:
+        grant = self.grant_of(job_id)
+        del self.running[grant.lease_id]
+        self.apply(GaveBack(grant.lease_id))
+
+    def drain(self) -> None:
+        self.apply(Drain())
+
+    @property
+    def outstanding(self) -> int:
+        """Places that are taken: attempts that it was given and that have not ended."""
+        return sum(1 for held in self.machine.held.values() if held.ending is None)
