@@ -34,6 +34,7 @@ from tasuki.core.ids import UUID7_RANDOM_BYTES
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.verbs import Filter, LeaseRequest, Report, Submission
 from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql_rows import encode_spec
 
 QUEUED, FINISHED = 1_000_000, 5_000_000
 SUBJECT = "math.square"
@@ -75,7 +76,7 @@ def load(path: Path, kind: str, queued: int, finished: int) -> None:
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA cache_size = -2000000")
     values = {"finished": finished, "queued": queued, "subject": SUBJECT, "lease": "ab" * 16 + ".", "at": time.time() - 86400}
-    values |= {"sha256": "ab" * 32, "hash": body_hash(spec), "spec": b"x" * 90}
+    values |= {"sha256": "ab" * 32, "hash": body_hash(spec), "spec": encode_spec(spec)}
     connection.execute(LOAD.replace("{key}", KEYS[kind]), values)
     failed = -(-finished // 25000)
     for name, n in (("pending", queued), ("succeeded", finished - failed), ("failed", failed)):

@@ -7,9 +7,9 @@ folder=$(mktemp -d)
 cd "$folder"
 export TASUKI_DATA="$folder/data" TASUKI_URL="unix://$folder/data/socket"
 
-tasuki server --no-tcp > server.log &
+tasuki server --no-tcp > server.log 2>&1 &
 server=$!
-tasuki worker --config "$here/execs.toml" --subject 'text.>' > worker.log &
+tasuki worker --config "$here/execs.toml" --subject 'text.>' > worker.log 2>&1 &
 worker=$!
 trap 'kill $worker && wait $worker; kill $server && wait $server; rm -rf "$folder"' EXIT
 

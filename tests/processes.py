@@ -34,7 +34,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 READY_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 POLL_S = 0.01
-TASUKI = (sys.executable, "-m", "tasuki") if (SOURCE / "tasuki" / "cli" / "main.py").exists() else (sys.executable, "/tmp/doors_launch.py")
+TASUKI = (sys.executable, "-m", "tasuki")
 
 T = TypeVar("T")
 _started: set[subprocess.Popen[bytes]] = set()

@@ -62,6 +62,22 @@ def test_a_second_owner_is_told_the_pid_of_the_first(path: Path) -> None:
     SqlStore.open_sqlite(path).close()  # the kernel gave the dead owner's lock back
 
 
+def test_a_link_to_the_file_is_no_second_door(path: Path, tmp_path: Path) -> None:
+    store = SqlStore.open_sqlite(path)
+    (tmp_path / "link.sqlite3").symlink_to(path)
+
+    with pytest.raises(Unavailable, match="in use"):
+        SqlStore.open_sqlite(tmp_path / "link.sqlite3")
+
+    store.close()
+
+
+def test_only_this_user_can_read_the_file(path: Path) -> None:
+    SqlStore.open_sqlite(path).close()
+
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_the_lock_is_not_inherited_by_the_jobs_that_the_owner_starts(path: Path) -> None:
     store = SqlStore.open_sqlite(path)
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, close_fds=False)
@@ -88,7 +104,7 @@ def test_the_file_system_is_read_from_the_kernels_table() -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
 
-    with pytest.raises(ConfigError, match="cannot keep a database at .*/file/tasuki.sqlite3"):
+    with pytest.raises(ConfigError, match=r"cannot keep a database at .*/file/tasuki\.sqlite3"):
         SqlStore.open_sqlite(tmp_path / "file" / "tasuki.sqlite3")
 
 

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 TAKES_A_COMMAND = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
-def make_app(help: str, epilog: str | None = None) -> typer.Typer:
+def make_app(help: str, epilog: str | None = None, *, no_args_is_help: bool = True) -> typer.Typer:
     """A typer application without colours, completion and decorated tracebacks: each costs start-up time."""
     return typer.Typer(
         help=help,
@@ -31,7 +31,7 @@ def make_app(help: str, epilog: str | None = None) -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        no_args_is_help=True,
+        no_args_is_help=no_args_is_help,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 

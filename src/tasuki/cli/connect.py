@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CONNECT_TIMEOUT_S = 5.0  # a person waits for the answer; a script sees exit code 5 and may try again
 LISTENING_NAME = "listening"
 STDIN = "-"
 
@@ -40,7 +41,8 @@ def with_client(place: Place, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
 
     async def main() -> T:
         url, token = find_server(place)
-        async with AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca) as client:
+        client = AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S)
+        async with client:
             return await work(client)
 
     return asyncio.run(main())

@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def make(arguments: Sequence[str]) -> typer.Typer:
     """The application for these arguments: with the command that they name, or with the names of all."""
-    app = make_app(HELP, EPILOG)
+    app = make_app(HELP, EPILOG, no_args_is_help=False)  # _root shows it, with exit code 0
     app.callback(invoke_without_command=True)(_root)
     word = next((argument for argument in arguments if not argument.startswith("-")), "")
     if word in COMMANDS:

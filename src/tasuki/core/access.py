@@ -95,4 +95,6 @@ def identify(token: TokenRow | None, now_wall: float) -> Identity:
         raise Unauthorized(f"token {token.token_id} was revoked")
     if token.expires_at is not None and token.expires_at <= now_wall:
         raise Unauthorized(f"token {token.token_id} has expired")
+    if token.kind not in TOKEN_PREFIXES:
+        raise Unauthorized(f"token {token.token_id} is of kind {token.kind!r}, which cannot come in here")
     return Identity(Kind(token.kind), f"token:{token.token_id}", token.scope, token.token_id)

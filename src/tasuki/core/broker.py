@@ -54,7 +54,8 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Subscribe,
 )
-from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, WorkerSession
+from tasuki.core.reports import check_attempts, check_endings
+from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Delivery, Session, WorkerSession
 from tasuki.core.subject import SubjectTrie
 from tasuki.core.verbs import Held, LeaseRequest, Report, Submission, TokenRow, Turn
 from tasuki.errors import DiskFull, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized
@@ -63,6 +64,7 @@ DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is n
 PRUNE_INTERVAL_S = 10.0
 LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
 STORE_RETRY_S = 0.2  # after a failed turn
+NOBODY = 0  # connections are numbered from 1
 
 
 READ_VERBS = frozenset({"get", "find", "counts", "explain"})
@@ -127,7 +129,10 @@ class Broker:
         except (Unauthorized, ProtocolError) as error:
             return self.hang_up(conn, error)
         except TasukiError as error:
-            return [Send(conn, error_message(getattr(message, "msg_id", 0), error))]
+            msg_id = getattr(message, "msg_id", 0)
+            if session.identity is None or not msg_id:  # there is no request that this could be the answer to
+                return self.hang_up(conn, error)
+            return [Send(conn, error_message(msg_id, error))]
 
     def add_worker(self, worker: WorkerSession) -> None:
         """A worker was welcomed."""
@@ -252,15 +257,14 @@ class Broker:
                 self.draft.start.extend(self._held(worker, message.claims))
                 self.draft.start_routes.append(Slice(worker.conn, start, len(self.draft.start)))
             case Heartbeat():
-                # After a reconnect this is how we learn what the worker still runs.
-                worker.account.running = max(worker.account.running, len(message.claims))
+                if worker.resuming:
+                    self._resume(worker, message.claims)
                 start = len(self.draft.renew)
                 self.draft.renew.extend(self._held(worker, message.claims))
                 self.draft.renew_routes.append(Slice(worker.conn, start, len(self.draft.renew), message.msg_id))
             case JobsReleased():
-                for claim in message.claims:
-                    worker.deliveries.pop(claim.lease_id, None)
-                worker.account.ended(len(message.claims))
+                known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
+                worker.account.ended(len(known) - known.count(None))
                 self.draft.release.extend(self._held(worker, message.claims))
                 self.look_everywhere()
             case Subscribe():
@@ -282,17 +286,39 @@ class Broker:
         draft, worker_id, deliveries = self.draft, worker.worker_id, worker.deliveries
         finish, fail = draft.finish, draft.fail
         finish_start, fail_start = len(finish), len(fail)
+        check_endings(message.endings)
+        known = 0
         for ending in message.endings:
-            deliveries.pop(ending.lease_id, None)
+            known += deliveries.pop(ending.lease_id, None) is not None
             report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, ending.outcome, ending.started_at)
             (finish if ending.outcome.error_code is None else fail).append(report)
-        worker.account.ended(len(message.endings))
+        worker.account.ended(known)
         if len(finish) > finish_start:
             draft.finish_routes.append(Slice(worker.conn, finish_start, len(finish)))
         if len(fail) > fail_start:
             draft.fail_routes.append(Slice(worker.conn, fail_start, len(fail)))
 
+    def _resume(self, worker: WorkerSession, claims: list[Claim]) -> None:
+        """What it names it has. What the store has for it besides never reached it, or was given back unheard."""
+        for claim in claims:
+            worker.deliveries.setdefault(claim.lease_id, Delivery(claim, worker.heard_at, acked=True))
+        worker.account.running = len(worker.deliveries)
+        self.read_back(worker)
+
+    def read_back(self, worker: WorkerSession) -> None:
+        """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
+        worker.resuming = True
+        self.draft.held.append((worker.worker_id, worker.incarnation))
+        self.draft.held_routes.append(worker.conn)
+
+    def ask_ends(self, job_ids: Iterable[str]) -> None:
+        """These jobs may have ended otherwise than by a report: their watchers are told what their rows say."""
+        watched = [job_id for job_id in job_ids if job_id in self.watchers]
+        if watched:
+            self._check(NOBODY, 0, watched, "ends")
+
     def _held(self, worker: WorkerSession, claims: list[Claim]) -> list[Held]:
+        check_attempts(claims)
         held = []
         for claim in claims:
             delivery = worker.deliveries.get(claim.lease_id)
@@ -330,6 +356,12 @@ class Broker:
                 if isinstance(worker, WorkerSession) and worker.account.available:
                     self._look(worker, backlog=False)
 
+    def look_again(self, workers: Iterable[WorkerSession]) -> None:
+        """They were not asked, because others were thought to take everything, and something is left."""
+        for worker in workers:
+            if self.sessions.get(worker.conn) is worker and worker.account.available:
+                self._look(worker, backlog=True)
+
     def leased(self, worker: WorkerSession, asked: int, granted: int) -> None:
         """A lease request came back. Fewer than asked for: there is nothing more for this worker now."""
         worker.account.settle(asked, granted)
@@ -341,13 +373,17 @@ class Broker:
         self.look_for(self.draft.subjects)
         if not self._looking or self.disk_problem:
             return []
-        looking, self._looking = self._looking, {}
-        everybody = [worker for worker in looking.values() if worker.patterns]
+        looking = self._looking
+        self._looking = {conn: worker for conn, worker in looking.items() if worker.resuming}
+        everybody = [worker for worker in looking.values() if worker.patterns and not worker.resuming]
         full = [worker for worker in everybody if worker.backlog]
         fresh = [worker for worker in everybody if not worker.backlog]
         wanted = len(self.draft.submit) + len(self.draft.rerun)
         plan = shares([(worker.worker_id, worker.account) for worker in full], None)
         plan += shares([(worker.worker_id, worker.account) for worker in fresh], wanted)
+        if wanted < len(fresh):
+            planned = {worker_id for worker_id, _ in plan}
+            self.draft.left_out = [worker for worker in fresh if worker.worker_id not in planned]
         requests = []
         for worker_id, limit in plan:
             worker = self.workers[worker_id]

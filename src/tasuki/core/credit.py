@@ -23,12 +23,24 @@ class Account(msgspec.Struct):
     reserved: int = 0
     running: int = 0
     """Granted and not yet reported: its load."""
+    owed: int = 0
+    """Places that were filled without credit, because a lost assignment was delivered again; the next credit pays for them."""
 
     def give(self, credit: int) -> None:
         """A Credit frame came."""
         if not 0 <= credit <= CREDIT_MAX or self.available + self.reserved + credit > CREDIT_MAX:
             raise InvalidInput(f"credit must be 0 to {CREDIT_MAX} in all; {credit} more on top of {self.available} is not")
-        self.available += credit
+        paid = min(self.owed, credit)
+        self.owed -= paid
+        self.available += credit - paid
+
+    def charge(self) -> None:
+        """An assignment that the worker had not heard of is delivered: it fills a place for which credit came, or will come."""
+        self.running += 1
+        if self.available:
+            self.available -= 1
+        else:
+            self.owed += 1
 
     def reserve(self, limit: int) -> int:
         """Set credit aside for one lease request; how much there was."""

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tasuki.core.protocol import Acceptance
+from tasuki.core.sessions import WorkerSession
 from tasuki.core.verbs import Held, LeaseRequest, Report, Submission, TokenRow, Turn
 
 
@@ -114,6 +115,8 @@ class Draft:
         self.hello_routes: list[HelloRoute] = []
         self.token_routes: list[TokenRoute] = []
         self.lease_routes: list[LeaseRoute] = []
+        self.left_out: list[WorkerSession] = []
+        """Idle workers that were not asked, because there were fewer new jobs than workers."""
 
     def __len__(self) -> int:
         """How many items wait; what backpressure looks at."""

@@ -30,6 +30,7 @@ class FairTurns:
     def fill(self, groups: Iterable[str], limit: int, take: Callable[[str, int], list[T]]) -> list[T]:
         """Up to `limit` items, dealt evenly. `take(group, n)` gives at most n of a group's items; fewer means it has no more."""
         taken: list[T] = []
+        dealt: dict[str, int] = {}
         live = self.order(groups)
         while live and len(taken) < limit:
             quota, extra = divmod(limit - len(taken), len(live))
@@ -37,12 +38,14 @@ class FairTurns:
             for place, group in enumerate(live):
                 wanted = quota + (place < extra)
                 got = take(group, wanted) if wanted else []
-                if got:
-                    taken += got
-                    self._mark(group)
+                taken += got
+                dealt[group] = dealt.get(group, 0) + len(got)
                 if len(got) == wanted:
                     still_live.append(group)
-            live = still_live
+            # Whoever got a place more than others is behind them for the next one, in this deal and in the next.
+            live = sorted(still_live, key=dealt.__getitem__)
+        for group in sorted(filter(dealt.get, dealt), key=dealt.__getitem__):
+            self._mark(group)
         return taken
 
     def _mark(self, group: str) -> None:

@@ -78,9 +78,7 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
         commands += _replace_worker(broker, worker)
         broker.add_worker(worker)
         ttl_s = worker.ttl_s
-        if hello.resumed:
-            broker.draft.held.append((worker.worker_id, worker.incarnation))
-            broker.draft.held_routes.append(worker.conn)
+        worker.resuming = hello.resumed  # its first Heartbeat says what it holds
     else:
         if identity.kind is Kind.WORKER:
             raise Unauthorized("a worker token cannot be used by a client; make one with: tasuki token create --kind client")
@@ -138,5 +136,8 @@ def _replace_worker(broker: Broker, worker: WorkerSession) -> list[Command]:
     old = broker.workers.get(worker.worker_id)
     if old is None:
         return []
-    why = "a new connection" if old.incarnation == worker.incarnation else "a new start"
-    return broker.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: {why} of it has taken its place"))
+    if old.incarnation == worker.incarnation:
+        return broker.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: a new connection of it has taken its place"))
+    # INVALID is final for a worker: two processes of one id would otherwise push each other out for ever.
+    taken = f"worker {worker.worker_id!r}: a new start of it has taken its place; every worker needs an id of its own"
+    return broker.hang_up(old.conn, InvalidInput(taken))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
+STEADY_S = 1.0  # a connection that ended sooner was none: dialing again at once would be a hot loop
 
 
 class Redial:
@@ -16,6 +17,7 @@ class Redial:
         self._jitter = jitter
         self._failures = 0
         self._place = 0
+        self._connected_at: float | None = None
         self.due_at: float | None = 0.0
         """When to dial next; None while a connection is there or being made."""
 
@@ -24,12 +26,15 @@ class Redial:
         self.due_at = None
         return self._place
 
-    def connected(self) -> None:
+    def connected(self, now: float) -> None:
         """The server took our Hello."""
-        self._failures = 0
+        self._connected_at = now
 
     def lost(self, now: float) -> None:
         """The connection ended, or could not be made."""
+        if self._connected_at is not None and now - self._connected_at >= STEADY_S:
+            self._failures = 0
+        self._connected_at = None
         if self._failures == 0:
             wait_s = 0.0
         else:

@@ -55,5 +55,7 @@ class WorkerSession(Session, kw_only=True):
     account: Account = msgspec.field(default_factory=Account)
     deliveries: dict[str, Delivery] = msgspec.field(default_factory=dict)
     """By lease_id."""
+    resuming: bool = False
+    """Nothing is leased for it until it is known what it holds, and what was lost on the way to it."""
     backlog: bool = False
     """It may take all it can: there is more than what this turn submits."""

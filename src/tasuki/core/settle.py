@@ -68,7 +68,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
     for submit in draft.submit_routes:
         _submitted(broker, submit, turn, answers, out, results)
     for act in draft.act_routes:
-        _acted(broker, act, draft, answers, out, results, now)
+        _acted(broker, act, draft, answers, out)
     for index, lease in enumerate(draft.lease_routes):
         _granted(
             broker, lease.conn, lease.incarnation, lease.reserved, turn.lease[index].worker_id, answers.lease[index], out, now
@@ -81,13 +81,12 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
         out += greeting.token_known(broker, hello, answers.token[index], now)
     for token in draft.token_routes:
         _token_done(broker, token, answers, out)
-    for reaped in answers.reap:
-        if reaped.state in TERMINAL:
-            code = "CANCELED" if reaped.state is State.CANCELED else "LOST"
-            ending = JobResult(
-                reaped.job_id, reaped.state, reaped.attempt, Outcome(error_code=code, message=reaped.reason), now.wall
-            )
-            _notify(broker, ending, results)
+    if draft.left_out:
+        _look_for_the_rest(broker, draft, answers)
+    if answers.reap:
+        broker.ask_ends(reaped.job_id for reaped in answers.reap if reaped.state in TERMINAL)
+    if answers.release:  # a job whose cancel was asked for ends when it is given back
+        broker.ask_ends(claim.job_id for claim, done in zip(draft.release, answers.release, strict=True) if done)
     if answers.promote:
         broker.look_for(answers.promote)
     if answers.reap or any(answers.release):
@@ -97,6 +96,14 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
     for conn, items in results.items():
         out += [Send(conn, Results(list(some))) for some in batches(items, _result_bytes)]
     return out
+
+
+def _look_for_the_rest(broker: Broker, draft: Draft, answers: Answers) -> None:
+    """Fewer workers were asked than there are idle ones: what those could not take may fit the others."""
+    granted = {grant.job_id for grants in answers.lease for grant in grants}
+    new = [answer.job_id for answer in (*answers.submit, *answers.rerun) if not isinstance(answer, Conflict)]
+    if not granted.issuperset(new):
+        broker.look_again(draft.left_out)
 
 
 def _spec_bytes(grant: Grant) -> int:
@@ -209,8 +216,8 @@ def _granted(
     broker: Broker, conn: int, incarnation: str, reserved: int, worker_id: str, grants: list[Grant], out: list[Command], now: Now
 ) -> None:
     worker = broker.sessions.get(conn)
-    if not isinstance(worker, WorkerSession):
-        # It left while the store was at work. What it never saw goes back, without using up a loss.
+    if not isinstance(worker, WorkerSession) or not worker.patterns:
+        # It left, or began to drain, while the store was at work. What it never saw goes back, without using up a loss.
         broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)
         return
     broker.leased(worker, reserved, len(grants))
@@ -224,13 +231,13 @@ def _granted(
 
 def _redelivered(broker: Broker, conn: int, grants: list[Grant], out: list[Command], now: Now) -> None:
     worker = broker.sessions.get(conn)
-    if not isinstance(worker, WorkerSession) or not grants:
+    if not isinstance(worker, WorkerSession):
         return
+    worker.resuming = False
     for grant in grants:
-        known = worker.deliveries.get(grant.lease_id)
-        if known is None:
+        if grant.lease_id not in worker.deliveries:
             worker.deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), now.monotonic)
-            worker.account.running += 1
+            worker.account.charge()
     again = [grant for grant in grants if not worker.deliveries[grant.lease_id].acked]
     if again:
         ttl_s = min(grant.ttl_s for grant in again)
@@ -241,6 +248,11 @@ def _checked(
     broker: Broker, route: CheckRoute, jobs: Sequence[Job | None], job_ids: list[str], out: list[Command], results: _Outbox
 ) -> None:
     """The rows are read: is the caller allowed to do what it asked for? All of it, or nothing happens."""
+    if route.action == "ends":
+        for job in jobs:
+            if job is not None and job.state in TERMINAL:
+                _notify(broker, result_of(job), results)
+        return
     session = broker.sessions.get(route.conn)
     if not isinstance(session, ClientSession) or session.identity is None:
         return
@@ -269,22 +281,18 @@ def _refusal(identity: Identity, jobs: Sequence[Job | None], job_ids: list[str])
     return None
 
 
-def _acted(
-    broker: Broker, route: ActRoute, draft: Draft, answers: Answers, out: list[Command], results: _Outbox, now: Now
-) -> None:
+def _acted(broker: Broker, route: ActRoute, draft: Draft, answers: Answers, out: list[Command]) -> None:
     states: dict[str, dict[str, object]] = {}
     if route.action == "cancel":
-        for (job_id, _, reason), canceled in zip(
-            draft.cancel[route.start : route.stop], answers.cancel[route.start : route.stop], strict=True
-        ):
+        orders = zip(draft.cancel[route.start : route.stop], answers.cancel[route.start : route.stop], strict=True)
+        for (job_id, _, _), canceled in orders:
             states[job_id] = {"state": canceled.state, "requested": canceled.requested}
             if canceled.requested and canceled.worker_id is not None and canceled.lease_id is not None:
                 worker = broker.workers.get(canceled.worker_id)
                 if worker is not None:
                     out.append(Send(worker.conn, CancelLeases([canceled.lease_id])))
             elif canceled.state is State.CANCELED:
-                ending = Outcome(error_code="CANCELED", message=reason or "canceled before it started")
-                _notify(broker, JobResult(job_id, State.CANCELED, 0, ending, now.wall), results)
+                broker.ask_ends([job_id])
     else:
         pairs = zip(draft.requeue[route.start : route.stop], answers.requeue[route.start : route.stop], strict=True)
         for (job_id, _, _), requeued in pairs:
@@ -324,6 +332,8 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
     for submit in draft.submit_routes:
         tell(submit.conn, submit.msg_id)
     for check in draft.check_routes:
+        if check.action == "ends":
+            broker.ask_ends(draft.get[check.start : check.stop])
         tell(check.conn, check.msg_id)
     for act in draft.act_routes:
         tell(act.conn, act.msg_id)
@@ -335,6 +345,7 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
         worker = broker.sessions.get(lease.conn)
         if isinstance(worker, WorkerSession):
             broker.leased(worker, lease.reserved, 0)
+            broker.read_back(worker)  # the grants may be there all the same
     _carry_over(broker.draft, draft)
     broker.look_everywhere()
     if isinstance(error, DiskFull) and not broker.disk_problem:

@@ -155,7 +155,8 @@ class WorkerMachine:
         self._answered_at = 0.0
         self._beat_at = 0.0
         self._beats: dict[int, tuple[float, list[str]]] = {}
-        self._seen: dict[tuple[str, int], None] = {}
+        self._seen: dict[tuple[str, int], int | None] = {}
+        """Attempts that were delivered; of those given back unstarted, the connection on which (0: on none)."""
         self._seen_order: deque[tuple[float, tuple[str, int]]] = deque()
         self._credit_due = 0
         self._started_due: list[Claim] = []
@@ -246,7 +247,7 @@ class WorkerMachine:
         assert self._conn is not None
         self.online = True
         self._ever_connected = True
-        self._redial.connected()
+        self._redial.connected(now.monotonic)
         self._ttl_s = welcome.lease_ttl_s
         self._answered_at = self._beats.pop(welcome.corr_id, (now.monotonic, []))[0]
         self._beat_at = now.monotonic  # the leases it already holds are renewed at once
@@ -266,27 +267,34 @@ class WorkerMachine:
 
     def _assigned(self, message: AssignJobs, now: Now) -> list[Command]:
         commands: list[Command] = []
-        deadline = self._answered_at + message.ttl_s - LEASE_MARGIN_S
+        deadline = _deadline(self._answered_at, message.ttl_s)
         for grant in message.grants:
             key = (grant.job_id, grant.attempt)
             claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
-            if key in self._seen:
-                self._seen_again(grant.lease_id)
+            if key in self._seen or grant.lease_id in self.held:
+                self._seen_again(key, claim)
                 continue
             self._seen[key] = None
             self._seen_order.append((now.monotonic + SEEN_S, key))
             if self.draining or deadline <= now.monotonic:
                 # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
-                self._released_due.append(claim)
-                self._credit_due += not self.draining
+                self._release(claim)
                 continue
             self.held[grant.lease_id] = _Held(claim, deadline, now.monotonic)
             commands.append(Run(grant))
         return commands
 
-    def _seen_again(self, lease_id: str) -> None:
-        held = self.held.get(lease_id)
+    def _release(self, claim: Claim) -> None:
+        self._seen[claim.job_id, claim.attempt] = self._conn or 0
+        self._released_due.append(claim)
+        self._credit_due += not self.draining
+
+    def _seen_again(self, key: tuple[str, int], claim: Claim) -> None:
+        held = self.held.get(claim.lease_id)
         if held is None:
+            released_on = self._seen[key]
+            if released_on is not None and released_on != self._conn:
+                self._release(claim)  # that was lost with its connection, or crossed this
             return
         if held.ending is not None:
             self._endings_due.append(held.ending)
@@ -311,8 +319,7 @@ class WorkerMachine:
         held = self.held.pop(lease_id, None)
         if held is None:
             return []
-        self._released_due.append(held.claim)
-        self._credit_due += not self.draining
+        self._release(held.claim)
         return [Forget(lease_id), *self._maybe_exit()]
 
     def _ended(self, lease_id: str, outcome: Outcome) -> list[Command]:
@@ -348,7 +355,7 @@ class WorkerMachine:
             for lease_id in lease_ids:
                 held = self.held.get(lease_id)
                 if held is not None and lease_id not in lost:
-                    held.deadline = sent_at + self._ttl_s - LEASE_MARGIN_S
+                    held.deadline = max(held.deadline, _deadline(sent_at, self._ttl_s))
         return [*self._stop(answer.lost, "LEASE_LOST"), *self._stop(answer.cancel, "CANCELED")]
 
     def _stop(self, lease_ids: list[str], reason: str) -> list[Command]:
@@ -436,3 +443,9 @@ class WorkerMachine:
             return []
         self._exited = True
         return [Exit()]
+
+
+def _deadline(sent_at: float, ttl_s: float) -> float:
+    """When an attempt must be ended if no later message was answered. Short leases leave less time for the kill: a heartbeat
+    (every third of the ttl) that is a little late must not end them."""
+    return sent_at + ttl_s - min(LEASE_MARGIN_S, ttl_s / 4)

@@ -16,7 +16,7 @@ from typing import Any, cast
 from tasuki.config import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message
-from tasuki.errors import ProtocolError, TasukiError, Unavailable
+from tasuki.errors import ConfigError, ProtocolError, TasukiError, Unavailable
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 
@@ -24,6 +24,7 @@ WRITE_SOFT_BYTES = 4 * 1024 * 1024
 WRITE_HARD_BYTES = 64 * 1024 * 1024
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut off
+LINGER_S = 5.0  # how long a peer that is hung up on may take to read why
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -49,7 +50,7 @@ class Link(asyncio.Protocol):
         self._closed = False
         self._writable = asyncio.Event()
         self._writable.set()
-        self._paused = False
+        self._pauses: set[object] = set()
         self._frame_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport | None = None
@@ -72,7 +73,11 @@ class Link(asyncio.Protocol):
         if self._closed:
             return
         try:
-            for frame in self._decoder.feed(data):
+            frames = self._decoder.feed(data)
+            if frames and self._frame_timer is not None:  # that frame is complete; what follows it has its own time
+                self._frame_timer.cancel()
+                self._frame_timer = None
+            for frame in frames:
                 self._on_message(self, decode(frame, self._decoder.max_bytes))
                 if self.closed:  # the message made the owner hang up
                     return
@@ -82,26 +87,28 @@ class Link(asyncio.Protocol):
         self._watch_frame()
 
     def _watch_frame(self) -> None:
-        if self._decoder.partial:
-            if self._frame_timer is None:
-                self._frame_timer = self._loop.call_later(FRAME_TIMEOUT_S, self._frame_late)
-        elif self._frame_timer is not None:
-            self._frame_timer.cancel()
-            self._frame_timer = None
+        if self._decoder.partial and self._frame_timer is None and not self._closed:
+            self._frame_timer = self._loop.call_later(FRAME_TIMEOUT_S, self._frame_late)
 
     def _frame_late(self) -> None:
-        self.close(ProtocolError(f"a frame did not end within {FRAME_TIMEOUT_S:g} s"))
+        self._frame_timer = None
+        if self._pauses:  # it is we who do not read
+            self._watch_frame()
+        else:
+            self.close(ProtocolError(f"a frame did not end within {FRAME_TIMEOUT_S:g} s"))
 
-    def pause_reading(self) -> None:
-        """Stop taking input, because what it leads to piles up."""
-        if not self._paused and self.transport is not None and not self._closed:
-            self._paused = True
+    def pause_reading(self, why: object = None) -> None:
+        """Stop taking input, because what it leads to piles up. Each reason `why` is taken back by itself."""
+        if not self._pauses and self.transport is not None and not self._closed:
             self.transport.pause_reading()
+        self._pauses.add(why)
 
-    def resume_reading(self) -> None:
-        if self._paused and self.transport is not None and not self._closed and self._writable.is_set():
-            self._paused = False
-            self.transport.resume_reading()
+    def resume_reading(self, why: object = None) -> None:
+        """That reason is over; input is taken again when there is no other."""
+        if why in self._pauses:
+            self._pauses.remove(why)
+            if not self._pauses and self.transport is not None and not self._closed:
+                self.transport.resume_reading()
 
     # ------------------------------------------------------------------------------------------------ out
 
@@ -130,7 +137,7 @@ class Link(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writable.clear()
-        self.pause_reading()
+        self.pause_reading("the peer does not read")
         self._stall_timer = self._loop.call_later(STALL_TIMEOUT_S, self.abort, "the peer does not read")
 
     def resume_writing(self) -> None:
@@ -138,7 +145,7 @@ class Link(asyncio.Protocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
-        self.resume_reading()
+        self.resume_reading("the peer does not read")
 
     async def drain(self) -> None:
         """Wait until the peer has read enough that more may be sent; Unavailable if the link is gone."""
@@ -160,6 +167,9 @@ class Link(asyncio.Protocol):
             self._out.append(encode(ErrorMessage(0, error.code, error.message, error.details())))
         self._flush()
         self.transport.close()
+        if self.transport.get_write_buffer_size():
+            # Nobody counts this connection any more: without a deadline, who never reads would keep it and its buffer.
+            self._loop.call_later(LINGER_S, self.transport.abort)
         self._finish(error.message if error is not None else "closed")
 
     def abort(self, reason: str) -> None:
@@ -226,4 +236,9 @@ async def connect(
 
 def client_tls(ca_file: str | None) -> ssl.SSLContext | None:
     """A context that trusts one CA file; None if none is given (the system's CAs count for tls:// addresses)."""
-    return ssl.create_default_context(cafile=ca_file) if ca_file else None
+    if not ca_file:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # SSLError is one too
+        raise ConfigError(f"the CA file {ca_file!r} cannot be used: {error.strerror or error}") from None

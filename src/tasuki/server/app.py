@@ -37,6 +37,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, Message, Reply, Welcome
 from tasuki.core.sessions import WorkerSession
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError
+from tasuki.server.lanes import Lane
 from tasuki.server.queries import Reader, answer_query
 from tasuki.server.transfers import Transfers
 from tasuki.stores.batching import StoreThread
@@ -56,8 +57,8 @@ class Connection(Protocol):
     def send(self, message: Message) -> None: ...
     def trust(self, max_bytes: int) -> None: ...
     def close(self, error: TasukiError | None = None) -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
+    def pause_reading(self, why: object = None) -> None: ...
+    def resume_reading(self, why: object = None) -> None: ...
     async def drain(self) -> None: ...
 
 
@@ -98,6 +99,8 @@ class Server:
         self._reader_pool = ThreadPoolExecutor(1, thread_name_prefix="tasuki-reader")
         self._reader: Reader | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._questions = Lane(self._query, self._spawn, at_once=1)
+        self._downloads = Lane(self._send_blob, self._spawn, at_once=DOWNLOADS_AT_ONCE)
         self._idle = asyncio.Event()
         self._stopping = False
         self.on_last_client: Callable[[], None] = lambda: None
@@ -187,9 +190,13 @@ class Server:
 
     def closed(self, conn: int, reason: str) -> None:
         if self._links.pop(conn, None) is not None:
-            self._transfers.forget(conn)
+            self._leave(conn)
             self._apply(Closed(conn, reason), self.now())
             self._tell_about_clients()
+
+    def _leave(self, conn: int) -> None:
+        for part in (self._transfers, self._questions, self._downloads):
+            part.forget(conn)
 
     def _tell_about_clients(self) -> None:
         if not self._stopping and not any(link.peer is not None and not self._is_worker(c) for c, link in self._links.items()):
@@ -206,7 +213,7 @@ class Server:
             if len(self.broker.draft) > DRAFT_SOFT_ITEMS and not self._throttled:
                 self._throttled = True
                 for link in self._links.values():
-                    link.pause_reading()
+                    link.pause_reading("the store is busy")
             return
         turn = self.broker.next_turn(self.now())
         if turn is None:
@@ -216,7 +223,7 @@ class Server:
         if self._throttled:
             self._throttled = False
             for link in self._links.values():
-                link.resume_reading()
+                link.resume_reading("the store is busy")
 
     def _deliver(self, turn: Turn, answers: Answers | TasukiError) -> None:
         self._loop.call_soon_threadsafe(self._delivered, turn, answers)
@@ -250,17 +257,17 @@ class Server:
                 case Hangup():
                     link = self._links.pop(command.conn, None)
                     if link is not None:
-                        self._transfers.forget(command.conn)
+                        self._leave(command.conn)
                         link.close(command.error)
                         self._tell_about_clients()
                 case Query():
-                    self._spawn(self._query(command))
+                    self._questions.add(command.conn, self._links[command.conn], command)
                 case ReceiveBlob():
                     self._transfers.begin(command.conn, self._links[command.conn], command.put)
                 case BlobPiece():
                     self._transfers.piece(command.conn, self._links[command.conn], command.chunk)
                 case SendBlob():
-                    self._spawn(self._send_blob(command))
+                    self._downloads.add(command.conn, self._links[command.conn], command)
 
     def _welcomed(self, link: Connection, welcome: Welcome) -> None:
         link.trust(self.config.frame_max_bytes)

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from tasuki.core.job import Outcome, State
 from tasuki.core.verbs import COUNTED
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.sql_rows import JobRow, id_list, outcome_columns, text_list
 from tasuki.stores.sql_read import SqlReads
+from tasuki.stores.sql_rows import JobRow, id_list, outcome_columns, text_list
 from tasuki.stores.sql_sqlite import translated
 from tasuki.stores.sql_statements import load, pieces
 from tasuki.stores.store import Clock

@@ -84,7 +84,7 @@ class SqliteDatabase:
 
         from tasuki.django import standalone
 
-        self.path = path = path.absolute()
+        self.path = path = path.resolve()  # one file, one lock, whatever links lead to it
         kind = file_system(path.parent)
         if kind in NETWORK_FILE_SYSTEMS:
             raise ConfigError(
@@ -92,8 +92,8 @@ class SqliteDatabase:
             )
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = OwnerLock(path)
             path.touch(mode=0o600)  # the journal gets the same mode from SQLite
+            self._lock = OwnerLock(path)
         except OSError as error:
             raise ConfigError(
                 f"cannot keep a database at {path}: {error.strerror}; choose a folder that this user may write to"
@@ -106,6 +106,7 @@ class SqliteDatabase:
             raise
         self._wrapper: BaseDatabaseWrapper = connections[self._alias]
         self._wrapper.inc_thread_sharing()
+        self._is_open = True
         try:
             with translated():
                 self._wrapper.ensure_connection()
@@ -128,11 +129,14 @@ class SqliteDatabase:
             self.connection.execute("ROLLBACK")
 
     def close(self) -> None:
+        """Give the file back; again: no change."""
         from tasuki.django import standalone
 
-        self._wrapper.close()
-        standalone.forget(self._alias)
-        self._lock.release()
+        if self._is_open:
+            self._is_open = False
+            self._wrapper.close()
+            standalone.forget(self._alias)
+            self._lock.release()
 
 
 class DjangoDatabase:
@@ -222,9 +226,9 @@ class translated:
 
 def translate(error: BaseException) -> TasukiError | None:
     """What a driver's error means to us; None if it is not one. Django wraps some of them in classes of its own."""
-    if not isinstance(error, sqlite3.Error) and not isinstance(error.__cause__, sqlite3.Error):
-        return None
     cause = error if isinstance(error, sqlite3.Error) else error.__cause__
+    if isinstance(error, TasukiError) or not isinstance(cause, sqlite3.Error):
+        return None
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
         return DiskFull("the disk of the database is full; nothing of this was stored, try again when there is space")

@@ -133,7 +133,6 @@ class ClientNode(Node):
         refused = {item.index for item in answered.answer.exceptions if item.code}
         taken = [spec for index, spec in enumerate(specs) if index not in refused]
         self.accepted.update((spec.job_id, spec) for spec in taken)
-        self.machine.watched(spec.job_id for spec in taken if spec.job_id not in self.results)
 
     # -- what a user does -----------------------------------------------------------------------------------------
     def call(self, make: Callable[[int], Message], *, lasting: bool = True) -> int:
@@ -145,7 +144,8 @@ class ClientNode(Node):
     def submit(self, *specs: JobSpec, on_failed: str = "return") -> int:
         ticket = next(self._tickets)
         self._submits[ticket] = list(specs)
-        self.apply(Call(ticket, lambda msg_id: SubmitJobs(msg_id, list(specs), True, on_failed)))
+        watch = tuple(spec.job_id for spec in specs)
+        self.apply(Call(ticket, lambda msg_id: SubmitJobs(msg_id, list(specs), True, on_failed), watch=watch))
         return ticket
 
     def submit_ids(self, *job_ids: str, **fields: Any) -> int:

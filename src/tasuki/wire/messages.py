@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import (
-    FRAME_MAX_BYTES,
     Acceptance,
     Accepted,
     AssignJobs,
@@ -49,7 +48,7 @@ from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.core.verbs import Grant
 from tasuki.errors import InvalidInput, ProtocolError, UnknownFrame
 from tasuki.wire.compression import compress, decompress
-from tasuki.wire.frames import BATCH, HEADER_MAX_BYTES, Frame, encode_frame
+from tasuki.wire.frames import BATCH, Frame, encode_frame
 
 
 class Type(enum.IntEnum):
@@ -310,42 +309,21 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
 }
 
 
-_DIVISIBLE = {
-    Results: "items",
-    AssignJobs: "grants",
-    JobsStarted: "claims",
-    JobsFinished: "endings",
-    JobsReleased: "claims",
-    CancelLeases: "lease_ids",
-}
-
-
-def encode(message: Message, codec: str | None = None, max_bytes: int = FRAME_MAX_BYTES) -> bytes:
-    """The frame of a message; several for JobsRecorded with both kinds, and for a batch without msg_id that is too large for one.
+def encode(message: Message, codec: str | None = None) -> bytes:
+    """The frame of a message; for JobsRecorded with both kinds two.
 
     InvalidInput if it holds something that msgpack cannot carry: half a surrogate pair, an integer of more than 64 bits.
     """
     try:
-        return _encoded(message, codec, max_bytes)
+        if type(message) is JobsRecorded:
+            return _encode_recorded(message)
+        kind, header, payload, flags = _WRITERS[type(message)](message)
+        if codec is not None and payload:
+            payload, compressed = compress(payload, codec)
+            flags |= compressed
+        return encode_frame(kind, _encode(header), payload, flags)
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
         raise InvalidInput(f"a {type(message).__name__} cannot be sent: {error}") from None
-
-
-def _encoded(message: Message, codec: str | None, max_bytes: int) -> bytes:
-    if type(message) is JobsRecorded:
-        return _encode_recorded(message)
-    kind, header, payload, flags = _WRITERS[type(message)](message)
-    if len(payload) + HEADER_MAX_BYTES > max_bytes and type(message) in _DIVISIBLE:
-        name = _DIVISIBLE[type(message)]
-        items = getattr(message, name)
-        if len(items) > 1:
-            middle = len(items) // 2
-            halves = (replace(message, **{name: half}) for half in (items[:middle], items[middle:]))
-            return b"".join(_encoded(half, codec, max_bytes) for half in halves)
-    if codec is not None and payload:
-        payload, compressed = compress(payload, codec)
-        flags |= compressed
-    return encode_frame(kind, _encode(header), payload, flags)
 
 
 def _encode_recorded(message: JobsRecorded) -> bytes:

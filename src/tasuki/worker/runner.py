@@ -44,6 +44,7 @@ Fetch = Callable[[str, str, int, Path], Awaitable[None]]
 """`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; it is verified here."""
 
 GRACE_S = 5.0
+LEASE_LOST_GRACE_S = 1.0  # the store waits LEASE_MARGIN_S past the lease before it gives the job away: be gone by then
 ARCHIVES_AT_ONCE = 2  # each holds up to two whole logs in memory, and more than the cores would not be faster
 # The system is short of something, the job is not to blame: EAGAIN is the limit of processes.
 _NOT_NOW = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
@@ -226,14 +227,14 @@ class CommandRunner:
         if process.exited.done():
             return exit_outcome(await process.end(), f"exec {exec_.name!r}")
         outcome = stopped_outcome(stop.result()) if stop.done() else timed_out_outcome(command.timeout_s)
+        lost = outcome.error_code == StopReason.LEASE_LOST
+        grace_s = min(self._limits.grace_s, LEASE_LOST_GRACE_S) if lost else self._limits.grace_s
         process.terminate()
         try:
-            async with asyncio.timeout(self._limits.grace_s):
+            async with asyncio.timeout(grace_s):
                 await process.emptied()
         except TimeoutError:
-            logger.info(
-                "job %s did not end within %g s of TERM and is killed", command.env["TASUKI_JOB_ID"], self._limits.grace_s
-            )
+            logger.info("job %s did not end within %g s of TERM and is killed", command.env["TASUKI_JOB_ID"], grace_s)
         code = await process.end()
         return msgspec.structs.replace(outcome, exit_code=exit_outcome(code, "").exit_code)
 

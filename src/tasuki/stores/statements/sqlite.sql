@@ -1,10 +1,12 @@
 -- The statements of the SQL store for SQLite >= 3.35. Loaded once by stores/sql_statements.py.
 --
 -- `-- name: NAME` begins a statement, which goes on to the next name. `{rows: …}` stands for that row written as often as the
--- batch has items, with commas between; such statements are kept in sizes of 1, 2, 4, … 256. One statement for a whole batch,
--- because each sqlite3_step gives the GIL up and waits to get it back: beside a busy event loop, executemany pays that per row.
--- ?1, ?2, … are shared by all rows and stand before the rows' own parameters. `?N IN (SELECT value FROM json_each(?))` is how a
--- list of row ids is given where its length varies.
+-- batch has items, with commas between; such statements are kept in sizes of 1, 2, 4, … 256. ?1, ?2, … are shared by all rows and
+-- stand before the rows' own parameters. `IN (SELECT value FROM json_each(?))` is how a list of row ids of any length is given.
+--
+-- One statement for a whole batch, because each row of an executemany gives the GIL up and takes it back. Measured at 256 rows, CPU
+-- per row: insert 4.7 µs against 9.4, finish 10.5 against 14.7; beside a busy second thread 124 against 176 µs for the whole life
+-- of a job. An INSTEAD OF trigger for finish took 1.5 times as long as UPDATE … FROM (VALUES …).
 --
 -- Columns of tasuki_jobrun (django/models.py explains each):
 --   id                  row id, the age; also the last part of lease_id, so that a report finds its row without the unique key
@@ -30,10 +32,6 @@ INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submit
                            exec, priority, ready, not_before, max_retries, max_losses, backoff_s, array_id)
 VALUES {rows: (?1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}
 ON CONFLICT (idempotency_key) DO NOTHING
-
--- name: submitted
-SELECT id, idempotency_key FROM tasuki_jobrun
-WHERE idempotency_key IN (SELECT value FROM json_each(?1)) AND id > ?2
 
 -- name: add_blob
 INSERT INTO tasuki_jobblob (job_id, sha256, role) SELECT id, ?2, ?3 FROM tasuki_jobrun WHERE idempotency_key = ?1

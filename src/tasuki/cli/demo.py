@@ -1,0 +1,285 @@
+"""`tasuki demo`: real processes, real kills. Exits 0 only if every job has exactly one recorded finish.
+
+A server on a temporary folder and two workers; a batch of commands; SIGKILL of one worker in mid-job; SIGKILL and restart of the
+server in mid-work; then a finished id is submitted again. Each command appends a line to a file when it starts and when it ends,
+so that what really ran can be compared with what was recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+JOBS = 24
+SLOTS = 2
+JOB_S = 0.8
+LEASE_TTL_S = 2.0
+READY_TIMEOUT_S = 30.0
+DEMO_TIMEOUT_S = 120.0
+REFRESH_S = 0.2
+GROUP = "demo.step"
+# What each job does: says that it starts, works for a while, says that it ends, and prints something of its own.
+WORK = 'echo "start $0 $TASUKI_ATTEMPT" >> "$1"; sleep "$2"; echo "end $0 $TASUKI_ATTEMPT" >> "$1"; echo "job $0 done"'
+
+
+def demo(
+    jobs: Annotated[int, typer.Option("--jobs", min=4, max=500, help="How many commands to run.")] = JOBS,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Show jobs surviving the death of a worker and of the server."""
+    from tasuki.cli.output import Output
+    from tasuki.errors import DeadlineExceeded
+
+    output = Output(json=json)
+
+    async def main() -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(DEMO_TIMEOUT_S):
+                with tempfile.TemporaryDirectory(prefix="tasuki-demo-") as folder:
+                    return await _Demo(Path(folder), jobs, output).play()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the demo did not end within {DEMO_TIMEOUT_S:g} s") from None
+
+    report = asyncio.run(main())
+    output.show(report, lambda: _report_lines(report))
+    return 0 if report["ok"] else 1
+
+
+class _Demo:
+    """The play: its processes, its narrator, its scenes."""
+
+    def __init__(self, folder: Path, jobs: int, output: Any) -> None:
+        self.data = folder / "data"
+        self.ledger = folder / "ledger.txt"
+        self.jobs = jobs
+        self.output = output
+        self.began = time.monotonic()
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.table = _Table(output)
+
+    async def play(self) -> dict[str, Any]:
+        from tasuki.client import AsyncClient
+
+        try:
+            self.say(f"starting a server on {self.data} and two workers with {SLOTS} slots each")
+            await self.start_server()
+            await self.start_worker("worker-a")
+            await self.start_worker("worker-b")
+            async with AsyncClient(f"unix://{self.data}/socket") as client, self.table.shown(client, self.job_ids()):
+                handles = await self.submit(client)
+                await self.kill_worker(client)
+                await self.kill_server(client)
+                outcomes = [await handle.outcome() for handle in handles]
+                self.say(f"all {len(outcomes)} jobs have ended")
+                again = await self.submit_again(client, outcomes[0])
+                return await self.check(client, outcomes, again)
+        finally:
+            await self.stop_all()
+
+    # ------------------------------------------------------------------------------------------------ processes
+
+    async def start(self, name: str, ready: str, *arguments: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tasuki",
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        self.processes[name] = process
+        assert process.stdout is not None
+        said: list[str] = []
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while line := (await process.stdout.readline()).decode("utf-8", "replace"):
+                said.append(line)
+                if ready in line:
+                    return
+        from tasuki.errors import Unavailable
+
+        raise Unavailable(f"{name} ended before it was ready: {''.join(said)[-1000:].strip()}")
+
+    async def start_server(self) -> None:
+        await self.start("server", "listening", "server", "--data", str(self.data), "--no-tcp", "--lease-ttl", str(LEASE_TTL_S))
+
+    async def start_worker(self, name: str) -> None:
+        options = ("--to", f"unix://{self.data}/socket", "--worker-id", name, "--subject", "demo.>", "--slots", str(SLOTS))
+        await self.start(name, "connected", "worker", *options, "--any-program")
+
+    async def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+
+    async def stop_all(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            await process.wait()
+
+    # ------------------------------------------------------------------------------------------------ scenes
+
+    def say(self, text: str) -> None:
+        self.table.say(f"{time.monotonic() - self.began:5.1f} s  {text}")
+
+    def job_ids(self) -> list[str]:
+        return [f"demo-{number:03d}" for number in range(self.jobs)]
+
+    def spec(self, job_id: str) -> Any:
+        from tasuki.core.job import JobSpec
+
+        arguments = ("-c", WORK, job_id, str(self.ledger), str(JOB_S))
+        return JobSpec(job_id=job_id, subject=GROUP, exec="/bin/sh", args=arguments)
+
+    async def submit(self, client: Any) -> list[Any]:
+        handles = await client.submit_many([self.spec(job_id) for job_id in self.job_ids()])
+        self.say(f"submitted {len(handles)} commands; each is on disk now")
+        return handles  # type: ignore[no-any-return]
+
+    async def until(self, client: Any, condition: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        from tasuki.errors import DeadlineExceeded
+
+        while True:
+            statuses = await client.statuses(self.job_ids())
+            if condition(statuses):
+                return statuses  # type: ignore[no-any-return]
+            if all(job["state"] == "SUCCEEDED" for job in statuses):
+                raise DeadlineExceeded("all jobs ended before this scene: this machine is too busy for the demo; try --jobs 100")
+            await asyncio.sleep(0.05)
+
+    async def kill_worker(self, client: Any) -> None:
+        statuses = await self.until(client, lambda jobs: bool(_running_at(jobs, "worker-a")))
+        lost = _running_at(statuses, "worker-a")
+        self.say(f"killing worker-a with SIGKILL in the middle of {', '.join(lost)}")
+        await self.kill("worker-a")
+        await self.until(client, lambda jobs: all(job["attempt"] >= 2 for job in jobs if job["job_id"] in lost))
+        self.say(f"its lease ran out; {', '.join(lost)} went on at worker-b with attempt 2")
+
+    async def kill_server(self, client: Any) -> None:
+        await self.until(client, lambda jobs: bool(_running_at(jobs, "worker-b")))
+        self.say("killing the server with SIGKILL while worker-b works")
+        await self.kill("server")
+        await self.start_server()
+        self.say("the server is back on the same folder; worker-b and this client reconnect by themselves")
+        await self.start_worker("worker-c")
+        self.say("worker-c joins")
+
+    async def submit_again(self, client: Any, outcome: Any) -> dict[str, Any]:
+        lines_before = self.ledger.read_text().count("\n")
+        handle = (await client.submit_many([self.spec(outcome.job_id)]))[0]
+        stored = await handle.outcome(10)
+        ran = self.ledger.read_text().count("\n") != lines_before
+        same = stored.outcome.result == outcome.outcome.result and stored.attempt == outcome.attempt
+        self.say(
+            f"submitted {outcome.job_id} again: {'the stored result came back without a run' if same and not ran else 'WRONG'}"
+        )
+        return {"job_id": outcome.job_id, "existed": handle.existed, "same_result": same, "ran_again": ran}
+
+    async def check(self, client: Any, outcomes: list[Any], again: dict[str, Any]) -> dict[str, Any]:
+        statuses = await client.statuses(self.job_ids())
+        counts = (await client.counts())["demo"]
+        lines = [line.split() for line in self.ledger.read_text().splitlines()]
+        ends = Counter((job_id, int(attempt)) for word, job_id, attempt in lines if word == "end")
+        finished = [job for job in statuses if job["state"] == "SUCCEEDED" and ends[job["job_id"], job["attempt"]] == 1]
+        report = {
+            "jobs": self.jobs,
+            "recorded_finishes": counts["succeeded"],
+            "jobs_with_exactly_one_recorded_finish": len(finished),
+            "attempts": sum(job["attempt"] for job in statuses),
+            "lost_with_a_worker": sum(job["losses"] for job in statuses),
+            "starts_of_commands": sum(1 for word, *_ in lines if word == "start"),
+            "submitted_again": again,
+            "seconds": round(time.monotonic() - self.began, 1),
+        }
+        report["ok"] = (
+            len(finished) == self.jobs == counts["succeeded"] == len({outcome.job_id for outcome in outcomes})
+            and again["existed"]
+            and again["same_result"]
+            and not again["ran_again"]
+            and report["lost_with_a_worker"] >= 1
+        )
+        return report
+
+
+class _Table:
+    """A live table on a terminal; plain lines elsewhere."""
+
+    def __init__(self, output: Any) -> None:
+        self._plain = output.json or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
+        self._output = output
+        self._lines: list[str] = []
+        self._live: Any = None
+        self._statuses: list[dict[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        self._lines.append(text)
+        if self._live is not None:
+            self._live.update(self._drawn())
+        elif not self._output.json:
+            print(text, flush=True)
+
+    @contextlib.asynccontextmanager
+    async def shown(self, client: Any, job_ids: list[str]) -> AsyncIterator[None]:
+        if self._plain:
+            yield
+            return
+        from rich.live import Live
+
+        with Live(self._drawn(), refresh_per_second=10) as self._live:
+            watching = asyncio.create_task(self._watch(client, job_ids))
+            try:
+                yield
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
+        self._live = None
+
+    async def _watch(self, client: Any, job_ids: list[str]) -> None:
+        from tasuki.errors import NotFound
+
+        while True:
+            with contextlib.suppress(NotFound):  # before they are submitted
+                self._statuses = await client.statuses(job_ids)
+            self._live.update(self._drawn())
+            await asyncio.sleep(REFRESH_S)
+
+    def _drawn(self) -> Any:
+        from rich.console import Group as Stack
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="jobs", expand=False)
+        for column in ("state", "jobs", "where"):
+            table.add_column(column)
+        states = Counter(job["state"] for job in self._statuses)
+        for state, count in sorted(states.items()):
+            places = Counter(job["assigned_worker_id"] for job in self._statuses if job["state"] == state and job["attempt"])
+            table.add_row(state, str(count), ", ".join(f"{place}: {number}" for place, number in sorted(places.items())))
+        return Stack(*(Text(line) for line in self._lines), table)
+
+
+def _running_at(statuses: list[dict[str, Any]], worker_id: str) -> list[str]:
+    return [job["job_id"] for job in statuses if job["state"] == "RUNNING" and job["assigned_worker_id"] == worker_id]
+
+
+def _report_lines(report: dict[str, Any]) -> list[str]:
+    verdict = "every job has exactly one recorded finish" if report["ok"] else "THE PROMISE WAS NOT KEPT"
+    return [
+        "",
+        f"{report['jobs']} jobs, {report['recorded_finishes']} recorded finishes, {report['attempts']} attempts "
+        f"({report['lost_with_a_worker']} lost with worker-a), "
+        f"{report['starts_of_commands']} commands started, {report['seconds']} s",
+        verdict,
+    ]

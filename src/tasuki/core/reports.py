@@ -1,0 +1,59 @@
+"""What a worker may report. Pure.
+
+Reports go to the store in the transaction that they share with everybody's jobs, and are tried again if it fails. So one that
+no store can hold (a number past 64 bits, nesting without end) must be refused here, or it would fail every turn after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Outcome
+from tasuki.core.protocol import Claim, Ending
+from tasuki.errors import InvalidInput, TooLarge
+
+NUMBER_MAX = 2**63 - 1  # what an SQL integer holds
+META_DEPTH_MAX = 32
+MESSAGE_MAX_CHARS = 64 * 1024
+
+
+def check_attempts(claims: Sequence[Claim]) -> None:
+    """No store has seen such an attempt."""
+    for claim in claims:
+        if not 0 <= claim.attempt <= NUMBER_MAX:
+            raise InvalidInput(f"attempt {claim.attempt} of job {claim.job_id[:128]!r} is not a number that can be stored")
+
+
+def check_endings(endings: Sequence[Ending]) -> None:
+    """All of a message, before any of it is taken."""
+    for ending in endings:
+        if not 0 <= ending.attempt <= NUMBER_MAX:
+            raise InvalidInput(f"attempt {ending.attempt} of job {ending.job_id[:128]!r} is not a number that can be stored")
+        check_outcome(ending.outcome)
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """The outcome can be stored; else InvalidInput or TooLarge with the reason."""
+    if outcome.exit_code is not None and not -NUMBER_MAX <= outcome.exit_code <= NUMBER_MAX:
+        raise InvalidInput(f"exit_code {outcome.exit_code} is not a number that can be stored")
+    if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
+        raise TooLarge(f"a result of {len(outcome.result)} bytes is too large, the limit is {RESULT_INLINE_MAX_BYTES}; send a blob")
+    if outcome.result_ref is not None and not 0 <= outcome.result_ref.size_bytes <= NUMBER_MAX:
+        raise InvalidInput(f"a result of {outcome.result_ref.size_bytes} bytes cannot be")
+    if len(outcome.message) > MESSAGE_MAX_CHARS:
+        raise TooLarge(f"a message of {len(outcome.message)} characters is too long, the limit is {MESSAGE_MAX_CHARS}")
+    if outcome.meta:
+        _check_depth(outcome.meta)
+
+
+def _check_depth(meta: object) -> None:
+    level: list[object] = [meta]
+    for _ in range(META_DEPTH_MAX):
+        level = [inner for value in level if isinstance(value, dict | list) for inner in _inside(value)]
+        if not level:
+            return
+    raise InvalidInput(f"an outcome's meta may nest {META_DEPTH_MAX} levels, not more")
+
+
+def _inside(value: dict[object, object] | list[object]) -> list[object]:
+    return list(value.values()) if isinstance(value, dict) else value

@@ -1,0 +1,119 @@
+"""Running the `tasuki` command as a user does: real processes, own data folders, free ports."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 30.0
+POLL_S = 0.02
+TASUKI = (sys.executable, "-m", "tasuki")
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """Nothing of the user's own tasuki; `home` stands for the home directory."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TASUKI_", "XDG_"))}
+    return {**kept, "HOME": str(home), "XDG_RUNTIME_DIR": str(home), "NO_COLOR": "1", **more}
+
+
+class User:
+    """Somebody at a terminal, in a folder, with a data folder."""
+
+    def __init__(self, home: Path, data: Path | None = None) -> None:
+        self.home = home
+        self.data = data or home / "data"
+        self.environ = environment(home, TASUKI_DATA=str(self.data))
+
+    def run(self, *arguments: str, input: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*TASUKI, *arguments],
+            cwd=self.home,
+            env={**self.environ, **environ},
+            input=input,
+            stdin=subprocess.DEVNULL if input is None else None,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
+    def json(self, *arguments: str) -> Any:
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*TASUKI, *arguments],
+            cwd=self.home,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+class Running:
+    """A server process that said that it is ready."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.startswith("ready ") or '"event":"ready"' in line:
+                break
+        else:
+            raise AssertionError(f"it ended before it was ready: {process.communicate()[1]}")
+        # Somebody has to read on, or a full pipe would stop the server.
+        threading.Thread(target=self._read_on, daemon=True).start()
+
+    def _read_on(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(line.rstrip("\n") for line in self.process.stdout)
+
+    @property
+    def url(self) -> str:
+        return next(line.removeprefix("listening ") for line in self.lines if line.startswith("listening tcp://"))
+
+    def stop(self) -> int:
+        self.process.terminate()
+        try:
+            return self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+
+
+@contextmanager
+def running(user: User, *arguments: str) -> Iterator[Running]:
+    """`tasuki server …` or `tasuki up …`, ended afterwards."""
+    server = Running(user.start(*arguments))
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+        assert server.process.stderr is not None
+        server.process.stderr.close()
+
+
+def eventually(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Look until it is true; fail with its name if it does not become so."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(POLL_S)
+
+
+def read_fifo(path: Path) -> str:
+    """Wait for somebody to write to the named pipe, and read it all: how a job says that it runs."""
+    with path.open() as fifo:
+        return fifo.read()

@@ -1,0 +1,24 @@
+"""A user with a fresh folder, and one shared server with a worker for what only looks and asks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Running, User, eventually, running
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Iterator[User]:
+    """Nothing runs; an embedded server that a test has started is gone afterwards."""
+    made = User(tmp_path)
+    yield made
+    eventually(lambda: not (made.data / "socket").exists(), "the embedded server leaves")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, Running]]:
+    """A user whose `tasuki up` runs, with TCP."""
+    made = User(tmp_path_factory.mktemp("up"))
+    with running(made, "up", "--tcp", "127.0.0.1:0", "--slots", "2") as server:
+        yield made, server

@@ -1,0 +1,62 @@
+"""`tasuki doctor` and `tasuki migrate`: what a folder stands on."""
+
+import pytest
+
+from tests.cli.commands import Running, User, running
+
+pytestmark = pytest.mark.e2e
+
+
+def findings(user: User, *words: str) -> dict[str, dict[str, str]]:
+    return {found["check"]: found for found in user.json("doctor", "--json", *words)}
+
+
+def test_a_fresh_machine_is_sound_and_stays_untouched(user: User) -> None:
+    found = findings(user)
+
+    assert {each["state"] for each in found.values()} == {"ok"}
+    assert not user.data.exists()
+
+
+def test_a_running_server_is_found(served: tuple[User, Running]) -> None:
+    user, server = served
+    found = findings(user)
+
+    assert f"pid {server.process.pid} " in found["owner"]["message"]
+    assert "answers" in found["server"]["message"]
+    assert "ok     python" in user.run("doctor").stdout
+
+
+def test_a_token_file_that_others_can_read_fails(user: User) -> None:
+    with running(user, "server", "--no-tcp"):
+        pass
+    (user.data / "token").chmod(0o644)
+
+    done = user.run("doctor")
+
+    assert done.returncode == 1
+    assert "fail   token file" in done.stdout
+    assert "chmod 600" in done.stdout
+
+
+def test_a_server_that_is_not_there_fails_with_the_way_out(user: User) -> None:
+    done = user.run("doctor", "--to", "unix:///no/such/socket")
+
+    assert done.returncode == 1
+    assert "tasuki up" in done.stdout
+
+
+def test_migrate_makes_the_tables_once(user: User) -> None:
+    first = user.json("migrate", "--json")
+    second = user.json("migrate", "--json")
+
+    assert "0001_initial" in first["applied"]
+    assert second["applied"] == []
+
+
+def test_migrate_leaves_the_folder_of_a_running_server_alone(user: User) -> None:
+    with running(user, "server", "--no-tcp") as server:
+        done = user.run("migrate")
+
+    assert done.returncode == 5
+    assert f"pid {server.process.pid} " in done.stderr

@@ -1,0 +1,103 @@
+"""`--help`: examples everywhere, and quick because nothing is loaded that it does not need."""
+
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from tasuki.cli import exits
+from tasuki.cli.main import COMMANDS, main
+from tests.conftest import require
+
+HEAVY = (
+    "asyncio",
+    "django",
+    "msgspec",
+    "rich",
+    "structlog",
+    "uvloop",
+    "zstandard",
+    "tasuki.client",
+    "tasuki.worker",
+    "tasuki.server",
+)
+TOKEN_COMMANDS = ["token create", "token list", "token revoke"]
+WORDS = sorted({*COMMANDS, *TOKEN_COMMANDS} - {"token"})
+
+
+def shown(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, object]:
+    if arguments[:1] == ["demo"]:
+        demo_there()
+    monkeypatch.setattr(sys, "argv", ["tasuki", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return capsys.readouterr().out, ended.value.code
+
+
+def demo_there() -> None:
+    try:
+        import_module("tasuki.cli.demo")
+    except ModuleNotFoundError:
+        require("tasuki.cli.demo", False, "it is not written yet")
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_every_command_ends_its_help_with_examples(words, capsys, monkeypatch) -> None:
+    text, code = shown([*words.split(), "--help"], capsys, monkeypatch)
+
+    assert code == 0
+    _, examples = text.split("Examples:\n")
+    assert all(line.startswith("  ") and ("tasuki " in line) for line in examples.strip("\n").splitlines())
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_every_command_has_json(words, capsys, monkeypatch) -> None:
+    text, _ = shown([*words.split(), "--help"], capsys, monkeypatch)
+
+    assert "--json" in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_the_list_of_commands_has_all_words_and_exit_codes(arguments, capsys, monkeypatch) -> None:
+    text, code = shown(arguments, capsys, monkeypatch)
+
+    assert code == 0
+    for name, (_, summary) in COMMANDS.items():
+        assert f"  {name.ljust(7)}  {summary}" in text
+    assert exits.table() in text.replace("\n  ", "\n")
+
+
+@pytest.mark.parametrize("word", sorted(set(COMMANDS) - {"token", "demo"}))
+def test_the_line_in_the_list_is_the_commands_own(word: str) -> None:
+    module_name, summary = COMMANDS[word]
+    module = import_module(f"tasuki.cli.{module_name}")
+    function = getattr(module, {"list": "list_jobs"}.get(word, word))
+
+    assert (inspect.getdoc(function) or "").startswith(summary)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import json, sys\nfrom tasuki.cli.main import main\nsys.argv = ['tasuki', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = json.loads(done.stdout.splitlines()[-1])
+
+    assert "tasuki.cli.main" in loaded
+    assert not [name for name in loaded if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY)]
+
+
+def test_a_wrong_word_is_a_usage_error(capsys, monkeypatch) -> None:
+    _, code = shown(["rnu"], capsys, monkeypatch)
+
+    assert code == exits.USAGE
+
+
+def test_the_version_is_told(capsys, monkeypatch) -> None:
+    text, code = shown(["--version"], capsys, monkeypatch)
+
+    assert (text.split()[0], code) == ("tasuki", 0)

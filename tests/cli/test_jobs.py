@@ -1,0 +1,252 @@
+"""`submit`, `status`, `list`, `cancel`, `explain`, `retry`, `result`, `logs`: jobs by their ids."""
+
+import json
+import os
+import signal
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import DEADLINE_S, Running, User, read_fifo
+
+pytestmark = pytest.mark.e2e
+
+Served = tuple[User, Running]
+
+
+def test_a_submitted_job_is_told_by_its_id_and_its_result_can_be_had_later(served: Served) -> None:
+    user, _ = served
+    done = user.run("submit", "--job-id", "later", "echo", "hello")
+
+    assert (done.stdout, done.returncode) == ("later\n", 0)
+    saved = user.json("result", "--json", "later", "-o", "later.zip")
+    assert (saved["state"], saved["path"]) == ("SUCCEEDED", "later.zip")
+    with zipfile.ZipFile(user.home / "later.zip") as archive:
+        assert archive.read("stdout.log") == b"hello\n"
+
+
+def test_asking_again_with_the_same_id_says_that_it_existed(served: Served) -> None:
+    user, _ = served
+    words = ("submit", "--json", "--job-id", "twice", "true")
+
+    assert user.json(*words)["existed"] is False
+    assert user.json(*words)["existed"] is True
+
+
+def test_an_array_has_one_job_per_index(served: Served) -> None:
+    user, _ = served
+    told = user.json("submit", "--json", "--array", "1-3", "--job-id", "sweep", "--wait", "echo", "seed {i}")
+
+    assert told == {"array_id": "sweep", "count": 3, "states": {"SUCCEEDED": 3}}
+    assert user.run("logs", "sweep.2").stdout == "seed 2\n"
+    elements = user.json("list", "--json", "--array", "sweep")["jobs"]
+    assert {view["job_id"]: view["headers"]["array_index"] for view in elements} == {
+        "sweep.1": "1",
+        "sweep.2": "2",
+        "sweep.3": "3",
+    }
+
+
+def test_each_line_is_a_job_and_is_never_split(served: Served) -> None:
+    user, _ = served
+    done = user.run(
+        "submit", "--each-line", "-", "--job-id", "lines", "--wait", "--quiet", "printf", "<%s>", input="a b\n\n$HOME\n"
+    )
+
+    assert (done.stdout, done.returncode) == ("lines\n", 0)
+    assert user.run("logs", "lines.1").stdout == "<a b>"
+    assert user.run("logs", "lines.3").stdout == "<$HOME>"
+
+
+def test_the_inputs_of_an_array_reach_every_element(served: Served) -> None:
+    user, _ = served
+    (user.home / "shared.txt").write_text("shared\n")
+    words = ["submit", "--json", "--array", "1-2", "--job-id", "with-input", "--wait", "--file", "shared.txt"]
+
+    assert user.json(*words, "cat", "in/shared.txt")["states"] == {"SUCCEEDED": 2}
+    assert user.run("logs", "with-input.2").stdout == "shared\n"
+
+
+def test_only_the_failed_elements_of_an_array_are_set_going_again(served: Served) -> None:
+    user, _ = served
+    flag = user.home / "repaired"
+    script = f'test "$0" != 2 || test -e {flag}'
+    done = user.run("submit", "--array", "1-3", "--job-id", "mend", "--retries", "0", "--wait", "sh", "-c", script, "{i}")
+    assert done.returncode == 1
+
+    flag.touch()
+    answers = user.json("retry", "--json", "--array", "mend", "--only-failed")
+
+    assert list(answers) == ["mend.2"]
+    assert user.json("result", "--json", "mend.2")["state"] == "SUCCEEDED"
+    assert user.json("status", "--json", "mend.1")[0]["generation"] == 0
+
+
+def test_a_job_that_has_not_ended_cannot_be_set_going_again(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--subject", "nobody.takes.this", "--job-id", "waiting", "true", TASUKI_DATA=str(user.data))
+    user.run("cancel", "waiting")
+    user.run("retry", "waiting")
+    done = user.run("submit", "--job-id", "hold", "sleep", "600")
+    assert done.returncode == 0
+
+    again = user.run("retry", "hold")
+    user.run("cancel", "hold")
+
+    assert again.returncode == 1
+    assert "not changed" in again.stdout
+
+
+def test_a_running_job_is_canceled_by_its_worker(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    os.mkfifo(tmp_path / "started")
+    user.run("submit", "--job-id", "stop-me", "sh", "-c", f"echo go > {tmp_path}/started; exec sleep 600")
+    read_fifo(tmp_path / "started")
+
+    answer = user.json("cancel", "--json", "stop-me", "--reason", "no longer needed")
+
+    assert answer["stop-me"]["requested"] is True
+    ended = user.run("result", "--json", "stop-me")
+    assert (json.loads(ended.stdout)["state"], ended.returncode) == ("CANCELED", 1)
+
+
+def test_logs_of_a_running_job_are_told_to_come_later(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    os.mkfifo(tmp_path / "started")
+    user.run("submit", "--job-id", "no-logs-yet", "sh", "-c", f"echo go > {tmp_path}/started; exec sleep 600")
+    read_fifo(tmp_path / "started")
+
+    done = user.run("logs", "no-logs-yet")
+    user.run("cancel", "no-logs-yet")
+
+    assert done.returncode == 5
+    assert "not available yet" in done.stderr
+
+
+def test_logs_keep_the_two_streams_apart(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--job-id", "streams", "sh", "-c", "echo out; echo err >&2")
+
+    assert (user.run("logs", "streams").stdout, user.run("logs", "streams").stderr) == ("out\n", "err\n")
+    assert (user.run("logs", "--stderr", "streams").stdout, user.run("logs", "--stderr", "streams").stderr) == ("", "err\n")
+    assert user.json("logs", "--json", "streams") == {"job_id": "streams", "stdout": "out\n", "stderr": "err\n"}
+
+
+def test_a_result_can_be_unpacked_or_written_to_stdout(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--job-id", "unpack", "sh", "-c", "echo kept > out/kept.txt")
+
+    assert user.run("result", "--extract", "unpacked", "unpack").returncode == 0
+    assert (user.home / "unpacked/out/kept.txt").read_text() == "kept\n"
+    assert "PK" in user.run("result", "--stdout", "unpack", LC_ALL="C.UTF-8", PYTHONUTF8="1").stdout[:2]
+
+
+def test_the_wait_for_a_result_has_an_end(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--job-id", "slow", "sleep", "600")
+    done = user.run("result", "--timeout", "0.2", "slow")
+    user.run("cancel", "slow")
+
+    assert done.returncode == 5
+    assert done.stderr.startswith("tasuki: DEADLINE: ")
+
+
+def test_pages_follow_each_other_without_gap_or_repeat(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--array", "1-5", "--job-id", "pages", "--wait", "true")
+    first = user.json("list", "--json", "--array", "pages", "--limit", "3")
+    second = user.json("list", "--json", "--array", "pages", "--limit", "3", "--cursor", first["cursor"])
+
+    ids = [view["job_id"] for view in first["jobs"] + second["jobs"]]
+    assert ids == [f"pages.{index}" for index in (5, 4, 3, 2, 1)]
+    assert second["cursor"] is None
+
+
+def test_a_list_can_be_filtered_and_reduced_to_ids(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--array", "1-2", "--job-id", "mixed", "--retries", "0", "--wait", "test", "{i}", "=", "1")
+
+    done = user.run("list", "--quiet", "--array", "mixed", "--state", "failed")
+
+    assert done.stdout == "mixed.2\n"
+
+
+def test_explain_tells_why_a_job_failed(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--job-id", "explained", "--retries", "0", "false")
+    told = user.json("explain", "--json", "explained")
+
+    assert told["state"] == "FAILED"
+    assert "exited with code 1" in told["because"][0]
+    assert "exited with code 1" in user.run("explain", "explained").stdout
+
+
+@pytest.mark.parametrize("word", ["status", "cancel", "explain", "retry", "result", "logs"])
+def test_an_unknown_id_is_an_error_of_its_own(served: Served, word: str) -> None:
+    user, _ = served
+    done = user.run(word, "--json", "no-such-job")
+
+    assert done.returncode == 3
+    assert json.loads(done.stderr)["error"]["code"] == "NOT_FOUND"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list", "--state", "LOST"),
+        ("list", "--limit", "0"),
+        ("submit", "--array", "9-1", "true"),
+        ("submit", "--array", "1-2", "--each-line", "-", "true"),
+        ("submit", "--file", "no-such-file", "true"),
+        ("submit", "--env", "plain", "true"),
+        ("retry",),
+        ("result", "x", "--stdout", "-o", "y"),
+        ("status",),
+        ("stats", "--interval", "0"),
+    ],
+)
+def test_what_can_never_work_is_a_usage_error(served: Served, words: tuple[str, ...]) -> None:
+    user, _ = served
+    done = user.run(*words)
+
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_waiting_leaves_without_a_traceback(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    os.mkfifo(tmp_path / "started")
+    script = f"echo go > {tmp_path}/started; exec sleep 600"
+    process = user.start("submit", "--wait", "--job-id", "abandoned", "sh", "-c", script)
+    read_fifo(tmp_path / "started")
+
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    user.run("cancel", "abandoned")
+
+    assert (process.returncode, stderr) == (130, "")
+
+
+def test_stats_count_the_jobs_and_name_the_workers(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--subject", "counted.here", "true")
+    told = user.json("stats", "--json")
+
+    assert told["groups"]["counted"]["succeeded"] == 1
+    assert [worker["patterns"] for worker in told["workers"]] == [[">"]]
+    assert "counted" in user.run("stats").stdout
+
+
+def test_stats_are_told_again_and_again_until_ctrl_c(served: Served) -> None:
+    user, _ = served
+    process = user.start("stats", "--watch", "--interval", "0.05", "--json")
+    assert process.stdout is not None
+    seen = [json.loads(process.stdout.readline()) for _ in range(3)]
+
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+
+    assert all("groups" in told for told in seen)
+    assert (process.returncode, stderr) == (130, "")

@@ -1,0 +1,167 @@
+"""`tasuki run`: as if the program had been started here."""
+
+import json
+import os
+import signal
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import DEADLINE_S, Running, User, eventually, read_fifo
+
+pytestmark = pytest.mark.e2e
+
+Served = tuple[User, Running]
+
+
+def test_with_nothing_running_a_command_just_runs(user: User) -> None:
+    done = user.run("run", "echo", "hello")
+
+    assert (done.stdout, done.stderr, done.returncode) == ("hello\n", "", 0)
+
+
+def test_the_embedded_server_leaves_after_its_last_client(user: User) -> None:
+    user.run("run", "true")
+
+    eventually(lambda: not (user.data / "socket").exists(), "the socket is gone", deadline_s=10)
+    eventually(lambda: not (user.data / "tasuki.sqlite3.owner").read_text(), "the folder has no owner")
+
+
+def test_two_at_once_share_one_embedded_server(user: User) -> None:
+    script = "read pid comm state ppid rest < /proc/$$/stat; read a b c d e < /proc/$ppid/stat; echo $d; sleep 1"
+
+    both = [user.start("run", "sh", "-c", script) for _ in range(2)]
+    outputs = [process.communicate(timeout=DEADLINE_S) for process in both]
+
+    assert [process.returncode for process in both] == [0, 0], outputs
+    servers = {stdout.strip() for stdout, _ in outputs}
+    assert len(servers) == 1, "the jobs' workers belong to one server"
+
+
+def test_output_and_exit_code_are_the_jobs_own(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "sh", "-c", "echo out; echo err >&2; exit 7")
+
+    assert (done.stdout, done.stderr, done.returncode) == ("out\n", "err\n", 7)
+
+
+def test_what_looks_like_our_option_after_the_exec_belongs_to_the_job(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "echo", "--json", "--help", "-o", "x", "--", "y")
+
+    assert done.stdout == "--json --help -o x -- y\n"
+
+
+def test_a_program_that_is_not_there_could_not_run(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "no-such-program-anywhere")
+
+    assert done.returncode == 125
+    assert "tasuki: PROGRAM_NOT_FOUND: " in done.stderr
+    assert "no-such-program-anywhere" in done.stderr
+
+
+def test_the_time_limit_has_its_own_exit_code(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "--timeout", "0.3", "sleep", "60")
+
+    assert done.returncode == 124
+    assert "tasuki: TIMED_OUT: " in done.stderr
+
+
+def test_a_signal_has_the_code_that_a_shell_shows(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "sh", "-c", "kill -9 $$")
+
+    assert done.returncode == 128 + signal.SIGKILL
+
+
+def test_the_same_id_gives_the_stored_result_without_a_second_run(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    log = tmp_path / "runs"
+    words = ("run", "--job-id", "only-once", "sh", "-c", f"echo ran >> {log}; echo done")
+
+    first, second = user.run(*words), user.run(*words)
+
+    assert (first.stdout, second.stdout) == ("done\n", "done\n")
+    assert log.read_text() == "ran\n"
+
+
+def test_the_same_id_with_another_body_is_a_conflict_that_names_the_difference(served: Served) -> None:
+    user, _ = served
+    user.run("run", "--job-id", "taken", "true")
+    done = user.run("run", "--job-id", "taken", "true", "more")
+
+    assert done.returncode == 125
+    assert "tasuki: CONFLICT: " in done.stderr
+    assert "args" in done.stderr
+
+
+def test_inputs_payload_environment_and_result_file(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    (tmp_path / "input.txt").write_text("from the file\n")
+    (tmp_path / "payload").write_text("from stdin\n")
+    result = tmp_path / "result.zip"
+    words = ["run", "--file", str(tmp_path / "input.txt"), "--payload-file", str(tmp_path / "payload"), "--env", "COLOUR=red"]
+    done = user.run(*words, "-o", str(result), "sh", "-c", 'cat in/input.txt -; echo "$COLOUR"; echo kept > out/kept.txt')
+
+    assert done.stdout == "from the file\nfrom stdin\nred\n"
+    with zipfile.ZipFile(result) as archive:
+        assert archive.read("out/kept.txt") == b"kept\n"
+
+
+def test_json_tells_the_end_of_the_job(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "--json", "--job-id", "told", "sh", "-c", "echo out; exit 3")
+    told = json.loads(done.stdout)
+
+    assert done.returncode == 3
+    assert (told["job_id"], told["state"], told["exit_code"], told["stdout"]) == ("told", "FAILED", 3, "out\n")
+
+
+def test_ctrl_c_cancels_the_job_and_waits_for_its_end(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    os.mkfifo(tmp_path / "started")
+    process = user.start("run", "--job-id", "interrupted", "sh", "-c", f"echo go > {tmp_path}/started; exec sleep 600")
+    assert read_fifo(tmp_path / "started") == "go\n"
+
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 130
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert user.json("status", "--json", "interrupted")[0]["state"] == "CANCELED"
+
+
+def test_a_second_ctrl_c_leaves_the_job_behind(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    os.mkfifo(tmp_path / "started")
+    os.mkfifo(tmp_path / "trapped")
+    # It does not listen to TERM, so that it still runs when the second Ctrl-C comes.
+    script = f"trap 'echo no > {tmp_path}/trapped' TERM; echo go > {tmp_path}/started; while :; do sleep 0.1; done"
+    process = user.start("run", "--job-id", "left-behind", "sh", "-c", script)
+    read_fifo(tmp_path / "started")
+
+    process.send_signal(signal.SIGINT)
+    read_fifo(tmp_path / "trapped")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 130
+    assert "tasuki status left-behind" in stderr
+
+
+def test_no_server_at_the_address_could_not_run(user: User) -> None:
+    done = user.run("run", "--to", "unix:///no/such/socket", "true")
+
+    assert done.returncode == 125
+    assert done.stderr.startswith("tasuki: UNAVAILABLE: ")
+
+
+def test_an_address_that_is_none_is_told_as_json(user: User) -> None:
+    done = user.run("run", "--json", "--to", "gopher://x", "true")
+
+    assert done.returncode == 125
+    assert json.loads(done.stderr)["error"]["code"] == "CONFIG"

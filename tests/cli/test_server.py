@@ -1,0 +1,178 @@
+"""`tasuki server`, `tasuki up` and `tasuki worker`: start, refusals, order at the end."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import DEADLINE_S, Running, User, eventually, read_fifo, running
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_server_says_where_it_listens_and_ends_in_order(user: User) -> None:
+    with running(user, "server", "--tcp", "127.0.0.1:0") as server:
+        assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d*", server.url)
+        assert f"listening unix://{user.data}/socket" in server.lines
+        assert server.stop() == 0
+
+    assert not (user.data / "socket").exists()
+
+
+def test_json_events_for_programs(user: User) -> None:
+    with running(user, "server", "--tcp", "127.0.0.1:0", "--no-unix", "--json") as server:
+        events = [json.loads(line) for line in server.lines]
+
+    assert [event["event"] for event in events] == ["listening", "ready"]
+    assert events[0]["pid"] == server.process.pid
+
+
+def test_a_second_server_on_the_folder_is_refused_with_the_pid_of_the_first(user: User) -> None:
+    with running(user, "server", "--no-tcp") as server:
+        second = user.run("server", "--no-tcp")
+
+        assert second.returncode == 5
+        assert second.stderr.startswith("tasuki: UNAVAILABLE: ")
+        assert f"pid {server.process.pid} " in second.stderr
+
+
+@pytest.mark.parametrize("word", ["server", "up"])
+def test_a_listener_beyond_this_machine_without_tls_is_refused(user: User, word: str) -> None:
+    done = user.run(word, "--tcp", "0.0.0.0:0")
+
+    assert done.returncode == 2
+    assert "--insecure" in done.stderr
+    assert not user.data.exists(), "refused before anything was made"
+
+
+def test_insecure_opens_it_all_the_same(user: User) -> None:
+    with running(user, "server", "--tcp", "0.0.0.0:0", "--insecure") as server:
+        assert server.url.startswith("tcp://0.0.0.0:")
+
+
+def test_a_certificate_without_its_key_is_refused(user: User) -> None:
+    assert user.run("server", "--tls-cert", "cert.pem").returncode == 2
+
+
+def test_a_port_that_is_taken_is_named(user: User, tmp_path: Path) -> None:
+    with running(user, "server", "--tcp", "127.0.0.1:0") as server:
+        port = server.url.rpartition(":")[2]
+        other = User(tmp_path, tmp_path / "other").run("server", "--no-unix", "--tcp", f"127.0.0.1:{port}")
+
+    assert other.returncode == 2
+    assert f"127.0.0.1:{port}" in other.stderr
+
+
+def test_a_fault_point_kills_the_server_there(user: User) -> None:
+    process = user.start("server", "--no-tcp")
+    Running(process).stop()
+    user.environ["TASUKI_FAULT"] = "turn.committed"
+    process = user.start("server", "--no-tcp")
+
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    process.communicate()
+    (user.data / "socket").unlink(missing_ok=True)
+
+
+def test_up_ends_in_order_and_its_jobs_finish_first(user: User, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "started")
+    os.mkfifo(tmp_path / "go-on")
+    with running(user, "up", "--no-tcp", "--slots", "1") as server:
+        user.run("submit", "--job-id", "last", "sh", "-c", f"echo go > {tmp_path}/started; cat {tmp_path}/go-on; exit 0")
+        read_fifo(tmp_path / "started")
+        server.process.terminate()
+        eventually(lambda: any(line.startswith("stopping") for line in server.lines), "it says that it stops")
+        assert server.process.poll() is None
+        (tmp_path / "go-on").write_text("done\n")
+        assert server.process.wait(DEADLINE_S) == 0
+
+    assert user.json("status", "--json", "last")[0]["state"] == "SUCCEEDED"
+
+
+def test_a_second_signal_ends_up_at_once(user: User, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "started")
+    with running(user, "up", "--no-tcp", "--slots", "1") as server:
+        user.run("submit", "--job-id", "endless", "sh", "-c", f"echo $$ > {tmp_path}/started; exec sleep 600")
+        read_fifo(tmp_path / "started")
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: any(line.startswith("stopping") for line in server.lines), "it says that it stops")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(DEADLINE_S) == 130
+    (user.data / "socket").unlink()
+
+
+def workers_of(user: User) -> list[str]:
+    return [worker["worker_id"] for worker in user.json("stats", "--json")["workers"]]
+
+
+def test_a_worker_that_dies_is_started_again(user: User) -> None:
+    with running(user, "up", "--no-tcp", "--slots", "1"):
+        eventually(lambda: workers_of(user), "the worker is there")
+        (first,) = workers_of(user)
+        os.kill(int(first.rsplit("-", 2)[1]), signal.SIGKILL)
+
+        eventually(lambda: set(workers_of(user)) - {first}, "another worker is there")
+
+
+def test_the_workers_end_with_an_up_that_was_killed(user: User) -> None:
+    with running(user, "up", "--no-tcp", "--slots", "1") as server:
+        eventually(lambda: workers_of(user), "the worker is there")
+        pid = int(workers_of(user)[0].rsplit("-", 2)[1])
+        server.process.kill()
+        server.process.wait(DEADLINE_S)
+
+        eventually(lambda: not Path(f"/proc/{pid}").exists(), "the worker is gone")
+    (user.data / "socket").unlink()
+
+
+def test_over_tcp_the_owner_of_the_folder_needs_no_token(user: User) -> None:
+    with running(user, "server", "--tcp", "127.0.0.1:0") as server:
+        assert user.json("list", "--json", "--to", server.url) == {"jobs": [], "cursor": None}
+
+
+def test_over_tcp_the_token_goes_only_to_the_folders_own_server(user: User, tmp_path: Path) -> None:
+    stranger = User(tmp_path, tmp_path / "stranger")
+    with running(user, "server", "--no-tcp"), running(stranger, "server", "--tcp", "127.0.0.1:0") as server:
+        done = user.run("list", "--to", server.url)
+
+    assert done.returncode == 4
+    assert done.stderr.startswith("tasuki: UNAUTHORIZED: a token is needed")
+
+
+def test_a_worker_over_tcp_runs_what_it_allows_and_nothing_else(user: User) -> None:
+    with running(user, "server", "--tcp", "127.0.0.1:0") as server:
+        (user.home / "worker.token").write_text(user.run("token", "create", "--kind", "worker").stdout)
+        flags = ["--token-file", "worker.token", "--subject", "render.*", "--worker-id", "renderer", "--any-program"]
+        worker = user.start("worker", "--to", server.url, *flags, "--exec", "say=echo said")
+        try:
+            allowed = user.run("run", "--subject", "render.1", "say", "this")
+            refused = user.run("run", "--subject", "render.1", "sh", "-c", "true")
+        finally:
+            worker.terminate()
+            assert worker.wait(DEADLINE_S) == 0
+            worker.communicate()
+
+    assert allowed.stdout == "said this\n"
+    assert refused.returncode == 125
+    assert "EXEC_NOT_ALLOWED" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--exec", "no-equals-sign"),
+        ("--on-disconnect", "maybe"),
+        ("--slots", "0"),
+        ("--subject", "a..b"),
+        ("--config", "none.toml"),
+    ],
+)
+def test_a_worker_with_wrong_settings_does_not_start(user: User, flags: tuple[str, ...]) -> None:
+    done = user.run("worker", *flags)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("tasuki: ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,62 @@
+"""Worlds for the machines' tests: the memory store, and a real SQLite file that a restarted server opens again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("tasuki.testing")
+
+from tasuki.stores.memory import MemoryStore  # noqa: E402
+from tasuki.stores.store import Store  # noqa: E402
+from tasuki.testing.clocks import FakeClock  # noqa: E402
+from tasuki.testing.harness import World  # noqa: E402
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeWorld]:
+    """A function that makes a world on the store of this run; what it holds is checked and closed at the end."""
+    worlds: list[World] = []
+
+    def make(**options: Any) -> World:
+        clock = FakeClock()
+        if request.param == "memory":
+            world = World(MemoryStore(clock), clock, **options)
+        else:
+            world = sqlite_world(tmp_path / f"world-{len(worlds)}.sqlite3", clock, **options)
+        worlds.append(world)
+        return world
+
+    yield make
+    for world in worlds:
+        world.check()
+        world.store.close()
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    return make_world()
+
+
+@pytest.fixture
+def memory_world() -> Iterator[World]:
+    """For what does not depend on the store."""
+    clock = FakeClock()
+    world = World(MemoryStore(clock), clock)
+    yield world
+    world.check()
+
+
+def sqlite_world(path: Path, clock: FakeClock, **options: Any) -> World:
+    from tasuki.stores.sql import SqlStore
+
+    def restart(old: Store) -> Store:
+        old.close()
+        return SqlStore.open_sqlite(path, clock=clock)
+
+    return World(SqlStore.open_sqlite(path, clock=clock), clock, restart=restart, **options)

@@ -1,0 +1,86 @@
+"""A worker process of these tests: `python jobs.py URL --ledger FILE [options]`. The token comes from TASUKI_TOKEN.
+
+Every run first adds its line to the ledger. What it does then stands in the job's payload, word by word:
+
+    (nothing)           ends at once
+    hold FILE           waits until the file exists
+    rest SECONDS        sleeps
+    spin SECONDS        computes; only with --plain, where handlers run in child processes
+    stumble             fails in its first attempt, succeeds in the next
+    subscribe PATTERN…  has the worker take these subjects from now on
+
+The result is the number of the attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+
+from tasuki import Worker
+
+parser = argparse.ArgumentParser()
+parser.add_argument("url")
+parser.add_argument("--ledger", type=Path, required=True)
+parser.add_argument("--subject", action="append", default=[])
+parser.add_argument("--slots", type=int, default=64)
+parser.add_argument("--worker-id")
+parser.add_argument("--plain", action="store_true")
+parser.add_argument("--on-disconnect", default="stop")
+parser.add_argument("--reconnect-grace", type=float, default=60.0)
+options = parser.parse_args()
+
+worker = Worker(
+    options.url,
+    worker_id=options.worker_id,
+    subjects=options.subject or [">"],
+    concurrency=options.slots,
+    on_disconnect=options.on_disconnect,
+    reconnect_grace_s=options.reconnect_grace,
+)
+parent_pid = os.getpid()
+
+
+def begin(job) -> list[str]:
+    """Note the run in the ledger, in one write that no other process can break into; the words of the payload."""
+    line = f"{job.job_id} {job.attempt} {parent_pid} {time.time():.3f}\n"
+    descriptor = os.open(options.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+    return bytes(job.payload).decode().split() or [""]
+
+
+async def act(job):
+    match begin(job):
+        case ["hold", gate]:
+            while not Path(gate).exists():
+                await asyncio.sleep(0.01)
+        case ["rest", seconds]:
+            await asyncio.sleep(float(seconds))
+        case ["stumble"] if job.attempt == 1:
+            raise ValueError("the first attempt stumbles")
+        case ["subscribe", *patterns]:
+            worker.subscribe(*patterns)
+    return str(job.attempt)
+
+
+def compute(job):
+    match begin(job):
+        case ["spin", seconds]:
+            end = time.monotonic() + float(seconds)
+            digest = b""
+            while time.monotonic() < end:
+                digest = hashlib.sha256(digest).digest()
+    return str(job.attempt)
+
+
+worker.handler(">")(compute if options.plain else act)
+logging.basicConfig(level=logging.INFO)
+worker.run()

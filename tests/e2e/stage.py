@@ -1,0 +1,99 @@
+"""What the end-to-end tests share: how a test's workers are started, the ledger that counts runs, and the deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import zipfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tasuki import Client
+from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tests.processes import ServerProcess, WorkerProcess, start_worker, wait_until
+
+HERE = Path(__file__).parent
+LEASE_TTL_S = 3.0
+SCHEDULING_S = 2.5  # the reaper looks every 0.25 s; the rest is for a machine with more processes than cores
+LOST_WITHIN_S = LEASE_TTL_S + LEASE_MARGIN_S + SCHEDULING_S
+SOON_S = 10.0
+
+
+class Run(NamedTuple):
+    """One start of one job, as the job itself noted it."""
+
+    job_id: str
+    attempt: int
+    pid: int
+    at: float
+
+
+class Ledger:
+    """The file that every run of a job adds a line to before it does anything else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def runs(self) -> list[Run]:
+        if not self.path.exists():
+            return []
+        lines = (line.split() for line in self.path.read_text().splitlines())
+        return [Run(job_id, int(attempt), int(pid), float(at)) for job_id, attempt, pid, at in lines]
+
+    def of(self, job_id: str) -> list[Run]:
+        return [run for run in self.runs() if run.job_id == job_id]
+
+    def attempts(self, job_id: str) -> list[int]:
+        return [run.attempt for run in self.of(job_id)]
+
+    def wait_for(self, job_id: str, attempt: int = 1, timeout: float = SOON_S) -> Run:
+        """The run of this attempt, as soon as it has begun."""
+
+        def begun() -> list[Run]:
+            return [run for run in self.of(job_id) if run.attempt == attempt]
+
+        return wait_until(begun, timeout, f"attempt {attempt} of job {job_id} begins")[0]
+
+
+def jobs_worker(server: ServerProcess | str, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
+    """A worker with the handlers of jobs.py."""
+    return start_worker(server, "--ledger", str(ledger.path), *arguments, script=HERE / "jobs.py", **options)
+
+
+def command_worker(server: ServerProcess | str, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
+    """A `tasuki worker` whose exec `step` is step.sh."""
+    step = f"step=/bin/sh {HERE / 'step.sh'} {ledger.path} {{args}}"
+    return start_worker(server, "--exec", step, *arguments, command=True, **options)
+
+
+def assert_one_finish_each(client: Client, job_ids: Iterable[str], group: str) -> None:
+    """Every job of the group succeeded, and the group's counters, kept by the finishes themselves, saw each exactly once."""
+    wanted = list(job_ids)
+    views: list[dict[str, Any]] = []
+    for start in range(0, len(wanted), 1000):
+        views += client.wait(client.aio.statuses(wanted[start : start + 1000]))
+    unfinished = {view["job_id"]: view["state"] for view in views if view["state"] != "SUCCEEDED"}
+    assert not unfinished
+    counts = client.counts()[group]
+    assert counts["succeeded"] == len(wanted), counts
+    assert sum(counts.values()) == len(wanted), counts
+
+
+def story(client: Client, job_id: str) -> list[str]:
+    """The kinds of unusual things that befell a job, in order."""
+    return [incident["kind"] for incident in client.explain(job_id)["story"]]
+
+
+def stdout_of(result: bytes) -> str:
+    """What a command printed, from its result."""
+    with zipfile.ZipFile(io.BytesIO(result)) as archive:
+        return archive.read("stdout.log").decode()
+
+
+@contextlib.contextmanager
+def in_background(work: Any, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
+    """Run something that blocks in a thread of its own; leaving waits for it."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(work, *args, **kwargs)

@@ -1,0 +1,220 @@
+"""The documents are true to the code: the drawing of the states, links, commands and options, tables of numbers."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from tasuki.cli import exits
+from tasuki.cli.main import COMMANDS, make
+from tasuki.core.job import JobSpec
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
+from tasuki.core.subject import matches
+from tasuki.worker.execs import load_execs, parse_execs
+from tests.shape.source import ROOT
+
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"))
+)
+CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+DECISIONS = ROOT / "docs" / "decisions"
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = {"", "sh", "console"}
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------- the drawing
+
+
+def test_the_drawing_of_the_states_is_that_of_the_table() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_states.py"))
+
+    assert script["with_drawing"](CONCEPTS) == CONCEPTS, "run: python scripts/draw_states.py"
+
+
+def test_a_drawing_that_is_out_of_date_is_seen() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_states.py"))
+    stale = CONCEPTS.replace("PENDING --> ASSIGNED: grant", "PENDING --> RUNNING: grant")
+
+    assert stale != CONCEPTS
+    assert script["with_drawing"](stale) == CONCEPTS
+
+
+# ---------------------------------------------------------------------------------------------------- links
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, as the common viewers make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(document: str, text: str) -> list[str]:
+    dead = []
+    for target in LINK.findall(text):
+        path, _, anchor = target.partition("#")
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        file = (ROOT / document).parent / path if path else ROOT / document
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    assert not dead_links(document, text_of(document))
+
+
+def test_a_dead_link_is_seen() -> None:
+    text = "[a](docs/nothing.md) [b](docs/concepts.md#nothing) [c](docs/concepts.md#subjects) [d](https://example.org/x)"
+
+    assert dead_links("README.md", text) == ["docs/nothing.md", "docs/concepts.md#nothing"]
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def tasuki_lines(text: str) -> Iterator[list[str]]:
+    """The arguments of each `tasuki …` in the document's shell blocks; several may stand on a line."""
+    for language, block in BLOCK.findall(text):
+        if language in SHELL:
+            for line in filter(re.compile(r"tasuki ").match, block.splitlines()):
+                words = shlex.split(line, comments=True)
+                starts = [place for place, word in enumerate(words) if word == "tasuki"]
+                for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+                    yield words[start + 1 : end]
+
+
+def unknown_words(arguments: list[str]) -> list[str]:
+    """What the command line of this version does not have: the command, or an option before the job's own words."""
+    group = typer.main.get_command(make(arguments))
+    words = iter(arguments)
+    name = next(words, "")
+    if name not in COMMANDS:
+        return [name]
+    command = group.commands[name]  # type: ignore[attr-defined]
+    if hasattr(command, "commands"):
+        command = command.commands[next(words)]
+    options = {text: option for option in command.params for text in (*option.opts, *option.secondary_opts)}
+    unknown = []
+    for word in words:
+        if not word.startswith("-") or word == "-":
+            if command.context_settings.get("allow_interspersed_args", True):
+                continue
+            break  # from here on all belongs to the job
+        option = options.get(word)
+        if option is None and word not in ("-h", "--help"):
+            unknown.append(word)
+        elif option is not None and not option.is_flag:
+            next(words, "")
+    return unknown
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_and_options_in_the_documents_exist(document: str) -> None:
+    unknown = {
+        shlex.join(arguments): words for arguments in tasuki_lines(text_of(document)) if (words := unknown_words(arguments))
+    }
+
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("tasuki rum echo", ["rum"]),
+        ("tasuki run --tow x echo --tow", ["--tow"]),
+        ("tasuki run --to tcp://h:1 echo --any --thing", []),
+        ("tasuki status A  tasuki cancel B --becuase C", ["--becuase"]),
+        ("tasuki token create --kind client", []),
+    ],
+)
+def test_an_unknown_command_or_option_is_seen(line: str, unknown: list[str]) -> None:
+    found = [word for arguments in tasuki_lines(f"```\n{line}\n```\n") for word in unknown_words(arguments)]
+
+    assert found == unknown
+
+
+def test_make_targets_in_the_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", text_of("Makefile"), re.MULTILINE))
+    used = {name for document in DOCUMENTS for name in re.findall(r"^make ([a-z-]+)", text_of(document), re.MULTILINE)}
+
+    assert {"demo", "test"} <= used
+    assert used <= targets
+
+
+# ---------------------------------------------------------------------------------------------------- numbers and tables
+
+
+def test_the_exit_codes_are_those_of_the_command_line() -> None:
+    section = CONCEPTS.partition("\n## Exit codes\n")[2]
+    listed = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", section, re.MULTILINE)}
+
+    assert listed == exits.MEANINGS
+
+
+def test_the_examples_of_patterns_are_true() -> None:
+    section = CONCEPTS.partition("\n## Subjects\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| (.*?) \| (.*?) ?\|$", section, re.MULTILINE)
+    assert len(rows) == 4
+
+    for pattern, matching, others in rows:
+        assert all(matches(pattern, subject) for subject in re.findall(r"`([^`]+)`", matching)), pattern
+        assert not any(matches(pattern, subject) for subject in re.findall(r"`([^`]+)`", others)), pattern
+
+
+def test_the_numbers_of_leases_retries_and_retention_are_the_defaults() -> None:
+    spec = JobSpec(job_id="any")
+    facts = [
+        f"`max_retries`: {spec.max_retries} for `submit`",
+        f"`max_losses`: {spec.max_losses} ",
+        f"`backoff_s` is {spec.backoff_s:g}",
+        f"A lease lasts {LEASE_TTL_S:g} s",
+        f"reaped {LEASE_MARGIN_S:g} s after",
+        f"{RETENTION_DAYS:g} days after its end",
+    ]
+
+    assert not [fact for fact in facts if fact not in CONCEPTS]
+
+
+def test_the_toml_of_execs_in_the_documents_is_accepted() -> None:
+    blocks = [block for document in DOCUMENTS for language, block in BLOCK.findall(text_of(document)) if language == "toml"]
+    assert blocks
+
+    for block in blocks:
+        assert parse_execs(tomllib.loads(block)["exec"])
+    assert set(load_execs(ROOT / "examples" / "execs.toml")) == {"count", "sort"}
+
+
+# ---------------------------------------------------------------------------------------------------- decisions
+
+
+def records() -> list[Path]:
+    return sorted(DECISIONS.glob("[0-9]*.md"))
+
+
+def test_decision_records_are_numbered_without_gaps_and_listed() -> None:
+    index = (DECISIONS / "README.md").read_text(encoding="utf-8")
+
+    assert [path.name[:5] for path in records()] == [f"{number:04}-" for number in range(1, len(records()) + 1)]
+    assert not [path.name for path in records() if f"]({path.name})" not in index]
+
+
+@pytest.mark.parametrize("record", records(), ids=lambda path: path.stem)
+def test_a_decision_record_has_its_four_parts(record: Path) -> None:
+    text = record.read_text(encoding="utf-8")
+
+    assert text.startswith(f"# {record.name[:4]}: ")
+    assert re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE) == ["Question", "Choice", "Why", "Cost"]

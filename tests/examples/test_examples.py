@@ -1,0 +1,103 @@
+"""Every file in examples/ runs against a real server and does what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ServerProcess, start_server, start_worker
+from tests.shape.source import ROOT
+
+EXAMPLES = ROOT / "examples"
+TESTED = {
+    "README.md",
+    "execs.sh",
+    "execs.toml",
+    "lines.sh",
+    "primes_client.py",
+    "primes_worker.py",
+    "square_client.py",
+    "square_worker.py",
+}
+TIMEOUT_S = 60
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with start_server(tmp_path) as server:
+        yield server
+
+
+def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
+    """What a user's shell has: `tasuki` on the PATH, and nothing that leads to another server."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    script = bin_folder / "tasuki"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m tasuki "$@"\n')
+    script.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TASUKI_")}
+    return {**kept, "PYTHONPATH": os.fspath(ROOT / "src"), "PATH": f"{bin_folder}:{os.environ['PATH']}", **extra}
+
+
+def output_of(command: list[str | Path], env: dict[str, str], cwd: Path) -> str:
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_every_example_has_a_test() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == TESTED
+
+
+def test_the_square_is_computed_once_and_another_body_is_refused(server: ServerProcess, tmp_path: Path) -> None:
+    env = environment(tmp_path, TASUKI_TOKEN=server.create_token("client"))
+
+    with start_worker(server, script=EXAMPLES / "square_worker.py", wait=False):
+        told = output_of([sys.executable, EXAMPLES / "square_client.py", server.url], env, tmp_path)
+
+    first, second, third = told.splitlines()
+    assert first == "7 squared is 49"
+    assert second == "once more: 49 (known before)"
+    assert third.startswith("CONFLICT: ")
+    assert "payload" in third
+
+
+def test_plain_functions_count_primes(server: ServerProcess, tmp_path: Path) -> None:
+    env = environment(tmp_path, TASUKI_TOKEN=server.create_token("client"))
+
+    with start_worker(server, script=EXAMPLES / "primes_worker.py", wait=False):
+        told = output_of([sys.executable, EXAMPLES / "primes_client.py", server.url], env, tmp_path)
+
+    assert told.splitlines() == [
+        "4 primes below 10",
+        "168 primes below 1000",
+        "9592 primes below 100000",
+        "78498 primes below 1000000",
+    ]
+
+
+def test_one_job_per_line_with_an_embedded_server(tmp_path: Path) -> None:
+    env = environment(tmp_path, TASUKI_DATA=os.fspath(tmp_path / "data"))
+
+    told = output_of(["sh", EXAMPLES / "lines.sh"], env, tmp_path).splitlines()
+
+    assert told[0] == told[-1] == "greetings  3 jobs, 3 SUCCEEDED"
+    assert told[1] == "Hello, Carol Danvers"
+    # ATTEMPT is listed before the second submit; the data folder tells that none was added by it.
+    listed = output_of(["tasuki", "list", "--array", "greetings", "--json"], env, tmp_path)
+    assert listed.count('"attempt":1') == 3
+
+
+def test_a_worker_runs_what_its_file_allows_and_nothing_else(tmp_path: Path) -> None:
+    told = output_of(["sh", EXAMPLES / "execs.sh"], environment(tmp_path), tmp_path).splitlines()
+
+    assert told[0].startswith("4 ")
+    assert told[1:4] == ["apple", "fig", "pear"]
+    assert told[4:] == ["refused: exit 125"] * 2
