@@ -73,9 +73,9 @@ def server(data: Path, *options: str) -> Iterator[Process]:
 
 
 @contextlib.contextmanager
-def handler_worker(url: str, concurrency: int) -> Iterator[Process]:
-    """A worker process with the empty handler `bench.noop` and the stamping handler `bench.stamp`."""
-    process = Process([sys.executable, str(HERE / "_worker.py"), url, str(concurrency)], ready="connected")
+def handler_worker(url: str, concurrency: int, kind: str = "bench") -> Iterator[Process]:
+    """A worker process with the empty handlers of `_worker.py`: of the kind `bench`, or of the kind `queue`."""
+    process = Process([sys.executable, str(HERE / "_worker.py"), url, str(concurrency), kind], ready="connected")
     try:
         yield process
     finally:
@@ -91,7 +91,9 @@ def folder(place: str | None = None) -> Iterator[Path]:
 def machine() -> dict[str, Any]:
     """Where and what was measured."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
+    )
     return {
         "commit": commit or "unknown",
         "date": time.strftime("%Y-%m-%d"),

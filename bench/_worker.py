@@ -1,4 +1,4 @@
-"""The worker process of the benches: `python bench/_worker.py URL CONCURRENCY`."""
+"""The worker process of the benches: `python bench/_worker.py URL CONCURRENCY [bench|queue]`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import time
 
 from tasuki import Worker
 
+kind = sys.argv[3] if len(sys.argv) > 3 else "bench"
 worker = Worker(sys.argv[1], concurrency=int(sys.argv[2]), lease_ttl_s=60)
 
 
-@worker.handler("bench.noop")
 async def noop(job: object) -> None:
     """Nothing: what is measured is everything around it."""
 
 
-@worker.handler("bench.stamp")
 async def stamp(job: object) -> str:
     """When it was started, on the clock that all processes of a machine share."""
     return str(time.monotonic_ns())
 
+
+if kind == "queue":
+    worker.handler("math.square")(noop)
+else:
+    worker.handler("bench.noop")(noop)
+    worker.handler("bench.stamp")(stamp)
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")

@@ -1,7 +1,7 @@
 """How long from a submit to the start of its handler, at idle, with the job durable in between?
 
-    python bench/latency.py            1,000 jobs one after the other; recorded
-    python bench/latency.py --quick    100 jobs, nothing recorded
+python bench/latency.py            1,000 jobs one after the other; recorded
+python bench/latency.py --quick    100 jobs, nothing recorded
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tasuki.core.job import JobSpec, OnDisconnect, State
+from tasuki.core.job import BlobRef, JobSpec, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import AssignJobs, JobsFinished
 from tasuki.core.verbs import Turn
@@ -22,6 +24,13 @@ def messages(pieces: list[bytes]) -> list[object]:
     """What bytes on their way say."""
     decoder = FrameDecoder(2**20)
     return [decode(frame, 2**20) for piece in pieces for frame in decoder.feed(piece)]
+
+
+def nested(levels: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {}
+    for _ in range(levels):
+        inner = {"in": inner}
+    return inner
 
 
 # ---------------------------------------------------------------------------------------------------- the ordinary life
@@ -416,22 +425,22 @@ def test_a_doubled_finish_is_recorded_once(world: World) -> None:
 
 def test_an_assignment_of_which_no_sign_comes_is_sent_again_with_growing_waits(world: World) -> None:
     client, worker = world.client(), world.worker()
-    client.submit_ids("a")
     assert worker.link is not None
-    worker.link.hold_to_node = True
-    sent: list[float] = []
-    started = world.clock.lease()
-    world.settle()
-    worker.link.to_node.clear()
-    while world.clock.lease() < started + 8.0:
-        world.run_for(0.1)
-        if any(isinstance(message, AssignJobs) for message in messages(list(worker.link.to_node))):
-            sent.append(round(world.clock.lease() - started))
-            worker.link.to_node.clear()
-    assert sent == [2, 6]
-    worker.link.hold_to_node = False
-    world.run_for(10.0)
+    started, lost = world.clock.lease(), []
+
+    def lose(message: object) -> bool:
+        if isinstance(message, AssignJobs):
+            lost.append(round(world.clock.lease() - started))
+        return isinstance(message, AssignJobs)
+
+    worker.link.loses = lose
+    client.submit_ids("a")
+    world.run_for(7.0)
+    assert lost == [0, 2, 6]
+    worker.link.loses = lambda message: False
+    world.run_for(8.0)
     assert worker.runs == [("a", 1)]
+    assert world.job("a").losses == 0
 
 
 def test_a_half_open_link_is_left_before_the_lease_is_over(world: World) -> None:
@@ -450,7 +459,6 @@ def test_a_peer_whose_hello_is_never_answered_dials_again(world: World) -> None:
     client, worker = world.client(), world.worker()
     for node in (client, worker):
         world.cut(node)
-        node.apply_hello_to_nobody = True  # type: ignore[attr-defined]
     world.tick()
     for node in (client, worker):
         assert node.link is not None
@@ -891,3 +899,26 @@ def test_small_ttls_do_not_make_a_worker_refuse_everything(make_world: MakeWorld
     world.run_for(10.0, 0.05)
     assert worker.runs == [("a", 1)]
     assert worker.jobs == ["a"]
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        {"exit_code": 2**63},
+        {"result": b"x" * (64 * 1024 + 1)},
+        {"meta": nested(40)},
+        {"result_ref": BlobRef("a" * 64, 2**64 - 1)},
+        {"message": "x" * 2**17},
+    ],
+)
+def test_a_report_that_no_store_can_hold_ends_its_worker_and_nobody_else(world: World, outcome: dict[str, Any]) -> None:
+    client, bad, good = world.client(), world.worker("bad", patterns=("bad.*",)), world.worker("good", patterns=("good.*",))
+    client.submit_ids("one", subject="bad.1")
+    client.submit_ids("two", subject="good.1")
+    world.settle()
+    bad.end("one", Outcome(**outcome))
+    good.finish("two")
+    world.run_for(2.0)
+    assert bad.exited is not None
+    assert isinstance(bad.exited.error, InvalidInput)
+    assert client.result("two").state is State.SUCCEEDED

@@ -80,6 +80,8 @@ class Broker:
         self.workers: dict[str, WorkerSession] = {}
         self.watchers: dict[str, int | list[int]] = {}
         """Who wants to hear of a job's end: nearly always one connection, so that one number is kept and no list."""
+        self.generations: dict[str, int] = {}
+        """Of the watched jobs that were set going again."""
         self.trie: SubjectTrie[int] = SubjectTrie()
         self.draft = Draft()
         self.disk_problem = ""
@@ -486,12 +488,11 @@ class Broker:
 
     def _unwatch(self, job_id: str, conn: int) -> None:
         watching = self.watchers.get(job_id)
-        if watching == conn:
-            del self.watchers[job_id]
-        elif isinstance(watching, list):
+        if isinstance(watching, list):
             watching.remove(conn)
-            if not watching:
-                del self.watchers[job_id]
+        if watching in (conn, []):
+            del self.watchers[job_id]
+            self.generations.pop(job_id, None)
 
     def duties_again(self) -> None:
         """There was more to reap or to promote than one turn takes."""

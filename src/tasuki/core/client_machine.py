@@ -15,6 +15,7 @@ import msgspec
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     BATCH_MAX,
+    HANDSHAKE_TIMEOUT_S,
     Accepted,
     ErrorMessage,
     Heartbeat,
@@ -32,7 +33,8 @@ from tasuki.core.worker_machine import Connect
 from tasuki.errors import TasukiError, Unavailable, from_wire
 
 RETRY_AFTER_S = 0.5  # a call that the server answered with "not now"
-FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION"})
+FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})  # of a Hello: it will be no better next time
+AGAIN_CODES = frozenset({"UNAVAILABLE", "OVERLOADED"})
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -114,6 +116,7 @@ class ClientMachine:
         self._calls: dict[int, _Waiting] = {}
         self._watching: dict[str, None] = {}
         self._watches: dict[int, list[str]] = {}
+        self._watch_again: list[tuple[float, list[str]]] = []
         self._beat_at = 0.0
         self._beat_every_s = 20.0
         self._heard_at = 0.0
@@ -129,6 +132,8 @@ class ClientMachine:
             case Call():
                 return self._call(event)
             case Watch():
+                if self._error is not None:
+                    return [WatchRefused(event.job_ids, self._error)]
                 self._watching.update(dict.fromkeys(event.job_ids))
                 return self._ask_results(event.job_ids) if self.online else []
             case Unwatch():
@@ -206,7 +211,7 @@ class ClientMachine:
 
     def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
         self.online = True
-        self._redial.connected()
+        self._redial.connected(now.monotonic)
         self._beat_every_s = (welcome.idle_timeout_s or 60.0) / 3
         self._beat_at = now.monotonic + self._beat_every_s
         commands: list[Command] = [Welcomed(welcome)]
@@ -218,6 +223,7 @@ class ClientMachine:
             self._calls[self._msg_id] = waiting
             commands.append(Send(self._conn, waiting.make(self._msg_id)))
         self._watches.clear()
+        self._watch_again.clear()
         commands += self._ask_results(list(self._watching))
         return commands
 
@@ -229,11 +235,14 @@ class ClientMachine:
             return []  # Closed follows, and a new connection
         job_ids = self._watches.pop(message.corr_id, None)
         if job_ids is not None:
+            if error.retryable:
+                self._watch_again.append((now.monotonic + RETRY_AFTER_S, job_ids))
+                return []
             return self._watch_refused(job_ids, error)
         waiting = self._calls.get(message.corr_id)
         if waiting is None:
             return []
-        if waiting.lasting and message.code in ("UNAVAILABLE", "OVERLOADED"):
+        if waiting.lasting and message.code in AGAIN_CODES:
             waiting.again_at = now.monotonic + RETRY_AFTER_S
             return []
         del self._calls[message.corr_id]
@@ -251,7 +260,9 @@ class ClientMachine:
         self._error = error
         self._redial.due_at = None
         calls, self._calls = self._calls, {}
-        return [Failed(error), *(Answered(waiting.ticket, error=error) for waiting in calls.values())]
+        watching, self._watching = list(self._watching), {}
+        commands: list[Command] = [Failed(error), *(Answered(waiting.ticket, error=error) for waiting in calls.values())]
+        return [*commands, WatchRefused(watching, error)] if watching else commands
 
     # ------------------------------------------------------------------------------------------------ time, connection
 
@@ -271,7 +282,8 @@ class ClientMachine:
         if self._conn is None:
             return [Connect(self._redial.dialed())] if due_at is not None and due_at <= now.monotonic else []
         if not self.online:
-            return []
+            silent = now.monotonic - self._heard_at > HANDSHAKE_TIMEOUT_S
+            return [Hangup(self._conn, Unavailable("the server does not answer the Hello"))] if silent else []
         commands: list[Command] = []
         if now.monotonic - self._heard_at > self._beat_every_s * 2.5:
             return [Hangup(self._conn, Unavailable("the server does not answer"))]
@@ -279,6 +291,10 @@ class ClientMachine:
             self._beat_at = now.monotonic + self._beat_every_s
             self._msg_id += 1
             commands.append(Send(self._conn, Heartbeat(self._msg_id)))
+        due = [job_ids for at, job_ids in self._watch_again if at <= now.monotonic]
+        self._watch_again = [(at, job_ids) for at, job_ids in self._watch_again if at > now.monotonic]
+        for job_ids in due:
+            commands += self._ask_results([job_id for job_id in job_ids if job_id in self._watching])
         for waiting in [w for w in self._calls.values() if w.again_at is not None and w.again_at <= now.monotonic]:
             old = next(msg_id for msg_id, other in self._calls.items() if other is waiting)
             del self._calls[old]

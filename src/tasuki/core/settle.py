@@ -118,6 +118,7 @@ def _notify(broker: Broker, ending: JobResult, results: _Outbox) -> None:
     watching = broker.watchers.pop(ending.job_id, None)
     if watching is None:
         return
+    broker.generations.pop(ending.job_id, None)
     for conn in watching if isinstance(watching, list) else (watching,):
         session = broker.sessions.get(conn)
         if isinstance(session, ClientSession):
@@ -146,7 +147,8 @@ def _reported(
         if state is State.PENDING:  # it failed and may be tried again, perhaps at once
             broker.look_everywhere()
         elif report.job_id in watchers and state in TERMINAL:
-            _notify(broker, JobResult(report.job_id, state, report.attempt, report.outcome, wall), results)
+            generation = broker.generations.get(report.job_id, 0)
+            _notify(broker, JobResult(report.job_id, state, report.attempt, report.outcome, wall, generation), results)
     if conn in broker.sessions:
         out.append(Send(conn, JobsRecorded(recorded, fenced)))
 
@@ -204,6 +206,8 @@ def _watch(broker: Broker, session: ClientSession, job: Job, results: _Outbox) -
         results[session.conn].append(result_of(job))
     else:
         broker.watch(session, job.job_id)
+        if job.generation:
+            broker.generations[job.job_id] = job.generation
 
 
 def result_of(job: Job) -> JobResult:
@@ -216,6 +220,8 @@ def _granted(
     broker: Broker, conn: int, incarnation: str, reserved: int, worker_id: str, grants: list[Grant], out: list[Command], now: Now
 ) -> None:
     worker = broker.sessions.get(conn)
+    if isinstance(worker, WorkerSession) and not worker.patterns:
+        broker.leased(worker, reserved, 0)
     if not isinstance(worker, WorkerSession) or not worker.patterns:
         # It left, or began to drain, while the store was at work. What it never saw goes back, without using up a loss.
         broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)

@@ -19,6 +19,7 @@ from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
+    HANDSHAKE_TIMEOUT_S,
     AssignJobs,
     CancelLeases,
     Claim,
@@ -33,6 +34,7 @@ from tasuki.core.protocol import (
     JobsReleased,
     JobsStarted,
     Message,
+    Reply,
     Subscribe,
     Welcome,
     batches,
@@ -162,6 +164,8 @@ class WorkerMachine:
         self._started_due: list[Claim] = []
         self._endings_due: list[Ending] = []
         self._released_due: list[Claim] = []
+        self._drain_id = 0
+        self._drained = False
         self._exited = False
 
     # ------------------------------------------------------------------------------------------------ events
@@ -240,8 +244,12 @@ class WorkerMachine:
                 return self._stop(message.lease_ids, "CANCELED")
             case ErrorMessage():
                 return self._refused(message)
+            case Reply():
+                if message.corr_id == self._drain_id:
+                    self._drained = True  # nothing is sent to us after this
+                return self._maybe_exit()
             case _:
-                return []  # Reply to a Subscribe; anything newer than this worker
+                return []  # anything newer than this worker
 
     def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
         assert self._conn is not None
@@ -255,7 +263,7 @@ class WorkerMachine:
         self._started_due = [held.claim for held in self.held.values() if held.reported_start and held.ending is None]
         running = sum(1 for held in self.held.values() if held.ending is None)
         self._credit_due = 0 if self.draining else max(0, self.identity.capacity - running)
-        return [Send(self._conn, Subscribe(self._next_id(), ()))] if self.draining else []
+        return self._no_more() if self.draining else []
 
     def _refused(self, error: ErrorMessage) -> list[Command]:
         if error.corr_id or error.code not in FATAL_CODES:
@@ -382,15 +390,17 @@ class WorkerMachine:
         due_at = self._redial.due_at
         if self._conn is None and due_at is not None and due_at <= now.monotonic and not self._exited:
             commands.append(Connect(self._redial.dialed()))
+        if self._conn is not None and self._stale(now):
+            commands.append(Hangup(self._conn, Unavailable("the server does not answer")))
         if self.online:
-            if self._stale(now):
-                commands.append(Hangup(self._conn or 0, Unavailable("the server does not answer heartbeats")))
             self._report_long_starts(now)
-        return commands
+        return [*commands, *self._maybe_exit()]
 
     def _stale(self, now: Now) -> bool:
-        """Half-open: we send and nothing comes back. A new connection finds out faster than the kernel does."""
-        return any(now.monotonic - sent_at > self._ttl_s * 0.8 for sent_at, _ in self._beats.values())
+        """Half-open: we send and nothing comes back. A new connection finds out faster than the kernel does, and before our
+        leases are over: a heartbeat that stays unanswered for as long as the next one takes leaves a third of the ttl."""
+        patience_s = self._ttl_s / 3 if self.online else HANDSHAKE_TIMEOUT_S
+        return any(now.monotonic - sent_at > patience_s for sent_at, _ in self._beats.values())
 
     def _report_long_starts(self, now: Now) -> None:
         for held in self.held.values():
@@ -427,19 +437,26 @@ class WorkerMachine:
             msg_id = self._next_id()
             self._beats[msg_id] = (now.monotonic, list(self.held))
             commands.append(Send(conn, Heartbeat(msg_id, [held.claim for held in self.held.values()])))
-        return commands
+        return [*commands, *self._maybe_exit()]
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def _drain(self) -> list[Command]:
         self.draining = True
-        commands: list[Command] = []
-        if self.online and self._conn is not None:
-            commands.append(Send(self._conn, Subscribe(self._next_id(), ())))
-        return [*commands, *self._maybe_exit()]
+        self._credit_due = 0
+        return [*self._no_more(), *self._maybe_exit()]
+
+    def _no_more(self) -> list[Command]:
+        """Ask for no more jobs. The answer stands behind every assignment that was on its way: those are given back first."""
+        if not self.online or self._conn is None:
+            return []
+        self._drain_id, self._drained = self._next_id(), False
+        return [Send(self._conn, Subscribe(self._drain_id, ()))]
 
     def _maybe_exit(self) -> list[Command]:
         if not self.draining or self.held or self._exited:
+            return []
+        if self.online and (self._released_due or not self._drained):
             return []
         self._exited = True
         return [Exit()]

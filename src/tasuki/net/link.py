@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from tasuki.config import Address
 from tasuki.core.machine import Peer
-from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message
-from tasuki.errors import ConfigError, ProtocolError, TasukiError, Unavailable
+from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
+from tasuki.errors import ConfigError, ProtocolError, TasukiError, TooLarge, Unavailable
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 
@@ -114,7 +114,12 @@ class Link(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         """Queue a message; it leaves at the end of this turn of the loop."""
-        self.send_bytes(encode(message, self.codec))
+        data = encode(message, self.codec)
+        if len(data) > FRAME_MAX_BYTES and isinstance(message, Reply):
+            # The peer would hang up, come back and ask the same again.
+            error = TooLarge(f"the answer has {len(data)} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
+            data = encode(ErrorMessage(message.corr_id, error.code, error.message))
+        self.send_bytes(data)
 
     def send_bytes(self, data: bytes) -> None:
         if self._closed or self.transport is None:

@@ -36,9 +36,10 @@ from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Sen
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message, Reply, Welcome
 from tasuki.core.sessions import WorkerSession
 from tasuki.core.verbs import Answers, Turn
-from tasuki.errors import TasukiError
+from tasuki.errors import InvalidInput, TasukiError
 from tasuki.server.lanes import Lane
 from tasuki.server.queries import Reader, answer_query
+from tasuki.server.reports import check_reports
 from tasuki.server.transfers import Transfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
@@ -46,6 +47,8 @@ from tasuki.stores.store import Store
 TICK_S = 0.1
 DISK_LOOK_S = 1.0
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
+DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
+STOP_TIMEOUT_S = 5.0  # for a store that cannot write: what workers reported and we never recorded, they keep
 
 
 class Connection(Protocol):
@@ -134,11 +137,14 @@ class Server:
     async def stop(self) -> None:
         """Answer what is under way, then close the store. New messages are not taken any more."""
         self._stopping = True
-        while self._busy or len(self.broker.draft):
+        deadline = self._loop.time() + STOP_TIMEOUT_S
+        while self._busy or (len(self.broker.draft) and self._loop.time() < deadline):
             self._idle.clear()
             self._pump()
             if self._busy:
                 await self._idle.wait()
+            else:  # a turn failed, and the next try has its time
+                await asyncio.sleep(TICK_S)
         for link in list(self._links.values()):
             link.close()
         for task in list(self._tasks):
@@ -183,6 +189,7 @@ class Server:
     def received(self, conn: int, message: Message) -> None:
         if self._stopping:
             return
+        check_reports(message)
         self._apply(Received(conn, message), self.now())
         if not self._pumping:
             self._pumping = True
@@ -293,6 +300,8 @@ class Server:
             return
         try:
             body = await self._loop.run_in_executor(self._reader_pool, self._read, query)
+        except RecursionError:
+            link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
         except TasukiError as error:
             link.send(error_message(query.msg_id, error))
         else:

@@ -34,18 +34,21 @@ def prepare_folder(folder: DataFolder) -> None:
         raise ConfigError(f"the data folder {folder.root} cannot be made: {error.strerror or error}") from None
 
 
-def kill_at(point: str) -> Callable[[str], None]:
-    """For tests: `name` or `name:n` makes the process kill itself when it comes to that point (for the nth time)."""
-    if not point:
-        return lambda name: None
-    wanted, _, count = point.partition(":")
-    left = [int(count or 1)]
+def kill_at(points: str) -> Callable[[str], None]:
+    """For tests: the process kills itself at a named point, `name`, or the nth time it comes there, `name:n`.
+
+    `one,other` counts `other` only after `one`: `submit.written,turn.committed` is right after the commit of a submit.
+    """
+    ahead = [(name, int(count or 1)) for name, _, count in (point.partition(":") for point in points.split(",") if point)]
 
     def fault(name: str) -> None:
-        if name == wanted:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if not ahead or ahead[0][0] != name:
+            return
+        wanted, count = ahead.pop(0)
+        if count > 1:
+            ahead.insert(0, (wanted, count - 1))
+        elif not ahead:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return fault
 

@@ -59,6 +59,11 @@ def _find(reader: Reader, query: Query) -> Any:
     limit, cursor = params.pop("limit", 50), params.pop("cursor", None)
     if not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
         raise InvalidInput(f"limit must be 1 to {PAGE_MAX}, got {str(limit)[:40]}")
+    if cursor is not None and not isinstance(cursor, str):
+        raise InvalidInput("cursor must be the text that the page before came with")
+    unknown = params.keys() - set(Filter.__struct_fields__)
+    if unknown:  # left out, it would quietly find everything
+        raise InvalidInput(f"find has no filter {min(unknown)[:40]!r}; there are {', '.join(Filter.__struct_fields__)}")
     try:
         filter = msgspec.convert(params, Filter)
     except msgspec.ValidationError as error:
@@ -67,7 +72,7 @@ def _find(reader: Reader, query: Query) -> Any:
         check_pattern(filter.subject)
     if not query.identity.admin:
         filter = msgspec.structs.replace(filter, submitter=query.identity.name, scope=query.identity.scope)
-    page = reader.find(filter, limit=limit, cursor=cursor if isinstance(cursor, str) else None)
+    page = reader.find(filter, limit=limit, cursor=cursor)
     return {"jobs": [describe(job) for job in page.jobs], "cursor": page.cursor}
 
 

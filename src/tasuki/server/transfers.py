@@ -16,6 +16,7 @@ from tasuki.errors import InvalidInput, NotFound, Overloaded, ProtocolError, Tas
 
 UPLOADS_PER_CONNECTION_MAX = 16
 QUEUED_MAX_BYTES = 8 * 1024 * 1024  # of one upload; past this the peer is not read from
+CHUNK_COST_BYTES = 1024  # what a chunk takes beside its bytes: one of a single byte is not free
 
 
 class Connection(Protocol):
@@ -23,8 +24,8 @@ class Connection(Protocol):
 
     def send(self, message: Message) -> None: ...
     def close(self, error: TasukiError | None = None) -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
+    def pause_reading(self, why: object = None) -> None: ...
+    def resume_reading(self, why: object = None) -> None: ...
     async def drain(self) -> None: ...
 
 
@@ -82,10 +83,10 @@ class Transfers:
             link.close(ProtocolError(f"a chunk starts at {chunk.offset}, expected {upload.received}"))
             return
         upload.received += len(chunk.data)
-        upload.queued += len(chunk.data)
+        upload.queued += len(chunk.data) + CHUNK_COST_BYTES
         upload.chunks.put_nowait(chunk)
         if upload.queued > QUEUED_MAX_BYTES:
-            link.pause_reading()
+            link.pause_reading(upload)
 
     async def _take(self, conn: int, link: Connection, upload: _Upload) -> None:
         put = upload.put
@@ -106,15 +107,15 @@ class Transfers:
             link.send(error_message(put.msg_id, error))
         finally:
             self._uploads.pop((conn, put.msg_id), None)
-            link.resume_reading()
+            link.resume_reading(upload)
 
     async def _write(self, link: Connection, upload: _Upload, writer: BlobWriter) -> None:
         while True:
             chunk = await upload.chunks.get()
             await self._call(writer.write, chunk.data)
-            upload.queued -= len(chunk.data)
+            upload.queued -= len(chunk.data) + CHUNK_COST_BYTES
             if upload.queued <= QUEUED_MAX_BYTES // 2:
-                link.resume_reading()
+                link.resume_reading(upload)
             if chunk.last:
                 return
 

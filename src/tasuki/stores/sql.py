@@ -1,7 +1,7 @@
 """The store in an SQL database, through Django: `SqlStore.open_sqlite(path)` for a file of our own, `SqlStore.in_django(alias)`
 for the database of a user's project.
 
-Where to look: transactions and what verbs share in sql_base.py, the verbs in sql_submit.py, sql_lease.py, sql_report.py,
+Where to look: transactions and what verbs share in sql_base.py, the verbs in sql_submit.py, sql_lease.py (with sql_ready.py), sql_report.py,
 sql_leader.py and sql_read.py, the statements in statements/<vendor>.sql, the vendor's own matters in sql_<vendor>.py,
 the schema in tasuki/django/models.py. Nothing of this is imported unless the store is SQL.
 """
@@ -51,6 +51,7 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader):
     ) -> None:
         super().__init__(database, clock or SystemClock(), random, fault)
         self._fair = FairTurns()
+        self._starts = {}
         self._prune_after = 0
 
     @classmethod

@@ -1,119 +1,37 @@
-"""How the SQL store grants work: lease by patterns or by job_ids, assign, held.
-
-Finding work never looks at more than it takes. The index of ready rows is walked by its distinct values (bands, groups,
-subjects) with one seek each, only inside the ranges that the patterns can match; then the oldest rows of the chosen subjects
-are read and granted. What was found is remembered for the one `lease` call, in which nothing can become ready.
-"""
+"""How the SQL store grants work: lease by patterns or by job_ids, assign, held. What is ready it learns from `sql_ready.py`."""
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 from tasuki.core.fair import FairTurns
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.subject import group_of, literal_prefix, matches
 from tasuki.core.verbs import Assignment, Grant, LeaseRequest
 from tasuki.errors import Unavailable
+from tasuki.stores.sql_ready import Place, ReadySubjects
 from tasuki.stores.sql_report import SqlReport
 from tasuki.stores.sql_rows import READY, id_list, text_list
 from tasuki.stores.store import Clock
 
 LEASE_ID_BYTES = 16
-_ABOVE_ALL_TEXT = "\U0010ffff"
 _PENDING = State.PENDING.value
 _ORPHANED = State.ORPHANED.value
-
-Region = tuple[str | None, str, str, bool]
-"""Where a pattern's subjects lie in the index: group (None: any), first subject, end, whether that still needs matching."""
-
-
-@lru_cache(4096)
-def region_of(pattern: str) -> Region:
-    """The narrowest range that holds all subjects that the pattern matches."""
-    prefix = literal_prefix(pattern)
-    if prefix == pattern:
-        return group_of(pattern), pattern, pattern + "\0", False
-    if not prefix:
-        return None, "", _ABOVE_ALL_TEXT, pattern != ">"
-    # `job.*.x` may be of any group: the token that names it comes after the prefix.
-    is_open = prefix in ("job", "job.assign", "job.submit")
-    group = None if is_open else group_of(prefix + ".x")
-    return group, prefix + ".", prefix + "/", pattern != prefix + ".>"
-
-
-class ReadySubjects:
-    """What there is to lease, as far as one `lease` call has asked."""
-
-    def __init__(self, execute: Callable[..., sqlite3.Cursor], statements: dict[str, str]) -> None:
-        self._execute = execute
-        self._statements = statements
-        self._bands: list[int] = []
-        self._has_lower_band = True
-        self._found: dict[tuple[int, str], dict[str, list[str]]] = {}
-
-    def bands(self) -> Iterator[int]:
-        """Priorities with ready jobs, the highest first."""
-        position = 0
-        while True:
-            if position == len(self._bands):
-                if not self._has_lower_band:
-                    return
-                below = self._bands[-1] if self._bands else 1_000
-                row = self._execute(self._statements["band"], (below,)).fetchone()
-                if row is None:
-                    self._has_lower_band = False
-                    return
-                self._bands.append(row[0])
-            yield self._bands[position]
-            position += 1
-
-    def choose(self, priority: int, request: LeaseRequest) -> dict[str, list[str]]:
-        """Group → the subjects in it that this request may take from."""
-        if len(request.patterns) == 1:
-            found = self._matching(priority, request.patterns[0])
-        else:
-            merged: dict[str, dict[str, None]] = {}
-            for pattern in request.patterns:
-                for group, subjects in self._matching(priority, pattern).items():
-                    merged.setdefault(group, {}).update(dict.fromkeys(subjects))
-            found = {group: list(names) for group, names in merged.items()}
-        if not request.live_workers:
-            return found
-        others = request.live_workers - {request.worker_id}
-        chosen = {group: [name for name in names if name.rpartition(".")[2] not in others] for group, names in found.items()}
-        return {group: names for group, names in chosen.items() if names}
-
-    def _matching(self, priority: int, pattern: str) -> dict[str, list[str]]:
-        found = self._found.get((priority, pattern))
-        if found is None:
-            group, low, high, needs_match = region_of(pattern)
-            found = {}
-            for name in self._groups(priority) if group is None else [group]:
-                rows = self._execute(self._statements["subjects"], (priority, name, low, high)).fetchall()
-                names = [row[0] for row in rows if not needs_match or matches(pattern, row[0])]
-                if names:
-                    found[name] = names
-            self._found[priority, pattern] = found
-        return found
-
-    def _groups(self, priority: int) -> list[str]:
-        return [row[0] for row in self._execute(self._statements["groups"], (priority,))]
 
 
 class SqlLease(SqlReport):
     """Verbs that hand out attempts."""
 
     _fair: FairTurns
+    _starts: dict[Place, str]
+    """Where subjects that take turns go on. A hint, like the memory of `_fair`."""
 
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
         if not requests:
             return []
         with self._turn:
-            ready = ReadySubjects(self._execute, self._one)
+            ready = ReadySubjects(self._execute, self._one, self._starts)
             answers = [
                 self._lease_named(request) if request.job_ids else self._lease_next(request, ready) for request in requests
             ]
@@ -126,13 +44,20 @@ class SqlLease(SqlReport):
             wanted = request.limit - len(grants)
             if wanted <= 0:
                 break
-            groups = ready.choose(priority, request)
 
-            def take(group: str, limit: int, band: int = priority, names: dict[str, list[str]] = groups) -> list[Grant]:
-                return self._grant(self._oldest(band, group, names[group], limit), group, request)
+            def take(group: str, limit: int, band: int = priority) -> list[Grant]:
+                return self._take(ready, band, group, limit, request)
 
-            grants += self._fair.fill(groups, wanted, take)
+            grants += self._fair.fill(ready.groups(priority, request.patterns), wanted, take)
         return grants
+
+    def _take(self, ready: ReadySubjects, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
+        taken: list[Grant] = []
+        for subjects in ready.windows(priority, group, request):
+            taken += self._grant(self._oldest(priority, group, subjects, limit - len(taken)), group, request)
+            if len(taken) == limit:
+                break
+        return taken
 
     def _oldest(self, priority: int, group: str, subjects: list[str], limit: int) -> list[Any]:
         if len(subjects) == 1:

@@ -112,28 +112,43 @@ class Store(Protocol):
         ...
 
     def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
-        """Set terminal jobs going again: generation + 1, both budgets reset, attempt goes on, the old outcome is an incident."""
+        """Set terminal jobs going again: generation + 1, both budgets reset, attempt goes on, the old outcome is an incident.
+
+        The spec's own `not_before` holds again.
+        """
         ...
 
     # -- workers --------------------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
-        """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. At most limit."""
+        """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. At most limit.
+
+        A delayed job is ready only after `promote`, whoever asks. By job_id a lease that is over (for `keep`: by its grace too) is
+        taken over: that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of one
+        request may share their random part: they belong to one worker.
+        """
         ...
 
     def held(self, worker_id: str, incarnation: str) -> list[Grant]:
-        """The live leases of one incarnation that are still ASSIGNED: what to deliver again after a broken connection."""
+        """The live leases of one incarnation that are still ASSIGNED: what to deliver again after a broken connection.
+
+        `ttl_s` is what is left of each, without the margin.
+        """
         ...
 
     def start(self, claims: Sequence[Held]) -> list[Standing]:
-        """ASSIGNED → RUNNING with started_at; again: no change. Also tells of a cancel request, like renew."""
+        """ASSIGNED → RUNNING with started_at; again: no change. Also tells of a cancel request, like renew. ORPHANED: LOST."""
         ...
 
     def renew(self, claims: Sequence[Held]) -> list[Standing]:
-        """Set the lease's expiry to now + ttl_s + margin. LOST if it is not the current lease of this incarnation."""
+        """Set the lease's expiry to now + ttl_s + margin. LOST if it is not the current lease of this incarnation.
+
+        An ORPHANED job whose lease is still the current one: GO_ON, and nothing is written.
+        """
         ...
 
     def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
-        """Give an unstarted attempt back: PENDING again, no retry and no loss used, the attempt number stays used."""
+        """Give an unstarted attempt back: PENDING again (CANCELED if that was asked for), no retry and no loss used; the attempt
+        number stays used."""
         ...
 
     def finish(self, reports: Sequence[Report]) -> list[Recorded]:
@@ -146,7 +161,10 @@ class Store(Protocol):
 
     # -- the leader -----------------------------------------------------------------------------------------------
     def take_over(self, holder: str) -> int:
-        """Register a new epoch, one above the highest ever, and return it. Every live lease counts as renewed now."""
+        """Register a new epoch, one above the highest ever, and return it.
+
+        Every lease that was not reaped yet counts as renewed now, by its own ttl.
+        """
         ...
 
     def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
@@ -154,7 +172,10 @@ class Store(Protocol):
         ...
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
-        """End leases that are over (`keep`: over by their grace too): PENDING, ORPHANED, CANCELED or, without budget, FAILED."""
+        """End leases that are over (`keep`: over by their grace too): PENDING, ORPHANED, CANCELED or, without budget, FAILED.
+
+        Outcomes that the store makes itself have the error_code LOST or CANCELED.
+        """
         ...
 
     def promote(self, *, epoch: int, limit: int = 1024) -> list[str]:

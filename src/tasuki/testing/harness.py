@@ -231,7 +231,7 @@ class World:
 
     def _send_to_node(self, conn: int, message: Message) -> None:
         link = self.links.get(conn)
-        if link is not None and not link.mute and (data := encode(message)):
+        if link is not None and not link.mute and not link.loses(message) and (data := encode(message)):
             link.to_node.append(data)
 
     def _answer_query(self, query: Query) -> None:

@@ -61,6 +61,8 @@ class Link:
         self.hold_to_server = False
         self.hold_to_node = False
         self.mute = False
+        self.loses: Callable[[Message], bool] = lambda message: False
+        """Which of the server's messages are lost on this link."""
         self.ending = ""
         """The server hung up: the node hears of it when it has read what was sent before."""
 

@@ -69,7 +69,7 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL
 
 -- name: subjects
--- The distinct subjects of a group in [?3, ?4), likewise.
+-- The first ?5 distinct subjects of a group in [?3, ?4), likewise.
 WITH RECURSIVE head (name) AS (
     SELECT (SELECT subject FROM tasuki_jobrun
             WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject >= ?3 AND subject < ?4 ORDER BY subject LIMIT 1)
@@ -78,7 +78,7 @@ WITH RECURSIVE head (name) AS (
             WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject > head.name AND subject < ?4 ORDER BY subject LIMIT 1)
     FROM head WHERE head.name IS NOT NULL
 )
-SELECT name FROM head WHERE name IS NOT NULL
+SELECT name FROM head WHERE name IS NOT NULL LIMIT ?5
 
 -- name: oldest_of_subject
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256 FROM tasuki_jobrun
