@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import socket
 import sqlite3
 import subprocess
@@ -160,17 +159,13 @@ def reads(store: SqlStore) -> dict[str, float]:
 
 def scenario(kind: str, queued: int, finished: int, batches: list[int], enough_s: float, folder: Path) -> dict[str, Any]:
     """One store file, all batch sizes. Runs in a process of its own, so that its memory is its own too."""
-    path = folder / "tasuki.sqlite3"
-    if finished:
-        load(path, kind, queued, finished)
-    started_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    store = SqlStore.open_sqlite(path)
+    store = SqlStore.open_sqlite(folder / "tasuki.sqlite3")
     new_ids = ids(kind)
     rows = [{"batch": batch, **measure(store, batch, new_ids, enough_s)} for batch in batches]
     busy = beside_a_busy_thread(lambda: measure(store, max(batches), new_ids, enough_s))
     result = {"ids": kind, "queued": queued, "finished": finished, "rows": rows, "busy": busy, "reads": reads(store)}
     size = sum(file.stat().st_size for file in folder.iterdir())
-    result |= {"rss_mb": rss_mb(), "rss_mb_before": round(started_kib / 1024), "file_mb": round(size / 1e6)}
+    result |= {"rss_mb": rss_mb(), "file_mb": round(size / 1e6)}
     store.close()
     return result
 
@@ -181,11 +176,12 @@ def rss_mb() -> int:
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    """A scenario in a child process."""
+    """A scenario in a child process; its store is filled by another, whose memory is not measured."""
     with tempfile.TemporaryDirectory(prefix="tasuki-bench-") as folder:
-        child = subprocess.run(
-            [sys.executable, __file__, "--folder", folder, *arguments], stdout=subprocess.PIPE, check=True, text=True
-        )
+        command = [sys.executable, __file__, "--folder", folder, *arguments]
+        if "--full" in arguments:
+            subprocess.run([*command, "--load"], check=True)
+        child = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     answer: dict[str, Any] = json.loads(child.stdout)
     return answer
 
@@ -207,8 +203,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ids", choices=["ordered", "random"], help=argparse.SUPPRESS)
+    parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     batches, enough_s = ([16, 256], 0.5) if options.quick else ([1, 16, 256], ENOUGH_S)
+    if options.load:
+        load(options.folder / "tasuki.sqlite3", options.ids, QUEUED, FINISHED)
+        return
     if options.folder is not None:
         queued, finished = (QUEUED, FINISHED) if options.full else (0, 0)
         print(json.dumps(scenario(options.ids, queued, finished, batches, enough_s, options.folder)))

@@ -7,10 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from tasuki.core import greeting, job
+from tasuki.core.credit import CREDIT_MAX
+from tasuki.core.ids import JOB_ID_MAX_CHARS, NAME_MAX_CHARS
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.protocol import PROTOCOL_VERSION
+from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.protocol import FRAME_MAX_BYTES, HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, UNAUTHENTICATED_FRAME_MAX_BYTES
 from tasuki.errors import BY_CODE, TasukiError
-from tasuki.wire.frames import FrameDecoder
+from tasuki.net import link
+from tasuki.server import queries
+from tasuki.wire.frames import HEADER_MAX_BYTES, FrameDecoder
 from tasuki.wire.messages import Type, encode
 from tests.wire.vectors import MESSAGE_TYPES, PAGE, VECTORS, decode_all, hex_blocks, message_of, values
 
@@ -127,3 +133,43 @@ def test_the_page_names_every_field_of_every_message(kind: type[msgspec.Struct])
 @pytest.mark.parametrize("name", JobSpec.__struct_fields__)
 def test_the_page_names_every_field_of_a_job(name: str) -> None:
     assert re.search(rf"^\| `{name}` \|", PAGE, flags=re.MULTILINE)
+
+
+LIMITS = [
+    ("`length`, peer → server, until Welcome", f"{UNAUTHENTICATED_FRAME_MAX_BYTES:,}"),
+    ("`length`, both ways, after Welcome", f"{FRAME_MAX_BYTES:,}"),
+    ("header", f"{HEADER_MAX_BYTES:,} bytes"),
+    ("Hello after the connection was made", f"{HANDSHAKE_TIMEOUT_S:g} s"),
+    ("first to last byte of a frame", f"{link.FRAME_TIMEOUT_S:g} s"),
+    ("a client's silence", f"{greeting.IDLE_TIMEOUT_S:g} s"),
+    ("a worker's silence", f"{LEASE_MARGIN_S:g} s"),
+    ("a peer that does not read while", f"more than {link.WRITE_SOFT_BYTES >> 20} MiB wait"),
+    ("a peer that does not read while", f"after {link.STALL_TIMEOUT_S:g} s, or at {link.WRITE_HARD_BYTES >> 20} MiB"),
+    ("lease ttl, margin", f"{LEASE_TTL_S:g} s, {LEASE_MARGIN_S:g} s"),
+    ("`patterns`", f"at most {greeting.PATTERNS_MAX}"),
+    ("`credit`", f"{CREDIT_MAX:,}"),
+    ("`job_id`", f"1–{JOB_ID_MAX_CHARS} characters"),
+    ("`client_id`", f"1–{NAME_MAX_CHARS} characters"),
+    ("`exec`", f"{job.EXEC_MAX_CHARS:,} printable"),
+    ("`args`", f"at most {job.ARGS_MAX:,}, each at most {job.TEXT_MAX_BYTES:,}"),
+    ("`env`", f"at most {job.ENV_MAX}"),
+    ("`payload`", f"{job.BODY_INLINE_MAX_BYTES:,} bytes"),
+    ("`files`", f"at most {job.FILES_MAX:,}"),
+    ("`timeout_s`", f"at most {job.TIMEOUT_MAX_S:,.0f}"),
+    ("`max_retries`", f"0–{job.BUDGET_MAX:,}"),
+    ("`priority`", f"0–{job.PRIORITY_MAX}"),
+    (
+        "`headers`",
+        f"at most {job.HEADERS_MAX}; your notes. `args`, `env` and `headers` together: at most {job.TEXTS_MAX_BYTES:,}",
+    ),
+    ("`result`", f"at most {job.RESULT_INLINE_MAX_BYTES:,} bytes"),
+    ("`get`", f"at most {queries.GET_MAX:,}, with `result` {queries.GET_RESULTS_MAX}"),
+    ("`find`", f"1–{queries.PAGE_MAX:,}"),
+]
+
+
+@pytest.mark.parametrize(("row", "value"), LIMITS, ids=str)
+def test_the_page_has_the_limits_of_the_code(row: str, value: str) -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"| {row}")]
+
+    assert any(value in line for line in rows), rows

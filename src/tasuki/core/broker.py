@@ -139,7 +139,7 @@ class Broker:
     def add_worker(self, worker: WorkerSession) -> None:
         """A worker was welcomed."""
         self.sessions[worker.conn] = self.workers[worker.worker_id] = worker
-        self._live_workers = frozenset(self.workers)
+        self._note_live_workers()
         for pattern in worker.patterns:
             self.trie.add(pattern, worker.conn)
 
@@ -335,8 +335,15 @@ class Broker:
         worker.patterns = patterns
         for pattern in patterns:
             self.trie.add(pattern, worker.conn)
+        self._note_live_workers()
         if worker.account.available and patterns:
             self._look(worker, backlog=True)
+        elif not patterns:
+            self.look_everywhere()
+
+    def _note_live_workers(self) -> None:
+        """Jobs addressed to one of these by their last token are left for it; not for one that takes no more."""
+        self._live_workers = frozenset(worker_id for worker_id, worker in self.workers.items() if worker.patterns)
 
     # ------------------------------------------------------------------------------------------------ leasing
 
@@ -470,7 +477,7 @@ class Broker:
             self._looking.pop(conn, None)
             if self.workers.get(session.worker_id) is session:
                 del self.workers[session.worker_id]
-                self._live_workers = frozenset(self.workers)
+                self._note_live_workers()
                 # Jobs addressed to this worker by their last token may now go to others.
                 self.look_everywhere()
         elif isinstance(session, ClientSession):

@@ -45,7 +45,7 @@ from tasuki.errors import TasukiError, Unavailable, from_wire
 
 SEEN_S = 600.0  # how long an (id, attempt) is remembered, so that a delivery that comes twice is run once
 STARTED_AFTER_S = 0.1  # a handler that ends sooner spares the store a write
-FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})
+FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # saying it again is no better
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):

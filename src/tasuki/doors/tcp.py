@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import ssl
 from pathlib import Path
 from typing import Any
 
 from tasuki.config import Address
-from tasuki.core.protocol import Message
+from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, Message
 from tasuki.errors import ConfigError, Overloaded
 from tasuki.net import Link
 from tasuki.server.app import Server
 
 CONNECTIONS_MAX = 10_000
+DESCRIPTORS_KEPT = 128  # of the process's limit: for the store, blobs on their way, and the refusal of one connection more
 BACKLOG = 1024
 
 
@@ -41,6 +43,12 @@ def server_tls(cert: str, key: str) -> ssl.SSLContext:
     return context
 
 
+def connections_max() -> int:
+    """How many connections this process can hold; without descriptors left, the store could not open a file either."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(CONNECTIONS_MAX, descriptors - DESCRIPTORS_KEPT))
+
+
 class TcpDoor:
     """One or more listeners on one server."""
 
@@ -48,13 +56,21 @@ class TcpDoor:
         self._server = server
         self._listeners: list[asyncio.AbstractServer] = []
         self._links: set[Link] = set()
+        self._links_max = connections_max()
         self._socket: Path | None = None
 
     async def listen_tcp(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
         """Listen; the address with the port that was really taken."""
         loop = asyncio.get_running_loop()
         try:
-            listener = await loop.create_server(self._make, address.host, address.port, ssl=tls, backlog=BACKLOG)
+            listener = await loop.create_server(
+                self._make,
+                address.host,
+                address.port,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if tls is not None else None,  # asyncio's own is a minute
+                backlog=BACKLOG,
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {address}: {error.strerror or error}; is another server running there?"
@@ -94,8 +110,8 @@ class TcpDoor:
         return Link(self._message, self._closed, self._opened)
 
     def _opened(self, link: Link) -> None:
-        if len(self._links) >= CONNECTIONS_MAX:
-            link.close(Overloaded(f"this server has {CONNECTIONS_MAX} connections already; try again later"))
+        if len(self._links) >= self._links_max:
+            link.close(Overloaded(f"this server has {self._links_max} connections already; try again later"))
             return
         self._links.add(link)
         link.tag = self._server.opened(link)

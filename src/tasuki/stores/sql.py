@@ -1,9 +1,9 @@
 """The store in an SQL database, through Django: `SqlStore.open_sqlite(path)` for a file of our own, `SqlStore.in_django(alias)`
 for the database of a user's project.
 
-Where to look: transactions and what verbs share in sql_base.py, the verbs in sql_submit.py, sql_lease.py (with sql_ready.py), sql_report.py,
-sql_leader.py and sql_read.py, the statements in statements/<vendor>.sql, the vendor's own matters in sql_<vendor>.py,
-the schema in tasuki/django/models.py. Nothing of this is imported unless the store is SQL.
+Where to look: transactions and what verbs share are in sql_base.py; the verbs in sql_submit.py, sql_lease.py (with sql_ready.py),
+sql_report.py, sql_leader.py and sql_read.py; the statements in statements/<vendor>.sql; the vendor's own matters in
+sql_<vendor>.py; the schema in tasuki/django/models.py. Nothing of this is imported unless the store is SQL.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ class SqlBase(SqlReads):
     # -- rows -----------------------------------------------------------------------------------------------------
     def _rows(self, job_ids: Iterable[str]) -> dict[str, JobRow]:
         """The rows of those jobs that exist."""
-        found = self._select("rows_by_key", (text_list(list(job_ids)),))
+        names = list(job_ids)
+        found = self._select("rows_by_key", (text_list(names),)) if names else []
         return {row[1]: JobRow._make(row) for row in found}
 
     def _row(self, job_id: str) -> JobRow | None:

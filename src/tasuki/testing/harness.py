@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tasuki.core.broker import Broker, error_message
-from tasuki.core.broker_events import BrokerConfig, Query, TurnDone, TurnFailed
+from tasuki.core.broker_events import BrokerConfig, DiskSpace, Query, TurnDone, TurnFailed
 from tasuki.core.broker_events import Command as BrokerCommand
 from tasuki.core.job import Job, OnDisconnect
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
@@ -61,6 +61,8 @@ class World:
         self.answers: Answers | None = None
         """Committed; the broker has not heard of it."""
         self.turns = 0
+        self.disk_problem = ""
+        """What the driver sees when it looks at the disk."""
         self.refuse: Callable[[Turn], TasukiError | None] = lambda turn: None
         """Makes the store refuse a turn, before it did anything."""
         self.lose_answer: Callable[[Turn], TasukiError | None] = lambda turn: None
@@ -77,6 +79,7 @@ class World:
     def tick(self) -> None:
         """Everybody's timer fires."""
         if self.broker is not None:
+            self._perform(self.broker.apply(DiskSpace(self.disk_problem), self.now()))
             self._perform(self.broker.apply(Ticked(), self.now()))
         for node in self.nodes:
             if node.awake:

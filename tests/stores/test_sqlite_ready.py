@@ -1,0 +1,122 @@
+"""Finding what is ready: the ranges that patterns become, and groups with very many subjects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tasuki.core.job import JobSpec, body_hash
+from tasuki.core.subject import group_of, matches
+from tasuki.core.verbs import LeaseRequest, Submission
+from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql_ready import SUBJECTS_AT_ONCE, region_of
+
+MANY = 3 * SUBJECTS_AT_ONCE + 7
+
+tokens = st.sampled_from(["job", "assign", "submit", "a", "b", "a-b", "ab", "é"])
+subjects = st.lists(tokens, min_size=1, max_size=4).map(".".join)
+patterns = st.builds(
+    lambda head, tail: ".".join([*head, *tail]),
+    st.lists(st.one_of(tokens, st.just("*")), min_size=1, max_size=4),
+    st.sampled_from([[], [">"]]),
+) | st.just(">")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqlStore]:
+    store = SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3")
+    yield store
+    store.close()
+
+
+def add(store: SqlStore, *subjects: str, prefix: str = "") -> None:
+    specs = [JobSpec(job_id=f"{prefix}{subject}", subject=subject) for subject in subjects]
+    store.submit([Submission(spec, "alice", body_hash(spec)) for spec in specs])
+
+
+def lease(store: SqlStore, limit: int, *patterns: str, worker_id: str = "w1", live: frozenset[str] = frozenset()) -> list[str]:
+    request = LeaseRequest(
+        worker_id=worker_id, incarnation=f"{worker_id}/1", patterns=patterns or (">",), limit=limit, live_workers=live
+    )
+    [grants] = store.lease([request])
+    return [grant.job_id for grant in grants]
+
+
+@given(patterns, subjects)
+@example("job.assign.>", "job.assign.a.b")
+@example("job.*.a", "job.assign.a")
+@example("job.assign", "job.assign")
+@example("a.>", "a-b.c")
+def test_every_subject_that_matches_lies_in_the_patterns_range(pattern: str, subject: str) -> None:
+    group, low, high, needs_match = region_of(pattern)
+    in_range = low <= subject < high and group in (None, group_of(subject))
+
+    if matches(pattern, subject):
+        assert in_range
+    elif in_range:
+        assert needs_match
+
+
+def test_all_subjects_are_leased_however_many_there_are(store: SqlStore) -> None:
+    names = [f"render.s{number:05}" for number in range(MANY)]
+    add(store, *names)
+
+    leased = lease(store, MANY)
+
+    assert sorted(leased) == names
+
+
+def test_a_subject_far_down_the_alphabet_is_not_starved_by_the_first_ones(store: SqlStore) -> None:
+    names = [f"render.s{number:05}" for number in range(MANY)]
+    add(store, *names)
+    leased: list[str] = []
+
+    for turn in range(MANY):  # the first half of the names always has new work
+        leased += lease(store, 1)
+        add(store, *names[: MANY // 2], prefix=f"{turn}-")
+        if any(job_id.endswith(names[-1]) for job_id in leased):
+            break
+
+    assert leased[-1] == names[-1]
+
+
+def test_the_only_match_is_found_behind_any_number_of_others(store: SqlStore) -> None:
+    add(store, *(f"render.a{number:05}.x" for number in range(MANY)), "render.z.y")
+
+    assert lease(store, 1, "render.*.y") == ["render.z.y"]
+
+
+def test_a_worker_finds_its_own_subject_behind_those_of_other_live_workers(store: SqlStore) -> None:
+    workers = [f"w{number:05}" for number in range(MANY)]
+    add(store, *(f"render.{worker}" for worker in workers))
+
+    mine = lease(store, 5, worker_id=workers[-1], live=frozenset(workers))
+
+    assert mine == [f"render.{workers[-1]}"]
+
+
+def test_two_patterns_on_one_group_share_one_order_of_age(store: SqlStore) -> None:
+    add(store, "render.b.1", "render.a.1", "render.b.2", "render.c.1", "render.a.2")
+
+    assert lease(store, 4, "render.a.*", "render.b.>", "render.b.*") == ["render.b.1", "render.a.1", "render.b.2", "render.a.2"]
+
+
+def test_a_flood_of_subjects_in_one_group_costs_another_groups_lease_a_bounded_number_of_steps(store: SqlStore) -> None:
+    add(store, *(f"flood.s{number:05}" for number in range(20 * SUBJECTS_AT_ONCE)), "calm.x")
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    store._database.connection.set_progress_handler(count, 1_000)
+    leased = lease(store, 2)
+    store._database.connection.set_progress_handler(None, 0)
+
+    assert "calm.x" in leased
+    assert steps * 1_000 < 20 * SUBJECTS_AT_ONCE * 10  # all subjects would take 30 instructions each, and more
