@@ -95,11 +95,14 @@ class NotFound(TasukiError):
 
 
 class Conflict(TasukiError):
-    """The same job_id was submitted with another body; `differs` names the fields, never their contents."""
+    """The same job_id was submitted with another body; `differs` names the fields, never their contents.
+
+    `owner` is (submitter, subject) of the job that was there first: a door tells only those who may see it what differs.
+    """
 
     code = "CONFLICT"
 
-    def __init__(self, job_id: str, differs: Sequence[str]) -> None:
+    def __init__(self, job_id: str, differs: Sequence[str], owner: tuple[str, str] | None = None) -> None:
         fields = ", ".join(differs)
         super().__init__(
             f"job {job_id!r} exists with another body (differs in: {fields}); "
@@ -107,6 +110,7 @@ class Conflict(TasukiError):
         )
         self.job_id = job_id
         self.differs = tuple(differs)
+        self.owner = owner
 
     def details(self) -> dict[str, Any]:
         return {"job_id": self.job_id, "differs": list(self.differs)}

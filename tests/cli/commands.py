@@ -39,6 +39,7 @@ class User:
             stdin=subprocess.DEVNULL if input is None else None,
             capture_output=True,
             text=True,
+            errors="surrogateescape",
             timeout=DEADLINE_S,
             check=False,
         )

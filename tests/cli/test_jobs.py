@@ -139,7 +139,7 @@ def test_a_result_can_be_unpacked_or_written_to_stdout(served: Served) -> None:
 
     assert user.run("result", "--extract", "unpacked", "unpack").returncode == 0
     assert (user.home / "unpacked/out/kept.txt").read_text() == "kept\n"
-    assert "PK" in user.run("result", "--stdout", "unpack", LC_ALL="C.UTF-8", PYTHONUTF8="1").stdout[:2]
+    assert user.run("result", "--stdout", "unpack").stdout.startswith("PK")
 
 
 def test_the_wait_for_a_result_has_an_end(served: Served) -> None:

@@ -751,7 +751,7 @@ def test_a_release_that_was_lost_with_the_connection_is_said_again(world: World)
     worker.give_back("a")
     worker.flush()
     world.cut(worker)
-    world.run_for(PATIENCE_S)
+    world.run_for(PATIENCE_S + GIVE_BACK_PAUSE_S)
     assert world.job("a").losses == 0
     assert worker.runs == [("a", 1), ("a", 2)]
 

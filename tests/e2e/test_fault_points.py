@@ -8,8 +8,8 @@ submit, the server its assignment, the worker its report.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from signal import SIGKILL
 from typing import NamedTuple
 
@@ -51,15 +51,7 @@ def survive(scene: Scene, fault: str, job_id: str, **fields: object) -> bytes:
         return result.result(2 * SOON_S)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("verb", ["submit", "lease", "finish"])
-def test_a_job_survives_the_death_of_the_server(scene: Scene, verb: str, step: str) -> None:
-    fault = f"{verb}.written{step}"
-
-    result = survive(scene, fault, job_id=fault.replace(",", "-"))
-
-    job_id = fault.replace(",", "-")
-    assert result == b"1"
+def assert_one_untroubled_run(scene: Scene, job_id: str) -> None:
     assert scene.ledger.attempts(job_id) == [1]
     status = scene.client.status(job_id)
     assert (status["state"], status["attempt"], status["losses"], status["failures"]) == ("SUCCEEDED", 1, 0, 0)
@@ -67,11 +59,32 @@ def test_a_job_survives_the_death_of_the_server(scene: Scene, verb: str, step: s
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_failed_attempt_is_counted_once_when_the_server_dies(scene: Scene, step: str) -> None:
-    fault = f"fail.written{step}"
-    job_id = fault.replace(",", "-")
+@pytest.mark.parametrize("verb", ["submit", "finish"])
+def test_a_job_survives_the_death_of_the_server(scene: Scene, verb: str, step: str) -> None:
+    job_id = f"{verb}{step}".replace(",", "-")
 
-    result = survive(scene, fault, job_id=job_id, payload=b"stumble", max_retries=1, backoff_s=0.05)
+    result = survive(scene, f"{verb}.written{step}", job_id=job_id)
+
+    assert result == b"1"
+    assert_one_untroubled_run(scene, job_id)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_job_survives_the_death_of_the_server_while_it_is_leased(scene: Scene, step: str) -> None:
+    # given: a job that becomes ready later, so that it is leased in a turn of its own
+    job_id = f"lease{step}".replace(",", "-")
+
+    result = survive(scene, f"submit.written,turn.answered,lease.written{step}", job_id=job_id, not_before=time.time() + 0.3)
+
+    assert result == b"1"
+    assert_one_untroubled_run(scene, job_id)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failed_attempt_is_counted_once_when_the_server_dies(scene: Scene, step: str) -> None:
+    job_id = f"fail{step}".replace(",", "-")
+
+    result = survive(scene, f"fail.written{step}", job_id=job_id, payload=b"stumble", max_retries=1, backoff_s=0.05)
 
     assert result == b"2"
     assert scene.ledger.attempts(job_id) == [1, 2]
@@ -80,7 +93,7 @@ def test_a_failed_attempt_is_counted_once_when_the_server_dies(scene: Scene, ste
     assert story(scene.client, job_id) == ["failed"]
 
 
-def test_every_job_was_finished_exactly_once(scene: Scene, tmp_path: Path) -> None:
+def test_every_job_was_finished_exactly_once(scene: Scene) -> None:
     """The last one of this file: the counters, kept by the finishes themselves, agree with what was submitted."""
     jobs = scene.client.find(limit=100, subject="fault.>")["jobs"]
 

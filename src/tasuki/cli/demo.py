@@ -146,7 +146,7 @@ class _Demo:
     async def submit(self, client: Any) -> list[Any]:
         handles = await client.submit_many([self.spec(job_id) for job_id in self.job_ids()])
         self.say(f"submitted {len(handles)} commands; each is on disk now")
-        return handles  # type: ignore[no-any-return]
+        return handles
 
     async def until(self, client: Any, condition: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
         from tasuki.errors import DeadlineExceeded
@@ -154,7 +154,7 @@ class _Demo:
         while True:
             statuses = await client.statuses(self.job_ids())
             if condition(statuses):
-                return statuses  # type: ignore[no-any-return]
+                return statuses
             if all(job["state"] == "SUCCEEDED" for job in statuses):
                 raise DeadlineExceeded("all jobs ended before this scene: this machine is too busy for the demo; try --jobs 100")
             await asyncio.sleep(0.05)

@@ -12,30 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
-from tasuki.core import greeting, settle
-from tasuki.core.access import Identity
+from tasuki.core import greeting, requests, settle
 from tasuki.core.broker_events import (
     BlobPiece,
     BrokerConfig,
     Command,
     DiskSpace,
     Event,
-    Query,
     ReceiveBlob,
     SendBlob,
     TurnDone,
     TurnFailed,
 )
 from tasuki.core.credit import shares
-from tasuki.core.draft import CheckRoute, Draft, LeaseRoute, Slice, SubmitRoute, TokenRoute
-from tasuki.core.job import body_hash, check_spec
+from tasuki.core.draft import CheckRoute, Draft, LeaseRoute, Slice
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
-    Acceptance,
     BlobGet,
     BlobPut,
     CancelJobs,
@@ -57,18 +51,14 @@ from tasuki.core.protocol import (
 from tasuki.core.reports import check_attempts, check_endings
 from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Delivery, Session, WorkerSession
 from tasuki.core.subject import SubjectTrie
-from tasuki.core.verbs import Held, LeaseRequest, Report, Submission, TokenRow, Turn
-from tasuki.errors import DiskFull, InvalidInput, NotFound, ProtocolError, TasukiError, Unauthorized
+from tasuki.core.verbs import Held, LeaseRequest, Reaped, Report, Turn
+from tasuki.errors import ProtocolError, TasukiError, Unauthorized
 
 DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
 LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
 STORE_RETRY_S = 0.2  # after a failed turn
 NOBODY = 0  # connections are numbered from 1
-
-
-READ_VERBS = frozenset({"get", "find", "counts", "explain"})
-TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
 
 
 class Broker:
@@ -97,7 +87,7 @@ class Broker:
     def apply(self, event: Event, now: Now) -> list[Command]:
         match event:
             case Received():
-                return self._received(event.conn, event.message, now)
+                return self._received(event, now)
             case TurnDone():
                 return settle.turn_done(self, event.turn, event.answers, now)
             case Ticked():
@@ -117,16 +107,17 @@ class Broker:
                 self.disk_problem = event.problem
                 return []
 
-    def _received(self, conn: int, message: Message, now: Now) -> list[Command]:
+    def _received(self, event: Received, now: Now) -> list[Command]:
+        conn, message = event.conn, event.message
         session = self.sessions.get(conn)
         if session is None:  # hung up on, and it had sent more before it noticed
             return []
         session.heard_at = now.monotonic
         try:
             if isinstance(session, WorkerSession):
-                return self._from_worker(session, message)
+                return self._from_worker(session, message, event.missing)
             if isinstance(session, ClientSession):
-                return self._from_client(session, message, now)
+                return self._from_client(session, message, event.missing)
             return greeting.hello(self, session, message, now)
         except (Unauthorized, ProtocolError) as error:
             return self.hang_up(conn, error)
@@ -145,17 +136,17 @@ class Broker:
 
     # ------------------------------------------------------------------------------------------------ clients
 
-    def _from_client(self, client: ClientSession, message: Message, now: Now) -> list[Command]:
+    def _from_client(self, client: ClientSession, message: Message, missing: frozenset[str]) -> list[Command]:
         assert client.identity is not None
         match message:
             case SubmitJobs():
-                return self._submit(client, client.identity, message)
+                return requests.submit(self, client, client.identity, message, missing)
             case Heartbeat():
                 return [Send(client.conn, HeartbeatAnswer(message.msg_id))]
             case Request():
-                return self._request(client, client.identity, message, now)
+                return requests.request(self, client, client.identity, message)
             case CancelJobs():
-                return self._check(client.conn, message.msg_id, message.job_ids, "cancel", message.reason)
+                return self.check(client.conn, message.msg_id, message.job_ids, "cancel", message.reason)
             case BlobPut():
                 return [ReceiveBlob(client.conn, message)]
             case Chunk():
@@ -165,92 +156,19 @@ class Broker:
             case _:
                 raise ProtocolError(f"a client may not send {type(message).__name__}")
 
-    def _submit(self, client: ClientSession, identity: Identity, message: SubmitJobs) -> list[Command]:
-        if self.disk_problem:
-            raise DiskFull(f"no job can be accepted: {self.disk_problem}")
-        if message.on_failed not in ("return", "rerun"):
-            raise InvalidInput(f'on_failed must be "return" or "rerun", got {message.on_failed[:40]!r}')
-        rerun = message.on_failed == "rerun"
-        into = self.draft.rerun if rerun else self.draft.submit
-        start = len(into)
-        submitter = identity.name
-        subjects = self.draft.subjects
-        rejected: list[Acceptance] = []
-        indexes: list[int] | None = None
-        for index, spec in enumerate(message.specs):
-            try:
-                check_spec(spec)
-                if identity.scope:
-                    identity.check_submit(spec.subject)
-            except TasukiError as error:
-                if indexes is None:
-                    indexes = list(range(index))
-                rejected.append(Acceptance(index, spec.job_id[:128], "", error.code, error.message, error.details()))
-                continue
-            if indexes is not None:
-                indexes.append(index)
-            subjects.add(spec.subject)
-            into.append(Submission(spec, submitter, body_hash(spec)))
-        count = len(message.specs)
-        route = SubmitRoute(client.conn, message.msg_id, start, len(into), message.watch, rerun, count, rejected, indexes)
-        self.draft.submit_routes.append(route)
-        return []
-
-    def _check(self, conn: int, msg_id: int, job_ids: Iterable[str], action: str, reason: str = "") -> list[Command]:
+    def check(self, conn: int, msg_id: int, job_ids: Iterable[str], action: str, reason: str = "") -> list[Command]:
+        """Read these jobs in the next turn; `settle` judges who may do the action, and does it."""
         start = len(self.draft.get)
         self.draft.get.extend(job_ids)
         self.draft.check_routes.append(CheckRoute(conn, msg_id, start, len(self.draft.get), action, reason[:1000]))
         return []
 
-    def _request(self, client: ClientSession, identity: Identity, request: Request, now: Now) -> list[Command]:
-        verb, params = request.verb, request.params
-        if verb in READ_VERBS:
-            workers = self.describe_workers() if verb == "explain" else []
-            return [Query(client.conn, request.msg_id, verb, params, identity, workers)]
-        if verb in ("watch", "requeue"):
-            job_ids = params.get("job_ids")
-            if not isinstance(job_ids, list) or not all(isinstance(job_id, str) for job_id in job_ids):
-                raise InvalidInput(f"{verb} needs job_ids, a list of texts")
-            return self._check(client.conn, request.msg_id, job_ids, verb, str(params.get("reason", "")))
-        if verb == "workers":
-            identity.check_admin("the list of workers")
-            return [Send(client.conn, Reply(request.msg_id, self.describe_workers()))]
-        if verb in TOKEN_VERBS:
-            identity.check_admin(verb)
-            return self._token_order(client, request, identity)
-        raise NotFound(
-            f"there is no request {verb[:40]!r}; there are {', '.join(sorted(READ_VERBS | TOKEN_VERBS))}, watch, requeue, workers"
-        )
-
-    def _token_order(self, client: ClientSession, request: Request, identity: Identity) -> list[Command]:
-        draft, index, body = self.draft, 0, None
-        if request.verb == "token.create":
-            try:
-                row = msgspec.convert(request.params, TokenRow)
-            except msgspec.ValidationError as error:
-                raise InvalidInput(f"token.create: {error}") from None
-            if row.kind not in ("admin", "client", "worker"):
-                raise InvalidInput(f"a token's kind must be admin, client or worker, got {row.kind[:40]!r}")
-            for pattern in row.scope:
-                identity.check_patterns((pattern,))
-            draft.add_token.append(msgspec.structs.replace(row, created_by=identity.name))
-            body = {"token_id": row.token_id}
-        elif request.verb == "token.revoke":
-            index = len(draft.revoke_token)
-            token_id = str(request.params.get("token_id", ""))
-            draft.revoke_token.append((token_id, identity.name))
-            body = {"token_id": token_id}
-        else:
-            draft.list_tokens = True
-        draft.token_routes.append(TokenRoute(client.conn, request.msg_id, request.verb, index, body))
-        return []
-
     # ------------------------------------------------------------------------------------------------ workers
 
-    def _from_worker(self, worker: WorkerSession, message: Message) -> list[Command]:
+    def _from_worker(self, worker: WorkerSession, message: Message, missing: frozenset[str]) -> list[Command]:
         match message:
             case JobsFinished():
-                self._finished(worker, message)
+                self._finished(worker, message, missing)
             case GiveCredit():
                 worker.account.give(message.credit)
                 self._look(worker, backlog=True)
@@ -279,16 +197,16 @@ class Broker:
                 return [BlobPiece(worker.conn, message)]
             case BlobGet():
                 assert worker.identity is not None
-                return [SendBlob(worker.conn, message, worker.identity, worker.worker_id)]
+                return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
             case _:
                 raise ProtocolError(f"a worker may not send {type(message).__name__}")
         return []
 
-    def _finished(self, worker: WorkerSession, message: JobsFinished) -> None:
+    def _finished(self, worker: WorkerSession, message: JobsFinished, missing: frozenset[str]) -> None:
         draft, worker_id, deliveries = self.draft, worker.worker_id, worker.deliveries
         finish, fail = draft.finish, draft.fail
         finish_start, fail_start = len(finish), len(fail)
-        check_endings(message.endings)
+        check_endings(message.endings, missing)
         known = 0
         for ending in message.endings:
             known += deliveries.pop(ending.lease_id, None) is not None
@@ -313,11 +231,22 @@ class Broker:
         self.draft.held.append((worker.worker_id, worker.incarnation))
         self.draft.held_routes.append(worker.conn)
 
+    def forget_deliveries(self, lost: Iterable[Reaped]) -> None:
+        """These attempts are over, whatever their workers do; a worker that let one go may never speak of it again."""
+        for reaped in lost:
+            worker = self.workers.get(reaped.worker_id)
+            if worker is None:
+                continue
+            for lease_id, delivery in list(worker.deliveries.items()):
+                if (delivery.claim.job_id, delivery.claim.attempt) == (reaped.job_id, reaped.attempt):
+                    del worker.deliveries[lease_id]
+                    worker.account.ended()
+
     def ask_ends(self, job_ids: Iterable[str]) -> None:
         """These jobs may have ended otherwise than by a report: their watchers are told what their rows say."""
         watched = [job_id for job_id in job_ids if job_id in self.watchers]
         if watched:
-            self._check(NOBODY, 0, watched, "ends")
+            self.check(NOBODY, 0, watched, "ends")
 
     def _held(self, worker: WorkerSession, claims: list[Claim]) -> list[Held]:
         check_attempts(claims)

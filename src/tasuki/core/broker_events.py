@@ -75,7 +75,8 @@ class SendBlob(msgspec.Struct, frozen=True):
     conn: int
     get: BlobGet
     identity: Identity
-    worker_id: str
+    worker_id: str = ""
+    incarnation: str = ""
 
 
 Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | DiskSpace

@@ -16,7 +16,7 @@ from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, HelloClient,
 from tasuki.core.sessions import ClientSession, Session, WorkerSession
 from tasuki.core.subject import DEFAULT_PATTERN
 from tasuki.core.verbs import TokenRow
-from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized, VersionMismatch
+from tasuki.errors import Forbidden, InvalidInput, ProtocolError, TasukiError, Unauthorized, VersionMismatch
 
 if TYPE_CHECKING:
     from tasuki.core.broker import Broker
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
 LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
-PATTERNS_MAX = 256
+PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; what a peer does not offer is not used
 FEATURES = ("batch", "blobs", "watch")
 
@@ -136,6 +136,8 @@ def _replace_worker(broker: Broker, worker: WorkerSession) -> list[Command]:
     old = broker.workers.get(worker.worker_id)
     if old is None:
         return []
+    if old.identity is not None and worker.identity is not None and old.identity.name != worker.identity.name:
+        raise Forbidden(f"worker_id {worker.worker_id!r} is in use by a worker with another token; choose another --worker-id")
     if old.incarnation == worker.incarnation:
         return broker.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: a new connection of it has taken its place"))
     # INVALID is final for a worker: two processes of one id would otherwise push each other out for ever.

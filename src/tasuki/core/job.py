@@ -310,10 +310,10 @@ def body_hash(spec: JobSpec) -> bytes:
                 sorted(spec.env.items()),
                 hashlib.sha256(spec.payload).hexdigest() if spec.payload else EMPTY_SHA256,
                 files,
-                spec.timeout_s,
+                None if spec.timeout_s is None else float(spec.timeout_s),
                 spec.max_retries,
                 spec.max_losses,
-                spec.backoff_s,
+                float(spec.backoff_s),
             )
         )
     ).digest()

@@ -43,6 +43,8 @@ class Received(msgspec.Struct, frozen=True):
 
     conn: int
     message: Message
+    missing: frozenset[str] = frozenset()
+    """sha256 of blobs that the message refers to and that are not here; the driver looks, the machine judges."""
 
 
 class Closed(msgspec.Struct, frozen=True):

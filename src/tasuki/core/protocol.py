@@ -25,6 +25,7 @@ UNAUTHENTICATED_FRAME_MAX_BYTES = 64 * 1024
 FRAME_MAX_BYTES = 8 * 1024 * 1024
 BATCH_MAX = 1024  # items of one frame that we send ourselves; a receiver takes any number that fits the frame
 BATCH_BYTES = 1024 * 1024  # about what one frame of ours carries, unless a single item is larger
+META_MAX_BYTES = 16 * 1024  # of an outcome; small facts only
 ITEM_BYTES = 256  # what an item is counted for beside its large parts
 CHUNK_BYTES = 256 * 1024
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -44,6 +45,11 @@ def batches(items: Sequence[T], large_bytes: Callable[[T], int]) -> Iterator[Seq
         size += bytes_here
     if start < len(items):
         yield items[start:] if start else items
+
+
+def outcome_bytes(outcome: Outcome) -> int:
+    """The large parts of an outcome, for `batches`."""
+    return len(outcome.result or b"") + len(outcome.message) + (META_MAX_BYTES if outcome.meta else 0)
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Outcome
-from tasuki.core.protocol import Claim, Ending
+from tasuki.core.protocol import META_MAX_BYTES, Claim, Ending
 from tasuki.errors import InvalidInput, TooLarge
 
 NUMBER_MAX = 2**63 - 1  # what an SQL integer holds
@@ -24,12 +26,16 @@ def check_attempts(claims: Sequence[Claim]) -> None:
             raise InvalidInput(f"attempt {claim.attempt} of job {claim.job_id[:128]!r} is not a number that can be stored")
 
 
-def check_endings(endings: Sequence[Ending]) -> None:
-    """All of a message, before any of it is taken."""
+def check_endings(endings: Sequence[Ending], missing: frozenset[str] = frozenset()) -> None:
+    """All of a message, before any of it is taken. `missing` are blobs that it names and that are not here."""
     for ending in endings:
         if not 0 <= ending.attempt <= NUMBER_MAX:
             raise InvalidInput(f"attempt {ending.attempt} of job {ending.job_id[:128]!r} is not a number that can be stored")
         check_outcome(ending.outcome)
+        if missing and ending.outcome.result_ref is not None and ending.outcome.result_ref.sha256 in missing:
+            raise InvalidInput(
+                f"the result of job {ending.job_id[:128]!r} is no blob of this server; upload it before the finish"
+            )
 
 
 def check_outcome(outcome: Outcome) -> None:
@@ -37,13 +43,18 @@ def check_outcome(outcome: Outcome) -> None:
     if outcome.exit_code is not None and not -NUMBER_MAX <= outcome.exit_code <= NUMBER_MAX:
         raise InvalidInput(f"exit_code {outcome.exit_code} is not a number that can be stored")
     if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
-        raise TooLarge(f"a result of {len(outcome.result)} bytes is too large, the limit is {RESULT_INLINE_MAX_BYTES}; send a blob")
+        raise TooLarge(
+            f"a result of {len(outcome.result)} bytes is too large, the limit is {RESULT_INLINE_MAX_BYTES}; send a blob"
+        )
     if outcome.result_ref is not None and not 0 <= outcome.result_ref.size_bytes <= NUMBER_MAX:
         raise InvalidInput(f"a result of {outcome.result_ref.size_bytes} bytes cannot be")
     if len(outcome.message) > MESSAGE_MAX_CHARS:
         raise TooLarge(f"a message of {len(outcome.message)} characters is too long, the limit is {MESSAGE_MAX_CHARS}")
     if outcome.meta:
         _check_depth(outcome.meta)
+        size = len(msgspec.msgpack.encode(outcome.meta))
+        if size > META_MAX_BYTES:
+            raise TooLarge(f"an outcome's meta has {size} bytes, the limit is {META_MAX_BYTES}; put large things into the result")
 
 
 def _check_depth(meta: object) -> None:

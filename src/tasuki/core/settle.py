@@ -28,9 +28,10 @@ from tasuki.core.protocol import (
     Reply,
     Results,
     batches,
+    outcome_bytes,
 )
 from tasuki.core.sessions import ClientSession, Delivery, WorkerSession
-from tasuki.core.verbs import Answer, Answers, Grant, Held, Recorded, Report, Standing, Turn
+from tasuki.core.verbs import Answer, Answers, Grant, Held, Recorded, Report, Standing, Submitted, Turn
 from tasuki.errors import Conflict, DiskFull, Forbidden, NotFound, TasukiError, Unauthorized
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
     if draft.left_out:
         _look_for_the_rest(broker, draft, answers)
     if answers.reap:
+        broker.forget_deliveries(answers.reap)
         broker.ask_ends(reaped.job_id for reaped in answers.reap if reaped.state in TERMINAL)
     if answers.release:  # a job whose cancel was asked for ends when it is given back
         broker.ask_ends(claim.job_id for claim, done in zip(draft.release, answers.release, strict=True) if done)
@@ -111,7 +113,7 @@ def _spec_bytes(grant: Grant) -> int:
 
 
 def _result_bytes(ending: JobResult) -> int:
-    return len(ending.outcome.result or b"")
+    return outcome_bytes(ending.outcome)
 
 
 def _notify(broker: Broker, ending: JobResult, results: _Outbox) -> None:
@@ -187,15 +189,21 @@ def _submitted(broker: Broker, route: SubmitRoute, turn: Turn, answers: Answers,
     out.append(Send(route.conn, Accepted(route.msg_id, route.count, exceptions)))
 
 
-def _existing(broker: Broker, session: ClientSession, index: int, answer: object, watch: bool, results: _Outbox) -> Acceptance:
+def _existing(
+    broker: Broker, session: ClientSession, index: int, answer: Submitted | Conflict, watch: bool, results: _Outbox
+) -> Acceptance:
     """The id was there before: the same job (its state, its result), a Conflict, or somebody else's."""
-    if isinstance(answer, Conflict):
-        return Acceptance(index, answer.job_id, "", answer.code, answer.message, answer.details())
-    job: Job = answer.job  # type: ignore[attr-defined]
     assert session.identity is not None
-    if not session.identity.may_see(job.submitter, job.spec.subject):
-        refusal = Forbidden(f"job {job.job_id!r} belongs to another submitter; use another job_id")
-        return Acceptance(index, job.job_id, "", refusal.code, refusal.message)
+    conflict = answer if isinstance(answer, Conflict) else None
+    job: Job | None = getattr(answer, "job", None)
+    owner = conflict.owner if conflict is not None else (job.submitter, job.spec.subject) if job is not None else None
+    if owner is not None and not session.identity.may_see(*owner):
+        # Also of a Conflict: which fields differ would let a stranger guess at them one by one.
+        refusal = Forbidden(f"job {answer.job_id!r} belongs to another submitter; use another job_id")
+        return Acceptance(index, answer.job_id, "", refusal.code, refusal.message)
+    if job is None:
+        assert conflict is not None
+        return Acceptance(index, conflict.job_id, "", conflict.code, conflict.message, conflict.details())
     if watch:
         _watch(broker, session, job, results)
     return Acceptance(index, job.job_id, job.state)

@@ -38,12 +38,14 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
     batches,
+    outcome_bytes,
 )
 from tasuki.core.redial import Redial
 from tasuki.core.verbs import Grant
 from tasuki.errors import TasukiError, Unavailable, from_wire
 
 SEEN_S = 600.0  # how long an (id, attempt) is remembered, so that a delivery that comes twice is run once
+GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
 STARTED_AFTER_S = 0.1  # a handler that ends sooner spares the store a write
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # saying it again is no better
 
@@ -157,10 +159,11 @@ class WorkerMachine:
         self._answered_at = 0.0
         self._beat_at = 0.0
         self._beats: dict[int, tuple[float, list[str]]] = {}
-        self._seen: dict[tuple[str, int], int | None] = {}
-        """Attempts that were delivered; of those given back unstarted, the connection on which (0: on none)."""
+        self._seen: dict[tuple[str, int], int] = {}
+        """Attempts that were delivered, and on which connection."""
         self._seen_order: deque[tuple[float, tuple[str, int]]] = deque()
         self._credit_due = 0
+        self._credit_later: deque[float] = deque()
         self._started_due: list[Claim] = []
         self._endings_due: list[Ending] = []
         self._released_due: list[Claim] = []
@@ -180,7 +183,7 @@ class WorkerMachine:
                 self._started(event, now)
                 return []
             case GaveBack():
-                return self._gave_back(event.lease_id)
+                return self._gave_back(event.lease_id, now)
             case Ticked():
                 return self._ticked(now)
             case Opened():
@@ -262,7 +265,7 @@ class WorkerMachine:
         self._endings_due = [held.ending for held in self.held.values() if held.ending is not None]
         self._started_due = [held.claim for held in self.held.values() if held.reported_start and held.ending is None]
         running = sum(1 for held in self.held.values() if held.ending is None)
-        self._credit_due = 0 if self.draining else max(0, self.identity.capacity - running)
+        self._credit_due = 0 if self.draining else max(0, self.identity.capacity - running - len(self._credit_later))
         return self._no_more() if self.draining else []
 
     def _refused(self, error: ErrorMessage) -> list[Command]:
@@ -282,7 +285,7 @@ class WorkerMachine:
             if key in self._seen or grant.lease_id in self.held:
                 self._seen_again(key, claim)
                 continue
-            self._seen[key] = None
+            self._seen[key] = self._conn or 0
             self._seen_order.append((now.monotonic + SEEN_S, key))
             if self.draining or deadline <= now.monotonic:
                 # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
@@ -293,16 +296,16 @@ class WorkerMachine:
         return commands
 
     def _release(self, claim: Claim) -> None:
-        self._seen[claim.job_id, claim.attempt] = self._conn or 0
         self._released_due.append(claim)
         self._credit_due += not self.draining
 
     def _seen_again(self, key: tuple[str, int], claim: Claim) -> None:
         held = self.held.get(claim.lease_id)
         if held is None:
-            released_on = self._seen[key]
-            if released_on is not None and released_on != self._conn:
-                self._release(claim)  # that was lost with its connection, or crossed this
+            if self._seen[key] != self._conn:
+                # We let it go, and the word on it was lost with its connection: for the store it still waits for us.
+                self._seen[key] = self._conn or 0
+                self._release(claim)
             return
         if held.ending is not None:
             self._endings_due.append(held.ending)
@@ -323,11 +326,13 @@ class WorkerMachine:
         if held is not None:
             held.started_at = wall
 
-    def _gave_back(self, lease_id: str) -> list[Command]:
+    def _gave_back(self, lease_id: str, now: Now) -> list[Command]:
         held = self.held.pop(lease_id, None)
         if held is None:
             return []
-        self._release(held.claim)
+        self._released_due.append(held.claim)
+        if not self.draining:
+            self._credit_later.append(now.monotonic + GIVE_BACK_PAUSE_S)
         return [Forget(lease_id), *self._maybe_exit()]
 
     def _ended(self, lease_id: str, outcome: Outcome) -> list[Command]:
@@ -383,6 +388,9 @@ class WorkerMachine:
     def _ticked(self, now: Now) -> list[Command]:
         while self._seen_order and self._seen_order[0][0] <= now.monotonic:
             self._seen.pop(self._seen_order.popleft()[1], None)
+        while self._credit_later and self._credit_later[0] <= now.monotonic:
+            self._credit_later.popleft()
+            self._credit_due += self.online and not self.draining
         commands: list[Command] = []
         if self.identity.on_disconnect is OnDisconnect.STOP:
             late = [lease_id for lease_id, held in self.held.items() if held.ending is None and held.deadline <= now.monotonic]
@@ -426,7 +434,7 @@ class WorkerMachine:
             commands.append(Send(conn, JobsStarted(self._started_due)))
             self._started_due = []
         if self._endings_due:
-            for some in batches(self._endings_due, lambda ending: len(ending.outcome.result or b"")):
+            for some in batches(self._endings_due, lambda ending: outcome_bytes(ending.outcome)):
                 commands.append(Send(conn, JobsFinished(list(some))))
             self._endings_due = []
         if self._credit_due:

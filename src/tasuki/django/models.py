@@ -76,6 +76,8 @@ class JobRun(models.Model):
     result_size_bytes = models.BigIntegerField(null=True)
     meta = models.BinaryField(null=True)
     """msgpack; NULL if empty."""
+    replaced_report = models.BinaryField(null=True)
+    """msgpack of what tells a failure report from another, if a cancel put its own outcome over it: its repeat is still one."""
     log_ref = models.CharField(max_length=1024, db_default="")
 
     # Budgets and delays.

@@ -199,7 +199,7 @@ class Link(asyncio.Protocol):
 
 def _peer_of(transport: asyncio.Transport) -> Peer:
     sock = transport.get_extra_info("socket")
-    if sock is not None and sock.family == socket.AF_UNIX:
+    if sock is not None and sock.family == getattr(socket, "AF_UNIX", None):
         uid = None
         if hasattr(socket, "SO_PEERCRED"):
             _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -33,18 +33,18 @@ from tasuki.core.broker_events import (
     TurnFailed,
 )
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
-from tasuki.core.protocol import FRAME_MAX_BYTES, Message, Reply, Welcome
+from tasuki.core.protocol import FRAME_MAX_BYTES, JobsFinished, Message, Reply, SubmitJobs, Welcome
 from tasuki.core.sessions import WorkerSession
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import InvalidInput, TasukiError
 from tasuki.server.lanes import Lane
 from tasuki.server.queries import Reader, answer_query
-from tasuki.server.reports import check_reports
 from tasuki.server.transfers import Transfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
 
 TICK_S = 0.1
+_NOTHING: frozenset[str] = frozenset()
 DISK_LOOK_S = 1.0
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
 DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
@@ -189,11 +189,20 @@ class Server:
     def received(self, conn: int, message: Message) -> None:
         if self._stopping:
             return
-        check_reports(message)
-        self._apply(Received(conn, message), self.now())
+        self._apply(Received(conn, message, self._missing(message)), self.now())
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
+
+    def _missing(self, message: Message) -> frozenset[str]:
+        """Blobs that a message refers to and that are not here."""
+        if type(message) is SubmitJobs:
+            named = [file.sha256 for spec in message.specs if spec.files for file in spec.files if file.sha256 is not None]
+        elif type(message) is JobsFinished:
+            named = [ending.outcome.result_ref.sha256 for ending in message.endings if ending.outcome.result_ref is not None]
+        else:
+            return _NOTHING
+        return self._transfers.missing(named) if named else _NOTHING
 
     def closed(self, conn: int, reason: str) -> None:
         if self._links.pop(conn, None) is not None:
@@ -321,6 +330,6 @@ class Server:
             return
         try:
             jobs = await self._loop.run_in_executor(self._reader_pool, lambda: self._opened_reader().get([command.get.job_id]))
-            await self._transfers.send(link, command.get, jobs[0], command.identity, command.worker_id)
+            await self._transfers.send(link, jobs[0], command)
         except TasukiError as error:
             link.send(error_message(command.get.msg_id, error))

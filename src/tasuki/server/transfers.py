@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from tasuki.blobs.blob import BlobReader, BlobStore, BlobWriter, check_sha256
-from tasuki.core.access import Identity
 from tasuki.core.broker import error_message
+from tasuki.core.broker_events import SendBlob
 from tasuki.core.job import Job
-from tasuki.core.protocol import BlobGet, BlobPut, Chunk, Message, Reply
+from tasuki.core.protocol import BlobPut, Chunk, Message, Reply
 from tasuki.errors import InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError, Unavailable
 
 UPLOADS_PER_CONNECTION_MAX = 16
@@ -128,10 +128,15 @@ class Transfers:
 
     # ------------------------------------------------------------------------------------------------ out
 
-    async def send(self, link: Connection, get: BlobGet, job: Job | None, identity: Identity, worker_id: str) -> None:
+    def missing(self, sha256s: Iterable[str]) -> frozenset[str]:
+        """Those that are not here. A look at the folder for each: only jobs with blobs pay for it."""
+        return frozenset(sha256 for sha256 in sha256s if not self._blobs.has(sha256))
+
+    async def send(self, link: Connection, job: Job | None, command: SendBlob) -> None:
         """Send a blob of a job to somebody who may read it."""
+        get = command.get
         check_sha256(get.sha256)
-        if job is None or not may_read_blob(identity, worker_id, job, get.sha256):
+        if job is None or not may_read_blob(command, job):
             raise NotFound(f"job {get.job_id[:128]!r} has no blob {get.sha256} that you may read")
         reader: BlobReader = await self._call(self._blobs.open, get.sha256, get.offset)
         try:
@@ -148,12 +153,14 @@ class Transfers:
             reader.close()
 
 
-def may_read_blob(identity: Identity, worker_id: str, job: Job, sha256: str) -> bool:
+def may_read_blob(command: SendBlob, job: Job) -> bool:
     """Inputs and result for those who may see the job; inputs only for the worker that holds it now."""
+    sha256 = command.get.sha256
     inputs = {file.sha256 for file in job.spec.files if file.sha256 is not None}
-    if worker_id:
-        return job.lease is not None and job.lease.worker_id == worker_id and sha256 in inputs
-    if not identity.may_see(job.submitter, job.spec.subject):
+    if command.worker_id:
+        holder = (job.lease.worker_id, job.lease.incarnation) if job.lease is not None else None
+        return holder == (command.worker_id, command.incarnation) and sha256 in inputs
+    if not command.identity.may_see(job.submitter, job.spec.subject):
         return False
     result = job.outcome.result_ref if job.outcome is not None else None
     return sha256 in inputs or (result is not None and result.sha256 == sha256)

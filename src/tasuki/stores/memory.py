@@ -107,8 +107,14 @@ class MemoryStore(MemoryRecords):
             self._put(spec.job_id, Record(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before)))
             return Submitted(spec.job_id, created=True)
         if record.job.body_hash != submission.body_hash:
-            return Conflict(spec.job_id, differing_fields(record.job.spec, spec))
-        if rerun and record.job.state.terminal and record.job.state is not State.SUCCEEDED:
+            owner = (record.job.submitter, record.job.spec.subject)
+            return Conflict(spec.job_id, differing_fields(record.job.spec, spec), owner)
+        if (
+            rerun
+            and record.job.submitter == submission.submitter
+            and record.job.state.terminal
+            and record.job.state is not State.SUCCEEDED
+        ):
             record = self._requeue(record, actor=submission.submitter, reason="submitted again")
         return Submitted(spec.job_id, created=False, job=record.job)
 

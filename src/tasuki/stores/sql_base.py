@@ -173,6 +173,7 @@ class SqlBase(SqlReads):
         failures: int | None = None,
         losses: int | None = None,
         epoch: int | None = None,
+        replaced_report: bytes | None = None,
     ) -> None:
         """Write what became of a job whose row was judged in this turn, and count it."""
         changed = self._execute(
@@ -188,6 +189,7 @@ class SqlBase(SqlReads):
                 "started_at": started_at,
                 "finished_at": self.clock.wall() if state.terminal else None,
                 "leader_epoch": row.leader_epoch if epoch is None else epoch,
+                "replaced_report": replaced_report,
                 "id": row.id,
                 "was_state": row.state,
                 "was_version": row.version,

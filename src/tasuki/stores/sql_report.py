@@ -15,7 +15,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, Event, Verdict, after, after_f
 from tasuki.core.verbs import Answer, Held, Recorded, Report, Standing
 from tasuki.errors import StaleEpoch
 from tasuki.stores.sql_base import SqlBase
-from tasuki.stores.sql_rows import DELAYED, READY, JobRow, id_list, meta_of, result_sha256_of, result_size_of
+from tasuki.stores.sql_rows import DELAYED, READY, JobRow, id_list, meta_of, result_sha256_of, result_size_of, said_by, said_in
 
 LEADER_SCOPE = "leader"
 
@@ -263,14 +263,8 @@ def _full_values(report: Report) -> tuple[Any, ...]:
 
 
 def _is_repeat(row: JobRow, report: Report, verb: Event) -> bool:
-    """Whether this very report was recorded. A message may differ: a program's log tail often does."""
-    outcome = report.outcome
+    """Whether this very report was recorded."""
     recorded_by = Event.SUCCEED if row.job_state is State.SUCCEEDED else Event.FAIL
-    return recorded_by is verb and (
-        report.worker_id,
-        report.lease_id,
-        report.attempt,
-        outcome.exit_code,
-        outcome.error_code,
-        result_sha256_of(outcome),
-    ) == (row.assigned_worker_id, row.lease_id, row.attempt, row.exit_code, row.error_code or None, row.result_sha256)
+    shown = (report.worker_id, report.lease_id, report.attempt)
+    is_same_attempt = shown == (row.assigned_worker_id, row.lease_id, row.attempt)
+    return recorded_by is verb and is_same_attempt and said_by(report.outcome) == said_in(row)

@@ -13,6 +13,7 @@ encode_spec = msgspec.msgpack.Encoder().encode
 decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
+_decode_said = msgspec.msgpack.Decoder(tuple[int | None, str | None, str | None]).decode
 _encode_json = msgspec.json.Encoder().encode
 _decode_patterns = msgspec.json.Decoder(tuple[str, ...]).decode
 
@@ -54,6 +55,7 @@ class JobRow(NamedTuple):
     result_sha256: str | None
     result_size_bytes: int | None
     meta: bytes | None
+    replaced_report: bytes | None
     not_before: float | None
     generation: int
     failures: int
@@ -182,6 +184,27 @@ def result_size_of(outcome: Outcome) -> int | None:
     if outcome.result_ref is not None:
         return outcome.result_ref.size_bytes
     return len(outcome.result) if outcome.result is not None else None
+
+
+Said = tuple[int | None, str | None, str | None]
+"""What tells a report from another: exit_code, error_code, result_sha256. Not the message: a program's log tail often differs."""
+
+
+def said_by(outcome: Outcome) -> Said:
+    """Of a report that comes in."""
+    return outcome.exit_code, outcome.error_code, result_sha256_of(outcome)
+
+
+def said_in(row: JobRow) -> Said:
+    """Of the report that was recorded last."""
+    if row.replaced_report is not None:
+        return _decode_said(row.replaced_report)
+    return row.exit_code, row.error_code or None, row.result_sha256
+
+
+def replaced_report_of(row: JobRow) -> bytes | None:
+    """For a row whose outcome is about to be replaced by a cancel: its last attempt's report, if that attempt made one."""
+    return _encode_meta(said_in(row)) if row.error_code is not None and row.lease_id else None
 
 
 def meta_of(outcome: Outcome) -> bytes | None:

@@ -13,7 +13,7 @@ from tasuki.core.subject import group_of
 from tasuki.core.verbs import Canceled, Requeued, Submission, Submitted
 from tasuki.errors import Conflict, InvalidInput
 from tasuki.stores.sql_base import SqlBase, must_change
-from tasuki.stores.sql_rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
+from tasuki.stores.sql_rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value, replaced_report_of
 from tasuki.stores.sql_statements import pieces
 
 _PLAIN = (5, 3, 3, 10.0)  # the database's defaults, in the order of _is_plain
@@ -78,8 +78,8 @@ class SqlSubmit(SqlBase):
         job_id = submission.spec.job_id
         row = rows[job_id]
         if row.body_hash != submission.body_hash:
-            return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec))
-        if rerun and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
+            return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec), (row.submitter, row.subject))
+        if rerun and row.submitter == submission.submitter and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
             self._requeue(row, actor=submission.submitter, reason="submitted again")
             rows.update(self._rows((job_id,)))
         return Submitted(job_id, False, job_of(rows[job_id]))
@@ -99,7 +99,8 @@ class SqlSubmit(SqlBase):
             outcome = Outcome(error_code="CANCELED", message=reason or f"canceled by {actor}")
             self._incident(row, "canceled", actor=actor, reason=reason)
             ended = after(state, Event.CANCEL)
-            self._settle(row, ended, outcome, not_before=row.not_before, started_at=row.started_at)
+            report = replaced_report_of(row)
+            self._settle(row, ended, outcome, not_before=row.not_before, started_at=row.started_at, replaced_report=report)
             return Canceled(ended)
         if not row.cancel_requested:
             self._incident(row, "cancel_requested", worker_id=row.assigned_worker_id or "", actor=actor, reason=reason)

@@ -103,8 +103,11 @@ class Store(Protocol):
 
     # -- submitters -----------------------------------------------------------------------------------------------
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
-        """Store new jobs. Same id and body: the existing job (with on_failed="rerun", a job that ended other than SUCCEEDED is
-        set going again: generation + 1, budgets reset). Same id, other body: Conflict. Also between items of one batch."""
+        """Store new jobs. Same id and body: the existing job. Same id, other body: Conflict. Also between items of one batch.
+
+        With on_failed="rerun" a job of the same submitter that ended other than SUCCEEDED is set going again: generation + 1,
+        budgets reset.
+        """
         ...
 
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
@@ -122,9 +125,9 @@ class Store(Protocol):
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
         """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. At most limit.
 
-        A delayed job is ready only after `promote`, whoever asks. By job_id a lease that is over (for `keep`: by its grace too) is
-        taken over: that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of one
-        request may share their random part: they belong to one worker.
+        A delayed job is ready only after `promote`, whoever asks. By job_id a lease that is over (for `keep`: by its grace too)
+        is taken over: that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of
+        one request may share their random part: they belong to one worker.
         """
         ...
 

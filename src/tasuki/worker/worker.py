@@ -69,6 +69,7 @@ from tasuki.worker.runner import CommandRunner
 
 TICK_S = 0.05
 ASYNC_CONCURRENCY = 100
+UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 
 logger = logging.getLogger("tasuki.worker")
@@ -402,7 +403,7 @@ class Worker:
             message = f"this worker has no handler for subject {spec.subject!r}"
             self._end(active, Outcome(error_code="NO_HANDLER", message=message, permanent=True))
             return
-        self._apply(Started(active.attempt.lease_id))
+        self._machine.handler_started(active.attempt.lease_id, self._wall)
         timeout_s = spec.timeout_s if spec.timeout_s is not None else handler.timeout_s
         try:
             outcome = await self._children.run(handler.name, HandlerJob(spec, active.attempt.attempt), timeout_s, active.stop)
@@ -420,17 +421,18 @@ class Worker:
         attempt = active.attempt
         try:
             result = await self._runner.run(attempt, active.stop, lambda: self._apply(Started(attempt.lease_id)))
-            outcome = result.outcome
-            if result.result_file is not None and outcome.result_ref is not None:
-                await self._upload(result.result_file, outcome.result_ref)
-        except Unavailable as error:
+        except Unavailable as error:  # nothing was started
             logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
             self._active.pop(attempt.lease_id, None)
             self._apply(GaveBack(attempt.lease_id))
             await self._runner.cleanup(attempt)
             return
-        except TasukiError as error:
-            outcome = Outcome(error_code=error.code, message=error.message)
+        outcome = result.outcome
+        if result.result_file is not None and outcome.result_ref is not None:
+            try:
+                await self._upload(active.stop, result.result_file, outcome.result_ref)
+            except TasukiError as error:
+                outcome = Outcome(error_code=error.code, message=f"the result could not be kept: {error.message}")
         self._end(active, outcome)
 
     def _end(self, active: _Active, outcome: Outcome) -> None:
@@ -469,10 +471,19 @@ class Worker:
         with file:
             await self._blobs.get(BlobRef(sha256, size_bytes), job_id, file.write)
 
-    async def _upload(self, path: Path, ref: BlobRef) -> None:
+    async def _upload(self, stop: asyncio.Future[StopReason], path: Path, ref: BlobRef) -> None:
+        """The command has run: its result waits for the server to have room, for as long as the lease is ours."""
         file = await asyncio.to_thread(path.open, "rb")
         with file:
-            await self._blobs.put(file, ref)
+            while True:
+                try:
+                    await self._blobs.put(file, ref)
+                    return
+                except Unavailable as error:
+                    if stop.done():
+                        raise
+                    logger.warning("a result of %d bytes waits: %s", ref.size_bytes, error.message)
+                    await asyncio.wait([stop], timeout=UPLOAD_RETRY_S)
 
     async def _as_blob(self, outcome: Outcome) -> Outcome:
         """A handler's large result becomes a blob, durable before the outcome is sent."""

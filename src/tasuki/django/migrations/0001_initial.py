@@ -79,6 +79,7 @@ class Migration(migrations.Migration):
                 ('result_sha256', models.CharField(max_length=64, null=True)),
                 ('result_size_bytes', models.BigIntegerField(null=True)),
                 ('meta', models.BinaryField(null=True)),
+                ('replaced_report', models.BinaryField(null=True)),
                 ('log_ref', models.CharField(db_default='', max_length=1024)),
                 ('not_before', tasuki.django.fields.UnixTimeField(null=True)),
                 ('generation', models.IntegerField(db_default=0)),

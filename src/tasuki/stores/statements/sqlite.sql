@@ -180,7 +180,8 @@ UPDATE tasuki_jobrun SET
     lease_id = :lease_id, lease_expires_at = NULL, lease_expired_at = :was_expires_at, failures = :failures, losses = :losses,
     started_at = :started_at, finished_at = :finished_at, leader_epoch = :leader_epoch,
     exit_code = :exit_code, error_code = :error_code, error_summary = :error_summary, permanent = :permanent,
-    result = :result, result_sha256 = :result_sha256, result_size_bytes = :result_size_bytes, meta = :meta
+    result = :result, result_sha256 = :result_sha256, result_size_bytes = :result_size_bytes, meta = :meta,
+    replaced_report = :replaced_report
 WHERE id = :id AND state = :was_state AND version = :was_version AND attempt = :was_attempt AND lease_id = :was_lease_id
   AND assigned_worker_id IS :was_worker_id AND lease_expires_at IS :was_expires_at
 

@@ -1,0 +1,116 @@
+"""What clients ask of a broker: submits, questions, orders. Part of the broker; pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tasuki.core.access import Identity
+from tasuki.core.broker_events import Query
+from tasuki.core.draft import SubmitRoute, TokenRoute
+from tasuki.core.job import JobSpec, body_hash, check_spec
+from tasuki.core.machine import Send
+from tasuki.core.protocol import Acceptance, Reply, Request, SubmitJobs
+from tasuki.core.sessions import ClientSession
+from tasuki.core.verbs import Submission, TokenRow
+from tasuki.errors import DiskFull, InvalidInput, NotFound, TasukiError
+
+if TYPE_CHECKING:
+    from tasuki.core.broker import Broker
+    from tasuki.core.broker_events import Command
+
+SPECS_MAX = 10_000  # jobs of one frame: their answers must fit a frame too
+READ_VERBS = frozenset({"get", "find", "counts", "explain"})
+TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
+
+
+def submit(
+    broker: Broker, client: ClientSession, identity: Identity, message: SubmitJobs, missing: frozenset[str]
+) -> list[Command]:
+    """Check each job by itself and add it to the draft; what cannot be accepted is named by its index."""
+    if broker.disk_problem:
+        raise DiskFull(f"no job can be accepted: {broker.disk_problem}")
+    if message.on_failed not in ("return", "rerun"):
+        raise InvalidInput(f'on_failed must be "return" or "rerun", got {message.on_failed[:40]!r}')
+    if len(message.specs) > SPECS_MAX:
+        raise InvalidInput(f"{len(message.specs)} jobs in one frame are too many, the limit is {SPECS_MAX}; send several frames")
+    rerun = message.on_failed == "rerun"
+    into = broker.draft.rerun if rerun else broker.draft.submit
+    start = len(into)
+    submitter = identity.name
+    subjects = broker.draft.subjects
+    rejected: list[Acceptance] = []
+    indexes: list[int] | None = None
+    for index, spec in enumerate(message.specs):
+        try:
+            check_spec(spec)
+            if missing:
+                _check_blobs(spec, missing)
+            if identity.scope:
+                identity.check_submit(spec.subject)
+        except TasukiError as error:
+            if indexes is None:
+                indexes = list(range(index))
+            rejected.append(Acceptance(index, spec.job_id[:128], "", error.code, error.message, error.details()))
+            continue
+        if indexes is not None:
+            indexes.append(index)
+        subjects.add(spec.subject)
+        into.append(Submission(spec, submitter, body_hash(spec)))
+    count = len(message.specs)
+    route = SubmitRoute(client.conn, message.msg_id, start, len(into), message.watch, rerun, count, rejected, indexes)
+    broker.draft.submit_routes.append(route)
+    return []
+
+
+def _check_blobs(spec: JobSpec, missing: frozenset[str]) -> None:
+    for file in spec.files:
+        if file.sha256 in missing:
+            raise NotFound(f"input file {file.name!r}: there is no blob {file.sha256} here; upload it before the job")
+
+
+def request(broker: Broker, client: ClientSession, identity: Identity, request: Request) -> list[Command]:
+    """A question or an order by name."""
+    verb, params = request.verb, request.params
+    if verb in READ_VERBS:
+        workers = broker.describe_workers() if verb == "explain" else []
+        return [Query(client.conn, request.msg_id, verb, params, identity, workers)]
+    if verb in ("watch", "requeue"):
+        job_ids = params.get("job_ids")
+        if not isinstance(job_ids, list) or not all(isinstance(job_id, str) for job_id in job_ids):
+            raise InvalidInput(f"{verb} needs job_ids, a list of texts")
+        return broker.check(client.conn, request.msg_id, job_ids, verb, str(params.get("reason", "")))
+    if verb == "workers":
+        identity.check_admin("the list of workers")
+        return [Send(client.conn, Reply(request.msg_id, broker.describe_workers()))]
+    if verb in TOKEN_VERBS:
+        identity.check_admin(verb)
+        return _token_order(broker, client, request, identity)
+    raise NotFound(
+        f"there is no request {verb[:40]!r}; there are {', '.join(sorted(READ_VERBS | TOKEN_VERBS))}, watch, requeue, workers"
+    )
+
+
+def _token_order(broker: Broker, client: ClientSession, request: Request, identity: Identity) -> list[Command]:
+    draft, index, body = broker.draft, 0, None
+    if request.verb == "token.create":
+        try:
+            row = msgspec.convert(request.params, TokenRow)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"token.create: {error}") from None
+        if row.kind not in ("admin", "client", "worker"):
+            raise InvalidInput(f"a token's kind must be admin, client or worker, got {row.kind[:40]!r}")
+        for pattern in row.scope:
+            identity.check_patterns((pattern,))
+        draft.add_token.append(msgspec.structs.replace(row, created_by=identity.name))
+        body = {"token_id": row.token_id}
+    elif request.verb == "token.revoke":
+        index = len(draft.revoke_token)
+        token_id = str(request.params.get("token_id", ""))
+        draft.revoke_token.append((token_id, identity.name))
+        body = {"token_id": token_id}
+    else:
+        draft.list_tokens = True
+    draft.token_routes.append(TokenRoute(client.conn, request.msg_id, request.verb, index, body))
+    return []

@@ -1,0 +1,320 @@
+"""The blocking and the asynchronous client against a real server and a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tasuki import AsyncClient, Client
+from tasuki.core.job import JobSpec, State
+from tasuki.errors import Conflict, DeadlineExceeded, InvalidInput, JobFailed, NotFound, TooLarge, Unauthorized, Unavailable
+from tests.processes import ServerProcess, start_server, start_worker, wait_until
+
+pytestmark = pytest.mark.e2e
+
+
+# ---------------------------------------------------------------------------------------------------- one job
+
+
+def test_result_of_a_job(client: Client) -> None:
+    job = client.submit(subject="math.square", payload=b"7", job_id="sq-7")
+    assert job.result(timeout=10) == b"49"
+    assert job.done
+    assert job.result(timeout=1) == b"49"
+
+
+def test_async_client_does_the_same(server: ServerProcess) -> None:
+    async def main() -> bytes:
+        async with AsyncClient(server.url, token=server.token) as client:
+            job = await client.submit(subject="math.square", payload=b"8")
+            return await job.result(timeout=10)
+
+    assert asyncio.run(main()) == b"64"
+
+
+def test_failed_job_raises_with_its_state_and_reason(client: Client) -> None:
+    job = client.submit(subject="fail", payload=b"the disk was on fire", max_retries=0)
+    with pytest.raises(JobFailed, match="the disk was on fire") as failed:
+        job.result(timeout=10)
+    ended = failed.value.outcome
+    assert ended.state is State.FAILED
+    assert ended.attempt == 1
+    assert job.job_id in failed.value.message
+    assert job.outcome(timeout=1).outcome.error_code == "HANDLER_ERROR"
+
+
+def test_timeout_leaves_the_job_alone_and_its_result_can_be_picked_up_later(client: Client, tmp_path: Path) -> None:
+    # Given a job that waits for a file
+    gate = tmp_path / "gate"
+    job = client.submit(subject="wait", payload=str(gate).encode())
+    # When the caller's time runs out first
+    with pytest.raises(DeadlineExceeded, match="goes on"):
+        job.result(timeout=0.2)
+    gate.touch()
+    # Then the result is there for whoever asks by id
+    assert client.job(job.job_id).result(timeout=10) == b"the gate is open"
+    assert job.result(timeout=10) == b"the gate is open"
+
+
+def test_another_client_gets_the_result_by_id(server: ServerProcess, tmp_path: Path) -> None:
+    # Given a job of a client that has left
+    gate = tmp_path / "gate"
+    token = server.create_token("client")
+    with server.client(token=token) as first:
+        job_id = first.submit(subject="wait", payload=str(gate).encode()).job_id
+    # When another one comes, before the end and after it
+    with server.client(token=token) as second:
+        waiting = second.job(job_id)
+        assert not waiting.done
+        gate.touch()
+        assert waiting.result(timeout=10) == b"the gate is open"
+    with server.client(token=token) as third:
+        assert third.job(job_id).result(timeout=10) == b"the gate is open"
+        again = third.submit(job_id=job_id, subject="wait", payload=str(gate).encode())
+        # Then the same id with the same body is the same job, run once
+        assert again.existed
+        assert again.result(timeout=10) == b"the gate is open"
+    assert len(gate.with_name("gate.runs").read_text().splitlines()) == 1
+
+
+def test_same_id_with_another_body_is_a_conflict_that_names_the_fields_and_not_their_contents(client: Client) -> None:
+    client.submit(job_id="twice", subject="echo.twice", payload=b"secret one", env={"KEY": "secret two"})
+    with pytest.raises(Conflict) as refused:
+        client.submit(job_id="twice", subject="echo.twice", payload=b"secret three", env={"KEY": "secret four"})
+    assert set(refused.value.differs) == {"payload", "env"}
+    assert "secret" not in refused.value.message
+    # The first one is not disturbed.
+    assert client.job("twice").result(timeout=10) == b"secret one"
+
+
+def test_headers_priority_and_not_before_are_not_part_of_the_body(client: Client) -> None:
+    first = client.submit(job_id="notes", subject="echo.notes", payload=b"x", headers={"a": "1"})
+    assert first.result(timeout=10) == b"x"
+    again = client.submit(job_id="notes", subject="echo.notes", payload=b"x", headers={"a": "2"}, priority=9)
+    assert again.existed
+    assert again.result(timeout=10) == b"x"
+
+
+def test_unknown_id_is_an_error_of_its_own(client: Client) -> None:
+    with pytest.raises(NotFound, match="never-submitted"):
+        client.job("never-submitted").result(timeout=10)
+    with pytest.raises(NotFound, match="never-submitted"):
+        client.status("never-submitted")
+
+
+def test_invalid_job_is_refused_by_name(client: Client) -> None:
+    with pytest.raises(InvalidInput, match="priority"):
+        client.submit(subject="noop", priority=11)
+    with pytest.raises(InvalidInput, match="subject"):
+        client.submit(subject="a..b")
+
+
+@pytest.mark.parametrize("size_bytes", [100_000, 20_000_000])
+def test_payload_that_is_too_large_is_refused_with_the_way_out(client: Client, size_bytes: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(TooLarge, match="blob|file"):
+        client.submit(subject="echo.large", payload=bytes(size_bytes))
+    assert time.monotonic() - began < 5
+    # And the client is none the worse for it.
+    assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
+
+
+def test_question_that_is_too_large_is_refused_and_not_sent_for_ever(client: Client) -> None:
+    with pytest.raises(InvalidInput):
+        client.wait(asyncio.wait_for(client.aio.request("get", job_ids=["x" * 100] * 120_000), 5))
+    assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
+
+
+def test_answer_that_is_too_large_is_an_error_and_not_a_lost_connection(client: Client) -> None:
+    notes = {f"k{n}": "x" * 6000 for n in range(2)}
+    specs = [JobSpec(job_id=f"wide-{n}", subject="nobody.wide", headers=notes) for n in range(900)]
+    client.submit_many(specs, watch=False)
+    with pytest.raises(TooLarge, match="ask for less"):
+        client.wait(asyncio.wait_for(client.aio.find(limit=900, subject="nobody.wide"), 5))
+    assert len(client.find(limit=100, subject="nobody.wide")["jobs"]) == 100
+
+
+def test_bad_client_id_fails_at_once_with_the_reason(server: ServerProcess) -> None:
+    with pytest.raises((InvalidInput, Unavailable), match="client_id"):
+        Client(server.url, token=server.token, client_id="not a name!", connect_timeout_s=1.5)
+
+
+def test_no_server_is_unavailable_with_address_and_reason(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"tcp://127\.0\.0\.1:1 .*refused"):
+        Client("tcp://127.0.0.1:1", token="x", connect_timeout_s=0.5)
+    with pytest.raises(Unavailable, match="No such file"):
+        Client(f"unix://{tmp_path}/socket", connect_timeout_s=0.5)
+
+
+# ---------------------------------------------------------------------------------------------------- many jobs
+
+
+def test_many_jobs_with_invalid_ones_between_them(client: Client) -> None:
+    # Given 5,000 jobs, every fiftieth of them impossible
+    client.submit(job_id="many-7", subject="echo.other", payload=b"before").result(timeout=10)
+    specs = [
+        JobSpec(job_id=f"many-{n}", subject="noop" if n % 50 else "not..valid", payload=str(n).encode()) for n in range(5000)
+    ]
+    # When they are submitted with strict=False
+    handles = client.submit_many(specs, strict=False)
+    # Then each good one has its result and each bad one its own error
+    assert [handle.job_id for handle in handles] == [spec.job_id for spec in specs]
+    for number, handle in enumerate(handles):
+        if number == 7:
+            with pytest.raises(Conflict):
+                handle.result(timeout=10)
+        elif number % 50 == 0:
+            with pytest.raises(InvalidInput, match=r"not\.\.valid"):
+                handle.result(timeout=10)
+        else:
+            assert handle.result(timeout=10) == b""
+
+
+def test_many_jobs_strictly_raise_the_first_error_but_keep_the_good_ones(client: Client) -> None:
+    specs = [JobSpec(job_id=f"strict-{n}", subject="noop" if n != 3 else "not..valid") for n in range(6)]
+    with pytest.raises(InvalidInput):
+        client.submit_many(specs)
+    assert client.job("strict-5").result(timeout=10) == b""
+
+
+def test_many_large_results_for_a_client_that_comes_later(server: ServerProcess, client: Client) -> None:
+    # Given 1,500 finished jobs with 60,000 bytes of result each: 90 MB in all
+    specs = [JobSpec(job_id=f"heavy-{n}", subject="echo.heavy", payload=bytes([n % 251]) * 60_000) for n in range(1500)]
+    for handle in client.submit_many(specs):
+        handle.outcome(timeout=20)
+    # When another client asks for all of them at once
+    with server.client() as later:
+        handles = [later.job(spec.job_id) for spec in specs]
+        # Then all arrive
+        for number, handle in enumerate(handles):
+            assert handle.result(timeout=10)[:1] == bytes([number % 251])
+
+
+def test_client_is_shared_by_threads(client: Client) -> None:
+    results: list[bytes] = []
+
+    def work(number: int) -> None:
+        for step in range(20):
+            results.append(client.submit(subject="math.square", payload=str(number * 100 + step).encode()).result(timeout=10))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(map(int, results)) == sorted((n * 100 + s) ** 2 for n in range(8) for s in range(20))
+
+
+def test_cancel_of_a_waiting_job_reaches_the_one_who_waits(client: Client) -> None:
+    job = client.submit(subject="nobody.takes")
+    answer = client.cancel(job.job_id, reason="changed my mind")
+    assert answer[job.job_id]["state"] == "CANCELED"
+    with pytest.raises(JobFailed, match="changed my mind"):
+        job.result(timeout=5)
+
+
+# ---------------------------------------------------------------------------------------------------- ends
+
+
+def test_closing_while_another_thread_waits_ends_the_wait(server: ServerProcess) -> None:
+    # Given a thread that waits without end for a job that does not end
+    client = server.client()
+    job = client.submit(subject="nobody.takes")
+    seen: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            job.result()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            seen.append(error)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    wait_until(lambda: job._handle._waiter is not None, what="the thread waits")
+    # When the client is closed
+    client.close()
+    # Then the wait ends with the reason
+    waiter.join(5)
+    assert not waiter.is_alive()
+    assert isinstance(seen[0], Unavailable)
+    assert "closed" in str(seen[0])
+    client.close()
+
+
+def test_closing_while_tasks_wait_ends_their_waits(server: ServerProcess) -> None:
+    async def main() -> None:
+        client = AsyncClient(server.url, token=server.token)
+        await client.open()
+        job = await client.submit(subject="nobody.takes")
+        waiting = asyncio.ensure_future(job.result())
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await asyncio.wait_for(waiting, 5)
+        with pytest.raises(Unavailable, match="closed"):
+            await asyncio.wait_for(client.submit(subject="noop"), 5)
+
+    asyncio.run(main())
+
+
+def test_token_that_is_revoked_ends_every_wait_with_the_reason(server: ServerProcess) -> None:
+    token_id, token = server.create_named_token("client")
+    with server.client(token=token) as client, server.client() as admin:
+        # Given somebody who waits for a result
+        job = client.submit(subject="nobody.takes")
+        # When the token is revoked
+        admin.wait(admin.aio.request("token.revoke", token_id=token_id))
+        # Then the wait ends, and later questions are refused as well
+        with pytest.raises(Unauthorized, match="revoked"):
+            job.result(timeout=5)
+        with pytest.raises(Unauthorized, match="revoked"):
+            client.wait(asyncio.wait_for(client.aio.status(job.job_id), 5))
+        with pytest.raises(Unauthorized, match="revoked"):
+            client.job(job.job_id).result(timeout=5)
+
+
+def test_results_arrive_though_the_server_was_killed_and_started_again_meanwhile(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with start_server(tmp_path) as server, start_worker(server), server.client() as client:
+        # Given jobs under way, one of which has ended already
+        first = client.submit(subject="math.square", payload=b"5")
+        assert first.result(timeout=10) == b"25"
+        running = [client.submit(subject="wait", payload=str(gate).encode()) for _ in range(5)]
+        queued = client.submit(subject="nobody.takes.yet")
+        wait_until(lambda: len(gate.with_name("gate.runs").read_text().splitlines()) == 5 if gate.with_name("gate.runs").exists() else False)
+        # When the server is killed, and started again on the same port
+        server.kill()
+        late: list[object] = []
+        submitter = threading.Thread(target=lambda: late.append(client.submit(subject="math.square", payload=b"6")), daemon=True)
+        submitter.start()
+        server.restart()
+        gate.touch()
+        # Then nothing has to be started again: results come, and what was said meanwhile is said
+        assert [job.result(timeout=15) for job in running] == [b"the gate is open"] * 5
+        submitter.join(15)
+        assert late[0].result(timeout=15) == b"36"
+        assert client.status(queued.job_id)["state"] == "PENDING"
+        assert len(gate.with_name("gate.runs").read_text().splitlines()) == 5
+
+
+# ---------------------------------------------------------------------------------------------------- embedded
+
+
+def test_embedded_server_is_there_for_the_time_being(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given nothing that runs
+    monkeypatch.setenv("TASUKI_DATA", str(tmp_path / "data"))
+    monkeypatch.delenv("TASUKI_URL", raising=False)
+    with Client() as client:
+        # When a client submits a command of its own user
+        job = client.submit(exec="echo", args=["hello"], subject="job.assign.default", max_retries=0)
+        # Then an embedded server and worker run it
+        assert job.result(timeout=20).startswith(b"PK")
+        owner = int((tmp_path / "data" / "tasuki.sqlite3.owner").read_text().split()[1])
+        with Client() as second:  # which finds the one that is there
+            assert second.job(job.job_id).result(timeout=10).startswith(b"PK")
+    # And it leaves after its last client
+    wait_until(lambda: not Path(f"/proc/{owner}").exists(), timeout=30, what="the embedded server ends")

@@ -1,0 +1,362 @@
+"""What clients may ask of a broker, and whose jobs they may touch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasuki.core.broker_events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob
+from tasuki.core.job import InputFile, JobSpec, State
+from tasuki.core.machine import Received
+from tasuki.core.protocol import (
+    Accepted,
+    AssignJobs,
+    BlobGet,
+    BlobPut,
+    CancelJobs,
+    Chunk,
+    ErrorMessage,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloWorker,
+    JobsFinished,
+    JobsReleased,
+    JobsStarted,
+    Reply,
+    Results,
+    SubmitJobs,
+    Subscribe,
+)
+from tasuki.errors import ProtocolError, Unauthorized
+from tests.core.desk import Desk, ending
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+# ---------------------------------------------------------------------------------------------------- which messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        GiveCredit(1),
+        Subscribe(1, ("a",)),
+        JobsStarted([]),
+        JobsFinished([]),
+        JobsReleased([]),
+        AssignJobs(1.0, []),
+        Results([]),
+        Reply(1),
+        HelloWorker(msg_id=1, worker_id="w", incarnation="i"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_client_may_not_send_what_workers_and_servers_send(desk: Desk, message: Any) -> None:
+    conn = desk.node()
+    desk.tell(conn, message)
+    assert isinstance(desk.hung_up[conn], ProtocolError)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [SubmitJobs(1, []), CancelJobs(1, []), AssignJobs(1.0, []), Results([]), Reply(1)],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_worker_may_not_send_what_clients_and_servers_send(desk: Desk, message: Any) -> None:
+    conn = desk.worker()
+    desk.tell(conn, message)
+    assert isinstance(desk.hung_up[conn], ProtocolError)
+
+
+def test_a_clients_heartbeat_is_answered_without_the_store(desk: Desk) -> None:
+    conn = desk.node()
+    desk.tell(conn, Heartbeat(41))
+    assert desk.last(conn, HeartbeatAnswer).corr_id == 41
+
+
+def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(desk: Desk) -> None:
+    conn = desk.client()
+    put, chunk, get = BlobPut(1, "a" * 64, 3), Chunk(1, 0, b"abc", True), BlobGet(2, "a" * 64, "job")
+    for message in (put, chunk, get):
+        desk.tell(conn, message)
+    identity = desk.broker.sessions[conn].identity
+    assert identity is not None
+    assert desk.others == [ReceiveBlob(conn, put), BlobPiece(conn, chunk), SendBlob(conn, get, identity)]
+
+
+@pytest.mark.parametrize("verb", ["get", "find", "counts", "explain"])
+def test_reads_become_queries_under_the_askers_identity(desk: Desk, verb: str) -> None:
+    from tasuki.core.protocol import Request
+
+    conn = desk.client()
+    desk.worker("w1")
+    desk.tell(conn, Request(9, verb, {"job_id": "a"}))
+    [query] = desk.others
+    assert isinstance(query, Query)
+    assert (query.msg_id, query.verb, query.identity.name) == (9, verb, "token:alice")
+    assert [worker["worker_id"] for worker in query.workers] == (["w1"] if verb == "explain" else [])
+
+
+def test_an_unknown_request_is_answered_with_the_known_ones(desk: Desk) -> None:
+    answer = desk.request(desk.node(), "frobnicate")
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "NOT_FOUND"
+    assert "requeue" in answer.message
+
+
+@pytest.mark.parametrize("job_ids", [None, "a", [1], {"a": 1}])
+@pytest.mark.parametrize("verb", ["watch", "requeue"])
+def test_requests_with_job_ids_want_a_list_of_texts(desk: Desk, verb: str, job_ids: Any) -> None:
+    answer = desk.request(desk.node(), verb, job_ids=job_ids)
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "INVALID"
+
+
+# ---------------------------------------------------------------------------------------------------- submit
+
+
+def test_a_submit_is_acknowledged_after_the_commit_and_not_before(desk: Desk) -> None:
+    conn = desk.node()
+    desk.tell(conn, SubmitJobs(5, [JobSpec(job_id="a")]))
+    turn = desk.broker.next_turn(desk.now())
+    assert turn is not None
+    assert desk.all(conn, Accepted) == []
+    assert desk.job("a") is None
+
+
+def test_each_job_of_a_submit_is_judged_by_itself_and_named_by_its_index(desk: Desk) -> None:
+    conn = desk.node()
+    desk.submit(conn, "existed")
+    specs = [
+        JobSpec(job_id="good"),
+        JobSpec(job_id="../bad"),
+        JobSpec(job_id="existed"),
+        JobSpec(job_id="bad-priority", priority=10),
+        JobSpec(job_id="existed", payload=b"other"),
+        JobSpec(job_id="also-good"),
+    ]
+    desk.ask(conn, SubmitJobs(5, specs))
+    accepted = desk.last(conn, Accepted)
+    assert (accepted.corr_id, accepted.count) == (5, 6)
+    told = {item.index: item.code or item.state for item in accepted.exceptions}
+    assert told == {1: "INVALID", 2: "PENDING", 3: "INVALID", 4: "CONFLICT"}
+    assert [desk.job(job_id) is not None for job_id in ("good", "also-good", "bad-priority")] == [True, True, False]
+
+
+def test_an_empty_submit_is_answered_too(desk: Desk) -> None:
+    conn = desk.node()
+    desk.ask(conn, SubmitJobs(5, []))
+    assert desk.last(conn, Accepted) == Accepted(5, 0, [])
+
+
+def test_on_failed_must_be_one_of_two_words(desk: Desk) -> None:
+    conn = desk.node()
+    desk.ask(conn, SubmitJobs(5, [JobSpec(job_id="a")], True, "explode"))
+    assert (desk.last(conn, ErrorMessage).corr_id, desk.last(conn, ErrorMessage).code) == (5, "INVALID")
+    assert desk.job("a") is None
+
+
+def test_a_job_whose_input_blob_is_not_here_is_refused(desk: Desk) -> None:
+    conn = desk.node()
+    gone, here = "a" * 64, "b" * 64
+    specs = [
+        JobSpec(job_id="without", files=(InputFile("in", sha256=gone, size_bytes=1),)),
+        JobSpec(job_id="with", files=(InputFile("in", sha256=here, size_bytes=1),)),
+    ]
+    desk.apply(Received(conn, SubmitJobs(5, specs), frozenset({gone})))
+    desk.turns()
+    assert [(item.index, item.code) for item in desk.last(conn, Accepted).exceptions] == [(0, "NOT_FOUND")]
+    assert desk.job("with") is not None
+
+
+def test_a_token_with_a_scope_submits_only_inside_it(desk: Desk) -> None:
+    conn = desk.client("client", "alice", "render.>")
+    desk.ask(conn, SubmitJobs(5, [JobSpec(job_id="in", subject="render.eu"), JobSpec(job_id="out", subject="other.eu")]))
+    assert [(item.index, item.code) for item in desk.last(conn, Accepted).exceptions] == [(1, "FORBIDDEN")]
+
+
+def test_no_job_is_taken_while_the_disk_is_full(desk: Desk) -> None:
+    conn = desk.node()
+    desk.apply(DiskSpace("3 bytes free"))
+    desk.submit(conn, "a")
+    assert desk.last(conn, ErrorMessage).code == "DISK_FULL"
+    desk.apply(DiskSpace(""))
+    desk.submit(conn, "a")
+    assert desk.job("a") is not None
+
+
+def test_without_watch_no_result_follows(desk: Desk) -> None:
+    conn = desk.node()
+    desk.ask(conn, SubmitJobs(5, [JobSpec(job_id="a")], watch=False))
+    worker = desk.worker(credit=1)
+    desk.ask(worker, JobsFinished([ending(desk.grants(worker)[0])]))
+    assert desk.all(conn, Results) == []
+
+
+# ---------------------------------------------------------------------------------------------------- whose job it is
+
+
+def failed_job(desk: Desk, conn: int, job_id: str, **fields: Any) -> None:
+    desk.submit(conn, job_id, max_retries=0, **fields)
+    worker = desk.worker("breaker", credit=1)
+    desk.ask(worker, JobsFinished([ending(desk.grants(worker)[0], error_code="EXIT_CODE")]))
+    desk.close(worker)
+    job = desk.job(job_id)
+    assert job is not None
+    assert job.state is State.FAILED
+
+
+ASKERS = {
+    "its submitter": (("client", "alice"), True),
+    "an admin": (("admin", "root"), True),
+    "a token whose scope covers it": (("client", "eu", "render.eu"), True),
+    "another client": (("client", "bob"), False),
+    "a token of another scope": (("client", "us", "render.us"), False),
+}
+
+
+@pytest.mark.parametrize("asker", ASKERS)
+@pytest.mark.parametrize("verb", ["watch", "requeue", "cancel"])
+def test_only_those_whose_job_it_is_may_act_on_it(desk: Desk, verb: str, asker: str) -> None:
+    arguments, allowed = ASKERS[asker]
+    alice = desk.client("client", "alice")
+    failed_job(desk, alice, "a", subject="render.eu")
+    conn = alice if asker == "its submitter" else desk.client(*arguments)
+    if verb == "cancel":
+        desk.ask(conn, CancelJobs(77, ["a"]))
+        answer: Any = next(m for m in desk.said[conn] if getattr(m, "corr_id", 0) == 77)
+    else:
+        answer = desk.request(conn, verb, job_ids=["a"])
+    assert isinstance(answer, Reply) is allowed
+    if not allowed:
+        assert answer.code == "NOT_FOUND"
+        assert desk.job("a").generation == 0  # type: ignore[union-attr]
+
+
+def test_one_job_that_is_not_yours_spoils_the_whole_order(desk: Desk) -> None:
+    alice, bob = desk.client("client", "alice"), desk.client("client", "bob")
+    desk.submit(alice, "hers")
+    desk.submit(bob, "his")
+    desk.ask(bob, CancelJobs(77, ["his", "hers"]))
+    assert desk.last(bob, ErrorMessage).corr_id == 77
+    assert desk.job("his").state is State.PENDING  # type: ignore[union-attr]
+
+
+def test_the_same_id_and_body_from_another_submitter_shows_nothing_of_the_job(desk: Desk) -> None:
+    alice, bob = desk.client("client", "alice"), desk.client("client", "bob")
+    failed_job(desk, alice, "a")
+    desk.ask(bob, SubmitJobs(5, [JobSpec(job_id="a", max_retries=0)]))
+    [item] = desk.last(bob, Accepted).exceptions
+    assert (item.code, item.state) == ("FORBIDDEN", "")
+    assert desk.all(bob, Results) == []
+
+
+def test_a_rerun_by_another_submitter_does_not_set_the_job_going(desk: Desk) -> None:
+    alice, bob = desk.client("client", "alice"), desk.client("client", "bob")
+    failed_job(desk, alice, "a")
+    desk.ask(bob, SubmitJobs(5, [JobSpec(job_id="a", max_retries=0)], True, "rerun"))
+    assert desk.last(bob, Accepted).exceptions[0].code == "FORBIDDEN"
+    job = desk.job("a")
+    assert job is not None
+    assert (job.state, job.generation) == (State.FAILED, 0)
+
+
+def test_a_rerun_sets_failed_jobs_going_and_leaves_the_others(desk: Desk) -> None:
+    alice = desk.client("client", "alice")
+    failed_job(desk, alice, "failed")
+    specs = [JobSpec(job_id="new"), JobSpec(job_id="failed", max_retries=0), JobSpec(job_id="no good", max_retries=0)]
+    desk.ask(alice, SubmitJobs(5, specs, True, "rerun"))
+    accepted = desk.last(alice, Accepted)
+    assert (accepted.corr_id, accepted.count) == (5, 3)
+    assert {item.index: item.code or item.state for item in accepted.exceptions} == {1: "PENDING", 2: "INVALID"}
+    job = desk.job("failed")
+    assert job is not None
+    assert (job.state, job.generation) == (State.PENDING, 1)
+    worker = desk.worker(credit=2)
+    desk.ask(worker, JobsFinished([ending(grant, exit_code=0) for grant in desk.grants(worker)]))
+    told = {item.job_id: item.state for message in desk.all(alice, Results)[1:] for item in message.items}
+    assert told == {"new": State.SUCCEEDED, "failed": State.SUCCEEDED}
+
+
+# ---------------------------------------------------------------------------------------------------- admins
+
+
+@pytest.mark.parametrize("verb", ["workers", "token.create", "token.list", "token.revoke"])
+def test_orders_of_operators_need_an_admin(desk: Desk, verb: str) -> None:
+    answer = desk.request(desk.client(), verb, token_id="alice")
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "FORBIDDEN"
+
+
+def test_an_admin_sees_the_workers(desk: Desk) -> None:
+    desk.worker("w1", credit=3, host="box", slots=3, patterns=("a.*",))
+    answer = desk.request(desk.client("admin", "root"), "workers")
+    assert isinstance(answer, Reply)
+    [worker] = answer.body
+    assert (worker["worker_id"], worker["credit"], worker["running"], worker["patterns"]) == ("w1", 3, 0, ["a.*"])
+
+
+def test_a_token_is_made_listed_without_its_hash_and_usable(desk: Desk) -> None:
+    from tasuki.core.access import token_sha256
+    from tasuki.core.protocol import HelloClient, Welcome
+
+    admin = desk.client("admin", "root")
+    made = desk.request(admin, "token.create", token_id="new", kind="client", sha256=token_sha256("s3cret"), label="ci")
+    assert isinstance(made, Reply)
+    listed = desk.request(admin, "token.list")
+    assert isinstance(listed, Reply)
+    rows = {row["token_id"]: row for row in listed.body}
+    assert (rows["new"]["created_by"], rows["new"]["label"]) == ("token:root", "ci")
+    assert all("sha256" not in row for row in listed.body)
+    conn = desk.open()
+    desk.ask(conn, HelloClient(msg_id=1, client_id="c", token="s3cret"))
+    assert desk.last(conn, Welcome).identity == "token:new"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"token_id": "t", "kind": "enrol", "sha256": "0" * 64},
+        {"token_id": "t", "kind": "client"},
+        {"token_id": "t", "kind": "client", "sha256": "0" * 64, "scope": ["a..b"]},
+        {"token_id": "", "kind": "client", "sha256": "0" * 64},
+        {"token_id": "t", "kind": "client", "sha256": "the secret itself"},
+    ],
+)
+def test_a_token_that_cannot_be_is_not_made(desk: Desk, params: dict[str, Any]) -> None:
+    admin = desk.client("admin", "root")
+    answer = desk.request(admin, "token.create", **params)
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "INVALID"
+    assert [row.token_id for row in desk.store.tokens()] == ["root"]
+
+
+def test_revoking_a_token_hangs_up_on_everybody_who_uses_it(desk: Desk) -> None:
+    admin, alice, bob = desk.client("admin", "root"), desk.client("client", "alice"), desk.client("client", "bob")
+    answer = desk.request(admin, "token.revoke", token_id="alice")
+    assert isinstance(answer, Reply)
+    assert isinstance(desk.hung_up[alice], Unauthorized)
+    assert bob not in desk.hung_up
+
+
+def test_revoking_what_is_not_there_says_so(desk: Desk) -> None:
+    answer = desk.request(desk.client("admin", "root"), "token.revoke", token_id="ghost")
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "NOT_FOUND"
+
+
+def test_a_client_that_leaves_is_forgotten_by_the_jobs_it_watched(desk: Desk) -> None:
+    first, second = desk.node(), desk.node()
+    for conn in (first, second):
+        desk.submit(conn, "a")
+    desk.close(first)
+    worker = desk.worker(credit=1)
+    desk.ask(worker, JobsFinished([ending(desk.grants(worker)[0])]))
+    assert desk.all(first, Results) == []
+    assert len(desk.all(second, Results)) == 1
+    assert desk.broker.watchers == {}
