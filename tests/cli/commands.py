@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -115,6 +116,11 @@ def eventually(condition: Callable[[], object], what: str, deadline_s: float = D
 
 
 def read_fifo(path: Path) -> str:
-    """Wait for somebody to write to the named pipe, and read it all: how a job says that it runs."""
-    with path.open() as fifo:
-        return fifo.read()
+    """Wait for somebody to write a line to the named pipe: how a job says that it runs."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        ready, _, _ = select.select([descriptor], [], [], DEADLINE_S)
+        assert ready, f"nobody wrote to {path.name} within {DEADLINE_S:g} s"
+        return os.read(descriptor, 1000).decode()
+    finally:
+        os.close(descriptor)

@@ -28,6 +28,13 @@ def test_the_embedded_server_leaves_after_its_last_client(user: User) -> None:
     eventually(lambda: not (user.data / "tasuki.sqlite3.owner").read_text(), "the folder has no owner")
 
 
+def test_the_embedded_server_works_off_what_was_submitted_before_it_leaves(user: User) -> None:
+    user.run("submit", "--array", "1-3", "--job-id", "batch", "sleep", "0.5")
+
+    eventually(lambda: not (user.data / "socket").exists(), "the socket is gone")
+    assert {view["state"] for view in user.json("list", "--json")["jobs"]} == {"SUCCEEDED"}
+
+
 def test_two_at_once_share_one_embedded_server(user: User) -> None:
     script = "read pid comm state ppid rest < /proc/$$/stat; read a b c d e < /proc/$ppid/stat; echo $d; sleep 1"
 

@@ -22,8 +22,9 @@ def test_a_server_says_where_it_listens_and_ends_in_order(user: User) -> None:
     assert not (user.data / "socket").exists()
 
 
-def test_json_events_for_programs(user: User) -> None:
-    with running(user, "server", "--tcp", "127.0.0.1:0", "--no-unix", "--json") as server:
+@pytest.mark.parametrize("words", [("server", "--tcp", "127.0.0.1:0", "--no-unix"), ("up", "--no-tcp", "--workers", "0")])
+def test_json_events_for_programs(user: User, words: tuple[str, ...]) -> None:
+    with running(user, *words, "--json") as server:
         events = [json.loads(line) for line in server.lines]
 
     assert [event["event"] for event in events] == ["listening", "ready"]
@@ -92,16 +93,17 @@ def test_up_ends_in_order_and_its_jobs_finish_first(user: User, tmp_path: Path) 
     assert user.json("status", "--json", "last")[0]["state"] == "SUCCEEDED"
 
 
-def test_a_second_signal_ends_up_at_once(user: User, tmp_path: Path) -> None:
+def test_a_second_signal_ends_up_and_the_jobs_that_still_run(user: User, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
     with running(user, "up", "--no-tcp", "--slots", "1") as server:
         user.run("submit", "--job-id", "endless", "sh", "-c", f"echo $$ > {tmp_path}/started; exec sleep 600")
-        read_fifo(tmp_path / "started")
+        job_pid = int(read_fifo(tmp_path / "started"))
         server.process.send_signal(signal.SIGINT)
         eventually(lambda: any(line.startswith("stopping") for line in server.lines), "it says that it stops")
         server.process.send_signal(signal.SIGINT)
+
         assert server.process.wait(DEADLINE_S) == 130
-    (user.data / "socket").unlink()
+        assert not Path(f"/proc/{job_pid}").exists()
 
 
 def workers_of(user: User) -> list[str]:

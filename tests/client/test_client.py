@@ -124,7 +124,7 @@ def test_payload_that_is_too_large_is_refused_with_the_way_out(client: Client, s
 
 
 def test_question_that_is_too_large_is_refused_and_not_sent_for_ever(client: Client) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(TooLarge, match="ask for less"):
         client.wait(asyncio.wait_for(client.aio.request("get", job_ids=["x" * 100] * 120_000), 5))
     assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
 
@@ -144,7 +144,7 @@ def test_bad_client_id_fails_at_once_with_the_reason(server: ServerProcess) -> N
 
 
 def test_no_server_is_unavailable_with_address_and_reason(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"tcp://127\.0\.0\.1:1 .*refused"):
+    with pytest.raises(Unavailable, match=r"tcp://127\.0\.0\.1:1: Connection refused"):
         Client("tcp://127.0.0.1:1", token="x", connect_timeout_s=0.5)
     with pytest.raises(Unavailable, match="No such file"):
         Client(f"unix://{tmp_path}/socket", connect_timeout_s=0.5)

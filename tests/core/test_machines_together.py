@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tasuki.core import worker_machine
 from tasuki.core.job import BlobRef, JobSpec, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import AssignJobs, JobsFinished
@@ -751,7 +752,7 @@ def test_a_release_that_was_lost_with_the_connection_is_said_again(world: World)
     worker.give_back("a")
     worker.flush()
     world.cut(worker)
-    world.run_for(PATIENCE_S + GIVE_BACK_PAUSE_S)
+    world.run_for(PATIENCE_S + worker_machine.GIVE_BACK_PAUSE_S)
     assert world.job("a").losses == 0
     assert worker.runs == [("a", 1), ("a", 2)]
 

@@ -28,3 +28,17 @@ def client(server: ServerProcess) -> Iterator[Client]:
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / "ledger")
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One for all tests of a file that do no harm to it."""
+    with start_server(tmp_path_factory.mktemp("shared")) as server:
+        yield server
+        assert server.running, server.output()
+
+
+@pytest.fixture
+def shared_client(shared_server: ServerProcess) -> Iterator[Client]:
+    with shared_server.client() as client:
+        yield client

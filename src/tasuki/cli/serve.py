@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tasuki.cli import exits
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import encode_json, write_line
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tasuki.server.app import Server
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HURRY_S = 10.0
 
 
 class Listen(NamedTuple):
@@ -56,22 +58,32 @@ class Events:
 
 
 class Stop:
-    """Signals: the first asks for an orderly end, the second ends the process at once."""
+    """Signals. The first asks for an orderly end; the second hurries what is still under way, or ends the process at once if
+    there is nothing to hurry; after HURRY_S, or at a third, the process is gone in any case.
+    """
 
-    def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, hurry: Callable[[], None] | None = None) -> None:
         self.wanted = asyncio.Event()
-        self._at_once = at_once
-        loop = asyncio.get_running_loop()
+        self.exit_code = exits.OK
+        self._hurry = hurry
+        self._loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._signal, number)
+            self._loop.add_signal_handler(number, self._signal, number)
 
     def _signal(self, number: signal.Signals) -> None:
         if not self.wanted.is_set():
             self.wanted.set()
-            return
-        self._at_once()
+        elif self._hurry is None:
+            self._leave(128 + number)
+        else:
+            self.exit_code = 128 + number
+            self._hurry()
+            self._hurry = None
+            self._loop.call_later(HURRY_S, self._leave, self.exit_code)
+
+    def _leave(self, code: int) -> None:
         sys.stdout.flush()
-        os._exit(128 + number)
+        os._exit(code)
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,7 +97,7 @@ async def _main(listen: Listen, workers: int, slots: int, until_idle: bool) -> i
     socket = f"unix://{listen.folder.socket}"
     options_of_each = ("--to", socket, "--subject", ">", "--slots", str(slots), "--any-program", "--log-level", "warning")
     workforce = Workforce(workers, options_of_each, events)
-    stop = Stop(at_once=workforce.kill)
+    stop = Stop(hurry=workforce.hurry)
 
     async def work(opened: Opened) -> None:
         await _work(opened, listen.folder, workforce, stop, events, until_idle)
@@ -105,7 +106,7 @@ async def _main(listen: Listen, workers: int, slots: int, until_idle: bool) -> i
     while True:
         try:
             await hosted(listen, events, work)
-            return 0
+            return stop.exit_code
         except Unavailable:
             if not await _may_try_again(listen.folder, deadline):
                 raise
@@ -180,11 +181,14 @@ def _greet(events: Events, folder: DataFolder, addresses: list[Address], until_i
     events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
     if until_idle:
         return
-    url = next((str(address) for address in addresses if address.scheme != "unix"), str(addresses[0]))
+    url = next((str(address) for address in addresses if address.scheme != "unix"), None)
+    found_by_itself = folder.root == DEFAULT_FOLDER.absolute()
     events.say("")
-    events.say("Try in another terminal, in this folder:")
-    events.say("  tasuki run echo hello")
-    events.say("  tasuki stats --watch")
-    events.say("From another user or machine (make a token first: tasuki token create --kind client):")
-    events.say(f"  tasuki run --to {url} --token-file FILE EXEC")
+    events.say("Try in another terminal, in this folder:" if found_by_itself else "Try in another terminal:")
+    where = "" if found_by_itself else f" --data {shlex.quote(str(folder.root))}"
+    events.say(f"  tasuki run{where} echo hello")
+    events.say(f"  tasuki stats{where} --watch")
+    if url is not None:
+        events.say("As another user (make a token first: tasuki token create --kind client):")
+        events.say(f"  tasuki list --to {url} --token-file FILE")
     events.say("")

@@ -123,7 +123,7 @@ def worker(
 
 def _end_with_stdin() -> None:
     """The other end of our stdin is held by `tasuki up`: when it is gone, however it died, there is no more to do here."""
-    while sys.stdin.buffer.read(1):
+    while os.read(sys.stdin.fileno(), 1):  # not sys.stdin.read: its lock, held by this thread, would break the exit
         pass
     for _ in range(2):  # drain, and if something still runs after its lease must have ended, stop
         os.kill(os.getpid(), signal.SIGTERM)

@@ -35,10 +35,9 @@ class Workforce:
         self._signal_all(signal.SIGTERM)
         await asyncio.gather(*self._keepers)
 
-    def kill(self) -> None:
-        """At once."""
-        self._ending.set()
-        self._signal_all(signal.SIGKILL)
+    def hurry(self) -> None:
+        """A worker's second signal makes it stop its jobs; killing it would leave them running without anybody."""
+        self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self._processes:

@@ -36,6 +36,7 @@ from tasuki.core.ids import IdMaker
 from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
     Accepted,
     CancelJobs,
     HelloClient,
@@ -47,12 +48,14 @@ from tasuki.core.protocol import (
     batches,
 )
 from tasuki.core.worker_machine import Connect
-from tasuki.errors import TasukiError, Unavailable, from_wire
+from tasuki.errors import TasukiError, TooLarge, Unavailable, from_wire
 from tasuki.net import Link, client_tls, connect
 from tasuki.net.blobs import BlobLine
 from tasuki.wire.compression import CODECS
+from tasuki.wire.messages import encode
 
 TICK_S = 0.05
+SPEC_MAX_BYTES = FRAME_MAX_BYTES // 2  # far above what a server takes; more would not even fit a frame, and could not be refused
 
 Answer = Callable[[Any, TasukiError | None], None]
 
@@ -231,6 +234,8 @@ class AsyncClient:
 
     def _ask(self, make: Callable[[int], Message], *, watch: tuple[str, ...] = ()) -> asyncio.Future[Any]:
         """One call, one answer."""
+        if self._closed:
+            raise Unavailable("this client was closed")
         future: asyncio.Future[Any] = self._loop.create_future()
         ticket = next(self._ticket_numbers)
 
@@ -249,6 +254,9 @@ class AsyncClient:
 
     async def request(self, verb: str, **params: Any) -> Any:
         """Any request of the protocol by name (docs/wire.md lists them)."""
+        size = len(encode(Request(0, verb, params)))
+        if size > FRAME_MAX_BYTES:  # the server would hang up, and we would ask it again for ever
+            raise TooLarge(f"the request {verb!r} has {size} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
         return await self._ask(lambda msg_id: Request(msg_id, verb, params))
 
     # ------------------------------------------------------------------------------------------------ jobs
@@ -282,6 +290,12 @@ class AsyncClient:
 
         A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead.
         """
+        for spec in specs:
+            if _large_bytes(spec) > SPEC_MAX_BYTES:
+                raise TooLarge(
+                    f"job {spec.job_id!r} has more than {SPEC_MAX_BYTES} bytes of payload, arguments and inline files; "
+                    "give large things as files, which are uploaded as blobs"
+                )
         handles = [self._handle(spec.job_id, watch) for spec in specs]
         calls: list[tuple[int, asyncio.Future[Any]]] = []
         start = 0
@@ -294,7 +308,8 @@ class AsyncClient:
                 accepted: Accepted = await call
             except TasukiError as error:
                 for _, other in calls:
-                    other.cancel()
+                    if not other.cancel() and not other.cancelled():
+                        other.exception()  # it failed for the same reason; asyncio wants it to be seen
                 self._drop(handles)
                 raise error
             first = self._read_exceptions(accepted, handles, start) or first
@@ -313,8 +328,9 @@ class AsyncClient:
             if item.code:
                 error = from_wire(item.code, item.message, item.details)
                 first = first or error
+                if not self._let_go(handle):
+                    handle = handles[start + item.index] = AsyncJobHandle(self, handle.job_id)
                 handle.settle(None, error)
-                self._handles.pop(handle.job_id, None)
             else:
                 handle.existed = True
         return first
@@ -325,17 +341,28 @@ class AsyncClient:
         handle = self._handles.get(job_id)
         if handle is None:
             handle = self._handles[job_id] = AsyncJobHandle(self, job_id)
+        else:
+            handle.holders += 1
         return handle
 
+    def _let_go(self, handle: AsyncJobHandle) -> bool:
+        """One submit behind the handle was refused; whether it was the only one."""
+        handle.holders -= 1
+        if handle.holders > 0:
+            return False
+        if self._handles.get(handle.job_id) is handle:
+            del self._handles[handle.job_id]
+        return True
+
     def _drop(self, handles: Iterable[AsyncJobHandle]) -> None:
-        for handle in handles:
-            self._handles.pop(handle.job_id, None)
-        self._apply(Unwatch([handle.job_id for handle in handles]))
+        self._apply(Unwatch([handle.job_id for handle in handles if self._let_go(handle)]))
 
     def job(self, job_id: str) -> AsyncJobHandle:
         """A job that was submitted before, by this or another process: its result can be awaited here."""
         handle = self._handle(job_id, watch=True)
-        if not handle.done:
+        if self._closed:
+            handle.settle(None, Unavailable("this client was closed"))
+        elif not handle.done:
             self._apply(Watch([job_id]))
         return handle
 

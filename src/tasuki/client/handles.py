@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 class AsyncJobHandle:
     """Awaitable result of one job. Costs nothing while nobody waits: the future is made only then."""
 
-    __slots__ = ("_client", "_error", "_result", "_waiter", "existed", "job_id")
+    __slots__ = ("_client", "_error", "_result", "_waiter", "existed", "holders", "job_id")
 
     def __init__(self, client: AsyncClient, job_id: str) -> None:
         self.job_id = job_id
         self.existed = False
         """The server knew this job before."""
+        self.holders = 1
+        """How many submits of this id it was given out for; one that is refused must not end the wait of the others."""
         self._client = client
         self._result: JobResult | None = None
         self._error: TasukiError | None = None

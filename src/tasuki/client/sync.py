@@ -12,8 +12,10 @@ from tasuki.client.aio import AsyncClient
 from tasuki.client.handles import AsyncJobHandle
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import JobResult
+from tasuki.errors import Unavailable
 
 T = TypeVar("T")
+CLOSE_TIMEOUT_S = 5.0
 
 
 class JobHandle:
@@ -63,6 +65,9 @@ class Client:
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
+        if self._loop.is_closed():
+            work.close()
+            raise Unavailable("this client was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -73,8 +78,17 @@ class Client:
     def close(self) -> None:
         """Leave. Jobs go on."""
         if self._thread.is_alive():
-            self.wait(self._async.close())
+            self.wait(self._close())
             self._stop()
+
+    async def _close(self) -> None:
+        await self._async.close()
+        # What other threads wait for has its answer now; it must get out of the loop before the loop ends.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -185,6 +185,8 @@ class Broker:
             case JobsReleased():
                 known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
                 worker.account.ended(len(known) - known.count(None))
+                if worker.reading:
+                    worker.settled.update(claim.lease_id for claim in message.claims)
                 self.draft.release.extend(self._held(worker, message.claims))
                 self.look_everywhere()
             case Subscribe():
@@ -207,9 +209,11 @@ class Broker:
         finish, fail = draft.finish, draft.fail
         finish_start, fail_start = len(finish), len(fail)
         check_endings(message.endings, missing)
-        known = 0
+        known, reading = 0, worker.reading
         for ending in message.endings:
             known += deliveries.pop(ending.lease_id, None) is not None
+            if reading:
+                worker.settled.add(ending.lease_id)
             report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, ending.outcome, ending.started_at)
             (finish if ending.outcome.error_code is None else fail).append(report)
         worker.account.ended(known)
@@ -220,6 +224,7 @@ class Broker:
 
     def _resume(self, worker: WorkerSession, claims: list[Claim]) -> None:
         """What it names it has. What the store has for it besides never reached it, or was given back unheard."""
+        worker.resuming = False
         for claim in claims:
             worker.deliveries.setdefault(claim.lease_id, Delivery(claim, worker.heard_at, acked=True))
         worker.account.running = len(worker.deliveries)
@@ -227,7 +232,7 @@ class Broker:
 
     def read_back(self, worker: WorkerSession) -> None:
         """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
-        worker.resuming = True
+        worker.reading = True
         self.draft.held.append((worker.worker_id, worker.incarnation))
         self.draft.held_routes.append(worker.conn)
 
@@ -312,8 +317,8 @@ class Broker:
         if not self._looking or self.disk_problem:
             return []
         looking = self._looking
-        self._looking = {conn: worker for conn, worker in looking.items() if worker.resuming}
-        everybody = [worker for worker in looking.values() if worker.patterns and not worker.resuming]
+        self._looking = {conn: worker for conn, worker in looking.items() if worker.resuming or worker.reading}
+        everybody = [worker for worker in looking.values() if worker.patterns and not (worker.resuming or worker.reading)]
         full = [worker for worker in everybody if worker.backlog]
         fresh = [worker for worker in everybody if not worker.backlog]
         wanted = len(self.draft.submit) + len(self.draft.rerun)
@@ -389,9 +394,8 @@ class Broker:
                 delivery.tries += 1
                 delivery.sent_at = now.monotonic
                 due = True
-        if due:
-            self.draft.held.append((worker.worker_id, worker.incarnation))
-            self.draft.held_routes.append(worker.conn)
+        if due and not worker.reading and not worker.resuming:
+            self.read_back(worker)
 
     def hang_up(self, conn: int, error: TasukiError) -> list[Command]:
         """Tell the peer why, and forget it."""

@@ -197,10 +197,10 @@ class ClientMachine:
         if waiting is None:
             return []
         # Results always come after the Accepted of their job, so that none of these can have arrived before.
-        self._watching.update(dict.fromkeys(waiting.watch))
-        for item in accepted.exceptions:
-            if item.code:
-                self._watching.pop(item.job_id, None)
+        # A refused one leaves the watch of an earlier submit of its id as it is.
+        refused = {item.index for item in accepted.exceptions if item.code}
+        watch = waiting.watch if not refused else [one for place, one in enumerate(waiting.watch) if place not in refused]
+        self._watching.update(dict.fromkeys(watch))
         return [Answered(waiting.ticket, accepted)]
 
     def _replied(self, reply: Reply) -> list[Command]:

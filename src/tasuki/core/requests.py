@@ -9,6 +9,7 @@ import msgspec
 from tasuki.core.access import Identity
 from tasuki.core.broker_events import Query
 from tasuki.core.draft import SubmitRoute, TokenRoute
+from tasuki.core.ids import check_name
 from tasuki.core.job import JobSpec, body_hash, check_spec
 from tasuki.core.machine import Send
 from tasuki.core.protocol import Acceptance, Reply, Request, SubmitJobs
@@ -101,6 +102,9 @@ def _token_order(broker: Broker, client: ClientSession, request: Request, identi
             raise InvalidInput(f"token.create: {error}") from None
         if row.kind not in ("admin", "client", "worker"):
             raise InvalidInput(f"a token's kind must be admin, client or worker, got {row.kind[:40]!r}")
+        check_name(row.token_id, "token_id")
+        if len(row.sha256) != 64 or not set(row.sha256) <= set("0123456789abcdef"):
+            raise InvalidInput("token.create: sha256 must be the 64 lower-case hex digits of the secret's hash, never the secret")
         for pattern in row.scope:
             identity.check_patterns((pattern,))
         draft.add_token.append(msgspec.structs.replace(row, created_by=identity.name))

@@ -55,7 +55,11 @@ class WorkerSession(Session, kw_only=True):
     account: Account = msgspec.field(default_factory=Account)
     deliveries: dict[str, Delivery] = msgspec.field(default_factory=dict)
     """By lease_id."""
+    settled: set[str] = msgspec.field(default_factory=set)
+    """lease_ids that it reported or gave back while the store was being asked what it holds: the answer is older than these."""
     resuming: bool = False
-    """Nothing is leased for it until it is known what it holds, and what was lost on the way to it."""
+    """It was connected before: nothing is leased for it until its first Heartbeat says what it holds."""
+    reading: bool = False
+    """The store is being asked what it holds: nothing is leased for it until it is known what was lost on the way to it."""
     backlog: bool = False
     """It may take all it can: there is more than what this turn submits."""

@@ -247,7 +247,9 @@ def _redelivered(broker: Broker, conn: int, grants: list[Grant], out: list[Comma
     worker = broker.sessions.get(conn)
     if not isinstance(worker, WorkerSession):
         return
-    worker.resuming = False
+    worker.reading = False
+    grants = [grant for grant in grants if grant.lease_id not in worker.settled]
+    worker.settled.clear()
     for grant in grants:
         if grant.lease_id not in worker.deliveries:
             worker.deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), now.monotonic)

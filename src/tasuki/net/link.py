@@ -7,6 +7,7 @@ without end: past `soft` bytes `writable` is cleared (and the owner stops readin
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 import struct
@@ -235,7 +236,10 @@ async def connect(
             f"no TLS connection to {address}: {error.reason or error}; check --tls-ca and the server's certificate"
         ) from None
     except OSError as error:
-        raise Unavailable(f"no connection to {address}: {error.strerror or error}") from None
+        # asyncio puts its own words in the place of the system's ("Connect call failed"), but for names that are not known.
+        known = error.errno is not None and not isinstance(error, socket.gaierror)
+        reason = os.strerror(error.errno) if known else error.strerror or str(error)  # type: ignore[arg-type]
+        raise Unavailable(f"no connection to {address}: {reason}") from None
     return link
 
 

@@ -1,0 +1,275 @@
+"""The client's decisions: what is said again, what is not, and what is told to those who wait."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pytest
+
+from tasuki.core.client_machine import (
+    RETRY_AFTER_S,
+    Answered,
+    Arrived,
+    Call,
+    ClientMachine,
+    Failed,
+    Unwatch,
+    Watch,
+    WatchRefused,
+    Welcomed,
+)
+from tasuki.core.job import JobSpec, Outcome, State
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
+from tasuki.core.protocol import (
+    BATCH_MAX,
+    HANDSHAKE_TIMEOUT_S,
+    Acceptance,
+    Accepted,
+    ErrorMessage,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloClient,
+    JobResult,
+    Message,
+    Reply,
+    Request,
+    Results,
+    SubmitJobs,
+    Welcome,
+)
+from tasuki.core.worker_machine import Connect
+from tasuki.errors import NotFound, TasukiError, Unavailable
+
+IDLE_S = 60.0
+M = TypeVar("M")
+
+
+class Bench:
+    """A machine on a bench: the test is the server and the clock."""
+
+    def __init__(self) -> None:
+        hello = HelloClient(msg_id=0, client_id="c1", token="t")
+        self.machine = ClientMachine(hello, addresses=1, jitter=lambda: 1.0)
+        self.time = 1000.0
+        self.conn = 0
+
+    def do(self, event: Any) -> list[Any]:
+        return self.machine.apply(event, Now(self.time, self.time + 1e9))
+
+    def hear(self, message: Message) -> list[Any]:
+        return self.do(Received(self.conn, message))
+
+    def after(self, seconds: float) -> list[Any]:
+        self.time += seconds
+        return self.do(Ticked())
+
+    def connect(self) -> list[Any]:
+        self.conn += 1
+        [hello] = sent(self.do(Opened(self.conn, Peer("tcp"))), HelloClient)
+        welcome = Welcome(
+            corr_id=hello.msg_id, version=1, server_id="s", identity="token:c", kind="client", idle_timeout_s=IDLE_S
+        )
+        return self.hear(welcome)
+
+    def lose(self) -> list[Any]:
+        return self.do(Closed(self.conn, "cut"))
+
+    def submit(self, ticket: int, *job_ids: str) -> list[Any]:
+        specs = [JobSpec(job_id=job_id) for job_id in job_ids]
+        return self.do(Call(ticket, lambda msg_id: SubmitJobs(msg_id, specs), watch=job_ids))
+
+    def accept(self, commands: list[Any], *exceptions: Acceptance) -> list[Any]:
+        [submit] = sent(commands, SubmitJobs)
+        return self.hear(Accepted(submit.msg_id, len(submit.specs), list(exceptions)))
+
+
+def sent(commands: list[Any], kind: type[M]) -> list[M]:
+    return [command.message for command in commands if isinstance(command, Send) and isinstance(command.message, kind)]
+
+
+def only(commands: list[Any], kind: type[M]) -> list[M]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def watched(commands: list[Any]) -> list[list[str]]:
+    return [request.params["job_ids"] for request in sent(commands, Request) if request.verb == "watch"]
+
+
+def result(job_id: str) -> JobResult:
+    return JobResult(job_id, State.SUCCEEDED, 1, Outcome())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    bench.connect()
+    return bench
+
+
+# ---------------------------------------------------------------------------------------------------- coming in
+
+
+def test_what_is_called_before_the_welcome_waits_for_it() -> None:
+    bench = Bench()
+    assert only(bench.do(Ticked()), Connect) == [Connect(0)]
+    assert bench.submit(1, "a") == []
+    commands = bench.connect()
+    assert len(only(commands, Welcomed)) == 1
+    assert [[spec.job_id for spec in submit.specs] for submit in sent(commands, SubmitJobs)] == [["a"]]
+
+
+@pytest.mark.parametrize("code", ["UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"])
+def test_a_hello_that_is_refused_for_good_fails_all_that_waits_and_all_that_comes(code: str) -> None:
+    bench = Bench()
+    bench.submit(1, "a")
+    bench.do(Watch(["b"]))
+    bench.conn = 1
+    bench.do(Opened(1, Peer("tcp")))
+    commands = bench.hear(ErrorMessage(0, code, "no"))
+    assert [failed.error.code for failed in only(commands, Failed)] == [code]
+    assert [answered.ticket for answered in only(commands, Answered)] == [1]
+    assert [refused.job_ids for refused in only(commands, WatchRefused)] == [["b"]]
+    bench.lose()
+    assert only(bench.after(60.0), Connect) == []
+    [answered] = only(bench.submit(2, "c"), Answered)
+    assert answered.error is not None
+    assert [refused.job_ids for refused in only(bench.do(Watch(["d"])), WatchRefused)] == [["d"]]
+
+
+def test_a_server_that_is_busy_is_tried_again() -> None:
+    bench = Bench()
+    bench.conn = 1
+    bench.do(Opened(1, Peer("tcp")))
+    assert bench.hear(ErrorMessage(0, "UNAVAILABLE", "busy")) == []
+    bench.lose()
+    assert len(only(bench.after(1.0), Connect)) == 1
+
+
+def test_a_hello_that_is_not_answered_is_given_up() -> None:
+    bench = Bench()
+    bench.do(Opened(1, Peer("tcp")))
+    assert only(bench.after(HANDSHAKE_TIMEOUT_S - 1.0), Hangup) == []
+    assert len(only(bench.after(2.0), Hangup)) == 1
+
+
+def test_messages_of_an_older_connection_are_not_heard(bench: Bench) -> None:
+    bench.lose()
+    bench.connect()
+    assert bench.do(Received(1, Results([result("a")]))) == []
+
+
+def test_it_beats_while_nothing_happens_and_leaves_a_server_that_does_not_answer(bench: Bench) -> None:
+    [beat] = sent(bench.after(IDLE_S / 3), Heartbeat)
+    bench.hear(HeartbeatAnswer(beat.msg_id))
+    hung_up = False
+    for _ in range(60):
+        hung_up = hung_up or bool(only(bench.after(1.0), Hangup))
+    assert hung_up
+
+
+# ---------------------------------------------------------------------------------------------------- calls
+
+
+def test_a_submit_that_was_not_answered_is_said_again_with_the_same_jobs(bench: Bench) -> None:
+    first = bench.submit(1, "a", "b")
+    bench.lose()
+    again = bench.connect()
+    [one], [two] = sent(first, SubmitJobs), sent(again, SubmitJobs)
+    assert one.specs == two.specs
+    assert one.msg_id != two.msg_id
+    assert bench.hear(Accepted(one.msg_id, 2)) == []
+    [answered] = only(bench.accept(again), Answered)
+    assert (answered.ticket, answered.error) == (1, None)
+
+
+def test_what_was_answered_is_not_said_again(bench: Bench) -> None:
+    bench.accept(bench.submit(1, "a"))
+    bench.lose()
+    assert sent(bench.connect(), SubmitJobs) == []
+
+
+def test_a_call_that_is_not_safe_to_repeat_fails_with_its_connection(bench: Bench) -> None:
+    bench.do(Call(1, lambda msg_id: Request(msg_id, "once"), lasting=False))
+    [answered] = only(bench.lose(), Answered)
+    assert isinstance(answered.error, Unavailable)
+    assert sent(bench.connect(), Request) == []
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "OVERLOADED"])
+def test_a_call_that_was_refused_for_now_is_said_again_after_a_while(bench: Bench, code: str) -> None:
+    [first] = sent(bench.submit(1, "a"), SubmitJobs)
+    assert bench.hear(ErrorMessage(first.msg_id, code, "not now")) == []
+    assert sent(bench.after(RETRY_AFTER_S / 2), SubmitJobs) == []
+    again = bench.after(RETRY_AFTER_S)
+    assert len(sent(again, SubmitJobs)) == 1
+    assert only(bench.accept(again), Answered)[0].error is None
+
+
+@pytest.mark.parametrize("code", ["DISK_FULL", "INVALID", "FORBIDDEN", "NOT_FOUND"])
+def test_other_errors_are_the_callers_answer(bench: Bench, code: str) -> None:
+    [first] = sent(bench.submit(1, "a"), SubmitJobs)
+    [answered] = only(bench.hear(ErrorMessage(first.msg_id, code, "no")), Answered)
+    assert isinstance(answered.error, TasukiError)
+    assert answered.error.code == code
+    assert sent(bench.after(10.0), SubmitJobs) == []
+
+
+def test_a_reply_goes_to_the_call_it_answers(bench: Bench) -> None:
+    [one] = sent(bench.do(Call(1, lambda msg_id: Request(msg_id, "get"))), Request)
+    [two] = sent(bench.do(Call(2, lambda msg_id: Request(msg_id, "find"))), Request)
+    assert bench.hear(Reply(two.msg_id, "two")) == [Answered(2, "two")]
+    assert bench.hear(Reply(one.msg_id, "one")) == [Answered(1, "one")]
+    assert bench.hear(Reply(one.msg_id, "one")) == []
+
+
+# ---------------------------------------------------------------------------------------------------- results
+
+
+def test_accepted_jobs_are_asked_for_after_a_reconnect_until_they_arrive(bench: Bench) -> None:
+    bench.accept(bench.submit(1, "a", "b"))
+    assert only(bench.hear(Results([result("a")])), Arrived) == [Arrived([result("a")])]
+    bench.lose()
+    assert watched(bench.connect()) == [["b"]]
+    bench.hear(Results([result("b")]))
+    bench.lose()
+    assert watched(bench.connect()) == []
+
+
+def test_refused_jobs_are_not_watched(bench: Bench) -> None:
+    bench.accept(bench.submit(1, "a", "b"), Acceptance(0, "a", "", "CONFLICT", "other body"))
+    bench.lose()
+    assert watched(bench.connect()) == [["b"]]
+
+
+def test_what_nobody_waits_for_is_not_asked_for(bench: Bench) -> None:
+    bench.do(Watch(["a", "b"]))
+    bench.do(Unwatch(["a"]))
+    bench.lose()
+    assert watched(bench.connect()) == [["b"]]
+
+
+def test_many_watched_jobs_are_asked_for_in_batches(bench: Bench) -> None:
+    job_ids = [f"job-{number}" for number in range(BATCH_MAX + 1)]
+    assert [len(some) for some in watched(bench.do(Watch(job_ids)))] == [BATCH_MAX, 1]
+
+
+def test_a_refused_watch_is_split_to_find_the_unknown_job(bench: Bench) -> None:
+    [request] = sent(bench.do(Watch(["a", "ghost"])), Request)
+    singles = sent(bench.hear(ErrorMessage(request.msg_id, "NOT_FOUND", "no")), Request)
+    assert [single.params["job_ids"] for single in singles] == [["a"], ["ghost"]]
+    assert bench.hear(Reply(singles[0].msg_id, {})) == []
+    [refused] = only(bench.hear(ErrorMessage(singles[1].msg_id, "NOT_FOUND", "no")), WatchRefused)
+    assert refused.job_ids == ["ghost"]
+    assert isinstance(refused.error, NotFound)
+    bench.lose()
+    assert watched(bench.connect()) == [["a"]]
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "OVERLOADED", "DISK_FULL"])
+def test_a_watch_that_was_refused_for_now_is_asked_again_whole(bench: Bench, code: str) -> None:
+    [request] = sent(bench.do(Watch(["a", "b"])), Request)
+    assert bench.hear(ErrorMessage(request.msg_id, code, "not now")) == []
+    bench.hear(Results([result("b")]))
+    assert watched(bench.after(RETRY_AFTER_S / 2)) == []
+    assert watched(bench.after(RETRY_AFTER_S)) == [["a"]]
+    assert watched(bench.after(RETRY_AFTER_S)) == []

@@ -1,0 +1,445 @@
+"""The worker's decisions: deadlines, doubles, endings that are kept, leaving."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pytest
+
+from tasuki.core.job import OnDisconnect, Outcome
+from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
+from tasuki.core.protocol import (
+    HANDSHAKE_TIMEOUT_S,
+    AssignJobs,
+    CancelLeases,
+    ErrorMessage,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloWorker,
+    JobsFinished,
+    JobsRecorded,
+    JobsReleased,
+    JobsStarted,
+    Message,
+    Reply,
+    Subscribe,
+    Welcome,
+)
+from tasuki.core.verbs import Grant
+from tasuki.core.worker_machine import (
+    SEEN_S,
+    STARTED_AFTER_S,
+    ChangePatterns,
+    Connect,
+    Drain,
+    Ended,
+    Exit,
+    Forget,
+    GaveBack,
+    Run,
+    Started,
+    Stop,
+    WorkerIdentity,
+    WorkerMachine,
+)
+
+TTL_S = 15.0
+M = TypeVar("M")
+
+
+class Bench:
+    """A machine on a bench: the test is the server, the clock and the process."""
+
+    def __init__(self, *, capacity: int = 2, **fields: Any) -> None:
+        identity = WorkerIdentity(worker_id="w1", incarnation="one", capacity=capacity, patterns=("a.*",), **fields)
+        self.machine = WorkerMachine(identity, addresses=2, jitter=lambda: 1.0)
+        self.time = 1000.0
+        self.conn = 0
+        self.commands: list[Any] = []
+
+    @property
+    def now(self) -> Now:
+        return Now(self.time, self.time + 1e9)
+
+    def do(self, event: Any) -> list[Any]:
+        """What the machine wants after this event, and at the end of the loop's turn."""
+        commands: list[Any] = self.machine.apply(event, self.now)
+        commands = [*commands, *self.machine.flush(self.now)]
+        self.commands += commands
+        return commands
+
+    def hear(self, message: Message) -> list[Any]:
+        return self.do(Received(self.conn, message))
+
+    def after(self, seconds: float) -> list[Any]:
+        self.time += seconds
+        return self.do(Ticked())
+
+    def open(self) -> HelloWorker:
+        self.conn += 1
+        [hello] = sent(self.do(Opened(self.conn, Peer("tcp"))), HelloWorker)
+        return hello
+
+    def connect(self, ttl_s: float = TTL_S) -> list[Any]:
+        hello = self.open()
+        return self.hear(welcome(hello.msg_id, ttl_s))
+
+    def answer_beats(self, commands: list[Any], **fields: Any) -> list[Any]:
+        answered: list[Any] = []
+        for beat in sent(commands, Heartbeat):
+            answered += self.hear(HeartbeatAnswer(beat.msg_id, **fields))
+        return answered
+
+    def run_answered(self, seconds: float) -> list[Any]:
+        """Time passes, and the server answers every heartbeat."""
+        commands: list[Any] = []
+        for _ in range(int(seconds * 2)):
+            now = self.after(0.5)
+            commands += [*now, *self.answer_beats(now)]
+        return commands
+
+    def lose(self) -> None:
+        self.do(Closed(self.conn, "cut"))
+
+
+def welcome(corr_id: int, ttl_s: float = TTL_S) -> Welcome:
+    return Welcome(corr_id=corr_id, version=1, server_id="s", identity="token:w", kind="worker", lease_ttl_s=ttl_s)
+
+
+def sent(commands: list[Any], kind: type[M]) -> list[M]:
+    return [command.message for command in commands if isinstance(command, Send) and isinstance(command.message, kind)]
+
+
+def only(commands: list[Any], kind: type[M]) -> list[M]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def grant(job_id: str = "a", attempt: int = 1, lease_id: str = "") -> Grant:
+    return Grant(job_id, b"", "alice", lease_id or f"lease-{job_id}-{attempt}", attempt, TTL_S)
+
+
+def assign(*grants: Grant, ttl_s: float = TTL_S) -> AssignJobs:
+    return AssignJobs(ttl_s, list(grants or (grant(),)))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    bench.answer_beats(bench.connect())
+    return bench
+
+
+# ---------------------------------------------------------------------------------------------------- coming in
+
+
+def test_it_dials_says_hello_and_gives_credit_for_all_its_places() -> None:
+    bench = Bench(capacity=3)
+    assert only(bench.do(Ticked()), Connect) == [Connect(0)]
+    hello = bench.open()
+    assert (hello.worker_id, hello.incarnation, hello.patterns, hello.resumed) == ("w1", "one", ("a.*",), False)
+    commands = bench.hear(welcome(hello.msg_id))
+    assert sent(commands, GiveCredit) == [GiveCredit(3)]
+    assert len(sent(commands, Heartbeat)) == 1
+
+
+def test_after_a_lost_connection_it_says_that_it_was_here_before_and_names_what_it_holds(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    hello = bench.open()
+    assert hello.resumed
+    commands = bench.hear(welcome(hello.msg_id))
+    [beat] = sent(commands, Heartbeat)
+    assert [claim.lease_id for claim in beat.claims] == ["lease-a-1"]
+    assert sent(commands, GiveCredit) == [GiveCredit(1)]
+
+
+def test_messages_of_an_older_connection_are_not_heard(bench: Bench) -> None:
+    bench.lose()
+    bench.connect()
+    assert only(bench.do(Received(1, assign())), Run) == []
+
+
+@pytest.mark.parametrize("code", ["UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"])
+def test_a_refusal_that_will_not_change_ends_the_worker(code: str) -> None:
+    bench = Bench()
+    bench.open()
+    [end] = only(bench.hear(ErrorMessage(0, code, "no")), Exit)
+    assert end.error is not None
+    assert end.error.code == code
+    bench.lose()
+    assert only(bench.after(60.0), Connect) == []
+
+
+@pytest.mark.parametrize("error", [ErrorMessage(0, "UNAVAILABLE", "busy"), ErrorMessage(0, "PROTOCOL", "?"), ErrorMessage(9, "INVALID", "")])
+def test_other_errors_do_not(bench: Bench, error: ErrorMessage) -> None:
+    assert only(bench.hear(error), Exit) == []
+
+
+def test_it_tries_its_addresses_in_turn(bench: Bench) -> None:
+    bench.time += 5.0
+    bench.lose()
+    dialed = []
+    for _ in range(3):
+        [dial] = only(bench.after(10.0), Connect)
+        dialed.append(dial.address)
+        bench.do(Closed(0, "refused"))
+    assert dialed == [0, 1, 0]
+
+
+def test_a_hello_that_is_not_answered_is_given_up() -> None:
+    bench = Bench()
+    bench.open()
+    assert only(bench.after(HANDSHAKE_TIMEOUT_S - 0.5), Hangup) == []
+    assert len(only(bench.after(1.0), Hangup)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- deadlines
+
+
+def test_heartbeats_go_out_every_third_of_the_ttl(bench: Bench) -> None:
+    assert sent(bench.after(TTL_S / 3 - 0.1), Heartbeat) == []
+    assert len(sent(bench.after(0.2), Heartbeat)) == 1
+
+
+def test_a_deadline_counts_from_before_the_last_answered_heartbeat_was_sent(bench: Bench) -> None:
+    asked_at = bench.time
+    bench.after(2.0)
+    bench.hear(assign())
+    held = bench.machine.held["lease-a-1"]
+    assert held.deadline == asked_at + TTL_S - LEASE_MARGIN_S
+    [beat] = sent(bench.after(TTL_S / 3), Heartbeat)
+    sent_at = bench.time
+    bench.time += 1.5
+    bench.hear(HeartbeatAnswer(beat.msg_id))
+    assert held.deadline == sent_at + TTL_S - LEASE_MARGIN_S
+
+
+def test_an_answer_that_comes_late_does_not_shorten_a_deadline(bench: Bench) -> None:
+    bench.hear(assign())
+    [first] = sent(bench.after(TTL_S / 3), Heartbeat)
+    [second] = sent(bench.after(TTL_S / 3), Heartbeat)
+    bench.hear(HeartbeatAnswer(second.msg_id))
+    deadline = bench.machine.held["lease-a-1"].deadline
+    bench.hear(HeartbeatAnswer(first.msg_id))
+    assert bench.machine.held["lease-a-1"].deadline == deadline
+
+
+def test_a_worker_that_cannot_renew_stops_at_the_deadline(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    assert only(bench.after(TTL_S - LEASE_MARGIN_S - 0.1), Stop) == []
+    assert only(bench.after(0.2), Stop) == [Stop("lease-a-1", "LEASE_LOST")]
+    commands = bench.do(Ended("lease-a-1", Outcome(error_code="LEASE_LOST")))
+    assert only(commands, Forget) == [Forget("lease-a-1", "the lease was lost")]
+    assert bench.machine.held == {}
+
+
+def test_a_worker_that_keeps_goes_on_past_its_deadline() -> None:
+    bench = Bench(on_disconnect=OnDisconnect.KEEP)
+    bench.connect()
+    bench.hear(assign())
+    bench.lose()
+    assert only(bench.after(10 * TTL_S), Stop) == []
+
+
+def test_a_grant_that_was_stuck_on_the_way_is_given_back_unstarted(bench: Bench) -> None:
+    bench.time += TTL_S
+    commands = bench.hear(assign())
+    assert only(commands, Run) == []
+    [released] = sent(commands, JobsReleased)
+    assert [claim.lease_id for claim in released.claims] == ["lease-a-1"]
+    assert sent(commands, GiveCredit) == [GiveCredit(1)]
+
+
+def test_a_half_open_connection_is_left_while_the_lease_still_lives(bench: Bench) -> None:
+    bench.hear(assign())
+    deadline = bench.machine.held["lease-a-1"].deadline
+    while not only(bench.after(0.1), Hangup):
+        assert bench.time < deadline
+    assert deadline - bench.time > 1.0
+
+
+def test_the_server_says_lost_or_cancel_once_and_the_attempt_is_stopped_once(bench: Bench) -> None:
+    bench.hear(assign(grant("a"), grant("b")))
+    [beat] = sent(bench.after(TTL_S / 3), Heartbeat)
+    commands = bench.hear(HeartbeatAnswer(beat.msg_id, ["lease-a-1"], ["lease-b-1"]))
+    assert set(only(commands, Stop)) == {Stop("lease-a-1", "CANCELED"), Stop("lease-b-1", "LEASE_LOST")}
+    assert only(bench.hear(CancelLeases(["lease-a-1", "lease-b-1"])), Stop) == []
+
+
+def test_a_canceled_attempt_reports_how_it_ended(bench: Bench) -> None:
+    bench.hear(assign())
+    assert only(bench.hear(CancelLeases(["lease-a-1"])), Stop) == [Stop("lease-a-1", "CANCELED")]
+    [report] = sent(bench.do(Ended("lease-a-1", Outcome(error_code="CANCELED"))), JobsFinished)
+    assert report.endings[0].outcome.error_code == "CANCELED"
+
+
+def test_a_lost_lease_outweighs_a_cancel(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.hear(CancelLeases(["lease-a-1"]))
+    bench.hear(HeartbeatAnswer(-1, [], ["lease-a-1"]))
+    commands = bench.do(Ended("lease-a-1", Outcome(error_code="CANCELED")))
+    assert sent(commands, JobsFinished) == []
+    assert only(commands, Forget) == [Forget("lease-a-1", "the lease was lost")]
+
+
+# ---------------------------------------------------------------------------------------------------- doubles, endings
+
+
+def test_an_assignment_that_comes_twice_runs_once_and_is_acknowledged_again(bench: Bench) -> None:
+    assert len(only(bench.hear(assign()), Run)) == 1
+    commands = bench.hear(assign())
+    assert only(commands, Run) == []
+    assert [claim.lease_id for message in sent(commands, JobsStarted) for claim in message.claims] == ["lease-a-1"]
+
+
+def test_an_attempt_that_is_still_held_is_not_run_again_however_long_it_takes(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.run_answered(SEEN_S + 10.0)
+    assert only(bench.hear(assign()), Run) == []
+
+
+def test_an_ended_attempt_that_is_assigned_again_is_reported_again(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.do(Ended("lease-a-1", Outcome(result=b"x")))
+    [again] = sent(bench.hear(assign()), JobsFinished)
+    assert again.endings[0].outcome.result == b"x"
+
+
+def test_what_was_let_go_on_an_older_connection_is_given_back_when_it_is_offered_again(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    bench.after(TTL_S)
+    bench.do(Ended("lease-a-1", Outcome(error_code="LEASE_LOST")))
+    bench.connect()
+    commands = bench.hear(assign())
+    assert only(commands, Run) == []
+    assert len(sent(commands, JobsReleased)) == 1
+    assert sent(commands, GiveCredit) == [GiveCredit(1)]
+    assert sent(bench.hear(assign()), JobsReleased) == []
+
+
+def test_an_ending_is_kept_and_offered_again_until_the_server_has_spoken(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    assert sent(bench.do(Ended("lease-a-1", Outcome(result=b"x"))), JobsFinished) == []
+    for _ in range(2):
+        [offered] = sent(bench.connect(), JobsFinished)
+        assert [ending.lease_id for ending in offered.endings] == ["lease-a-1"]
+        bench.lose()
+    bench.connect()
+    assert only(bench.hear(JobsRecorded(["lease-a-1"])), Forget) == [Forget("lease-a-1")]
+    bench.lose()
+    assert sent(bench.connect(), JobsFinished) == []
+
+
+def test_a_fenced_ending_is_forgotten_with_its_reason(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.do(Ended("lease-a-1", Outcome()))
+    assert only(bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")])), Forget) == [Forget("lease-a-1", "attempt 2 runs")]
+
+
+def test_an_ended_attempt_is_not_stopped_at_its_deadline(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    bench.do(Ended("lease-a-1", Outcome()))
+    assert only(bench.after(2 * TTL_S), Stop) == []
+
+
+def test_each_ending_gives_credit_once(bench: Bench) -> None:
+    bench.hear(assign())
+    assert sent(bench.do(Ended("lease-a-1", Outcome())), GiveCredit) == [GiveCredit(1)]
+    assert sent(bench.do(Ended("lease-a-1", Outcome())), GiveCredit) == []
+
+
+def test_endings_that_are_not_recorded_do_not_take_places_after_a_reconnect(bench: Bench) -> None:
+    bench.hear(assign(grant("a"), grant("b")))
+    bench.do(Ended("lease-a-1", Outcome()))
+    bench.lose()
+    assert sent(bench.connect(), GiveCredit) == [GiveCredit(1)]
+
+
+def test_the_start_of_a_command_is_told_at_once_and_again_after_a_reconnect(bench: Bench) -> None:
+    bench.hear(assign())
+    assert len(sent(bench.do(Started("lease-a-1")), JobsStarted)) == 1
+    bench.lose()
+    assert len(sent(bench.connect(), JobsStarted)) == 1
+
+
+def test_the_start_of_a_handler_is_told_only_if_it_takes_longer(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.machine.handler_started("lease-a-1", bench.now.wall)
+    assert sent(bench.after(STARTED_AFTER_S / 2), JobsStarted) == []
+    assert len(sent(bench.after(STARTED_AFTER_S), JobsStarted)) == 1
+    [report] = sent(bench.do(Ended("lease-a-1", Outcome())), JobsFinished)
+    assert report.endings[0].started_at is not None
+
+
+def test_everything_of_one_turn_of_the_loop_goes_in_one_message(bench: Bench) -> None:
+    bench.hear(assign(grant("a"), grant("b")))
+    for lease_id in ("lease-a-1", "lease-b-1"):
+        bench.machine.apply(Ended(lease_id, Outcome()), bench.now)
+    commands = bench.machine.flush(bench.now)
+    assert [len(message.endings) for message in sent(commands, JobsFinished)] == [2]
+    assert sent(commands, GiveCredit) == [GiveCredit(2)]
+
+
+# ---------------------------------------------------------------------------------------------------- leaving
+
+
+def test_an_idle_worker_that_drains_leaves_when_the_server_knows(bench: Bench) -> None:
+    commands = bench.do(Drain())
+    [subscribe] = sent(commands, Subscribe)
+    assert subscribe.patterns == ()
+    assert only(commands, Exit) == []
+    assert only(bench.hear(Reply(subscribe.msg_id, {})), Exit) == [Exit()]
+
+
+def test_a_draining_worker_waits_for_its_last_ending_to_be_recorded(bench: Bench) -> None:
+    bench.hear(assign())
+    [subscribe] = sent(bench.do(Drain()), Subscribe)
+    bench.hear(Reply(subscribe.msg_id, {}))
+    commands = bench.do(Ended("lease-a-1", Outcome()))
+    assert only(commands, Exit) == []
+    assert sent(commands, GiveCredit) == []
+    assert only(bench.hear(JobsRecorded(["lease-a-1"])), Exit) == [Exit()]
+
+
+def test_what_crosses_a_drain_is_given_back_before_the_worker_leaves(bench: Bench) -> None:
+    [subscribe] = sent(bench.do(Drain()), Subscribe)
+    commands = bench.hear(assign())
+    assert len(sent(commands, JobsReleased)) == 1
+    assert only(commands, Run) == []
+    assert only(bench.hear(Reply(subscribe.msg_id, {})), Exit) == [Exit()]
+
+
+def test_what_a_draining_worker_could_not_start_is_told_before_it_leaves(bench: Bench) -> None:
+    bench.hear(assign())
+    [subscribe] = sent(bench.do(Drain()), Subscribe)
+    bench.hear(Reply(subscribe.msg_id, {}))
+    commands = bench.do(GaveBack("lease-a-1"))
+    kinds = [type(command.message) if isinstance(command, Send) else type(command) for command in commands]
+    assert kinds.index(JobsReleased) < kinds.index(Exit)
+
+
+def test_a_draining_worker_without_a_server_and_without_jobs_leaves_at_once(bench: Bench) -> None:
+    bench.lose()
+    assert only(bench.do(Drain()), Exit) == [Exit()]
+
+
+def test_a_draining_worker_that_reconnects_still_takes_nothing(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.do(Drain())
+    bench.lose()
+    commands = bench.connect()
+    assert [message.patterns for message in sent(commands, Subscribe)] == [()]
+    assert sent(commands, GiveCredit) == []
+
+
+def test_new_patterns_are_told_now_and_after_a_reconnect(bench: Bench) -> None:
+    [subscribe] = sent(bench.do(ChangePatterns(("b.*",))), Subscribe)
+    assert subscribe.patterns == ("b.*",)
+    bench.lose()
+    assert bench.open().patterns == ("b.*",)
