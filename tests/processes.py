@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tasuki import Client
+from tasuki import AsyncClient, Client
 from tasuki.config import DataFolder, parse_url
 from tasuki.core.access import token_sha256
 from tasuki.server.node import make_secret
@@ -157,11 +157,11 @@ class ChildProcess:
 class ServerProcess(ChildProcess):
     """A running `tasuki server`. Make one with `start_server`."""
 
-    def __init__(self, data: Path, arguments: Iterable[str], env: Mapping[str, str], tcp: str, **options: Any) -> None:
+    def __init__(self, data: Path, arguments: Iterable[str], env: Mapping[str, str], tcp: str, log: Path, **options: Any) -> None:
         self.data = data
         self._arguments = list(arguments)
         self.url = self.unix_url = ""
-        super().__init__(self._command_for(tcp), data.with_name(data.name + ".server.log"), env, **options)
+        super().__init__(self._command_for(tcp), log, env, **options)
         self._await_ready()
 
     def _command_for(self, tcp: str) -> list[str]:
@@ -204,17 +204,20 @@ class ServerProcess(ChildProcess):
 
     def client(self, url: str | None = None, **options: Any) -> Client:
         """A client over TCP with the admin token, unless told otherwise."""
-        options.setdefault("token", self.token)
-        options.setdefault("connect_timeout_s", 10.0)
-        return Client(url or self.url, **options)
+        return Client(url or self.url, **self._client_options(options))
+
+    def async_client(self, url: str | None = None, **options: Any) -> AsyncClient:
+        """The same, for `async with`."""
+        return AsyncClient(url or self.url, **self._client_options(options))
+
+    def _client_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"token": self.token, "connect_timeout_s": 10.0, **options}
 
     def create_token(self, kind: str, *, scope: Iterable[str] = (), expires_at: float | None = None) -> str:
         """A new token of a kind (admin, client, worker); returns the secret."""
         return self.create_named_token(kind, scope=scope, expires_at=expires_at)[1]
 
-    def create_named_token(
-        self, kind: str, *, scope: Iterable[str] = (), expires_at: float | None = None
-    ) -> tuple[str, str]:
+    def create_named_token(self, kind: str, *, scope: Iterable[str] = (), expires_at: float | None = None) -> tuple[str, str]:
         """(token_id, secret) of a new token."""
         token_id, secret = secrets.token_hex(6), make_secret(kind)
         row = {
@@ -238,6 +241,7 @@ def start_server(
     *arguments: str,
     env: Mapping[str, str] | None = None,
     tcp: str = "127.0.0.1:0",
+    log: Path | None = None,
     **options: Any,
 ) -> ServerProcess:
     """Start `tasuki server` on `tmp_path / "data"`; returns when it listens.
@@ -245,7 +249,7 @@ def start_server(
     `arguments` are further ones of the command line, `env` is added to the environment (TASUKI_FAULT, …), `options` go
     to Popen (`user=`, `preexec_fn=`, …).
     """
-    return ServerProcess(tmp_path / "data", arguments, env or {}, tcp, **options)
+    return ServerProcess(tmp_path / "data", arguments, env or {}, tcp, log or tmp_path / "server.log", **options)
 
 
 def start_worker(
@@ -271,9 +275,7 @@ def start_worker(
     if token is None and isinstance(server, ServerProcess) and not url.startswith("unix:"):
         token = server.create_token("worker")
     start = [*TASUKI, "worker", "--to", url] if command else [sys.executable, script, url]
-    worker = WorkerProcess(
-        [*start, *arguments], log, {**({"TASUKI_TOKEN": token} if token else {}), **(env or {})}, **options
-    )
+    worker = WorkerProcess([*start, *arguments], log, {**({"TASUKI_TOKEN": token} if token else {}), **(env or {})}, **options)
     if wait:
         try:
             worker.wait_for_output("connected ")

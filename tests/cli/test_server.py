@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,37 @@ def test_a_worker_over_tcp_runs_what_it_allows_and_nothing_else(user: User) -> N
     assert allowed.stdout == "said this\n"
     assert refused.returncode == 125
     assert "EXEC_NOT_ALLOWED" in refused.stderr
+
+
+HANDLERS = """
+import sys
+from tasuki import Worker
+
+worker = Worker(sys.argv[1])
+
+@worker.handler("math.square")
+async def square(job):
+    return str(int(job.payload) ** 2)
+
+worker.run()
+"""
+
+
+def test_a_handlers_bytes_are_its_output_and_its_result(user: User) -> None:
+    with running(user, "server", "--no-tcp"):
+        worker = subprocess.Popen([sys.executable, "-c", HANDLERS, f"unix://{user.data}/socket"], env=user.environ)
+        try:
+            words = ("--subject", "math.square", "--job-id", "square-7", "--payload-file", "-", "-")
+            done = user.run("run", *words, input="7")
+            saved = user.json("result", "--json", "square-7")
+            logs = user.run("logs", "square-7")
+        finally:
+            worker.terminate()
+            assert worker.wait(DEADLINE_S) == 0
+
+    assert (done.stdout, done.returncode) == ("49", 0), done.stderr
+    assert (user.home / saved["path"]).read_bytes() == b"49"
+    assert (saved["path"], logs.returncode) == ("square-7.bin", 3)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tasuki.core.broker import DUTY_INTERVAL_S, STORE_RETRY_S
 from tasuki.core.broker_events import DiskSpace, SendBlob, TurnDone, TurnFailed
 from tasuki.core.credit import CREDIT_MAX
 from tasuki.core.job import JobSpec, State
+from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
     AssignJobs,
     BlobGet,
@@ -29,6 +30,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Subscribe,
 )
+from tasuki.core.sessions import REDELIVER_AFTER_S
 from tasuki.core.verbs import Turn
 from tasuki.errors import DiskFull, InvalidInput, Unavailable
 from tasuki.stores.batching import execute
@@ -136,6 +138,18 @@ def test_a_worker_that_takes_no_subjects_gets_nothing_more(desk: Desk) -> None:
     assert len(desk.grants(worker)) == 1
 
 
+def test_a_worker_that_stops_taking_while_its_lease_is_made_keeps_its_credit_for_later(desk: Desk) -> None:
+    client, worker = desk.node(), desk.worker(credit=1)
+    desk.tell(client, SubmitJobs(1, [JobSpec(job_id="a")]))
+    turn = one_turn(desk)
+    desk.tell(worker, Subscribe(31, ()))
+    desk.apply(TurnDone(turn, execute(desk.store, turn)))
+    desk.turns()
+    assert desk.grants(worker) == []
+    desk.ask(worker, Subscribe(32, (">",)))
+    assert [(grant.job_id, grant.attempt) for grant in desk.grants(worker)] == [("a", 2)]
+
+
 # ---------------------------------------------------------------------------------------------------- endings
 
 
@@ -166,15 +180,15 @@ def test_a_worker_cannot_end_another_workers_attempt(desk: Desk) -> None:
     assert desk.job("a").state is State.ASSIGNED  # type: ignore[union-attr]
 
 
-def test_an_exact_repeat_is_recorded_again_and_told_once(desk: Desk) -> None:
-    client, worker = desk.node(), desk.worker(credit=1)
-    desk.submit(client, "a")
-    [grant] = desk.grants(worker)
+def test_an_exact_repeat_is_recorded_again_told_once_and_counted_once(desk: Desk) -> None:
+    client, worker = desk.node(), desk.worker(credit=2)
+    desk.submit(client, "a", "b")
+    grant, _ = desk.grants(worker)
     for _ in range(2):
         desk.ask(worker, JobsFinished([ending(grant, result=b"x")]))
     assert [message.recorded for message in desk.all(worker, JobsRecorded)] == [[grant.lease_id]] * 2
     assert len(desk.all(client, Results)) == 1
-    assert desk.broker.workers["w1"].account.running == 0
+    assert desk.broker.workers["w1"].account.running == 1
 
 
 def test_a_result_blob_that_is_not_here_is_not_recorded(desk: Desk) -> None:
@@ -337,7 +351,9 @@ def test_a_failed_turn_tells_askers_hangs_up_on_hellos_and_keeps_workers_words(d
     desk.tell(worker, JobsFinished([ending(grant)]))
     desk.tell(worker, Heartbeat(24, [claim(grant)]))
     desk.apply(TurnFailed(one_turn(desk), DiskFull("no room")))
-    assert {message.corr_id: message.code for message in desk.all(client, ErrorMessage)} == dict.fromkeys((21, 22, 23), "DISK_FULL")
+    assert {message.corr_id: message.code for message in desk.all(client, ErrorMessage)} == dict.fromkeys(
+        (21, 22, 23), "DISK_FULL"
+    )
     assert isinstance(desk.hung_up[stranger], DiskFull)
     assert desk.all(worker, JobsRecorded) == []
     desk.pass_time(STORE_RETRY_S)
@@ -349,3 +365,20 @@ def test_a_session_of_the_own_user_may_be_worker_and_client_at_once(desk: Desk) 
     client, worker = desk.node(), desk.worker(peer=UNIX, credit=1)
     desk.submit(client, "a")
     assert [message.ttl_s for message in desk.all(worker, AssignJobs)] == [15.0]
+
+
+def test_an_ending_that_arrives_while_the_store_is_asked_what_to_deliver_again_is_not_undone(desk: Desk) -> None:
+    client, worker = desk.node(), desk.worker(credit=1)
+    desk.submit(client, "a")
+    [grant] = desk.grants(worker)
+    desk.clock.advance(REDELIVER_AFTER_S)
+    desk.apply(Ticked())
+    turn = one_turn(desk)
+    assert turn.held
+    answers = execute(desk.store, turn)
+    desk.tell(worker, JobsFinished([ending(grant)]))
+    desk.apply(TurnDone(turn, answers))
+    desk.turns()
+    account = desk.broker.workers["w1"].account
+    assert len(desk.grants(worker)) == 1
+    assert (account.running, account.owed) == (0, 0)

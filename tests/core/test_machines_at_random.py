@@ -4,6 +4,8 @@ when the trouble ends every accepted job comes to its end."""
 from __future__ import annotations
 
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from tasuki.stores.memory import MemoryStore  # noqa: E402
 from tasuki.testing.clocks import FakeClock  # noqa: E402
 from tasuki.testing.harness import World  # noqa: E402
 from tasuki.testing.harness_nodes import WorkerNode  # noqa: E402
+from tests.core.conftest import sqlite_world  # noqa: E402
 
 STEPS = 150
 CLIENT_SILENCE_S = 70.0  # within this a client has noticed that its link is half-open, and made a new one
@@ -29,10 +32,9 @@ SUBJECTS = ("a.1", "a.2", "b.1", "b.w1")
 class Chaos:
     """One history, wholly given by its seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, world: World) -> None:
         self.random = random.Random(seed)
-        clock = FakeClock()
-        self.world = World(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed)
+        self.world = world
         self.world.refuse = self._refuse
         self.world.lose_answer = self._lose_answer
         self.trouble = True
@@ -155,19 +157,35 @@ class Chaos:
             world.check()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**32))
-def test_the_invariants_hold_on_every_schedule_and_all_jobs_end_when_the_trouble_does(seed: int) -> None:
-    chaos = Chaos(seed)
+def live_through(seed: int, world: World) -> None:
+    """Trouble, calm, and what must hold in both."""
+    chaos = Chaos(seed, world)
     for _ in range(STEPS):
         chaos.step()
-        chaos.world.check()
+        world.check()
     chaos.calm_down()
-    chaos.world.check()
-    jobs = chaos.world.all_jobs()
+    jobs = world.all_jobs()
     assert {job.job_id: job.state for job in jobs if not job.state.terminal} == {}, "liveness: these never ended"
-    for client in chaos.world.clients:
+    for client in world.clients:
         missing = [job_id for job_id in client.accepted if job_id not in client.results]
         assert not missing, f"{client.name} was never told how {missing} ended"
-        waiting = client.machine._calls
-        assert not waiting, f"{client.name} was never answered: {waiting}"
+        assert not client.machine._calls, f"{client.name} was never answered"
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_the_invariants_hold_on_every_schedule_and_all_jobs_end_when_the_trouble_does(seed: int) -> None:
+    clock = FakeClock()
+    live_through(seed, World(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_they_hold_on_sqlite_with_a_server_that_opens_its_file_again(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = sqlite_world(Path(folder) / "world.sqlite3", FakeClock(), seed=seed)
+        try:
+            live_through(seed, world)
+        finally:
+            world.store.close()

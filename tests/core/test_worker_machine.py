@@ -172,7 +172,9 @@ def test_a_refusal_that_will_not_change_ends_the_worker(code: str) -> None:
     assert only(bench.after(60.0), Connect) == []
 
 
-@pytest.mark.parametrize("error", [ErrorMessage(0, "UNAVAILABLE", "busy"), ErrorMessage(0, "PROTOCOL", "?"), ErrorMessage(9, "INVALID", "")])
+@pytest.mark.parametrize(
+    "error", [ErrorMessage(0, "UNAVAILABLE", "busy"), ErrorMessage(0, "PROTOCOL", "?"), ErrorMessage(9, "INVALID", "")]
+)
 def test_other_errors_do_not(bench: Bench, error: ErrorMessage) -> None:
     assert only(bench.hear(error), Exit) == []
 
@@ -338,7 +340,9 @@ def test_an_ending_is_kept_and_offered_again_until_the_server_has_spoken(bench: 
 def test_a_fenced_ending_is_forgotten_with_its_reason(bench: Bench) -> None:
     bench.hear(assign())
     bench.do(Ended("lease-a-1", Outcome()))
-    assert only(bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")])), Forget) == [Forget("lease-a-1", "attempt 2 runs")]
+    assert only(bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")])), Forget) == [
+        Forget("lease-a-1", "attempt 2 runs")
+    ]
 
 
 def test_an_ended_attempt_is_not_stopped_at_its_deadline(bench: Bench) -> None:

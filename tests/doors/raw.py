@@ -149,9 +149,7 @@ class RawPeer:
         return self.receive()
 
     def hello_worker(self, token: str = "", worker_id: str = "raw-worker", **fields: Any) -> Message | None:
-        self.send(
-            HelloWorker(msg_id=self.next_id(), worker_id=worker_id, incarnation=f"i-{id(self)}", token=token, **fields)
-        )
+        self.send(HelloWorker(msg_id=self.next_id(), worker_id=worker_id, incarnation=f"i-{id(self)}", token=token, **fields))
         return self.receive()
 
     def as_client(self, token: str = "") -> Self:

@@ -49,9 +49,7 @@ def test_wrong_token_is_refused_with_a_code_and_without_an_echo(
     ("kind", "as_client", "as_worker"),
     [("admin", None, "FORBIDDEN"), ("client", None, "FORBIDDEN"), ("worker", "UNAUTHORIZED", None)],
 )
-def test_each_kind_of_token_has_its_role(
-    server: ServerProcess, kind: str, as_client: str | None, as_worker: str | None
-) -> None:
+def test_each_kind_of_token_has_its_role(server: ServerProcess, kind: str, as_client: str | None, as_worker: str | None) -> None:
     token = server.create_token(kind)
     for hello, code in ((client_hello, as_client), (worker_hello, as_worker)):
         with RawPeer(server.url) as peer:
@@ -213,7 +211,6 @@ def test_same_id_and_body_from_another_submitter_gives_nothing_away(stranger: Cl
     assert "secret" not in refused.value.message
 
 
-@pytest.mark.xfail(reason="the store answers Conflict before anybody looks whose job it is")
 def test_same_id_and_other_body_from_another_submitter_names_no_fields(stranger: Client, finished: str) -> None:
     """A Conflict would tell a stranger, guess by guess, what another's job contains."""
     with pytest.raises(TasukiError) as refused:
@@ -221,7 +218,6 @@ def test_same_id_and_other_body_from_another_submitter_names_no_fields(stranger:
     assert refused.value.code == "FORBIDDEN"
 
 
-@pytest.mark.xfail(reason="the store reruns the job before anybody looks whose it is")
 def test_rerun_of_anothers_failed_job_is_refused(owner: Client, stranger: Client) -> None:
     body = {"subject": "fail", "payload": b"no", "max_retries": 0}
     job = owner.submit(**body)

@@ -118,7 +118,10 @@ def test_compressed_payload_that_grows_past_the_limit_is_refused(
         (frame(Type.HELLO_CLIENT, packed({"msg_id": 1, "client_id": "x"}), b"j" * 9, flags=GZIP | ZSTD), "PROTOCOL"),
         (frame(Type.REQUEST, packed({"msg_id": 1, "verb": "counts"})), "PROTOCOL"),
         (frame(Type.CHUNK, packed({"corr_id": 1, "offset": 0}), b"x"), "PROTOCOL"),
-        (frame(Type.WELCOME, packed({"corr_id": 1, "version": 1, "server_id": "s", "identity": "i", "kind": "a"})), "PROTOCOL"),
+        (
+            frame(Type.WELCOME, packed({"corr_id": 1, "version": 1, "server_id": "s", "identity": "i", "kind": "a"})),
+            "PROTOCOL",
+        ),
         (frame(8), "UNKNOWN_FRAME"),
         (frame(Type.CACHE_PUT), "UNKNOWN_FRAME"),
         (frame(250), "UNKNOWN_FRAME"),
@@ -127,7 +130,8 @@ def test_compressed_payload_that_grows_past_the_limit_is_refused(
     ],
     ids=[
         "http", "tls", "zeros", "not-msgpack", "wrong-types", "not-a-map", "unknown-flag", "bad-zstd", "bad-gzip",
-        "two-codecs", "request-first", "chunk-first", "welcome-first", "type-8", "reserved-type", "type-250", "too-new", "too-old",
+        "two-codecs", "request-first", "chunk-first", "welcome-first", "type-8", "reserved-type", "type-250", "too-new",
+        "too-old",
     ],
 )  # fmt: skip
 def test_stranger_that_does_not_speak_the_protocol_hears_why(
@@ -187,7 +191,14 @@ def test_deep_nesting_is_bad_input_not_a_crash(server: ServerProcess, others_are
 
 @pytest.mark.parametrize(
     ("verb", "name"),
-    [("requeue", "reason"), ("find", "limit"), ("find", "subject"), ("get", "job_ids"), ("explain", "job_id"), ("watch", "job_ids")],
+    [
+        ("requeue", "reason"),
+        ("find", "limit"),
+        ("find", "subject"),
+        ("get", "job_ids"),
+        ("explain", "job_id"),
+        ("watch", "job_ids"),
+    ],
 )
 def test_nesting_that_just_decodes_is_answered_with_an_error_too(
     server: ServerProcess, others_are_served: Served, verb: str, name: str

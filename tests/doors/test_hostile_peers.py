@@ -153,7 +153,7 @@ def test_upload_in_chunks_is_stored_and_not_asked_for_again(server: ServerProces
 
 @pytest.mark.parametrize(
     "sha256",
-    ["", "..", "../../etc/passwd", "A" * 64, "g" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n", "../" + "a" * 61, "\0" * 64, "a" * 60_000],
+    ["", "..", "../../etc/passwd", "A" * 64, "g" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n", "../" + "a" * 61, "\0" * 64],
 )
 def test_blob_name_that_is_not_a_sha256_is_refused(server: ServerProcess, sha256: str) -> None:
     with RawPeer(server.url) as peer:
@@ -359,9 +359,7 @@ def strange_reports(claim: Claim) -> dict[str, Message]:
 
 
 @pytest.mark.parametrize("name", list(strange_reports(Claim("j", "l", 1))))
-def test_nonsense_from_a_worker_harms_nobody_else(
-    held: tuple[RawPeer, Claim], others_are_served: Served, name: str
-) -> None:
+def test_nonsense_from_a_worker_harms_nobody_else(held: tuple[RawPeer, Claim], others_are_served: Served, name: str) -> None:
     # Given a worker that holds an attempt
     peer, claim = held
     # When it reports what cannot be
@@ -371,9 +369,7 @@ def test_nonsense_from_a_worker_harms_nobody_else(
     others_are_served()
 
 
-def test_worker_cannot_finish_what_another_holds(
-    server: ServerProcess, held: tuple[RawPeer, Claim], worker_token: str
-) -> None:
+def test_worker_cannot_finish_what_another_holds(server: ServerProcess, held: tuple[RawPeer, Claim], worker_token: str) -> None:
     # Given an attempt that one worker holds, and another that knows all its numbers
     owner, claim = held
     with RawPeer(server.url) as thief:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from tasuki.server.app import Server, ServerConfig
 from tasuki.server.node import make_server, prepare_folder
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer, bomb, frame
-from tests.processes import start_server
+from tests.processes import open_files, start_server
 
 DEADLINE_S = 5.0
 
@@ -59,6 +59,15 @@ async def opened(root: Path) -> AsyncIterator[Door]:
 async def in_thread(work, *arguments):
     """The raw peers block, the server must run."""
     return await asyncio.wait_for(asyncio.to_thread(work, *arguments), 2 * DEADLINE_S)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Ask again in every few turns of the loop until it holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
 
 
 async def is_served(door: Door) -> None:
@@ -122,9 +131,7 @@ def test_one_byte_now_and_then_does_not_hold_a_frame_open(tmp_path: Path, monkey
     asyncio.run(main())
 
 
-def test_steady_stream_whose_reads_never_end_with_a_frame_is_not_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steady_stream_whose_reads_never_end_with_a_frame_is_not_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "FRAME_TIMEOUT_S", 0.3)
 
     async def main() -> None:
@@ -181,9 +188,7 @@ def test_slow_reader_is_cut_off_after_the_stall_deadline(tmp_path: Path, monkeyp
                     peer.send(Request(5, "find", {"limit": 900}))
                 await is_served(door)
                 # Then the server lets go of it
-                async with asyncio.timeout(DEADLINE_S):
-                    while links:
-                        await asyncio.sleep(0.01)
+                await eventually(lambda: not links)
             await is_served(door)
 
     asyncio.run(main())
@@ -203,23 +208,17 @@ def test_peer_that_is_hung_up_on_and_does_not_read_is_dropped_after_a_while(
                 await in_thread(peer.as_client, door.token)
                 connection = next(iter(door.server._links.values()))
                 peer.send(Request(5, "find", {"limit": 900}))
-                async with asyncio.timeout(DEADLINE_S):
-                    while not connection.transport.get_write_buffer_size():
-                        await asyncio.sleep(0.01)
-                descriptors = len(os.listdir("/proc/self/fd"))
+                await eventually(lambda: connection.transport.get_write_buffer_size())
+                descriptors = open_files(os.getpid())
                 # When it breaks the protocol with megabytes still unread
                 peer.send_bytes(frame(250))
                 # Then the socket itself is gone soon, not only our memory of it
-                async with asyncio.timeout(DEADLINE_S):
-                    while len(os.listdir("/proc/self/fd")) >= descriptors:
-                        await asyncio.sleep(0.01)
+                await eventually(lambda: open_files(os.getpid()) < descriptors)
 
     asyncio.run(main())
 
 
-def test_more_connections_than_allowed_are_told_so_and_the_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_connections_than_allowed_are_told_so_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "CONNECTIONS_MAX", 5)
 
     async def main() -> None:
@@ -236,9 +235,7 @@ def test_more_connections_than_allowed_are_told_so_and_the_others_stay(
             assert await client.counts() == {}
             # And there is room again when one leaves
             peers.pop().socket.close()
-            async with asyncio.timeout(DEADLINE_S):
-                while len(door.server._links) > 4:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: len(door.server._links) <= 4)
             with door.peer() as late:
                 await in_thread(late.as_client, door.token)
             for peer in peers:

@@ -8,7 +8,6 @@ import socket
 import ssl
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from tasuki.doors.tcp import check_listener, server_tls
 from tasuki.errors import ConfigError, Unavailable
 from tests.conftest import Require
 from tests.doors.raw import RawPeer, frame
-from tests.processes import SOURCE, TASUKI, ServerProcess, start_server, start_worker, wait_until
+from tests.processes import SOURCE, TASUKI, ServerProcess, start_server, start_worker
 
 NOBODY = 65534
 
@@ -167,7 +166,7 @@ class Certificates(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Certificates]:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """A certificate for 127.0.0.1 that is its own authority, and another one that nobody asked for."""
     if shutil.which("openssl") is None:
         from tests.conftest import require
@@ -182,7 +181,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Certifica
             check=True, capture_output=True, timeout=20,
         )  # fmt: skip
     pem = os.fspath(folder / "server.pem")
-    yield Certificates(pem, pem, os.fspath(folder / "server.key"), os.fspath(folder / "other.pem"))
+    return Certificates(pem, pem, os.fspath(folder / "server.key"), os.fspath(folder / "other.pem"))
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +247,9 @@ def test_silent_peers_at_the_tls_door_do_not_hinder_others(tls_server: ServerPro
 
 @pytest.mark.e2e
 def test_client_that_does_not_trust_the_certificate_says_so(tls_server: ServerProcess, certificates: Certificates) -> None:
-    with pytest.raises(Unavailable, match="(?i)certificate.*--tls-ca"):
+    with pytest.raises(Unavailable, match=r"(?i)certificate.*--tls-ca"):
         Client(tls_server.url, token=tls_server.token, tls_ca=certificates.other_ca, connect_timeout_s=1.5)
-    with pytest.raises(Unavailable, match="(?i)certificate.*--tls-ca"):
+    with pytest.raises(Unavailable, match=r"(?i)certificate.*--tls-ca"):
         Client(tls_server.url, token=tls_server.token, connect_timeout_s=1.5)
 
 
@@ -272,9 +271,9 @@ def test_unencrypted_protocols_are_not_spoken(tls_server: ServerProcess, certifi
 def test_certificate_problems_name_the_file(tmp_path: Path, certificates: Certificates) -> None:
     missing, junk = os.fspath(tmp_path / "missing.pem"), tmp_path / "junk.pem"
     junk.write_text("not a certificate")
-    for cert, key in ((missing, certificates.key), (os.fspath(junk), certificates.key), (certificates.other_ca, certificates.key)):
+    for cert in (missing, os.fspath(junk), certificates.other_ca):
         with pytest.raises(ConfigError) as refused:
-            server_tls(cert, key)
+            server_tls(cert, certificates.key)
         assert cert in refused.value.message
     for ca in (missing, os.fspath(junk)):
         with pytest.raises(ConfigError) as refused:

@@ -133,7 +133,9 @@ def test_an_orderly_restart_of_the_server_keeps_everything_too(tmp_path: Path, l
         assert ledger.attempts("orderly") == [1]
 
 
-def test_leases_are_renewed_by_the_restarted_server(server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path) -> None:
+def test_leases_are_renewed_by_the_restarted_server(
+    server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
+) -> None:
     # given: a job whose lease of 3 s would be over, and reaped, soon after the restart if nobody renewed it
     gate = tmp_path / "gate"
     with jobs_worker(server, ledger, "--on-disconnect", "keep", "--reconnect-grace", "60"):

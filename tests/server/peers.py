@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import TypeVar
 
 from tasuki.core.machine import Peer
@@ -16,33 +17,34 @@ M = TypeVar("M", bound=Message)
 
 
 class FakeConnection:
-    """What doors give to the server. `slow`: it never takes what is sent to it."""
+    """What doors give to the server. While `writable` is not set it takes nothing more."""
 
     def __init__(self) -> None:
         self.peer = Peer("unix", os.getuid(), "unix socket")
         self.codec: str | None = None
         self.said: list[Message] = []
         self.max_bytes = 0
-        self.closed: TasukiError | None | str = ""
+        self.closed: TasukiError | str | None = ""
         self.paused: set[object] = set()
-        self.pauses = 0
         self.writable = asyncio.Event()
         self.writable.set()
-        self._heard = asyncio.Condition()
+        self._heard = asyncio.Event()
 
     # -- the server's side ----------------------------------------------------------------------------------------
     def send(self, message: Message) -> None:
         self.said.append(message)
+        self._heard.set()
 
     def trust(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
 
     def close(self, error: TasukiError | None = None) -> None:
         self.closed = error
+        self._heard.set()
 
     def pause_reading(self, why: object = None) -> None:
-        self.pauses += 1
         self.paused.add(why)
+        self._heard.set()
 
     def resume_reading(self, why: object = None) -> None:
         self.paused.discard(why)
@@ -56,10 +58,15 @@ class FakeConnection:
 
     async def wait_for(self, kind: type[M], count: int = 1) -> M:
         """The count-th message of this kind; fails when it does not come."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.all(kind)) < count:
-                await asyncio.sleep(0)
+        await self.until(lambda: len(self.all(kind)) >= count)
         return self.all(kind)[count - 1]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Look again whenever the server did something to this connection."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self._heard.clear()
+                await self._heard.wait()
 
 
 async def client(server: Server) -> tuple[int, FakeConnection]:

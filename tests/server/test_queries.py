@@ -49,7 +49,12 @@ def ask(store: MemoryStore, who: Identity, verb: str, **params: Any) -> Any:
 def test_get_describes_jobs_without_payload_result_or_environment_values(store: MemoryStore) -> None:
     finish(store, "hers", b"out")
     [view] = ask(store, ALICE, "get", job_ids=["hers"])
-    assert (view["state"], view["payload_bytes"], view["env_names"], view["args"]) == ("SUCCEEDED", 2, ["PASSWORD"], ["--secret-free"])
+    assert (view["state"], view["payload_bytes"], view["env_names"], view["args"]) == (
+        "SUCCEEDED",
+        2,
+        ["PASSWORD"],
+        ["--secret-free"],
+    )
     assert view["outcome"]["result_bytes"] == 3
     assert "hunter2" not in repr(view)
     assert "result" not in view["outcome"]

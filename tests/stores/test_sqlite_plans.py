@@ -21,8 +21,8 @@ INDEX_OF = {
     "band": "tasuki_job_ready",
     "groups": "tasuki_job_ready",
     "subjects": "tasuki_job_ready",
-    "oldest_of_subject": "tasuki_job_ready",
-    "oldest_of_subjects": "tasuki_job_ready",
+    "oldest_of_queue": "tasuki_job_ready",
+    "oldest_of_queues": "tasuki_job_ready",
     "ahead": "tasuki_job_ready",
     "leases_over": "tasuki_job_leased",
     "renew_all": "tasuki_job_leased",
@@ -36,7 +36,7 @@ INDEX_OF = {
 }
 
 HOT = [
-    "submit_plain", "submit_full", "band", "groups", "subjects", "oldest_of_subject", "grant", "leased_groups",
+    "submit_plain", "submit_full", "band", "groups", "subjects", "oldest_of_queue", "grant", "leased_groups",
     "finish_plain", "finish_full", "start", "renew", "settle", "leases_over", "delayed_due", "promote",
     "next_lease_over", "next_delayed", "old",
 ]  # fmt: skip

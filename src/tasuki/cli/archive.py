@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tasuki.client import AsyncClient
     from tasuki.core.protocol import JobResult
 
+PIECE_BYTES = 64 * 1024
 STDOUT, STDERR = "stdout.log", "stderr.log"
 
 
@@ -49,3 +50,9 @@ def copy_logs(source: BinaryIO, stdout: Callable[[bytes], Any], stderr: Callable
     for entry in read_directory(source, limits):
         if entry.name in takers:
             unpack_entry(source, entry, meter, takers[entry.name])
+
+
+def copy_all(source: BinaryIO, write: Callable[[bytes], Any]) -> None:
+    """Hand over a handler's result, which is plain bytes, in pieces."""
+    while piece := source.read(PIECE_BYTES):
+        write(piece)

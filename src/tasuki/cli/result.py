@@ -84,7 +84,7 @@ async def _result(
     size = 0
     with archive.scratch_file() as scratch:
         if archive.has_result(ended):
-            suffix = "bin" if ended.outcome.exit_code is None and not (await client.status(job_id))["exec"] else "zip"
+            suffix = "zip" if (await client.status(job_id))["exec"] else "bin"
             saved = output_file or Path(f"{job_id}.{suffix}")
             size = await archive.fetch(client, ended, scratch if stdout or extract else saved)
         if saved is not None and (stdout or extract):

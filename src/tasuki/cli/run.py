@@ -48,7 +48,7 @@ def _own_failure(error: TasukiError) -> int:
 
 
 def run(
-    exec_: Annotated[str, typer.Argument(metavar="EXEC", help="Name of a program that the worker allows.")],
+    exec_: Annotated[str, typer.Argument(metavar="EXEC", help="Name of a program that the worker allows; - for a handler.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="All of it belongs to the job.")] = None,
     subject: options.Subject = None,
     job_id: options.JobId = None,
@@ -91,7 +91,7 @@ def run(
 
 
 async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | None, output: Output) -> int:
-    stop = _Interrupts(output)
+    stop = _Interrupts()
     job_id = fields["job_id"] or client.new_id()
     handle = await client.submit(**{**fields, "job_id": job_id})
     try:
@@ -100,13 +100,13 @@ async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | 
         stop.close()
     if ended is None:
         return exits.INTERRUPTED
-    return await _deliver(client, ended, output_file, output)
+    return await _deliver(client, ended, output_file, output, is_command=bool(fields["exec"]))
 
 
 class _Interrupts:
     """Ctrl-C, counted instead of raised; a SIGTERM counts the same."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self) -> None:
         self.count = 0
         self.changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -149,8 +149,8 @@ async def _wait(client: AsyncClient, handle: AsyncJobHandle, stop: _Interrupts, 
         ending.cancel()
 
 
-async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | None, output: Output) -> int:
-    """Give out what the job left, in the form that was asked for."""
+async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | None, output: Output, *, is_command: bool) -> int:
+    """Give out what the job left: a command's logs, or a handler's bytes."""
     from tasuki.cli import archive
 
     code = exit_code_of(ended)
@@ -160,13 +160,14 @@ async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | No
         path = output_file or scratch
         if archive.has_result(ended):
             await archive.fetch(client, ended, path)
+            stdout, stderr = (sys.stdout.buffer.write, sys.stderr.buffer.write)
+            if output.json:
+                stdout, stderr = logs["stdout"].extend, logs["stderr"].extend
             with path.open("rb") as source:
-                if ended.outcome.exit_code is None and not _is_zip(source):  # a handler's bytes are its whole output
-                    _copy_raw(source, logs["stdout"].extend if output.json else sys.stdout.buffer.write)
-                elif output.json:
-                    archive.copy_logs(source, logs["stdout"].extend, logs["stderr"].extend)
+                if is_command:
+                    archive.copy_logs(source, stdout, stderr)
                 else:
-                    archive.copy_logs(source, sys.stdout.buffer.write, sys.stderr.buffer.write)
+                    archive.copy_all(source, stdout)
             sys.stdout.buffer.flush()
             sys.stderr.buffer.flush()
     if output.json:
@@ -175,17 +176,6 @@ async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | No
     elif ended.outcome.error_code not in (None, "EXIT_CODE"):
         output.hint(f"tasuki: {ended.outcome.error_code}: job {ended.job_id}: {ended.outcome.message or ended.state}")
     return code
-
-
-def _is_zip(source: Any) -> bool:
-    head = source.read(4)
-    source.seek(0)
-    return head in (b"PK\x03\x04", b"PK\x05\x06")
-
-
-def _copy_raw(source: Any, write: Any) -> None:
-    while piece := source.read(64 * 1024):
-        write(piece)
 
 
 def exit_code_of(ended: JobResult) -> int:

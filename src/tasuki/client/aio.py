@@ -36,6 +36,7 @@ from tasuki.core.ids import IdMaker
 from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
+    BATCH_BYTES,
     FRAME_MAX_BYTES,
     Accepted,
     CancelJobs,
@@ -55,7 +56,7 @@ from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
 
 TICK_S = 0.05
-SPEC_MAX_BYTES = FRAME_MAX_BYTES // 2  # far above what a server takes; more would not even fit a frame, and could not be refused
+SUBMITS_AT_ONCE = 32  # frames of up to 1 MiB on their way; all at once, a link would be cut for holding too much
 
 Answer = Callable[[Any, TasukiError | None], None]
 
@@ -97,6 +98,7 @@ class AsyncClient:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._closed = False
         self._blobs = BlobLine()
+        self._submits = asyncio.Semaphore(SUBMITS_AT_ONCE)
         self.welcome: Welcome | None = None
 
     # ------------------------------------------------------------------------------------------------ life
@@ -290,36 +292,41 @@ class AsyncClient:
 
         A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead.
         """
-        for spec in specs:
-            if _large_bytes(spec) > SPEC_MAX_BYTES:
-                raise TooLarge(
-                    f"job {spec.job_id!r} has more than {SPEC_MAX_BYTES} bytes of payload, arguments and inline files; "
-                    "give large things as files, which are uploaded as blobs"
-                )
         handles = [self._handle(spec.job_id, watch) for spec in specs]
         calls: list[tuple[int, asyncio.Future[Any]]] = []
-        start = 0
-        for some in batches(specs, _large_bytes):
-            calls.append((start, self._ask_submit(list(some), watch, on_failed)))
-            start += len(some)
         first: TasukiError | None = None
-        for start, call in calls:
-            try:
-                accepted: Accepted = await call
-            except TasukiError as error:
-                for _, other in calls:
-                    if not other.cancel() and not other.cancelled():
-                        other.exception()  # it failed for the same reason; asyncio wants it to be seen
-                self._drop(handles)
-                raise error
-            first = self._read_exceptions(accepted, handles, start) or first
+        start = 0
+        try:
+            for some in batches(specs, _large_bytes):
+                await self._submits.acquire()
+                calls.append((start, self._ask_submit(list(some), watch, on_failed)))
+                start += len(some)
+            for start, call in calls:
+                first = self._read_exceptions(await call, handles, start) or first
+        except TasukiError:
+            for _, other in calls:
+                if not other.cancel() and not other.cancelled():
+                    other.exception()  # it failed for the same reason; asyncio wants it to be seen
+            self._drop(handles)
+            raise
         if first is not None and strict:
             raise first
         return handles
 
     def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:
         job_ids = tuple(spec.job_id for spec in specs) if watch else ()
-        return self._ask(lambda msg_id: SubmitJobs(msg_id, specs, watch, on_failed), watch=job_ids)
+        try:
+            if len(specs) == 1 and _large_bytes(specs[0]) > BATCH_BYTES:  # a frame's limit: the server could only hang up
+                raise TooLarge(
+                    f"job {specs[0].job_id!r} has more than {BATCH_BYTES} bytes of payload, arguments and inline files; "
+                    "give large things as files, which are uploaded as blobs"
+                )
+            call = self._ask(lambda msg_id: SubmitJobs(msg_id, specs, watch, on_failed), watch=job_ids)
+        except TasukiError:
+            self._submits.release()
+            raise
+        call.add_done_callback(lambda _: self._submits.release())
+        return call
 
     def _read_exceptions(self, accepted: Accepted, handles: list[AsyncJobHandle], start: int) -> TasukiError | None:
         first: TasukiError | None = None

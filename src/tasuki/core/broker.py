@@ -336,6 +336,7 @@ class Broker:
                     worker_id=worker_id,
                     incarnation=worker.incarnation,
                     patterns=worker.patterns,
+                    takes=worker.takes,
                     limit=reserved,
                     ttl_s=worker.ttl_s,
                     on_disconnect=worker.on_disconnect,
@@ -449,6 +450,7 @@ class Broker:
                 "credit": worker.account.available + worker.account.reserved,
                 "running": worker.account.running,
                 "slots": worker.slots,
+                "takes": str(worker.takes),
                 "address": worker.peer.address,
                 "on_disconnect": str(worker.on_disconnect),
             }

@@ -7,6 +7,7 @@ from typing import Any
 
 from tasuki.core.job import TERMINAL, Incident, Job, State
 from tasuki.core.subject import matches
+from tasuki.core.verbs import Takes
 
 NEAREST_MAX = 3
 
@@ -53,6 +54,12 @@ def _waiting(
         return [f"It may not start for another {job.not_before - now_wall:.1f} s{_why_later(job)}."], facts
     if not workers:
         return ["No worker is connected to this server. Start one with: tasuki worker --to URL"], facts
+    able = [worker for worker in fitting if Takes(worker.get("takes", "any")).fits(job.spec.exec)]
+    if fitting and not able:
+        kind = f"commands ({job.spec.exec!r})" if job.spec.exec else "jobs without an exec, which need a Python handler"
+        facts["fitting_workers"] = []
+        return [f"The workers that subscribe to {subject!r} do not run {kind}."], facts
+    fitting = able
     if not fitting:
         nearest = sorted({pattern for worker in workers for pattern in worker["patterns"]}, key=lambda p: -_common(p, subject))
         facts["nearest_patterns"] = nearest[:NEAREST_MAX]

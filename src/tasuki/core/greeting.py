@@ -121,6 +121,7 @@ def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, iden
         ttl_s=ttl_s,
         host=hello.host[:200],
         slots=hello.slots,
+        takes=hello.takes,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tasuki.core.job import JobSpec, OnDisconnect, Outcome, State
-from tasuki.core.verbs import Grant
+from tasuki.core.verbs import Grant, Takes
 
 PROTOCOL_VERSION = 1
 PROTOCOL_OLDEST = 1
@@ -93,6 +93,7 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     resumed: bool = False
     host: str = ""
     slots: int = 1
+    takes: Takes = Takes.ANY
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,6 +9,7 @@ from tasuki.core.credit import Account
 from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Claim
+from tasuki.core.verbs import Takes
 
 REDELIVER_AFTER_S = 2.0  # first wait for a sign of an assignment; doubles each time
 REDELIVER_MAX = 4
@@ -52,6 +53,7 @@ class WorkerSession(Session, kw_only=True):
     ttl_s: float
     host: str = ""
     slots: int = 1
+    takes: Takes = Takes.ANY
     account: Account = msgspec.field(default_factory=Account)
     deliveries: dict[str, Delivery] = msgspec.field(default_factory=dict)
     """By lease_id."""

@@ -148,6 +148,8 @@ def _reported(
         state = answer.state
         if state is State.PENDING:  # it failed and may be tried again, perhaps at once
             broker.look_everywhere()
+        elif answer.answer is Answer.REPEATED:  # what came after it may have ended the job otherwise: the row tells
+            broker.ask_ends([report.job_id])
         elif report.job_id in watchers and state in TERMINAL:
             generation = broker.generations.get(report.job_id, 0)
             _notify(broker, JobResult(report.job_id, state, report.attempt, report.outcome, wall, generation), results)

@@ -25,6 +25,17 @@ class Submission(msgspec.Struct, frozen=True, gc=False):
     body_hash: bytes
 
 
+class Takes(enum.StrEnum):
+    """What kind of job a worker can run: commands name an exec, handlers' jobs do not."""
+
+    ANY = "any"
+    COMMANDS = "commands"
+    HANDLERS = "handlers"
+
+    def fits(self, exec: str) -> bool:
+        return self is Takes.ANY or (self is Takes.COMMANDS) == bool(exec)
+
+
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One worker asks for up to `limit` ready jobs, by patterns or by job_ids (which may also take over an expired lease)."""
 
@@ -32,6 +43,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     incarnation: str
     patterns: tuple[str, ...] = ()
     job_ids: tuple[str, ...] = ()
+    takes: Takes = Takes.ANY
+    """Of the jobs that the patterns match; a job_id is asked for whatever it is."""
     limit: int = 1
     ttl_s: float = LEASE_TTL_S
     on_disconnect: OnDisconnect = OnDisconnect.STOP

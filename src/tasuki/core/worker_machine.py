@@ -41,7 +41,7 @@ from tasuki.core.protocol import (
     outcome_bytes,
 )
 from tasuki.core.redial import Redial
-from tasuki.core.verbs import Grant
+from tasuki.core.verbs import Grant, Takes
 from tasuki.errors import TasukiError, Unavailable, from_wire
 
 SEEN_S = 600.0  # how long an (id, attempt) is remembered, so that a delivery that comes twice is run once
@@ -64,6 +64,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     agent: str = ""
     codecs: tuple[str, ...] = ()
+    takes: Takes = Takes.ANY
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -221,6 +222,7 @@ class WorkerMachine:
             resumed=self._ever_connected,
             host=me.host,
             slots=me.capacity,
+            takes=me.takes,
         )
         return [Send(conn, hello)]
 
@@ -345,6 +347,10 @@ class WorkerMachine:
             # The store has given, or will give, this job to another worker, and counts the loss itself.
             del self.held[lease_id]
             return [Forget(lease_id, "the lease was lost"), *self._maybe_exit()]
+        if outcome.error_code == "SHUTDOWN":
+            # That this worker is told to stop is no failure of the job: nothing is reported, and its lease runs out.
+            del self.held[lease_id]
+            return [Forget(lease_id), *self._maybe_exit()]
         claim = held.claim
         held.ending = Ending(claim.job_id, lease_id, claim.attempt, outcome, held.started_at)
         self._endings_due.append(held.ending)

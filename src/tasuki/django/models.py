@@ -37,6 +37,9 @@ class JobRun(models.Model):
         max_length=12, choices=[(state.value, state.value) for state in State], db_default=State.PENDING.value
     )
     ready = models.SmallIntegerField(db_default=1)
+    handler = models.SmallIntegerField(db_default=1)
+    """1: for a Python handler, it names no exec; 0: a command. In the index of ready rows: a worker that takes only one kind
+    never wades through the other."""
     """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others."""
     priority = models.SmallIntegerField(db_default=5)
     group = models.CharField(max_length=255)
@@ -92,7 +95,7 @@ class JobRun(models.Model):
     # Who asked for it, and how it came about.
     created_at = UnixTimeField()
     submitter = models.CharField(max_length=255)
-    exec = models.CharField(max_length=64, db_default="")
+    exec = models.CharField(max_length=1024, db_default="")
     array_id = models.CharField(max_length=128, null=True)
     job_definition_id = models.BigIntegerField(null=True)
     scheduled_for = UnixTimeField(null=True)
@@ -109,8 +112,10 @@ class JobRun(models.Model):
 
     class Meta:
         indexes = [
-            # Leasing: seeks by band, group and subject, then age.
-            models.Index(fields=["-priority", "group", "subject", "id"], condition=Q(ready=1), name="tasuki_job_ready"),
+            # Leasing: seeks by band, group, subject and kind, then age.
+            models.Index(
+                fields=["-priority", "group", "subject", "handler", "id"], condition=Q(ready=1), name="tasuki_job_ready"
+            ),
             # Reaping, and all that asks for the running. One entry per live lease, not per job.
             models.Index(fields=["lease_expires_at"], condition=Q(lease_expires_at__isnull=False), name="tasuki_job_leased"),
             # Promotion of delayed jobs and retries.

@@ -83,6 +83,14 @@ class Record(msgspec.Struct, frozen=True):
         return found
 
 
+Queue = tuple[str, bool]
+"""Subject, and whether the jobs are commands."""
+
+
+def queue_of(job: Job) -> Queue:
+    return job.spec.subject, bool(job.spec.exec)
+
+
 class MemoryRecords:
     """Jobs and tokens with their indexes; `MemoryStore` adds the verbs that change jobs."""
 
@@ -91,7 +99,7 @@ class MemoryRecords:
         self._records: dict[str, Record] = {}
         self._tokens: dict[str, TokenRow] = {}  # by token_id, oldest first
         self._all: list[Entry] = []  # by seq
-        self._ready: dict[int, dict[str, list[Entry]]] = {}  # priority -> subject -> by seq; never an empty list
+        self._ready: dict[int, dict[Queue, list[Entry]]] = {}  # priority -> queue -> by seq; never an empty list
         self._delayed: list[Entry] = []  # by not_before
         self._leased: list[Entry] = []  # by when the lease is over
         self._ended: list[Entry] = []  # terminal, by finished_at
@@ -143,7 +151,7 @@ class MemoryRecords:
             assert job.not_before is not None
             yield self._delayed, job.not_before
         elif job.state in READY:
-            yield self._ready.setdefault(job.priority, {}).setdefault(job.spec.subject, []), 0.0
+            yield self._ready.setdefault(job.priority, {}).setdefault(queue_of(job), []), 0.0
         elif job.state in LEASED:
             yield self._leased, record.over_at
         else:
@@ -164,8 +172,8 @@ class MemoryRecords:
             del entries[bisect_left(entries, (key, record.seq, job.job_id))]
         if record.ready:
             band = self._ready[job.priority]
-            if not band[job.spec.subject]:
-                del band[job.spec.subject]
+            if not band[queue_of(job)]:
+                del band[queue_of(job)]
             if not band:
                 del self._ready[job.priority]
         self._counts[subjects.group_of(job.spec.subject)][COUNTED[job.state]] -= 1
@@ -218,7 +226,7 @@ class MemoryRecords:
         record = self._records.get(job_id)
         if record is None or not record.ready:
             return None
-        queue = self._ready[record.job.priority][record.job.spec.subject]
+        queue = self._ready[record.job.priority][queue_of(record.job)]
         return min(limit, bisect_left(queue, (0.0, record.seq, job_id)))
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:

@@ -8,14 +8,16 @@ from typing import Any
 from tasuki.core.fair import FairTurns
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Assignment, Grant, LeaseRequest
+from tasuki.core.verbs import Assignment, Grant, LeaseRequest, Takes
 from tasuki.errors import Unavailable
 from tasuki.stores.sql_ready import Place, ReadySubjects
 from tasuki.stores.sql_report import SqlReport
-from tasuki.stores.sql_rows import READY, id_list, text_list
+from tasuki.stores.sql_rows import READY, id_list, json_list
 from tasuki.stores.store import Clock
 
 LEASE_ID_BYTES = 16
+_KINDS = {Takes.HANDLERS: (1,), Takes.COMMANDS: (0,), Takes.ANY: (0, 1)}
+"""Values of the column `handler`."""
 _PENDING = State.PENDING.value
 _ORPHANED = State.ORPHANED.value
 
@@ -54,15 +56,16 @@ class SqlLease(SqlReport):
     def _take(self, ready: ReadySubjects, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
         taken: list[Grant] = []
         for subjects in ready.windows(priority, group, request):
-            taken += self._grant(self._oldest(priority, group, subjects, limit - len(taken)), group, request)
+            queues = [(subject, kind) for subject in subjects for kind in _KINDS[request.takes]]
+            taken += self._grant(self._oldest(priority, group, queues, limit - len(taken)), group, request)
             if len(taken) == limit:
                 break
         return taken
 
-    def _oldest(self, priority: int, group: str, subjects: list[str], limit: int) -> list[Any]:
-        if len(subjects) == 1:
-            return self._execute(self._one["oldest_of_subject"], (priority, group, subjects[0], limit)).fetchall()
-        return self._execute(self._one["oldest_of_subjects"], (priority, group, text_list(subjects), limit)).fetchall()
+    def _oldest(self, priority: int, group: str, queues: list[tuple[str, int]], limit: int) -> list[Any]:
+        if len(queues) == 1:
+            return self._execute(self._one["oldest_of_queue"], (priority, group, *queues[0], limit)).fetchall()
+        return self._execute(self._one["oldest_of_queues"], (priority, group, json_list(queues), limit)).fetchall()
 
     def _lease_named(self, request: LeaseRequest) -> list[Grant]:
         grants: list[Grant] = []

@@ -50,7 +50,8 @@ class SqlReads:
         place = self._select("place", (job_id,))
         if not place:
             return None
-        ((ahead,),) = self._select("ahead", (*place[0], limit))
+        *queue, handler = place[0]
+        ((ahead,),) = self._select("ahead", (*queue, limit, handler))
         return int(ahead)
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:

@@ -101,6 +101,11 @@ def id_list(ids: list[int]) -> str:
     return _encode_json(ids).decode()
 
 
+def json_list(items: list[tuple[str, int]]) -> str:
+    """A parameter for json_each, each item an array."""
+    return _encode_json(items).decode()
+
+
 def text_list(texts: list[str]) -> str:
     """Texts for json_each."""
     return _encode_json(texts).decode()

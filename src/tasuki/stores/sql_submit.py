@@ -154,6 +154,7 @@ def _full_values(submission: Submission, wall: float) -> tuple[Any, ...]:
     return (
         *_plain_values(submission),
         spec.exec,
+        not spec.exec,
         spec.priority,
         ready_value(spec.not_before, wall),
         spec.not_before,

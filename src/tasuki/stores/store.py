@@ -38,6 +38,7 @@ from tasuki.core.verbs import (
     Standing,
     Submission,
     Submitted,
+    Takes,
     TokenRow,
 )
 from tasuki.errors import Conflict
@@ -63,6 +64,7 @@ __all__ = [
     "Store",
     "Submission",
     "Submitted",
+    "Takes",
     "TokenRow",
 ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.job import JobSpec, OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.verbs import Answer, Grant, LeaseRequest, Standing
+from tasuki.core.verbs import Answer, Grant, LeaseRequest, Standing, Takes
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
 
@@ -101,6 +101,23 @@ class LeaseCases(StoreCase):
 
         assert ids(stage.lease("w1", limit=10, live_workers=live)) == ["for-w3"]
         assert ids(stage.lease("w2", limit=10, live_workers=live)) == ["for-w2"]
+
+    def test_a_worker_takes_only_the_kind_of_job_that_it_can_run(self, stage: Stage) -> None:
+        stage.add("function-1")
+        stage.add("command", exec="render")
+        stage.add("function-2")
+
+        assert ids(stage.lease("w1", limit=10, takes=Takes.COMMANDS)) == ["command"]
+        assert stage.lease("w1", limit=10, takes=Takes.COMMANDS) == []
+        assert ids(stage.lease("w2", limit=10, takes=Takes.HANDLERS)) == ["function-1", "function-2"]
+
+    def test_kinds_are_mixed_by_age_for_a_worker_that_takes_both(self, stage: Stage) -> None:
+        stage.add("first")
+        stage.add("second", exec="render")
+        stage.add("third")
+
+        assert ids(stage.lease(limit=2)) == ["first", "second"]
+        assert ids(stage.lease(limit=2)) == ["third"]
 
     def test_requests_of_one_batch_never_share_a_job(self, stage: Stage) -> None:
         stage.add(*"abc")

@@ -28,6 +28,7 @@ from tasuki.core.verbs import (
     Report,
     Submission,
     Submitted,
+    Takes,
 )
 from tasuki.errors import Conflict, StaleEpoch
 from tasuki.stores.memory import MemoryStore
@@ -62,6 +63,7 @@ lease_terms = st.fixed_dictionaries(
         "ttl_s": st.sampled_from([5.0, 15.0]),
         "on_disconnect": st.sampled_from(list(OnDisconnect)),
         "reconnect_grace_s": st.sampled_from([0.0, 20.0]),
+        "takes": st.sampled_from([Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS]),
     }
 )
 outcomes = st.builds(
@@ -243,6 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
             if self.model.ready_ahead(job.job_id) is not None
             and any(matches(pattern, job.spec.subject) for pattern in request.patterns)
             and job.spec.subject.split(".")[-1] not in others
+            and request.takes.fits(job.spec.exec)
         ]
 
     @rule(worker_id=workers, incarnation=incarnations, ids=some_job_ids, limit=st.integers(1, 3), terms=lease_terms)

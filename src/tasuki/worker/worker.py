@@ -33,7 +33,7 @@ from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconn
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Message, Welcome
 from tasuki.core.subject import SubjectTrie, check_pattern
-from tasuki.core.verbs import Grant
+from tasuki.core.verbs import Grant, Takes
 from tasuki.core.worker_machine import (
     ChangePatterns,
     Command,
@@ -172,6 +172,12 @@ class Worker:
         """What it subscribes to: what was given, else its handlers' subjects, else the server's default."""
         return self._subjects or tuple(self._handlers)
 
+    def _takes(self) -> Takes:
+        """Without handlers only commands, without commands only handlers' jobs: the rest is left for those who can."""
+        if not self._handlers:
+            return Takes.COMMANDS
+        return Takes.ANY if self._execs or self._any_program else Takes.HANDLERS
+
     def _capacity(self) -> int:
         if self._concurrency is not None:
             return self._concurrency
@@ -215,6 +221,7 @@ class Worker:
             host=socket.gethostname(),
             agent=f"tasuki-python/{__version__}",
             codecs=CODECS if remote else (),
+            takes=self._takes(),
         )
         self._machine = WorkerMachine(identity, addresses=len(self._addresses), jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
@@ -388,8 +395,8 @@ class Worker:
             else:
                 async with limit:
                     outcome = handler_outcome(await handler.function(job))
-        except asyncio.CancelledError:
-            outcome = stopped_outcome(active.stopped or StopReason.SHUTDOWN)
+        except asyncio.CancelledError as error:  # by us, or the handler let one through that was never meant for it
+            outcome = stopped_outcome(active.stopped) if active.stopped is not None else handler_failure(error)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is its attempt's outcome
             ours = limit is not None and limit.expired()
             outcome = timed_out_outcome(timeout_s) if ours else handler_failure(error)

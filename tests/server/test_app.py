@@ -1,0 +1,247 @@
+"""A whole server in this process, without a socket: turns, reads, pressure, faults of the store, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tasuki.blobs.folder import FolderBlobs
+from tasuki.core.job import JobSpec, Outcome, State
+from tasuki.core.protocol import (
+    Accepted,
+    AssignJobs,
+    Ending,
+    ErrorMessage,
+    GiveCredit,
+    HelloClient,
+    JobsFinished,
+    JobsRecorded,
+    Reply,
+    Request,
+    Results,
+    SubmitJobs,
+    Welcome,
+)
+from tasuki.core.verbs import Submission, Submitted
+from tasuki.errors import Conflict, Unauthorized
+from tasuki.server import app
+from tasuki.server.app import Server, ServerConfig
+from tasuki.server.transfers import Transfers
+from tasuki.stores.clock import SystemClock
+from tasuki.stores.memory import MemoryStore
+from tests.server.peers import PATIENCE_S, FakeConnection, client, worker
+
+
+class GatedStore(MemoryStore):
+    """A store whose submits wait until the test lets them go, or break."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.broken = False
+
+    def submit(self, submissions: list[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:  # type: ignore[override]
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        if self.broken:
+            raise RuntimeError("the disk is on fire")
+        return super().submit(submissions, on_failed=on_failed)
+
+
+@pytest.fixture
+def store() -> GatedStore:
+    return GatedStore()
+
+
+def serve(tmp_path: Path, store: MemoryStore, work: Callable[[Server], Awaitable[None]], **config: int) -> None:
+    async def main() -> None:
+        blobs = FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
+        settings = ServerConfig(server_id="test", data=tmp_path, **{"disk_floor_bytes": 0, "disk_floor_inodes": 0, **config})  # type: ignore[arg-type]
+        server = Server(settings, lambda: store, lambda: store, Transfers(blobs))
+        await server.start()
+        try:
+            await work(server)
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_job_goes_from_submit_to_result(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        (mine, link), (its, runner) = await client(server), await worker(server)
+        server.received(its, GiveCredit(1))
+        server.received(mine, SubmitJobs(5, [JobSpec(job_id="a")]))
+        assert (await link.wait_for(Accepted)).corr_id == 5
+        [grant] = (await runner.wait_for(AssignJobs)).grants
+        server.received(its, JobsFinished([Ending("a", grant.lease_id, grant.attempt, Outcome(result=b"42"))]))
+        assert (await runner.wait_for(JobsRecorded)).recorded == [grant.lease_id]
+        [result] = (await link.wait_for(Results)).items
+        assert (result.state, result.outcome.result) == (State.SUCCEEDED, b"42")
+
+    serve(tmp_path, store, work)
+
+
+def test_what_arrives_while_the_store_is_busy_shares_the_next_transaction(tmp_path: Path, store: GatedStore) -> None:
+    batches: list[int] = []
+    plain = store.submit
+
+    def counted(submissions: list[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+        batches.append(len(submissions))
+        return plain(submissions, on_failed=on_failed)
+
+    store.submit = counted  # type: ignore[method-assign]
+
+    async def work(server: Server) -> None:
+        conn, link = await client(server)
+        store.gate.clear()
+        server.received(conn, SubmitJobs(1, [JobSpec(job_id="first")]))
+        assert await asyncio.to_thread(store.entered.wait, PATIENCE_S)
+        for number in range(10):
+            server.received(conn, SubmitJobs(2 + number, [JobSpec(job_id=f"job-{number}")]))
+        assert link.all(Accepted) == []
+        store.gate.set()
+        await link.wait_for(Accepted, 11)
+
+    serve(tmp_path, store, work)
+    assert batches == [1, 10]
+
+
+def test_peers_are_not_read_from_while_too_much_waits_for_the_store(
+    tmp_path: Path, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "DRAFT_SOFT_ITEMS", 3)
+
+    async def work(server: Server) -> None:
+        conn, link = await client(server)
+        store.gate.clear()
+        server.received(conn, SubmitJobs(1, [JobSpec(job_id="first")]))
+        assert await asyncio.to_thread(store.entered.wait, PATIENCE_S)
+        server.received(conn, SubmitJobs(2, [JobSpec(job_id=f"job-{number}") for number in range(4)]))
+        await link.until(lambda: bool(link.paused))
+        store.gate.set()
+        await link.wait_for(Accepted, 2)
+        assert link.paused == set()
+
+    serve(tmp_path, store, work)
+
+
+def test_a_defect_of_the_store_is_told_and_does_not_end_the_server(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        conn, link = await client(server)
+        store.broken = True
+        server.received(conn, SubmitJobs(5, [JobSpec(job_id="a")]))
+        error = await link.wait_for(ErrorMessage)
+        assert (error.corr_id, error.code) == (5, "UNAVAILABLE")
+        store.broken = False
+        server.received(conn, SubmitJobs(6, [JobSpec(job_id="a")]))
+        assert (await link.wait_for(Accepted)).corr_id == 6
+
+    serve(tmp_path, store, work)
+
+
+def test_reads_are_answered_from_the_reader_and_errors_go_to_the_asker(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        conn, link = await client(server)
+        server.received(conn, SubmitJobs(5, [JobSpec(job_id="a")]))
+        await link.wait_for(Accepted)
+        server.received(conn, Request(6, "get", {"job_ids": ["a"]}))
+        assert (await link.wait_for(Reply)).body[0]["job_id"] == "a"
+        server.received(conn, Request(7, "get", {"job_ids": ["ghost"]}))
+        error = await link.wait_for(ErrorMessage)
+        assert (error.corr_id, error.code) == (7, "NOT_FOUND")
+
+    serve(tmp_path, store, work)
+
+
+def test_a_full_disk_is_noticed_before_a_job_is_taken(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        conn, link = await client(server)
+        server.received(conn, SubmitJobs(5, [JobSpec(job_id="a")]))
+        assert (await link.wait_for(ErrorMessage)).code == "DISK_FULL"
+
+    serve(tmp_path, store, work, disk_floor_bytes=2**62)
+    assert store.get(["a"]) == [None]
+
+
+def test_a_peer_that_is_refused_is_hung_up_on_with_the_reason(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        link = FakeConnection()
+        conn = server.opened(link)
+        server.received(conn, HelloClient(msg_id=1, client_id="c1", token="guess"))
+        await link.until(lambda: link.closed != "")
+        assert isinstance(link.closed, Unauthorized)
+        assert link.max_bytes == 0
+
+    serve(tmp_path, store, work)
+
+
+def test_larger_frames_are_allowed_with_the_welcome(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        _, link = await client(server)
+        assert link.max_bytes == server.config.frame_max_bytes
+        assert link.all(Welcome)[0].server_id == "test"
+
+    serve(tmp_path, store, work)
+
+
+def test_stop_answers_what_is_under_way_and_closes_every_link(tmp_path: Path, store: GatedStore) -> None:
+    links: list[FakeConnection] = []
+
+    async def work(server: Server) -> None:
+        conn, link = await client(server)
+        links.append(link)
+        store.gate.clear()
+        server.received(conn, SubmitJobs(1, [JobSpec(job_id="first")]))
+        assert await asyncio.to_thread(store.entered.wait, PATIENCE_S)
+        server.received(conn, SubmitJobs(2, [JobSpec(job_id="second")]))
+        stopping = asyncio.ensure_future(server.stop())
+        store.gate.set()
+        await stopping
+        server.received(conn, SubmitJobs(3, [JobSpec(job_id="third")]))
+
+    async def main() -> None:
+        blobs = FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
+        config = ServerConfig(server_id="test", data=tmp_path, disk_floor_bytes=0, disk_floor_inodes=0)
+        server = Server(config, lambda: store, lambda: store, Transfers(blobs))
+        await server.start()
+        await work(server)
+
+    asyncio.run(main())
+    [link] = links
+    assert [message.corr_id for message in link.all(Accepted)] == [1, 2]
+    assert link.closed is None
+    assert store.get(["third"]) == [None]
+
+
+def test_the_last_client_is_told_of_and_workers_do_not_count(tmp_path: Path, store: GatedStore) -> None:
+    told: list[str] = []
+
+    async def work(server: Server) -> None:
+        server.on_last_client = lambda: told.append("last")
+        (first, _), (second, _), _ = await client(server), await client(server), await worker(server)
+        server.closed(first, "gone")
+        assert told == []
+        server.closed(second, "gone")
+        assert told == ["last"]
+
+    serve(tmp_path, store, work)
+
+
+def test_a_store_that_cannot_be_opened_fails_the_start(tmp_path: Path) -> None:
+    def refuse() -> MemoryStore:
+        raise PermissionError("not yours")
+
+    async def main() -> None:
+        blobs = FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
+        server = Server(ServerConfig(server_id="test", data=tmp_path), refuse, refuse, Transfers(blobs))
+        with pytest.raises(PermissionError):
+            await server.start()
+
+    asyncio.run(main())
