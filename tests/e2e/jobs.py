@@ -60,7 +60,7 @@ def begin(job) -> list[str]:
 async def act(job):
     match begin(job):
         case ["hold", gate]:
-            while not Path(gate).exists():
+            while not Path(gate).exists():  # noqa: ASYNC110 - nothing tells of a file that appears
                 await asyncio.sleep(0.01)
         case ["rest", seconds]:
             await asyncio.sleep(float(seconds))

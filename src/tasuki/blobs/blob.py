@@ -20,16 +20,21 @@ from typing import Protocol, Self
 from tasuki.core.job import BlobRef
 from tasuki.errors import InvalidInput
 
-__all__ = ["CHUNK_BYTES", "BlobReader", "BlobRef", "BlobStore", "BlobWriter", "check_sha256"]
+__all__ = ["CHUNK_BYTES", "BlobReader", "BlobRef", "BlobStore", "BlobWriter", "check_sha256", "is_sha256"]
 
 CHUNK_BYTES = 256 * 1024  # what a reader yields at once: four default pipes full, and small beside any memory limit
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+def is_sha256(text: str) -> bool:
+    """64 lower-case hex digits."""
+    return _SHA256.fullmatch(text) is not None
+
+
 def check_sha256(sha256: str) -> str:
     """Return it if it is 64 lower-case hex digits, else raise InvalidInput: it becomes part of paths and keys."""
-    if _SHA256.fullmatch(sha256) is None:
+    if not is_sha256(sha256):
         raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
     return sha256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -155,6 +156,11 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
     )
     server = make_server(listen.folder, config, kill_at(fault_point()))
     await server.start()
+    # This process is the server's alone: what is alive now stays, so that the collector need not look at it again, nor run
+    # after every 700 new containers. It took 6 % of the time under load.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     opened = Opened(server, listen, tls)
     try:
         await opened.reopen()

@@ -7,7 +7,6 @@ turn; when it is committed, send what follows from it. While the store is busy t
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import time
@@ -48,7 +47,7 @@ _NOTHING: frozenset[str] = frozenset()
 DISK_LOOK_S = 1.0
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
 DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
-STOP_TIMEOUT_S = 5.0  # for a store that cannot write: what workers reported and we never recorded, they keep
+STOP_TIMEOUT_S = 3.0  # for a store that cannot write: what workers reported and we never recorded, they keep
 
 
 class Connection(Protocol):
@@ -128,10 +127,6 @@ class Server:
             )
         )
         self._look_at_disk()
-        # What is alive now stays: the collector need not look at it again, nor run after every 700 new containers.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
         self._spawn(self._tick())
 
     async def stop(self) -> None:

@@ -130,7 +130,13 @@ class Transfers:
 
     def missing(self, sha256s: Iterable[str]) -> frozenset[str]:
         """Those that are not here. A look at the folder for each: only jobs with blobs pay for it."""
-        return frozenset(sha256 for sha256 in sha256s if not self._blobs.has(sha256))
+        return frozenset(sha256 for sha256 in sha256s if not self._has(sha256))
+
+    def _has(self, sha256: str) -> bool:
+        try:
+            return self._blobs.has(sha256)
+        except InvalidInput:  # what is no sha256 is not here; whoever checks the job tells what is wrong with it
+            return False
 
     async def send(self, link: Connection, job: Job | None, command: SendBlob) -> None:
         """Send a blob of a job to somebody who may read it."""

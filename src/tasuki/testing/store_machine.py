@@ -63,7 +63,6 @@ lease_terms = st.fixed_dictionaries(
         "ttl_s": st.sampled_from([5.0, 15.0]),
         "on_disconnect": st.sampled_from(list(OnDisconnect)),
         "reconnect_grace_s": st.sampled_from([0.0, 20.0]),
-        "takes": st.sampled_from([Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS]),
     }
 )
 outcomes = st.builds(
@@ -209,6 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
         patterns=st.sampled_from([(">",), ("a.*", "b.x"), ("job.assign.>",), ("calc.*", ">"), ("none",)]),
         limit=st.integers(0, 4),
         live_workers=st.sampled_from([frozenset(), frozenset(WORKERS)]),
+        takes=st.sampled_from([Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS]),
         terms=lease_terms,
     )
     def lease(
@@ -218,10 +218,17 @@ class StoreMachine(RuleBasedStateMachine):
         patterns: tuple[str, ...],
         limit: int,
         live_workers: frozenset[str],
+        takes: Takes,
         terms: dict[str, Any],
     ) -> None:
         request = LeaseRequest(
-            worker_id=worker_id, incarnation=incarnation, patterns=patterns, limit=limit, live_workers=live_workers, **terms
+            worker_id=worker_id,
+            incarnation=incarnation,
+            patterns=patterns,
+            limit=limit,
+            live_workers=live_workers,
+            takes=takes,
+            **terms,
         )
         candidates = self.candidates(request)
         [mine] = self.under_test.lease([request])
@@ -233,7 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(worker_id=workers, limit=st.integers(1, 4), terms=lease_terms)
     def lease_anything(self, worker_id: str, limit: int, terms: dict[str, Any]) -> None:
         """The common case, so that histories are rich in grants."""
-        self.lease(worker_id, "1", (">",), limit, frozenset(), terms)
+        self.lease(worker_id, "1", (">",), limit, frozenset(), Takes.ANY, terms)
 
     def candidates(self, request: LeaseRequest) -> list[Job]:
         """What the request may be given, oldest first."""

@@ -11,7 +11,6 @@ worker.run()
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import os
@@ -32,7 +31,7 @@ from tasuki.config import data_folder, default_url, find_token, parse_url
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Message, Welcome
-from tasuki.core.subject import SubjectTrie, check_pattern
+from tasuki.core.subject import check_pattern
 from tasuki.core.verbs import Grant, Takes
 from tasuki.core.worker_machine import (
     ChangePatterns,
@@ -65,6 +64,7 @@ from tasuki.worker.attempt import (
 )
 from tasuki.worker.children import Children
 from tasuki.worker.execs import Exec
+from tasuki.worker.handlers import Handler, Handlers
 from tasuki.worker.runner import CommandRunner
 
 TICK_S = 0.05
@@ -75,15 +75,6 @@ HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 logger = logging.getLogger("tasuki.worker")
 Function = TypeVar("Function", bound=Callable[..., Any])
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
-
-
-class Handler(msgspec.Struct, frozen=True):
-    """A Python function for a subject."""
-
-    name: str
-    function: Callable[[HandlerJob], Any]
-    asynchronous: bool
-    timeout_s: float | None
 
 
 class _Active(msgspec.Struct):
@@ -137,8 +128,7 @@ class Worker:
         self._lease_ttl_s = lease_ttl_s
         self._tls = client_tls(tls_ca)
         self._drain_timeout_s = drain_timeout_s
-        self._handlers: dict[str, Handler] = {}
-        self._trie: SubjectTrie[str] = SubjectTrie()
+        self._handlers = Handlers()
         self._active: dict[str, _Active] = {}
         self._link: Link | None = None
         self._link_numbers = itertools.count(1)
@@ -155,14 +145,9 @@ class Worker:
 
     def handler(self, subject: str, *, timeout_s: float | None = None) -> Callable[[Function], Function]:
         """Decorator: run this function for jobs of the subject (a pattern). `async def` runs in the loop, `def` in a child."""
-        check_pattern(subject)
-        if subject in self._handlers:
-            raise ConfigError(f"there is a handler for {subject!r} already")
 
         def register(function: Function) -> Function:
-            asynchronous = inspect.iscoroutinefunction(function)
-            self._handlers[subject] = Handler(subject, function, asynchronous, timeout_s)
-            self._trie.add(subject, subject)
+            self._handlers.add(subject, function, timeout_s)
             return function
 
         return register
@@ -170,7 +155,7 @@ class Worker:
     @property
     def patterns(self) -> tuple[str, ...]:
         """What it subscribes to: what was given, else its handlers' subjects, else the server's default."""
-        return self._subjects or tuple(self._handlers)
+        return self._subjects or self._handlers.patterns
 
     def _takes(self) -> Takes:
         """Without handlers only commands, without commands only handlers' jobs: the rest is left for those who can."""
@@ -181,17 +166,16 @@ class Worker:
     def _capacity(self) -> int:
         if self._concurrency is not None:
             return self._concurrency
-        only_async = self._handlers and all(handler.asynchronous for handler in self._handlers.values())
+        only_async = self._handlers and not self._handlers.plain
         return ASYNC_CONCURRENCY if only_async and not self._execs else os.cpu_count() or 1
 
     # ------------------------------------------------------------------------------------------------ life
 
     def run(self) -> None:
         """Work until a signal: the first SIGTERM or SIGINT drains (no new jobs, running ones finish), the second stops them."""
-        plain = {name: handler.function for name, handler in self._handlers.items() if not handler.asynchronous}
-        if plain:
+        if self._handlers.plain:
             # Forked before the loop and its threads exist: a child that inherits a locked lock would hang.
-            self._children = Children.start(plain)
+            self._children = Children.start(self._handlers.plain)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(self.serve(signals=True))
@@ -202,7 +186,7 @@ class Worker:
     async def serve(self, *, signals: bool = False) -> None:
         """Work until drained. Plain functions need `run`, which prepares their processes first."""
         self._loop = asyncio.get_running_loop()
-        if self._children is None and any(not handler.asynchronous for handler in self._handlers.values()):
+        if self._children is None and self._handlers.plain:
             raise ConfigError("plain function handlers need Worker.run(); in a running loop use async def handlers")
         if self.url is None:
             self.url = default_url() or f"unix://{data_folder(None).socket}"
@@ -374,8 +358,7 @@ class Worker:
             active.stop = self._loop.create_future()
             active.task = self._loop.create_task(self._run_command(active))
             return
-        names = self._trie.match(spec.subject)
-        handler = self._handlers[names[0]] if names else None
+        handler = self._handlers.find(spec.subject)
         if handler is not None and handler.asynchronous:
             # Said to the machine without an event of its own: this is the path of ten thousand jobs a second.
             self._machine.handler_started(grant.lease_id, self._wall)

@@ -290,6 +290,7 @@ SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY
 -- name: add_token
 INSERT INTO tasuki_token (token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
 
 -- name: token
 SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by
