@@ -5,6 +5,7 @@ Nothing here opens anything; a `Config` is built once by whoever starts a proces
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,12 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def loopback(self) -> bool:
-        return self.scheme == "unix" or self.host in ("localhost", "::1") or self.host.startswith("127.")
+        if self.scheme == "unix" or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name: it may lead anywhere
+            return False
 
 
 def parse_url(url: str) -> list[Address]:

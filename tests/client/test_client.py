@@ -188,7 +188,6 @@ def test_more_than_a_link_may_hold_is_submitted_in_parts(client: Client) -> None
     assert client.status("bulk-1199")["state"] == "PENDING"
 
 
-@pytest.mark.xfail(reason="the broker answers all watches of a turn at once, and the link is cut for holding more than 64 MiB")
 def test_many_large_jobs_and_all_their_results_at_once_for_a_client_that_comes_later(
     server: ServerProcess, client: Client
 ) -> None:

@@ -26,6 +26,7 @@ from tasuki.core.protocol import (
     JobsReleased,
     JobsStarted,
     Reply,
+    Request,
     Results,
     SubmitJobs,
     Subscribe,
@@ -382,3 +383,16 @@ def test_an_ending_that_arrives_while_the_store_is_asked_what_to_deliver_again_i
     account = desk.broker.workers["w1"].account
     assert len(desk.grants(worker)) == 1
     assert (account.running, account.owed) == (0, 0)
+
+
+def test_many_reads_are_spread_over_turns_and_all_are_answered(desk: Desk) -> None:
+    client = desk.node()
+    desk.submit(client, *(f"job-{number}" for number in range(600)))
+    job_ids = [f"job-{number}" for number in range(600)]
+    for start in range(0, 600, 200):
+        desk.tell(client, Request(100 + start, "watch", {"job_ids": job_ids[start : start + 200]}))
+    first = one_turn(desk)
+    assert len(first.get) == 400
+    desk.apply(TurnDone(first, execute(desk.store, first)))
+    desk.turns()
+    assert {reply.corr_id: len(reply.body["states"]) for reply in desk.all(client, Reply)} == {100: 200, 300: 200, 500: 200}

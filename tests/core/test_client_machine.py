@@ -8,6 +8,7 @@ import pytest
 
 from tasuki.core.client_machine import (
     RETRY_AFTER_S,
+    WATCH_MAX,
     Answered,
     Arrived,
     Call,
@@ -21,7 +22,6 @@ from tasuki.core.client_machine import (
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
 from tasuki.core.protocol import (
-    BATCH_MAX,
     HANDSHAKE_TIMEOUT_S,
     Acceptance,
     Accepted,
@@ -249,8 +249,8 @@ def test_what_nobody_waits_for_is_not_asked_for(bench: Bench) -> None:
 
 
 def test_many_watched_jobs_are_asked_for_in_batches(bench: Bench) -> None:
-    job_ids = [f"job-{number}" for number in range(BATCH_MAX + 1)]
-    assert [len(some) for some in watched(bench.do(Watch(job_ids)))] == [BATCH_MAX, 1]
+    job_ids = [f"job-{number}" for number in range(WATCH_MAX + 1)]
+    assert [len(some) for some in watched(bench.do(Watch(job_ids)))] == [WATCH_MAX, 1]
 
 
 def test_a_refused_watch_is_split_to_find_the_unknown_job(bench: Bench) -> None:

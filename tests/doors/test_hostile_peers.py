@@ -359,13 +359,23 @@ def test_bad_request_is_answered_with_its_code_and_the_connection_goes_on(
         assert peer.alive()
 
 
-def test_token_that_exists_already_is_refused_and_others_are_served(server: ServerProcess, others_are_served: Served) -> None:
+def test_token_that_exists_already_is_never_changed_and_others_are_served(
+    server: ServerProcess, others_are_served: Served
+) -> None:
+    # Given a client token
     row = {"token_id": "twice", "kind": "client", "sha256": "4" * 64}
     with RawPeer(server.url) as peer:
         peer.as_client(server.token)
         assert isinstance(peer.ask("token.create", **row), Reply)
-        assert isinstance(peer.ask("token.create", **row), ErrorMessage)
-        assert peer.alive()
+        # When the same one is sent again (a repeat after a lost answer), and others with its id or its hash
+        for again in (row, {**row, "kind": "admin"}, {**row, "token_id": "other", "kind": "admin"}):
+            peer.ask("token.create", **again)
+        # Then there is the one, as it was
+        listed = peer.ask("token.list")
+        assert isinstance(listed, Reply)
+        assert [(found["token_id"], found["kind"]) for found in listed.body if found["token_id"] in ("twice", "other")] == [
+            ("twice", "client")
+        ]
     others_are_served()
 
 

@@ -1,8 +1,9 @@
 """The server is killed at each step of submit, lease, finish and fail, one by one, and started again on its folder.
 
-Neither the worker nor the client is restarted. What must hold at every point: the client gets the result, the job ran once for each of its attempts, and there is no attempt that the job itself did not ask for. A point
-before the commit loses what nobody was told; a point after it loses only words that are said again: the client repeats its
-submit, the server its assignment, the worker its report.
+Neither the worker nor the client is restarted. What must hold at every point: the client gets the result, the job ran once for
+each of its attempts, and there is no attempt that the job itself did not ask for. A point before the commit loses what nobody
+was told; a point after it loses only words that are said again: the client repeats its submit, the server its assignment, the
+worker its report. So a server's death alone never costs an attempt.
 """
 
 from __future__ import annotations

@@ -30,6 +30,10 @@ class FakeConnection:
         self.writable.set()
         self._heard = asyncio.Event()
 
+    @property
+    def full(self) -> bool:
+        return not self.writable.is_set()
+
     # -- the server's side ----------------------------------------------------------------------------------------
     def send(self, message: Message) -> None:
         self.said.append(message)

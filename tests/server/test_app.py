@@ -245,3 +245,25 @@ def test_a_store_that_cannot_be_opened_fails_the_start(tmp_path: Path) -> None:
             await server.start()
 
     asyncio.run(main())
+
+
+def test_results_for_a_peer_that_does_not_read_wait_in_the_store(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        # Given a client that watches a job and does not read what it is sent
+        (mine, link), (its, runner) = await client(server), await worker(server)
+        server.received(its, GiveCredit(1))
+        server.received(mine, SubmitJobs(5, [JobSpec(job_id="a")]))
+        await link.wait_for(Accepted)
+        grant = (await runner.wait_for(AssignJobs)).grants[0]
+        link.writable.clear()
+        # When the job ends
+        ending = Ending(grant.job_id, grant.lease_id, grant.attempt, Outcome(result=b"49"))
+        server.received(its, JobsFinished([ending]))
+        await runner.wait_for(JobsRecorded)
+        assert link.all(Results) == []
+        # Then its result is sent when the client has read the rest
+        link.writable.set()
+        [item] = (await link.wait_for(Results)).items
+        assert (item.job_id, item.state, item.outcome.result) == ("a", State.SUCCEEDED, b"49")
+
+    serve(tmp_path, store, work)

@@ -54,6 +54,7 @@ from tasuki.core.subject import SubjectTrie
 from tasuki.core.verbs import Held, LeaseRequest, Reaped, Report, Turn
 from tasuki.errors import ProtocolError, TasukiError, Unauthorized
 
+READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
 DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
 LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
@@ -361,8 +362,9 @@ class Broker:
         if prune:
             self._prune_at = now.monotonic + PRUNE_INTERVAL_S
         prune_before = now.wall - self.config.retention_s if prune else None
+        following = self.draft.leave_reads(READS_PER_TURN)
         turn = self.draft.turn(leases, epoch=self.config.epoch, duties=duties, prune_before=prune_before)
-        self.draft = Draft()
+        self.draft = following
         return turn
 
     # ------------------------------------------------------------------------------------------------ time, ends

@@ -14,7 +14,6 @@ import msgspec
 
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
-    BATCH_MAX,
     HANDSHAKE_TIMEOUT_S,
     Accepted,
     ErrorMessage,
@@ -32,6 +31,7 @@ from tasuki.core.redial import Redial
 from tasuki.core.worker_machine import Connect
 from tasuki.errors import TasukiError, Unavailable, from_wire
 
+WATCH_MAX = 256  # jobs of one watch: small enough that the server reads a few of them per turn
 RETRY_AFTER_S = 0.5  # a call that the server answered with "not now"
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})  # of a Hello: it will be no better next time
 AGAIN_CODES = frozenset({"UNAVAILABLE", "OVERLOADED"})
@@ -163,8 +163,8 @@ class ClientMachine:
     def _ask_results(self, job_ids: list[str]) -> list[Command]:
         commands: list[Command] = []
         assert self._conn is not None
-        for start in range(0, len(job_ids), BATCH_MAX):
-            some = job_ids[start : start + BATCH_MAX]
+        for start in range(0, len(job_ids), WATCH_MAX):
+            some = job_ids[start : start + WATCH_MAX]
             self._msg_id += 1
             self._watches[self._msg_id] = some
             commands.append(Send(self._conn, Request(self._msg_id, "watch", {"job_ids": some})))

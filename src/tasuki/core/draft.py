@@ -138,6 +138,21 @@ class Draft:
             + self.list_tokens
         )
 
+    def leave_reads(self, limit: int) -> Draft:
+        """A new draft with the reads past `limit` jobs: their results stand in memory until they are sent."""
+        following, kept = Draft(), 0
+        for place, route in enumerate(self.check_routes):
+            kept += route.stop - route.start
+            if place and kept > limit:
+                cut = route.start
+                following.check_routes, self.check_routes = self.check_routes[place:], self.check_routes[:place]
+                following.get, self.get = self.get[cut:], self.get[:cut]
+                for later in following.check_routes:
+                    later.start -= cut
+                    later.stop -= cut
+                break
+        return following
+
     def turn(self, leases: list[LeaseRequest], *, epoch: int, duties: bool, prune_before: float | None) -> Turn:
         """The finished draft."""
         return Turn(

@@ -12,7 +12,7 @@ from tasuki.core.draft import SubmitRoute, TokenRoute
 from tasuki.core.ids import check_name
 from tasuki.core.job import JobSpec, body_hash, check_spec
 from tasuki.core.machine import Send
-from tasuki.core.protocol import Acceptance, Reply, Request, SubmitJobs
+from tasuki.core.protocol import BATCH_MAX, Acceptance, Reply, Request, SubmitJobs
 from tasuki.core.sessions import ClientSession
 from tasuki.core.verbs import Submission, TokenRow
 from tasuki.errors import DiskFull, InvalidInput, NotFound, TasukiError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tasuki.core.broker import Broker
     from tasuki.core.broker_events import Command
 
-SPECS_MAX = 10_000  # jobs of one frame: their answers must fit a frame too
+SPECS_MAX = BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
 READ_VERBS = frozenset({"get", "find", "counts", "explain"})
 TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
 

@@ -153,6 +153,11 @@ class Link(asyncio.Protocol):
             self._stall_timer = None
         self.resume_reading("the peer does not read")
 
+    @property
+    def full(self) -> bool:
+        """More than the soft limit waits for the peer to read it."""
+        return self.transport is not None and self._out_bytes + self.transport.get_write_buffer_size() > WRITE_SOFT_BYTES
+
     async def drain(self) -> None:
         """Wait until the peer has read enough that more may be sent; Unavailable if the link is gone."""
         await self._writable.wait()

@@ -32,8 +32,19 @@ from tasuki.core.broker_events import (
     TurnFailed,
 )
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
-from tasuki.core.protocol import FRAME_MAX_BYTES, JobsFinished, Message, Reply, SubmitJobs, Welcome
-from tasuki.core.sessions import WorkerSession
+from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    JobsFinished,
+    Message,
+    Reply,
+    Results,
+    SubmitJobs,
+    Welcome,
+    batches,
+    outcome_bytes,
+)
+from tasuki.core.sessions import ClientSession, WorkerSession
+from tasuki.core.settle import result_of
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import InvalidInput, TasukiError
 from tasuki.server.lanes import Lane
@@ -43,6 +54,7 @@ from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
 
 TICK_S = 0.1
+LATE_RESULTS = 64  # results of up to 64 KiB each that are read for a slow peer at once
 _NOTHING: frozenset[str] = frozenset()
 DISK_LOOK_S = 1.0
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
@@ -55,6 +67,9 @@ class Connection(Protocol):
 
     peer: Peer
     codec: str | None
+
+    @property
+    def full(self) -> bool: ...
 
     def send(self, message: Message) -> None: ...
     def trust(self, max_bytes: int) -> None: ...
@@ -75,6 +90,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_floor_bytes: int = DISK_FLOOR_BYTES
     disk_floor_inodes: int = DISK_FLOOR_INODES
     frame_max_bytes: int = FRAME_MAX_BYTES
+
+
+class _Late(msgspec.Struct, frozen=True):
+    """Jobs whose results a connection is to get when it has room."""
+
+    conn: int
+    job_ids: list[str]
 
 
 class Server:
@@ -103,6 +125,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions = Lane(self._query, self._spawn, at_once=1)
         self._downloads = Lane(self._send_blob, self._spawn, at_once=DOWNLOADS_AT_ONCE)
+        self._late = Lane(self._send_late, self._spawn, at_once=1)
         self._idle = asyncio.Event()
         self._stopping = False
         self.on_last_client: Callable[[], None] = lambda: None
@@ -206,7 +229,7 @@ class Server:
             self._tell_about_clients()
 
     def _leave(self, conn: int) -> None:
-        for part in (self._transfers, self._questions, self._downloads):
+        for part in (self._transfers, self._questions, self._downloads, self._late):
             part.forget(conn)
 
     def _tell_about_clients(self) -> None:
@@ -264,7 +287,10 @@ class Server:
                     if link is not None:
                         if type(command.message) is Welcome:
                             self._welcomed(link, command.message)
-                        link.send(command.message)
+                        if type(command.message) is Results and link.full:
+                            self._send_later(command.conn, link, command.message)
+                        else:
+                            link.send(command.message)
                 case Hangup():
                     link = self._links.pop(command.conn, None)
                     if link is not None:
@@ -287,6 +313,26 @@ class Server:
         self.on_client()
 
     # ------------------------------------------------------------------------------------------------ reads
+
+    def _send_later(self, conn: int, link: Connection, results: Results) -> None:
+        """The peer has not yet read what was sent before: these are dropped here, and read again when it has."""
+        job_ids = [item.job_id for item in results.items]
+        for start in range(0, len(job_ids), LATE_RESULTS):
+            self._late.add(conn, link, _Late(conn, job_ids[start : start + LATE_RESULTS]))
+
+    async def _send_late(self, late: _Late) -> None:
+        jobs = await self._loop.run_in_executor(self._reader_pool, lambda: self._opened_reader().get(late.job_ids))
+        link, session = self._links.get(late.conn), self.broker.sessions.get(late.conn)
+        if link is None or not isinstance(session, ClientSession):
+            return
+        ended = []
+        for job in jobs:
+            if job is not None and job.state.terminal:
+                ended.append(result_of(job))
+            elif job is not None:  # set going again meanwhile: its next end is still waited for
+                self.broker.watch(session, job.job_id)
+        for some in batches(ended, lambda item: outcome_bytes(item.outcome)):
+            link.send(Results(list(some)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
