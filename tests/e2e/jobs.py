@@ -6,6 +6,7 @@ Every run first adds its line to the ledger. What it does then stands in the job
     hold FILE           waits until the file exists
     rest SECONDS        sleeps
     spin SECONDS        computes; only with --plain, where handlers run in child processes
+    withdraw            lets a cancellation escape that nobody asked for
     stumble             fails in its first attempt, succeeds in the next
     subscribe PATTERN…  has the worker take these subjects from now on
 
@@ -66,6 +67,8 @@ async def act(job):
             await asyncio.sleep(float(seconds))
         case ["stumble"] if job.attempt == 1:
             raise ValueError("the first attempt stumbles")
+        case ["withdraw"]:
+            raise asyncio.CancelledError
         case ["subscribe", *patterns]:
             worker.subscribe(*patterns)
     return str(job.attempt)

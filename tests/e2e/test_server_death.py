@@ -12,6 +12,7 @@ import pytest
 
 from tasuki import Client
 from tasuki.core.job import JobSpec
+from tasuki.errors import Conflict
 from tests.e2e.stage import SOON_S, Ledger, assert_one_finish_each, command_worker, jobs_worker, stdout_of, story
 from tests.processes import ServerProcess, start_server, wait_until
 
@@ -117,6 +118,24 @@ def test_a_job_that_ends_while_the_server_is_away_is_reported_when_it_is_back(tm
         # then: its result arrives all the same, from its only run
         assert job.result(SOON_S) == b"1"
         assert ledger.attempts("away") == [1]
+
+
+def test_a_refused_submit_of_its_id_does_not_end_the_wait_for_a_job(tmp_path: Path, ledger: Ledger) -> None:
+    # given: a running job, under whose id the same client was refused another body
+    gate = tmp_path / "gate"
+    with start_server(tmp_path) as server, jobs_worker(server, ledger), server.client() as client:
+        job = client.submit(subject="hold.1", payload=f"hold {gate}".encode(), job_id="refused")
+        ledger.wait_for("refused")
+        with pytest.raises(Conflict):
+            client.submit(subject="hold.1", payload=b"another", job_id="refused")
+
+        # when: the server forgets who waits for what
+        server.kill()
+        server.restart()
+
+        # then: the client has asked for the result again
+        gate.touch()
+        assert job.result(SOON_S) == b"1"
 
 
 def test_an_orderly_restart_of_the_server_keeps_everything_too(tmp_path: Path, ledger: Ledger) -> None:

@@ -79,6 +79,17 @@ def test_a_finish_that_came_first_wins_over_the_cancel(
         assert shared_client.status("finished")["state"] == "SUCCEEDED"
 
 
+def test_a_handler_that_is_canceled_by_itself_has_failed(
+    shared_server: ServerProcess, shared_client: Client, ledger: Ledger
+) -> None:
+    """Only a stop that came from the worker may be passed over in silence."""
+    with jobs_worker(shared_server, ledger):
+        ended = shared_client.submit(subject="x.1", payload=b"withdraw", max_retries=0, job_id="withdrawn").outcome(SOON_S)
+
+        assert (ended.state, ended.outcome.error_code, ended.attempt) == ("FAILED", "HANDLER_ERROR", 1)
+        assert "CancelledError" in ended.outcome.message
+
+
 @pytest.mark.parametrize("kind", ["command", "plain function", "async handler"])
 def test_a_job_past_its_time_limit_is_stopped_retried_and_then_timed_out(
     shared_server: ServerProcess, shared_client: Client, ledger: Ledger, tmp_path: Path, kind: str
