@@ -95,7 +95,9 @@ async def _main(listen: Listen, workers: int, slots: int, until_idle: bool) -> i
 
     events = Events(json=listen.json)
     socket = f"unix://{listen.folder.socket}"
-    options_of_each = ("--to", socket, "--subject", ">", "--slots", str(slots), "--any-program", "--log-level", "warning")
+    folder = ("--data", str(listen.folder.root))
+    takes = ("--subject", ">", "--slots", str(slots), "--any-program")
+    options_of_each = ("--to", socket, *folder, *takes, "--log-level", "warning")
     workforce = Workforce(workers, options_of_each, events)
     stop = Stop(hurry=workforce.hurry)
 

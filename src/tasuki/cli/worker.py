@@ -101,15 +101,16 @@ def worker(
     log.configure(log_level, json=json)
     if on_disconnect not in ("stop", "keep"):
         raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
+    folder = data_folder(data)
     made = Worker(
-        to or default_url() or f"unix://{data_folder(data).socket}",
+        to or default_url() or f"unix://{folder.socket}",
         token=read_token(token_file),
         worker_id=worker_id,
         subjects=tuple(subject or ()),
         concurrency=slots,
         execs=_execs(config, exec_ or []),
         any_program=any_program,
-        data=data,
+        data=folder.root,  # also for its run folders: the next start there finds what a killed worker left behind
         on_disconnect=on_disconnect,
         reconnect_grace_s=reconnect_grace,
         lease_ttl_s=lease_ttl,

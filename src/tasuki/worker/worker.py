@@ -345,7 +345,8 @@ class Worker:
         if self._link is link:
             self._link = None
             self._blobs.lost()
-            logger.warning("connection lost: %s", reason)
+            if not self._done.done():
+                logger.warning("connection lost: %s", reason)
         self._apply(Closed(link.tag or 0, reason))
 
     # ------------------------------------------------------------------------------------------------ attempts
