@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 CACHE_KIB = 64 * 1024  # pages in memory; the owner has to stay below 250 MB with millions of rows
 READER_CACHE_KIB = 8 * 1024
-CHECKPOINT_PAGES = 8_000  # 32 MB of WAL between checkpoints: a page that 50 commits changed is written back once
-WAL_KEEP_BYTES = 64 * 1024 * 1024
+CHECKPOINT_PAGES = 32_000  # 128 MB of WAL between checkpoints: a row's insert, grant and finish are written back once, not thrice
+WAL_KEEP_BYTES = 160 * 1024 * 1024
 BUSY_TIMEOUT_MS = 5_000
 
 # File systems whose locks and shared memory cannot be trusted between hosts.

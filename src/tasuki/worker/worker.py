@@ -11,6 +11,7 @@ worker.run()
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import os
@@ -176,6 +177,9 @@ class Worker:
         if self._handlers.plain:
             # Forked before the loop and its threads exist: a child that inherits a locked lock would hang.
             self._children = Children.start(self._handlers.plain)
+        # This process is ours: without this the collector took a third of its time with a thousand handlers at once.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(self.serve(signals=True))
