@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.core.broker_events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob
 from tasuki.core.job import InputFile, JobSpec, State
-from tasuki.core.machine import Received
+from tasuki.core.machine import Received, Ticked
 from tasuki.core.protocol import (
     Accepted,
     AssignJobs,
@@ -20,6 +20,7 @@ from tasuki.core.protocol import (
     GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
+    HelloClient,
     HelloWorker,
     JobsFinished,
     JobsReleased,
@@ -360,3 +361,24 @@ def test_a_client_that_leaves_is_forgotten_by_the_jobs_it_watched(desk: Desk) ->
     assert desk.all(first, Results) == []
     assert len(desk.all(second, Results)) == 1
     assert desk.broker.watchers == {}
+
+
+def test_a_token_whose_id_is_taken_is_refused(desk: Desk) -> None:
+    admin = desk.node()
+    fields = {"token_id": "0123", "kind": "client"}
+    assert isinstance(desk.request(admin, "token.create", sha256="a" * 64, **fields), Reply)
+    refused = desk.request(admin, "token.create", sha256="b" * 64, **fields)
+    assert isinstance(refused, ErrorMessage)
+    assert refused.code == "INVALID"
+
+
+def test_a_connection_ends_when_its_token_expires(desk: Desk) -> None:
+    secret = desk.token("brief", "client", expires_at=desk.clock.wall() + 60.0)
+    conn = desk.open()
+    desk.ask(conn, HelloClient(msg_id=1, client_id="c1", token=secret))
+    desk.clock.advance(59.0)
+    desk.apply(Ticked())
+    assert conn not in desk.hung_up
+    desk.clock.advance(1.0)
+    desk.apply(Ticked())
+    assert isinstance(desk.hung_up[conn], Unauthorized)

@@ -11,7 +11,7 @@ from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import AssignJobs, JobsFinished
 from tasuki.core.verbs import Turn
-from tasuki.errors import DiskFull, InvalidInput, TasukiError, Unavailable
+from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.testing.harness import World
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode
@@ -255,7 +255,7 @@ def test_the_leases_of_workers_survive_a_store_that_is_away_for_less_than_a_ttl(
         {"message": "x" * 2**17},
     ],
 )
-def test_a_report_that_no_store_can_hold_ends_its_worker_and_nobody_else(world: World, outcome: dict[str, Any]) -> None:
+def test_a_report_that_no_store_can_hold_fails_its_own_job_and_nothing_else(world: World, outcome: dict[str, Any]) -> None:
     client, bad, good = world.client(), world.worker("bad", patterns=("bad.*",)), world.worker("good", patterns=("good.*",))
     client.submit_ids("one", subject="bad.1")
     client.submit_ids("two", subject="good.1")
@@ -263,6 +263,7 @@ def test_a_report_that_no_store_can_hold_ends_its_worker_and_nobody_else(world: 
     bad.end("one", Outcome(**outcome))
     good.finish("two")
     world.run_for(2.0)
-    assert bad.exited is not None
-    assert isinstance(bad.exited.error, InvalidInput)
+    assert bad.exited is None
+    assert client.result("one").state is State.FAILED
+    assert client.result("one").outcome.error_code == "BAD_OUTCOME"
     assert client.result("two").state is State.SUCCEEDED

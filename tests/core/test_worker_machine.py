@@ -294,7 +294,8 @@ def test_an_assignment_that_comes_twice_runs_once_and_is_acknowledged_again(benc
     assert len(only(bench.hear(assign()), Run)) == 1
     commands = bench.hear(assign())
     assert only(commands, Run) == []
-    assert [claim.lease_id for message in sent(commands, JobsStarted) for claim in message.claims] == ["lease-a-1"]
+    assert [claim.lease_id for message in sent(commands, Heartbeat) for claim in message.claims] == ["lease-a-1"]
+    assert sent(commands, JobsStarted) == []
 
 
 def test_an_attempt_that_is_still_held_is_not_run_again_however_long_it_takes(bench: Bench) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 from tasuki import __version__
 from tasuki.client.embedded import ensure_server
 from tasuki.client.handles import AsyncJobHandle
-from tasuki.config import data_folder, default_url, find_token, parse_url
+from tasuki.config import DataFolder, data_folder, default_url, find_token, parse_url
 from tasuki.core.client_machine import (
     Answered,
     Arrived,
@@ -27,6 +27,7 @@ from tasuki.core.client_machine import (
     Command,
     Event,
     Failed,
+    Unsendable,
     Unwatch,
     Watch,
     WatchRefused,
@@ -49,7 +50,7 @@ from tasuki.core.protocol import (
     batches,
 )
 from tasuki.core.worker_machine import Connect
-from tasuki.errors import TasukiError, TooLarge, Unavailable, from_wire
+from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
 from tasuki.net import Link, client_tls, connect
 from tasuki.net.blobs import BlobLine
 from tasuki.wire.compression import CODECS
@@ -85,6 +86,8 @@ class AsyncClient:
     ) -> None:
         self._url = url or default_url()
         self._data = data
+        self._embedded: DataFolder | None = None
+        """Where to start an embedded server again, should the one that was found leave before it takes us."""
         self._token = find_token(token_file) if token is None else token
         self._client_id = client_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self._tls = client_tls(tls_ca)
@@ -95,6 +98,7 @@ class AsyncClient:
         self._handles: dict[str, AsyncJobHandle] = {}
         self._link: Link | None = None
         self._link_numbers = itertools.count(1)
+        self._dials = 0
         self._tasks: set[asyncio.Future[Any]] = set()
         self._closed = False
         self._blobs = BlobLine()
@@ -114,7 +118,8 @@ class AsyncClient:
         """Connect; Unavailable if no server takes us within `connect_timeout_s`, Unauthorized if it never will."""
         self._loop = asyncio.get_running_loop()
         if self._url is None:
-            self._url = await self._loop.run_in_executor(None, ensure_server, data_folder(self._data))
+            self._embedded = data_folder(self._data)
+            self._url = await self._loop.run_in_executor(None, ensure_server, self._embedded)
         self._addresses = parse_url(self._url)
         remote = any(not address.loopback for address in self._addresses)
         hello = HelloClient(
@@ -175,7 +180,7 @@ class AsyncClient:
         match command:
             case Send():
                 if self._link is not None:
-                    self._link.send(command.message)
+                    self._send(self._link, command.message)
             case Arrived():
                 handles = self._handles
                 for item in command.items:
@@ -205,11 +210,22 @@ class AsyncClient:
                     if handle is not None:
                         handle.settle(None, command.error)
             case Failed():
+                self._blobs.close(command.error)
                 if not self._ready.done():
                     self._ready.set_exception(command.error)
 
+    def _send(self, link: Link, message: Message) -> None:
+        """What cannot be sent is the error of its one call; the link and everybody else's calls go on."""
+        try:
+            data = encode(message, link.codec, max_bytes=FRAME_MAX_BYTES)
+        except InvalidInput as error:
+            self._apply(Unsendable(getattr(message, "msg_id", 0), error))
+        else:
+            link.send_bytes(data)
+
     async def _dial(self, index: int) -> None:
         try:
+            await self._ensure_again()
             link = await connect(self._addresses[index], self._message, self._lost, tls=self._tls)
         except Unavailable as error:
             self._last_problem = error.message
@@ -218,9 +234,17 @@ class AsyncClient:
         if self._closed:
             link.abort("this client was closed")
             return
+        if link.closed:  # the server hung up before we were told of the connection; `_lost` has told the machine
+            return
         link.tag = next(self._link_numbers)
         self._link = link
         self._apply(Opened(link.tag, link.peer))
+
+    async def _ensure_again(self) -> None:
+        """The embedded server that was found may have been about to leave: the second dial makes sure, once, of another."""
+        self._dials += 1
+        if self._embedded is not None and self._dials == 2 and not self._ready.done():
+            await self._loop.run_in_executor(None, ensure_server, self._embedded)
 
     def _message(self, link: Link, message: Message) -> None:
         if not self._blobs.take(message):
@@ -256,9 +280,6 @@ class AsyncClient:
 
     async def request(self, verb: str, **params: Any) -> Any:
         """Any request of the protocol by name (docs/wire.md lists them)."""
-        size = len(encode(Request(0, verb, params)))
-        if size > FRAME_MAX_BYTES:  # the server would hang up, and we would ask it again for ever
-            raise TooLarge(f"the request {verb!r} has {size} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
         return await self._ask(lambda msg_id: Request(msg_id, verb, params))
 
     # ------------------------------------------------------------------------------------------------ jobs
@@ -290,7 +311,8 @@ class AsyncClient:
     ) -> list[AsyncJobHandle]:
         """Submit many jobs in as few frames as possible; returns when all are durable.
 
-        A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead.
+        A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead. With
+        on_failed="rerun" a lost connection is Unavailable, and whether it happened not known; else it is said again.
         """
         handles = [self._handle(spec.job_id, watch) for spec in specs]
         calls: list[tuple[int, asyncio.Future[Any]]] = []
@@ -389,7 +411,8 @@ class AsyncClient:
         return await self._ask(lambda msg_id: CancelJobs(msg_id, list(job_ids), reason))
 
     async def requeue(self, job_ids: Sequence[str], reason: str = "") -> dict[str, Any]:
-        """Set finished jobs going again."""
+        """Set finished jobs going again. Said once: Unavailable if the connection is lost before the answer, and then it is
+        not known whether it happened; ask for the jobs' status before asking again."""
         return await self.request("requeue", job_ids=list(job_ids), reason=reason)
 
     async def explain(self, job_id: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,14 +38,7 @@ def ensure_server(folder: DataFolder) -> str:
 def _start(folder: DataFolder) -> None:
     folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     log = folder.root / "embedded.log"
-    command = [sys.executable, "-m", "tasuki", "up", "--data", os.fspath(folder.root), "--until-idle"]
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True, cwd=folder.root
-        )
-    finally:
-        os.close(descriptor)
+    process = _launch(folder, log)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if answers(folder.socket):
@@ -59,15 +53,28 @@ def _start(folder: DataFolder) -> None:
     raise Unavailable(f"the embedded server for {folder.root} did not start; its log {log} ends with:\n{tail or '(nothing)'}")
 
 
-def _owned_by_another(folder: DataFolder) -> bool:
-    import fcntl
-
-    lock = folder.database.with_name(folder.database.name + ".owner")
+def _launch(folder: DataFolder, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tasuki", "up", "--data", os.fspath(folder.root), "--until-idle"]
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True, cwd=folder.root
+        )
+    finally:
+        os.close(descriptor)
+    # It may leave long before this process does, and would stay a zombie if nobody waited for it.
+    threading.Thread(target=process.wait, name="tasuki-embedded", daemon=True).start()
+    return process
+
+
+def _owned_by_another(folder: DataFolder) -> bool:
+    """Is the process alive that wrote itself into the owner file ("pid 12 since …")? The lock is only ever tried by servers:
+    trying it here, even for a moment, could refuse one that is starting."""
+    try:
+        words = folder.database.with_name(folder.database.name + ".owner").read_text("utf-8", "replace").split()
+        os.kill(int(words[1]), 0)
+    except PermissionError:
+        return True  # alive, of another user
+    except (OSError, ValueError, IndexError, OverflowError):
+        return False  # no file, an empty one (its owner left in order), or nobody of that pid
+    return True

@@ -78,8 +78,10 @@ class Client:
     def close(self) -> None:
         """Leave. Jobs go on."""
         if self._thread.is_alive():
-            self.wait(self._close())
-            self._stop()
+            try:
+                self.wait(self._close())
+            finally:  # also after Ctrl-C: the thread and its loop must not stay
+                self._stop()
 
     async def _close(self) -> None:
         await self._async.close()

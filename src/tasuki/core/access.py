@@ -36,6 +36,10 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     """Stored with every job as its submitter: `token:<id>` or `uid:<number>`."""
     scope: tuple[str, ...] = ()
     token_id: str = ""
+    expires_at: float | None = None
+
+    def expired(self, now_wall: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now_wall
 
     @property
     def admin(self) -> bool:
@@ -97,4 +101,4 @@ def identify(token: TokenRow | None, now_wall: float) -> Identity:
         raise Unauthorized(f"token {token.token_id} has expired")
     if token.kind not in TOKEN_PREFIXES:
         raise Unauthorized(f"token {token.token_id} is of kind {token.kind!r}, which cannot come in here")
-    return Identity(Kind(token.kind), f"token:{token.token_id}", token.scope, token.token_id)
+    return Identity(Kind(token.kind), f"token:{token.token_id}", token.scope, token.token_id, token.expires_at)

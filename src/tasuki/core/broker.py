@@ -29,6 +29,7 @@ from tasuki.core.draft import CheckRoute, Draft, LeaseRoute, Slice
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
+    BATCH_MAX,
     HANDSHAKE_TIMEOUT_S,
     BlobGet,
     BlobPut,
@@ -48,11 +49,11 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Subscribe,
 )
-from tasuki.core.reports import check_attempts, check_endings
+from tasuki.core.reports import check_attempts, storable
 from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Delivery, Session, WorkerSession
 from tasuki.core.subject import SubjectTrie
 from tasuki.core.verbs import Held, LeaseRequest, Reaped, Report, Turn
-from tasuki.errors import ProtocolError, TasukiError, Unauthorized
+from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized
 
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
 DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is nothing to do
@@ -76,7 +77,7 @@ class Broker:
         self.trie: SubjectTrie[int] = SubjectTrie()
         self.draft = Draft()
         self.disk_problem = ""
-        self._live_workers: frozenset[str] = frozenset()
+        self._live_workers: dict[str, tuple[str, ...]] = {}
         self._looking: dict[int, WorkerSession] = {}
         self._duty_at = 0.0
         self._prune_at = 0.0
@@ -159,6 +160,9 @@ class Broker:
 
     def check(self, conn: int, msg_id: int, job_ids: Iterable[str], action: str, reason: str = "") -> list[Command]:
         """Read these jobs in the next turn; `settle` judges who may do the action, and does it."""
+        job_ids = list(dict.fromkeys(job_ids))
+        if len(job_ids) > BATCH_MAX and conn != NOBODY:
+            raise InvalidInput(f"{action} of {len(job_ids)} jobs at once is too much, the limit is {BATCH_MAX}; send several")
         start = len(self.draft.get)
         self.draft.get.extend(job_ids)
         self.draft.check_routes.append(CheckRoute(conn, msg_id, start, len(self.draft.get), action, reason[:1000]))
@@ -209,15 +213,18 @@ class Broker:
         draft, worker_id, deliveries = self.draft, worker.worker_id, worker.deliveries
         finish, fail = draft.finish, draft.fail
         finish_start, fail_start = len(finish), len(fail)
-        check_endings(message.endings, missing)
-        known, reading = 0, worker.reading
+        check_attempts(message.endings)
+        known, reading, size_bytes = 0, worker.reading, 0
         for ending in message.endings:
             known += deliveries.pop(ending.lease_id, None) is not None
             if reading:
                 worker.settled.add(ending.lease_id)
-            report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, ending.outcome, ending.started_at)
-            (finish if ending.outcome.error_code is None else fail).append(report)
+            outcome = storable(ending, missing)
+            size_bytes += len(outcome.result or b"")
+            report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at)
+            (finish if outcome.error_code is None else fail).append(report)
         worker.account.ended(known)
+        draft.size_bytes += size_bytes
         if len(finish) > finish_start:
             draft.finish_routes.append(Slice(worker.conn, finish_start, len(finish)))
         if len(fail) > fail_start:
@@ -233,6 +240,8 @@ class Broker:
 
     def read_back(self, worker: WorkerSession) -> None:
         """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
+        if worker.reading:
+            return
         worker.reading = True
         self.draft.held.append((worker.worker_id, worker.incarnation))
         self.draft.held_routes.append(worker.conn)
@@ -277,8 +286,9 @@ class Broker:
             self.look_everywhere()
 
     def _note_live_workers(self) -> None:
-        """Jobs addressed to one of these by their last token are left for it; not for one that takes no more."""
-        self._live_workers = frozenset(worker_id for worker_id, worker in self.workers.items() if worker.patterns)
+        """Jobs addressed to one of these by their last token are left for it, if it subscribes to them."""
+        # A new one each time: requests of turns under way keep theirs.
+        self._live_workers = {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.patterns}
 
     # ------------------------------------------------------------------------------------------------ leasing
 
@@ -292,13 +302,13 @@ class Broker:
             if worker.account.available:
                 self._look(worker, backlog=True)
 
-    def look_for(self, subjects: Iterable[str]) -> None:
-        """Jobs of these subjects became ready."""
+    def look_for(self, subjects: Iterable[str], *, backlog: bool = False) -> None:
+        """Jobs of these subjects became ready: those that the draft submits, or with `backlog` others."""
         for subject in subjects:
             for conn in self.trie.match(subject):
                 worker = self.sessions.get(conn)
                 if isinstance(worker, WorkerSession) and worker.account.available:
-                    self._look(worker, backlog=False)
+                    self._look(worker, backlog=backlog)
 
     def look_again(self, workers: Iterable[WorkerSession]) -> None:
         """They were not asked, because others were thought to take everything, and something is left."""
@@ -355,7 +365,7 @@ class Broker:
         leases = self._lease_requests()
         duties = now.monotonic >= self._duty_at
         prune = now.monotonic >= self._prune_at
-        if not (leases or len(self.draft) or duties or self.draft.submit_routes or self.draft.check_routes):
+        if not (leases or len(self.draft) or duties):
             return None
         if duties:
             self._duty_at = now.monotonic + DUTY_INTERVAL_S
@@ -375,6 +385,9 @@ class Broker:
             self._look_at = now.monotonic + LOOK_INTERVAL_S
             self.look_everywhere()
         for session in list(self.sessions.values()):
+            if session.identity is not None and session.identity.expired(now.wall):
+                commands += self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))
+                continue
             silent_s = now.monotonic - session.heard_at
             if isinstance(session, WorkerSession):
                 if silent_s > session.ttl_s + LEASE_MARGIN_S:
@@ -436,6 +449,10 @@ class Broker:
         if watching in (conn, []):
             del self.watchers[job_id]
             self.generations.pop(job_id, None)
+
+    def prune_again(self) -> None:
+        """There was something to prune: there may be more."""
+        self._prune_at = 0.0
 
     def duties_again(self) -> None:
         """There was more to reap or to promote than one turn takes."""

@@ -2,7 +2,8 @@
 
 Theory of operation. Every call is kept with its message until it is answered. After a lost connection everything that is safe
 to say twice is said again: a submit, because the same id with the same body is the same job; a watch, because it only asks. A
-result that was recorded while we were away comes back by asking for its job again.
+result that was recorded while we were away comes back by asking for its job again. What sets an ended job going again is said
+once: the first time may have counted, and the job may have succeeded since. Its caller hears that the outcome is not known.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tasuki.core.protocol import (
     Reply,
     Request,
     Results,
+    SubmitJobs,
     Welcome,
 )
 from tasuki.core.redial import Redial
@@ -35,10 +37,12 @@ WATCH_MAX = 256  # jobs of one watch: small enough that the server reads a few o
 RETRY_AFTER_S = 0.5  # a call that the server answered with "not now"
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})  # of a Hello: it will be no better next time
 AGAIN_CODES = frozenset({"UNAVAILABLE", "OVERLOADED"})
+ONCE_VERBS = frozenset({"requeue", "token.revoke"})  # saying them twice is not the same as saying them once
+NOT_KNOWN = "it is not known whether the request was carried out; look at the state of what it named before asking again"
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Send this request; its msg_id is the machine's. `lasting` ones are said again after a reconnect."""
+    """Send this request; its msg_id is the machine's. `lasting` ones are said again after a reconnect, if that is safe."""
 
     ticket: int
     make: Callable[[int], Message]
@@ -57,6 +61,13 @@ class Unwatch(msgspec.Struct, frozen=True):
     """Nobody waits for these any more."""
 
     job_ids: list[str]
+
+
+class Unsendable(msgspec.Struct, frozen=True):
+    """The driver could not make a frame of a message that it was told to send: it would be no better next time."""
+
+    msg_id: int
+    error: TasukiError
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -92,7 +103,7 @@ class Failed(msgspec.Struct, frozen=True):
     error: TasukiError
 
 
-Event = Opened | Received | Closed | Ticked | Call | Watch | Unwatch
+Event = Opened | Received | Closed | Ticked | Call | Watch | Unwatch | Unsendable
 Command = Connect | Send | Hangup | Answered | Arrived | Welcomed | WatchRefused | Failed
 
 
@@ -101,7 +112,19 @@ class _Waiting(msgspec.Struct):
     make: Callable[[int], Message]
     lasting: bool
     watch: tuple[str, ...]
+    said: bool = False
     again_at: float | None = None
+
+
+def safe_to_repeat(message: Message) -> bool:
+    """Does saying it twice come to the same as saying it once, whatever happened in between?"""
+    match message:
+        case SubmitJobs():
+            return message.on_failed == "return"
+        case Request():
+            return message.verb not in ONCE_VERBS
+        case _:
+            return True
 
 
 class ClientMachine:
@@ -142,6 +165,8 @@ class ClientMachine:
                 return []
             case Ticked():
                 return self._ticked(now)
+            case Unsendable():
+                return self._unsendable(event)
             case Opened():
                 self._conn = event.conn
                 self._heard_at = now.monotonic
@@ -157,8 +182,31 @@ class ClientMachine:
             return [Answered(call.ticket, error=self._error)]
         self._msg_id += 1
         message = call.make(self._msg_id)
-        self._calls[self._msg_id] = _Waiting(call.ticket, call.make, call.lasting, call.watch)
-        return [Send(self._conn, message)] if self.online and self._conn is not None else []
+        lasting = call.lasting and safe_to_repeat(message)
+        waiting = self._calls[self._msg_id] = _Waiting(call.ticket, call.make, lasting, call.watch)
+        if not self.online or self._conn is None:
+            return []
+        waiting.said = True
+        return [Send(self._conn, message)]
+
+    def _say(self, waiting: _Waiting) -> Send:
+        """Under a new msg_id: an answer to an earlier one is not heard any more."""
+        assert self._conn is not None
+        self._msg_id += 1
+        self._calls[self._msg_id] = waiting
+        waiting.said, waiting.again_at = True, None
+        return Send(self._conn, waiting.make(self._msg_id))
+
+    def _unsendable(self, event: Unsendable) -> list[Command]:
+        waiting = self._calls.pop(event.msg_id, None)
+        if waiting is not None:
+            return [Answered(waiting.ticket, error=event.error)]
+        job_ids = self._watches.pop(event.msg_id, None)
+        if job_ids is not None:
+            return self._watch_refused(job_ids, event.error)
+        if self.online or self._conn is None:
+            return []
+        return [*self._fail(event.error), Hangup(self._conn, event.error)]  # the Hello itself
 
     def _ask_results(self, job_ids: list[str]) -> list[Command]:
         commands: list[Command] = []
@@ -215,13 +263,8 @@ class ClientMachine:
         self._beat_every_s = (welcome.idle_timeout_s or 60.0) / 3
         self._beat_at = now.monotonic + self._beat_every_s
         commands: list[Command] = [Welcomed(welcome)]
-        assert self._conn is not None
         calls, self._calls = self._calls, {}
-        for waiting in calls.values():
-            self._msg_id += 1
-            waiting.again_at = None
-            self._calls[self._msg_id] = waiting
-            commands.append(Send(self._conn, waiting.make(self._msg_id)))
+        commands += [self._say(waiting) for waiting in calls.values()]
         self._watches.clear()
         self._watch_again.clear()
         commands += self._ask_results(list(self._watching))
@@ -246,6 +289,8 @@ class ClientMachine:
             waiting.again_at = now.monotonic + RETRY_AFTER_S
             return []
         del self._calls[message.corr_id]
+        if not waiting.lasting and message.code == "UNAVAILABLE":  # going down, or a store that did not say: it may be done
+            error = Unavailable(f"{error.message}; {NOT_KNOWN}")
         return [Answered(waiting.ticket, error=error)]
 
     def _watch_refused(self, job_ids: list[str], error: TasukiError) -> list[Command]:
@@ -273,8 +318,8 @@ class ClientMachine:
         self.online = False
         if self._error is None:
             self._redial.lost(now.monotonic)
-        lost = [msg_id for msg_id, waiting in self._calls.items() if not waiting.lasting]
-        error = Unavailable(f"the connection to the server was lost: {event.reason}")
+        lost = [msg_id for msg_id, waiting in self._calls.items() if waiting.said and not waiting.lasting]
+        error = Unavailable(f"the connection to the server was lost before it answered ({event.reason}); {NOT_KNOWN}")
         return [Answered(self._calls.pop(msg_id).ticket, error=error) for msg_id in lost]
 
     def _ticked(self, now: Now) -> list[Command]:
@@ -295,11 +340,6 @@ class ClientMachine:
         self._watch_again = [(at, job_ids) for at, job_ids in self._watch_again if at > now.monotonic]
         for job_ids in due:
             commands += self._ask_results([job_id for job_id in job_ids if job_id in self._watching])
-        for waiting in [w for w in self._calls.values() if w.again_at is not None and w.again_at <= now.monotonic]:
-            old = next(msg_id for msg_id, other in self._calls.items() if other is waiting)
-            del self._calls[old]
-            waiting.again_at = None
-            self._msg_id += 1
-            self._calls[self._msg_id] = waiting
-            commands.append(Send(self._conn, waiting.make(self._msg_id)))
+        due_calls = [msg_id for msg_id, one in self._calls.items() if one.again_at is not None and one.again_at <= now.monotonic]
+        commands += [self._say(self._calls.pop(msg_id)) for msg_id in due_calls]
         return commands

@@ -5,6 +5,7 @@ A route remembers which slice of which list belongs to which message, so that a 
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 import msgspec
@@ -104,6 +105,8 @@ class Draft:
         self.revoke_token: list[tuple[str, str]] = []
         self.list_tokens = False
         self.subjects: set[str] = set()
+        self.size_bytes = 0
+        """Of the bodies and results in it."""
         self.finish_routes: list[Slice] = []
         self.fail_routes: list[Slice] = []
         self.start_routes: list[Slice] = []
@@ -119,24 +122,26 @@ class Draft:
         """Idle workers that were not asked, because there were fewer new jobs than workers."""
 
     def __len__(self) -> int:
-        """How many items wait; what backpressure looks at."""
-        return (
-            len(self.finish)
-            + len(self.fail)
-            + len(self.start)
-            + len(self.renew)
-            + len(self.release)
-            + len(self.cancel)
-            + len(self.requeue)
-            + len(self.submit)
-            + len(self.rerun)
-            + len(self.get)
-            + len(self.held)
-            + len(self.token)
-            + len(self.add_token)
-            + len(self.revoke_token)
-            + self.list_tokens
+        """How much waits, items and messages; what backpressure looks at."""
+        items: tuple[Sized, ...] = (
+            self.finish,
+            self.fail,
+            self.start,
+            self.renew,
+            self.release,
+            self.cancel,
+            self.requeue,
+            self.submit,
+            self.rerun,
+            self.get,
+            self.held,
+            self.token,
+            self.token_routes,
+            self.submit_routes,
+            self.check_routes,
+            self.renew_routes,
         )
+        return sum(map(len, items))
 
     def leave_reads(self, limit: int) -> Draft:
         """A new draft with the reads past `limit` jobs: their results stand in memory until they are sent."""

@@ -106,7 +106,8 @@ def _again(incidents: Sequence[Incident]) -> str:
     if not told:
         return "earlier attempts were given back unstarted."
     last = told[-1]
-    return f"attempt {last.attempt} was {last.kind} ({last.reason})." if last.attempt else f"{last.kind} ({last.reason})."
+    reason = f" ({last.reason})" if last.reason else ""
+    return f"attempt {last.attempt} was {last.kind}{reason}." if last.attempt else f"{last.kind}{reason}."
 
 
 def _incident(incident: Incident) -> dict[str, Any]:

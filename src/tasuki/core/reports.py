@@ -19,23 +19,26 @@ META_DEPTH_MAX = 32
 MESSAGE_MAX_CHARS = 64 * 1024
 
 
-def check_attempts(claims: Sequence[Claim]) -> None:
+def check_attempts(claims: Sequence[Claim | Ending]) -> None:
     """No store has seen such an attempt."""
     for claim in claims:
         if not 0 <= claim.attempt <= NUMBER_MAX:
             raise InvalidInput(f"attempt {claim.attempt} of job {claim.job_id[:128]!r} is not a number that can be stored")
 
 
-def check_endings(endings: Sequence[Ending], missing: frozenset[str] = frozenset()) -> None:
-    """All of a message, before any of it is taken. `missing` are blobs that it names and that are not here."""
-    for ending in endings:
-        if not 0 <= ending.attempt <= NUMBER_MAX:
-            raise InvalidInput(f"attempt {ending.attempt} of job {ending.job_id[:128]!r} is not a number that can be stored")
-        check_outcome(ending.outcome)
-        if missing and ending.outcome.result_ref is not None and ending.outcome.result_ref.sha256 in missing:
-            raise InvalidInput(
-                f"the result of job {ending.job_id[:128]!r} is no blob of this server; upload it before the finish"
-            )
+def storable(ending: Ending, missing: frozenset[str] = frozenset()) -> Outcome:
+    """The outcome itself, or in the place of one that cannot be stored the failure that says why.
+
+    So one bad report costs its own job an attempt, and nothing else. `missing` are blobs that are named and are not here.
+    """
+    outcome = ending.outcome
+    try:
+        check_outcome(outcome)
+    except InvalidInput as error:
+        return Outcome(error_code="BAD_OUTCOME", message=f"the worker's report cannot be stored: {error.message}", permanent=True)
+    if missing and outcome.result_ref is not None and outcome.result_ref.sha256 in missing:
+        return Outcome(error_code="BAD_OUTCOME", message="the worker's result is no blob of this server: it was not uploaded")
+    return outcome
 
 
 def check_outcome(outcome: Outcome) -> None:

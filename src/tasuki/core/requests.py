@@ -58,6 +58,7 @@ def submit(
         if indexes is not None:
             indexes.append(index)
         subjects.add(spec.subject)
+        broker.draft.size_bytes += len(spec.payload)
         into.append(Submission(spec, submitter, body_hash(spec)))
     count = len(message.specs)
     route = SubmitRoute(client.conn, message.msg_id, start, len(into), message.watch, rerun, count, rejected, indexes)
@@ -107,7 +108,8 @@ def _token_order(broker: Broker, client: ClientSession, request: Request, identi
             raise InvalidInput("token.create: sha256 must be the 64 lower-case hex digits of the secret's hash, never the secret")
         for pattern in row.scope:
             identity.check_patterns((pattern,))
-        draft.add_token.append(msgspec.structs.replace(row, created_by=identity.name))
+        index = len(draft.add_token)
+        draft.add_token.append(msgspec.structs.replace(row, created_by=identity.name, revoked_at=None, revoked_by=""))
         body = {"token_id": row.token_id}
     elif request.verb == "token.revoke":
         index = len(draft.revoke_token)

@@ -32,13 +32,14 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.sessions import ClientSession, Delivery, WorkerSession
 from tasuki.core.verbs import Answer, Answers, Grant, Held, Recorded, Report, Standing, Submitted, Turn
-from tasuki.errors import Conflict, DiskFull, Forbidden, NotFound, TasukiError, Unauthorized
+from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, TasukiError, Unauthorized
 
 if TYPE_CHECKING:
     from tasuki.core.broker import Broker
     from tasuki.core.broker_events import Command
 
 _Outbox = defaultdict[int, list[JobResult]]
+RESULTS_READ = 256
 
 
 def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Command]:
@@ -67,7 +68,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
             broker, route.conn, route.msg_id, draft.renew[route.start : route.stop], answers.renew[route.start : route.stop], out
         )
     for submit in draft.submit_routes:
-        _submitted(broker, submit, turn, answers, out, results)
+        _submitted(broker, submit, answers, out)
     for act in draft.act_routes:
         _acted(broker, act, draft, answers, out)
     for index, lease in enumerate(draft.lease_routes):
@@ -89,8 +90,12 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
         broker.ask_ends(reaped.job_id for reaped in answers.reap if reaped.state in TERMINAL)
     if answers.release:  # a job whose cancel was asked for ends when it is given back
         broker.ask_ends(claim.job_id for claim, done in zip(draft.release, answers.release, strict=True) if done)
-    if answers.promote:
-        broker.look_for(answers.promote)
+    if answers.promote.subjects:
+        broker.look_for(answers.promote.subjects, backlog=True)
+    if answers.prune:
+        broker.prune_again()
+    if 0 < turn.promote <= answers.promote.count:
+        broker.duties_again()
     if answers.reap or any(answers.release):
         broker.look_everywhere()
     if turn.reap and len(answers.reap) >= turn.reap:
@@ -175,7 +180,7 @@ def _standing(
         out.append(Send(conn, HeartbeatAnswer(msg_id or -1, cancel, lost)))
 
 
-def _submitted(broker: Broker, route: SubmitRoute, turn: Turn, answers: Answers, out: list[Command], results: _Outbox) -> None:
+def _submitted(broker: Broker, route: SubmitRoute, answers: Answers, out: list[Command]) -> None:
     session = broker.sessions.get(route.conn)
     if not isinstance(session, ClientSession):
         return
@@ -187,12 +192,23 @@ def _submitted(broker: Broker, route: SubmitRoute, turn: Turn, answers: Answers,
                 broker.watch(session, answer.job_id)
             continue
         index = route.indexes[place] if route.indexes is not None else place
-        exceptions.append(_existing(broker, session, index, answer, route.watch, results))
+        exceptions.append(_existing(broker, session, index, answer, watch=route.watch, rerun=route.rerun))
     out.append(Send(route.conn, Accepted(route.msg_id, route.count, exceptions)))
+    if route.watch:
+        # Results may be large: they are read apart, some per turn.
+        ended = [item.job_id for item in exceptions if item.state in TERMINAL]
+        for start in range(0, len(ended), RESULTS_READ):
+            broker.check(route.conn, 0, ended[start : start + RESULTS_READ], "results")
 
 
 def _existing(
-    broker: Broker, session: ClientSession, index: int, answer: Submitted | Conflict, watch: bool, results: _Outbox
+    broker: Broker,
+    session: ClientSession,
+    index: int,
+    answer: Submitted | Conflict,
+    *,
+    watch: bool,
+    rerun: bool,
 ) -> Acceptance:
     """The id was there before: the same job (its state, its result), a Conflict, or somebody else's."""
     assert session.identity is not None
@@ -206,8 +222,11 @@ def _existing(
     if job is None:
         assert conflict is not None
         return Acceptance(index, conflict.job_id, "", conflict.code, conflict.message, conflict.details())
-    if watch:
-        _watch(broker, session, job, results)
+    if rerun and job.state in TERMINAL and job.state is not State.SUCCEEDED and job.submitter != session.identity.name:
+        refusal = Forbidden(f"job {job.job_id!r} was submitted by {job.submitter}; set it going again with: tasuki retry")
+        return Acceptance(index, job.job_id, "", refusal.code, refusal.message)
+    if watch and job.state not in TERMINAL:
+        broker.watch(session, job.job_id)
     return Acceptance(index, job.job_id, job.state)
 
 
@@ -274,6 +293,11 @@ def _checked(
     session = broker.sessions.get(route.conn)
     if not isinstance(session, ClientSession) or session.identity is None:
         return
+    if route.action == "results":  # whoever gets here was allowed to see them when it submitted them
+        for job in jobs:
+            if job is not None:
+                _watch(broker, session, job, results)
+        return
     refusal = _refusal(session.identity, jobs, job_ids)
     if refusal is not None:
         out.append(Send(route.conn, ErrorMessage(route.msg_id, refusal.code, refusal.message, refusal.details())))
@@ -325,6 +349,9 @@ def _token_done(broker: Broker, route: TokenRoute, answers: Answers, out: list[C
     if route.verb == "token.list":
         rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in answers.list_tokens]
         message = Reply(route.msg_id, rows)
+    elif route.verb == "token.create" and not answers.add_token[route.index]:
+        taken = InvalidInput(f"token {route.body['token_id'][:80]!r}: there is another with that id or that secret")
+        message = ErrorMessage(route.msg_id, taken.code, taken.message)
     elif route.verb == "token.revoke":
         token_id = route.body["token_id"]
         if answers.revoke_token[route.index]:
@@ -350,9 +377,13 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
     for submit in draft.submit_routes:
         tell(submit.conn, submit.msg_id)
     for check in draft.check_routes:
+        job_ids = draft.get[check.start : check.stop]
         if check.action == "ends":
-            broker.ask_ends(draft.get[check.start : check.stop])
-        tell(check.conn, check.msg_id)
+            broker.ask_ends(job_ids)
+        elif check.action == "results":
+            broker.check(check.conn, 0, job_ids, "results")
+        else:
+            tell(check.conn, check.msg_id)
     for act in draft.act_routes:
         tell(act.conn, act.msg_id)
     for token in draft.token_routes:

@@ -5,13 +5,14 @@ that carries everything of one turn of the event loop into one transaction. Plai
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.subject import matches
 from tasuki.errors import Conflict
 
 # ---------------------------------------------------------------------------------------------------- what goes in
@@ -49,8 +50,13 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     ttl_s: float = LEASE_TTL_S
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
-    live_workers: frozenset[str] = frozenset()
-    """A subject whose last token is one of these, but not this worker's, is left for that worker."""
+    live_workers: Mapping[str, tuple[str, ...]] = {}
+    """Who else takes work, by worker_id, and by which patterns."""
+
+    def leaves(self, subject: str) -> bool:
+        """Whether the subject's last token names another live worker that subscribes to it: then it is left for that one."""
+        last = subject.rpartition(".")[2]
+        return last != self.worker_id and any(matches(pattern, subject) for pattern in self.live_workers.get(last, ()))
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
@@ -122,7 +128,7 @@ class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_default
 
 
 class Submitted(msgspec.Struct, frozen=True, gc=False):
-    """The job is stored. `job` is filled only when it existed before (its state, its result)."""
+    """The job is stored. `job` is filled only when it existed before, and without the bytes of its result: read them with get."""
 
     job_id: str
     created: bool
@@ -190,6 +196,13 @@ class Reaped(msgspec.Struct, frozen=True, gc=False):
     worker_id: str
     attempt: int
     reason: str
+
+
+class Promoted(msgspec.Struct, frozen=True, gc=False):
+    """What became ready: how many jobs, and their subjects, each once. A count that reaches the limit: there may be more."""
+
+    subjects: tuple[str, ...] = ()
+    count: int = 0
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -276,8 +289,9 @@ class Answers(msgspec.Struct, kw_only=True):
     cancel: Sequence[Canceled] = ()
     requeue: Sequence[Requeued] = ()
     reap: Sequence[Reaped] = ()
-    promote: Sequence[str] = ()
+    promote: Promoted = Promoted()
     prune: int = 0
+    add_token: Sequence[bool] = ()
     revoke_token: Sequence[bool] = ()
     submit: Sequence[Submitted | Conflict] = ()
     rerun: Sequence[Submitted | Conflict] = ()

@@ -312,8 +312,8 @@ class WorkerMachine:
         if held.ending is not None:
             self._endings_due.append(held.ending)
         else:
-            self._started_due.append(held.claim)
-            held.reported_start = True
+            # A heartbeat at once names it, which is sign enough; it may still be fetching its inputs, and be given back.
+            self._beat_at = 0.0
 
     def _started(self, event: Started, now: Now) -> None:
         held = self.held.get(event.lease_id)

@@ -1,19 +1,26 @@
-"""Blobs over a link, both ways, in chunks: what clients and workers share. The server's side is `server/transfers.py`."""
+"""Blobs over a link, both ways, in chunks: what clients and workers share. The server's side is `server/transfers.py`.
+
+A transfer is a conversation: one request and its several answers, known by the request's msg_id. It is entered in the line's
+table for exactly as long as somebody listens (`with _Conversation`); what comes later is dropped.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from collections.abc import Awaitable, Callable
+from typing import Any, BinaryIO, Self
 
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
-from tasuki.errors import Corrupt, TasukiError, Unavailable, from_wire
+from tasuki.errors import Corrupt, ProtocolError, TasukiError, Unavailable, from_wire
 from tasuki.net.link import Link
 
 FIRST_MSG_ID = 1 << 40  # above what a machine's own counter reaches, so that the two never meet
-RECONNECT_POLL_S = 0.05
+RETRY_FIRST_S = 0.05
+RETRY_MAX_S = 2.0
+WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not read from until half of them are taken
 
 
 class BlobLine:
@@ -22,70 +29,104 @@ class BlobLine:
     def __init__(self) -> None:
         self._link: Link | None = None
         self._msg_id = FIRST_MSG_ID
-        self._answers: dict[int, asyncio.Queue[Message | TasukiError]] = {}
-        self._closed = False
+        self._conversations: dict[int, _Conversation] = {}
+        self._changed = asyncio.Event()
+        """There is a link, or never will be again."""
+        self._ended = asyncio.Event()
+        self._error: TasukiError | None = None
 
     def connected(self, link: Link) -> None:
         self._link = link
+        self._changed.set()
 
     def lost(self) -> None:
         """The link is gone: every transfer under way hears of it."""
         self._link = None
-        gone = Unavailable("the connection was lost during a transfer")
-        for queue in self._answers.values():
-            queue.put_nowait(gone)
+        if self._error is None:
+            self._changed.clear()
+        self._tell_all(Unavailable("the connection was lost during a transfer"))
 
-    def close(self) -> None:
-        self._closed = True
-        self.lost()
+    def close(self, error: TasukiError | None = None) -> None:
+        """There will be no link any more, because of `error`: every transfer ends with it, also those that come later."""
+        if self._error is None:
+            self._error = error or Unavailable("there is no connection for the transfer any more")
+        self._link = None
+        self._changed.set()
+        self._ended.set()
+        self._tell_all(self._error)
+
+    def _tell_all(self, error: TasukiError) -> None:
+        for conversation in self._conversations.values():
+            conversation.hear(error)
 
     def take(self, message: Message) -> bool:
         """Is this message part of a transfer? Then it is taken."""
         corr_id = getattr(message, "corr_id", 0)
         if corr_id < FIRST_MSG_ID:
             return False
-        queue = self._answers.get(corr_id)
-        if queue is not None:
-            queue.put_nowait(message)
+        conversation = self._conversations.get(corr_id)
+        if conversation is not None:
+            conversation.hear(message)
         return True
 
     async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None = None) -> None:
         """Make sure that the server has this blob; nothing is sent if it does."""
-        await self._persist(lambda: self._put_once(file, ref, progress))
+        await self._persist(lambda link: self._put_once(link, file, ref, progress))
 
     async def get(self, ref: BlobRef, job_id: str, write: Callable[[bytes], Any]) -> None:
         """Receive a blob of a job, verified; goes on where it was after a lost connection."""
         digest = hashlib.sha256()
         received = 0
 
-        async def once() -> None:
+        async def once(link: Link) -> None:
             nonlocal received
             offset = received
-            async for chunk in _Chunks(self, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)):
-                digest.update(chunk.data)
-                write(chunk.data)
-                received += len(chunk.data)
+            with _Conversation(self, link, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
+                last = False
+                while not last:
+                    chunk = await conversation.chunk()
+                    digest.update(chunk.data)
+                    write(chunk.data)
+                    received += len(chunk.data)
+                    last = chunk.last
 
         await self._persist(once)
         if digest.hexdigest() != ref.sha256:
             raise Corrupt(f"blob {ref.sha256} of job {job_id!r} arrived with sha256 {digest.hexdigest()}; try again")
 
-    async def _persist(self, once: Callable[[], Any]) -> None:
+    async def _persist(self, once: Callable[[Link], Awaitable[None]]) -> None:
+        pause_s = RETRY_FIRST_S
         while True:
-            while self._link is None or self._link.closed:
-                if self._closed:
-                    raise Unavailable("there is no connection for the transfer any more")
-                await asyncio.sleep(RECONNECT_POLL_S)
+            link = await self._wait_for_link()
             try:
-                await once()
+                await once(link)
                 return
             except Unavailable as error:
-                if type(error) is not Unavailable or self._closed:  # disk full, overloaded: the caller's to decide
+                if self._error is not None:
+                    raise self._error from None
+                if type(error) is not Unavailable:  # disk full, overloaded: the caller's to decide
                     raise
+            if self._link is link:  # the server said "not now"; a lost connection is made again in its own time
+                await self._pause(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+            else:
+                pause_s = RETRY_FIRST_S
 
-    async def _put_once(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
-        conversation = _Conversation(self, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes))
-        with conversation:
+    async def _wait_for_link(self) -> Link:
+        while self._link is None:
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+        return self._link
+
+    async def _pause(self, seconds: float) -> None:
+        """Shorter if the line is closed meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+
+    async def _put_once(self, link: Link, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+        with _Conversation(self, link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes)) as conversation:
             if not (await conversation.reply()).get("go"):
                 return
             file.seek(0)
@@ -94,63 +135,64 @@ class BlobLine:
             while True:
                 data = await loop.run_in_executor(None, file.read, CHUNK_BYTES)
                 last = offset + len(data) >= ref.size_bytes or not data
-                conversation.link.send(Chunk(conversation.msg_id, offset, data, last))
+                link.send(Chunk(conversation.msg_id, offset, data, last))
                 offset += len(data)
-                await conversation.link.drain()
+                await link.drain()
                 if progress is not None:
                     progress(offset)
-                if last:
+                if last or conversation.waiting:  # an answer before the last chunk is a refusal: the rest is of no use
                     break
             await conversation.reply()
 
 
 class _Conversation:
-    """One request and its several answers."""
+    """One request and its several answers. Listens inside its `with` only."""
 
-    def __init__(self, line: BlobLine, make: Callable[[int], Message]) -> None:
-        if line._link is None:
-            raise Unavailable("there is no connection")
+    def __init__(self, line: BlobLine, link: Link, make: Callable[[int], Message]) -> None:
         self._line = line
-        self.link = line._link
+        self._link = link
+        self._make = make
+        self._answers: asyncio.Queue[Message | TasukiError] = asyncio.Queue()
         line._msg_id += 1
         self.msg_id = line._msg_id
-        self._queue = line._answers[self.msg_id] = asyncio.Queue[Message | TasukiError]()
-        self.link.send(make(self.msg_id))
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> Self:
+        if self._link.closed:
+            raise Unavailable("there is no connection")
+        self._link.send(self._make(self.msg_id))
+        self._line._conversations[self.msg_id] = self
+        return self
 
     def __exit__(self, *error: object) -> None:
-        self._line._answers.pop(self.msg_id, None)
+        self._line._conversations.pop(self.msg_id, None)
+        self._link.resume_reading(self)
+
+    @property
+    def waiting(self) -> int:
+        """How many answers came that nobody has taken yet."""
+        return self._answers.qsize()
+
+    def hear(self, message: Message | TasukiError) -> None:
+        self._answers.put_nowait(message)
+        if self.waiting >= WAITING_CHUNKS_MAX:
+            self._link.pause_reading(self)
 
     async def answer(self) -> Message:
-        message = await self._queue.get()
+        message = await self._answers.get()
+        if self.waiting <= WAITING_CHUNKS_MAX // 2:
+            self._link.resume_reading(self)
         if isinstance(message, TasukiError):
             raise message
         if isinstance(message, ErrorMessage):
             raise from_wire(message.code, message.message, message.details)
         return message
 
+    async def chunk(self) -> Chunk:
+        message = await self.answer()
+        if not isinstance(message, Chunk):
+            raise ProtocolError(f"the server answered a download with a {type(message).__name__}")
+        return message
+
     async def reply(self) -> dict[str, Any]:
         message = await self.answer()
         return message.body if isinstance(message, Reply) and isinstance(message.body, dict) else {}
-
-
-class _Chunks:
-    """The chunks of one download, until the last."""
-
-    def __init__(self, line: BlobLine, make: Callable[[int], Message]) -> None:
-        self._conversation = _Conversation(line, make)
-        self._done = False
-
-    def __aiter__(self) -> _Chunks:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._done:
-            self._conversation.__exit__()
-            raise StopAsyncIteration
-        message = await self._conversation.answer()
-        assert isinstance(message, Chunk)
-        self._done = message.last
-        return message

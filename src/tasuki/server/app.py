@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -46,17 +47,19 @@ from tasuki.core.protocol import (
 from tasuki.core.sessions import ClientSession, WorkerSession
 from tasuki.core.settle import result_of
 from tasuki.core.verbs import Answers, Turn
-from tasuki.errors import InvalidInput, TasukiError
+from tasuki.errors import InvalidInput, TasukiError, Unavailable
 from tasuki.server.lanes import Lane
 from tasuki.server.queries import Reader, answer_query
 from tasuki.server.transfers import Transfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
 
+logger = logging.getLogger("tasuki.server")
 TICK_S = 0.1
 LATE_RESULTS = 64  # results of up to 64 KiB each that are read for a slow peer at once
 _NOTHING: frozenset[str] = frozenset()
 DISK_LOOK_S = 1.0
+DRAFT_SOFT_BYTES = 64 * 1024 * 1024
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
 DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
 STOP_TIMEOUT_S = 3.0  # for a store that cannot write: what workers reported and we never recorded, they keep
@@ -170,6 +173,8 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._transfers.close()
         await self._loop.run_in_executor(None, self._thread.close)
+        if self._reader is not None:
+            await self._loop.run_in_executor(self._reader_pool, self._reader.close)
         self._reader_pool.shutdown()
 
     async def _tick(self) -> None:
@@ -202,6 +207,8 @@ class Server:
         conn = next(self._numbers)
         self._links[conn] = link
         self._apply(Opened(conn, link.peer), self.now())
+        if self._throttled:
+            link.pause_reading("the store is busy")
         return conn
 
     def received(self, conn: int, message: Message) -> None:
@@ -244,7 +251,8 @@ class Server:
     def _pump(self) -> None:
         self._pumping = False
         if self._busy:
-            if len(self.broker.draft) > DRAFT_SOFT_ITEMS and not self._throttled:
+            draft = self.broker.draft
+            if (len(draft) > DRAFT_SOFT_ITEMS or draft.size_bytes > DRAFT_SOFT_BYTES) and not self._throttled:
                 self._throttled = True
                 for link in self._links.values():
                     link.pause_reading("the store is busy")
@@ -321,16 +329,24 @@ class Server:
             self._late.add(conn, link, _Late(conn, job_ids[start : start + LATE_RESULTS]))
 
     async def _send_late(self, late: _Late) -> None:
-        jobs = await self._loop.run_in_executor(self._reader_pool, lambda: self._opened_reader().get(late.job_ids))
-        link, session = self._links.get(late.conn), self.broker.sessions.get(late.conn)
-        if link is None or not isinstance(session, ClientSession):
+        link = self._links.get(late.conn)
+        if link is None:
+            return
+        try:
+            jobs = await self._loop.run_in_executor(self._reader_pool, lambda: self._opened_reader().get(late.job_ids))
+        except TasukiError as error:  # nobody else knows of these results: the client asks again when it comes back
+            link.close(error)
+            return
+        session = self.broker.sessions.get(late.conn)
+        if not isinstance(session, ClientSession):
             return
         ended = []
         for job in jobs:
             if job is not None and job.state.terminal:
                 ended.append(result_of(job))
-            elif job is not None:  # set going again meanwhile: its next end is still waited for
+            elif job is not None:  # set going again meanwhile: its next end is still waited for, and may have come already
                 self.broker.watch(session, job.job_id)
+                self.broker.ask_ends([job.job_id])
         for some in batches(ended, lambda item: outcome_bytes(item.outcome)):
             link.send(Results(list(some)))
 
@@ -354,6 +370,9 @@ class Server:
             link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
         except TasukiError as error:
             link.send(error_message(query.msg_id, error))
+        except Exception as error:  # a defect of ours: whoever asked must not wait for ever
+            logger.exception("%s failed", query.verb)
+            link.send(error_message(query.msg_id, Unavailable(f"{query.verb} failed: {type(error).__name__}: {error}")))
         else:
             link.send(Reply(query.msg_id, body))
 

@@ -43,8 +43,8 @@ def execute(store: Store, turn: Turn) -> Answers:
             answers.promote = store.promote(epoch=turn.epoch, limit=turn.promote)
         if turn.prune_before is not None:
             answers.prune = store.prune(before=turn.prune_before, epoch=turn.epoch, limit=PRUNE_BATCH)
-        for token in turn.add_token:
-            store.add_token(token)
+        if turn.add_token:
+            answers.add_token = [store.add_token(token) for token in turn.add_token]
         if turn.revoke_token:
             answers.revoke_token = [store.revoke_token(token_id, actor=who) for token_id, who in turn.revoke_token]
         if turn.submit:
@@ -54,7 +54,7 @@ def execute(store: Store, turn: Turn) -> Answers:
         if turn.lease:
             answers.lease = store.lease(turn.lease)
         if turn.held:
-            answers.held = [store.held(worker_id, incarnation) for worker_id, incarnation in turn.held]
+            answers.held = store.held(turn.held)
         if turn.get:
             answers.get = store.get(turn.get)
         if turn.token:

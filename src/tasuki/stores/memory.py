@@ -44,6 +44,7 @@ from tasuki.core.verbs import (
     Grant,
     Held,
     LeaseRequest,
+    Promoted,
     Reaped,
     Recorded,
     Report,
@@ -243,20 +244,22 @@ class MemoryStore(MemoryRecords):
         self._change(replace(record, ttl_s=to.ttl_s, said=None), job)
         return Grant(job.job_id, record.spec, job.submitter, lease.lease_id, attempt, to.ttl_s)
 
-    def held(self, worker_id: str, incarnation: str) -> list[Grant]:
+    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
-        grants = []
+        grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
         for _, _, job_id in self._leased:
             record = self._records[job_id]
             job, lease = record.job, record.job.lease
             assert lease is not None
             if job.state is not State.ASSIGNED or lease.expires_at <= now:
                 continue
-            if (lease.worker_id, lease.incarnation) == (worker_id, incarnation):
-                # What is left, not the whole: the worker counts from when it hears this.
+            found = grants.get((lease.worker_id, lease.incarnation))
+            if found is not None:
+                # What is left, not the whole: this does not renew. The worker counts from its last answered heartbeat, so its
+                # own deadline lies before ours.
                 left_s = max(0.0, lease.expires_at - LEASE_MARGIN_S - now)
-                grants.append(Grant(job_id, record.spec, job.submitter, lease.lease_id, lease.attempt, left_s))
-        return grants
+                found.append(Grant(job_id, record.spec, job.submitter, lease.lease_id, lease.attempt, left_s))
+        return [list(grants[holder]) for holder in holders]
 
     # -- workers: showing a lease ---------------------------------------------------------------------------------
     def start(self, claims: Sequence[Held]) -> list[Standing]:
@@ -446,15 +449,13 @@ class MemoryStore(MemoryRecords):
         self._settle(replace(record, job=replace(record.job, leader_epoch=epoch)), verdict, None)
         return Reaped(record.job.job_id, verdict.state, lease.worker_id, lease.attempt, verdict.reason)
 
-    def promote(self, *, epoch: int, limit: int = 1024) -> list[str]:
+    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
         with self.turn():
             self._check_epoch(epoch)
-            found: dict[str, None] = {}
-            for job_id in _due(self._delayed, self.clock.wall(), limit):
-                record = self._records[job_id]
+            records = [self._records[job_id] for job_id in _due(self._delayed, self.clock.wall(), limit)]
+            for record in records:
                 self._change(record, record.job)
-                found[record.job.spec.subject] = None
-            return list(found)
+            return Promoted(tuple(dict.fromkeys(record.job.spec.subject for record in records)), len(records))
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         with self.turn():
@@ -473,10 +474,7 @@ class MemoryStore(MemoryRecords):
 
 
 def _may_take(request: LeaseRequest, subject: str) -> bool:
-    last = subject.rpartition(".")[2]
-    if last != request.worker_id and last in request.live_workers:
-        return False
-    return any(matches(pattern, subject) for pattern in request.patterns)
+    return any(matches(pattern, subject) for pattern in request.patterns) and not request.leaves(subject)
 
 
 def _due(entries: list[Entry], now: float, limit: int) -> list[str]:

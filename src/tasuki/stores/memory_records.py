@@ -233,10 +233,14 @@ class MemoryRecords:
         return list(islice(self._blobs.get(sha256, ()), limit))
 
     # -- tokens ---------------------------------------------------------------------------------------------------
-    def add_token(self, token: TokenRow) -> None:
+    def add_token(self, token: TokenRow) -> bool:
         with self.turn():
+            known = [row for row in self._tokens.values() if token.token_id == row.token_id or token.sha256 == row.sha256]
+            if known:
+                return known == [token]
             self._undo.append(lambda: self._tokens.__delitem__(token.token_id))
             self._tokens[token.token_id] = token
+            return True
 
     def token(self, sha256: str) -> TokenRow | None:
         return next((token for token in self._tokens.values() if token.sha256 == sha256), None)

@@ -82,9 +82,11 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader):
         return super().counts()
 
     # -- tokens ---------------------------------------------------------------------------------------------------
-    def add_token(self, token: TokenRow) -> None:
+    def add_token(self, token: TokenRow) -> bool:
         with self._turn:
-            self._execute(self._one["add_token"], token_values(token))
+            if self._execute(self._one["add_token"], token_values(token)).rowcount == 1:
+                return True
+            return self.token(token.sha256) == token
 
     def revoke_token(self, token_id: str, *, actor: str) -> bool:
         with self._turn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Reaped
+from tasuki.core.verbs import Promoted, Reaped
 from tasuki.stores.sql_report import LEADER_SCOPE, SqlReport
 from tasuki.stores.sql_rows import JobRow, id_list
 
@@ -41,13 +41,13 @@ class SqlLeader(SqlReport):
         self._end_attempt(row, verdict, None, epoch)
         return Reaped(row.idempotency_key, verdict.state, row.assigned_worker_id or "", row.attempt, verdict.reason)
 
-    def promote(self, *, epoch: int, limit: int = 1024) -> list[str]:
+    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
         with self._turn:
             self._check_epoch(epoch)
             due = self._execute(self._one["delayed_due"], (self.clock.wall(), limit)).fetchall()
             if due:
                 self._execute(self._one["promote"], (id_list([row_id for row_id, _ in due]),))
-            return list(dict.fromkeys(subject for _, subject in due))
+            return Promoted(tuple(dict.fromkeys(subject for _, subject in due)), len(due))
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         with self._turn:

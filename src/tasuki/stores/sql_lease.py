@@ -141,17 +141,18 @@ class SqlLease(SqlReport):
         *row, group, ready, _expires_at = found
         return self._grant([row], group, assignment, epoch)[0] if ready == READY else None
 
-    def held(self, worker_id: str, incarnation: str) -> list[Grant]:
+    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
-        grants = []
-        for row in self._select("held", (worker_id, incarnation)):
-            job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
+        grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
+        for row in self._select("held", (json_list(list(grants)),)):
+            worker_id, incarnation, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
             expires_at = over_at - (grace_s if on_disconnect == OnDisconnect.KEEP.value else 0.0)
             if expires_at > now:
-                # What is left, not the whole: the worker counts from when it hears this.
+                # What is left, not the whole: this does not renew. The worker counts from its last answered heartbeat, so its
+                # own deadline lies before ours.
                 left_s = max(0.0, expires_at - LEASE_MARGIN_S - now)
-                grants.append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
-        return grants
+                grants[worker_id, incarnation].append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
+        return [list(grants[holder]) for holder in holders]
 
 
 def lease_over_at(clock: Clock, to: LeaseRequest | Assignment) -> float:

@@ -120,11 +120,10 @@ class ReadySubjects:
     def windows(self, priority: int, group: str, request: LeaseRequest) -> Iterator[list[str]]:
         """The subjects of the group that the request may take from, some at a time."""
         scans = [self._scan((priority, group, pattern)) for pattern in request.patterns if region_of(pattern)[0] in (None, group)]
-        others = request.live_workers - {request.worker_id}
         while scans:
             names = scans[0].names if len(scans) == 1 else list(dict.fromkeys(name for scan in scans for name in scan.names))
-            if others:
-                names = [name for name in names if name.rpartition(".")[2] not in others]
+            if request.live_workers:
+                names = [name for name in names if not request.leaves(name)]
             if names:
                 yield names
             scans = [scan for scan in scans if scan.advance()]

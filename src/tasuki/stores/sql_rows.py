@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,7 +102,7 @@ def id_list(ids: list[int]) -> str:
     return _encode_json(ids).decode()
 
 
-def json_list(items: list[tuple[str, int]]) -> str:
+def json_list(items: Sequence[tuple[str, str | int]]) -> str:
     """A parameter for json_each, each item an array."""
     return _encode_json(items).decode()
 

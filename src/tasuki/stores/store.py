@@ -31,6 +31,7 @@ from tasuki.core.verbs import (
     Held,
     LeaseRequest,
     Page,
+    Promoted,
     Reaped,
     Recorded,
     Report,
@@ -56,6 +57,7 @@ __all__ = [
     "Held",
     "LeaseRequest",
     "Page",
+    "Promoted",
     "Reaped",
     "Recorded",
     "Report",
@@ -107,6 +109,9 @@ class Store(Protocol):
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
         """Store new jobs. Same id and body: the existing job. Same id, other body: Conflict. Also between items of one batch.
 
+        An existing job comes with its outcome but without the result's bytes (`result` None, `result_ref` and `result_sha256`
+        kept): a frame of known ids would else bring 64 KiB each. Read them with `get`.
+
         With on_failed="rerun" a job of the same submitter that ended other than SUCCEEDED is set going again: generation + 1,
         budgets reset.
         """
@@ -129,12 +134,14 @@ class Store(Protocol):
 
         A delayed job is ready only after `promote`, whoever asks. By job_id a lease that is over (for `keep`: by its grace too)
         is taken over: that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of
-        one request may share their random part: they belong to one worker.
+        one request may share their random part: they belong to one worker. A subject that the request `leaves` to another live
+        worker is not granted by patterns.
         """
         ...
 
-    def held(self, worker_id: str, incarnation: str) -> list[Grant]:
-        """The live leases of one incarnation that are still ASSIGNED: what to deliver again after a broken connection.
+    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
+        """For each (worker_id, incarnation) its live leases that are still ASSIGNED: what to deliver again after a broken
+        connection. One look at the live leases, however many ask.
 
         `ttl_s` is what is left of each, without the margin.
         """
@@ -183,8 +190,8 @@ class Store(Protocol):
         """
         ...
 
-    def promote(self, *, epoch: int, limit: int = 1024) -> list[str]:
-        """Make delayed jobs whose time has come ready; their subjects, each once."""
+    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
+        """Make delayed jobs whose time has come ready, at most `limit`."""
         ...
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
@@ -221,8 +228,8 @@ class Store(Protocol):
         ...
 
     # -- tokens ---------------------------------------------------------------------------------------------------
-    def add_token(self, token: TokenRow) -> None:
-        """Store a token's row; Conflict-free: token_id and sha256 are random."""
+    def add_token(self, token: TokenRow) -> bool:
+        """Store a token's row. Again the same row: no change. False, and no change, if another row has that id or that hash."""
         ...
 
     def token(self, sha256: str) -> TokenRow | None:

@@ -97,10 +97,15 @@ class LeaseCases(StoreCase):
     def test_a_subject_that_names_another_live_worker_is_left_for_it(self, stage: Stage) -> None:
         stage.add("for-w2", subject="calc.w2")
         stage.add("for-w3", subject="calc.w3")
-        live = frozenset({"w1", "w2"})
+        live = {"w1": (">",), "w2": ("other", "calc.*")}
 
         assert ids(stage.lease("w1", limit=10, live_workers=live)) == ["for-w3"]
         assert ids(stage.lease("w2", limit=10, live_workers=live)) == ["for-w2"]
+
+    def test_a_subject_that_names_a_live_worker_is_not_left_for_it_if_it_does_not_subscribe(self, stage: Stage) -> None:
+        stage.add("a", subject="calc.w2")
+
+        assert ids(stage.lease("w1", live_workers={"w1": (">",), "w2": ("common.>", "calc.w3")})) == ["a"]
 
     def test_a_worker_takes_only_the_kind_of_job_that_it_can_run(self, stage: Stage) -> None:
         stage.add("function-1")
@@ -253,21 +258,30 @@ class LeaseCases(StoreCase):
         stage.running("b", "w1")
         stage.assigned("c", "w2")
 
-        [held] = stage.store.held("w1", "w1/1")
+        [[held], others] = stage.store.held([("w1", "w1/1"), ("w1", "w1/2")])
 
         assert (held.job_id, held.lease_id, held.attempt) == ("a", unstarted.lease_id, 1)
         assert held.spec == unstarted.spec
-        assert stage.store.held("w1", "w1/2") == []
+        assert others == []
+
+    def test_held_answers_every_holder_in_its_place(self, stage: Stage) -> None:
+        stage.add("a", "b", "c", "d")
+        [a, b], [c] = stage.lease("w1", limit=2), stage.lease("w2")
+
+        answers = stage.store.held([("w2", "w2/1"), ("w9", "w9/1"), ("w1", "w1/1"), ("w2", "w2/1")])
+
+        assert [ids(grants) for grants in answers] == [[c.job_id], [], [a.job_id, b.job_id], [c.job_id]]
+        assert stage.store.held([]) == []
 
     def test_held_does_not_lengthen_the_lease(self, stage: Stage) -> None:
         stage.assigned("a", "w1")
         stage.clock.advance(10)
 
-        [held] = stage.store.held("w1", "w1/1")
+        [[held]] = stage.store.held([("w1", "w1/1")])
 
         assert held.ttl_s == pytest.approx(LEASE_TTL_S - 10)
         stage.clock.advance(PAST_LEASE_S)
-        assert stage.store.held("w1", "w1/1") == []
+        assert stage.store.held([("w1", "w1/1")]) == [[]]
 
     # -- start ----------------------------------------------------------------------------------------------------
     def test_start_makes_it_running(self, stage: Stage) -> None:

@@ -244,6 +244,15 @@ class ReaderCases(StoreCase):
 
         assert [token.token_id for token in stage.store.tokens()] == ["b", "a", "c"]
 
+    def test_a_token_added_again_is_no_change_and_another_of_its_id_or_hash_is_refused(self, stage: Stage) -> None:
+        token = token_row("t", scope=("render.>",))
+        same_id, same_hash = token_row("t", sha256="b" * 64), token_row("u", sha256=token.sha256)
+
+        answers = [stage.store.add_token(row) for row in (token, token, same_id, same_hash)]
+
+        assert answers == [True, True, False, False]
+        assert stage.store.tokens() == [token]
+
     def test_a_token_is_revoked_once(self, stage: Stage) -> None:
         stage.store.add_token(token_row("t"))
 

@@ -144,7 +144,8 @@ class Stage:
         return self.store.reap(epoch=self.epoch, limit=limit)
 
     def promote(self) -> list[str]:
-        return self.store.promote(epoch=self.epoch)
+        """The subjects."""
+        return list(self.store.promote(epoch=self.epoch).subjects)
 
     def lose(self) -> list[Reaped]:
         """Every lease runs out and is reaped."""

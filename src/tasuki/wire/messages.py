@@ -46,9 +46,9 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.subject import DEFAULT_SUBJECT
 from tasuki.core.verbs import Grant
-from tasuki.errors import InvalidInput, ProtocolError, UnknownFrame
+from tasuki.errors import InvalidInput, ProtocolError, TooLarge, UnknownFrame
 from tasuki.wire.compression import compress, decompress
-from tasuki.wire.frames import BATCH, Frame, encode_frame
+from tasuki.wire.frames import BATCH, HEADER_MAX_BYTES, Frame, encode_frame
 
 
 class Type(enum.IntEnum):
@@ -309,20 +309,26 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
 }
 
 
-def encode(message: Message, codec: str | None = None) -> bytes:
+def encode(message: Message, codec: str | None = None, *, max_bytes: int | None = None) -> bytes:
     """The frame of a message; for JobsRecorded with both kinds two.
 
     InvalidInput if it holds something that msgpack cannot carry: half a surrogate pair, an integer of more than 64 bits.
+    TooLarge if it has more than `max_bytes`, counted before it is compressed, as the peer does.
     """
     try:
         if type(message) is JobsRecorded:
             return _encode_recorded(message)
         kind, header, payload, flags = _WRITERS[type(message)](message)
+        if max_bytes is not None and len(payload) + HEADER_MAX_BYTES > max_bytes:
+            raise TooLarge(
+                f"a {type(message).__name__} of {len(payload)} bytes cannot be sent, the limit is {max_bytes}; "
+                "send or ask for less at once"
+            )
         if codec is not None and payload:
             payload, compressed = compress(payload, codec)
             flags |= compressed
         return encode_frame(kind, _encode(header), payload, flags)
-    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+    except (UnicodeEncodeError, OverflowError, TypeError, RecursionError) as error:
         raise InvalidInput(f"a {type(message).__name__} cannot be sent: {error}") from None
 
 

@@ -159,13 +159,18 @@ def handler_outcome(value: object) -> Outcome:
     return Outcome(result=result, result_sha256=hashlib.sha256(result).hexdigest() if result else EMPTY_SHA256)
 
 
+def tidy(text: str) -> str:
+    """Text that can be sent: what is no Unicode (a lone surrogate, from a file name say) is shown escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def handler_failure(error: BaseException) -> Outcome:
     """From what a handler raised: its type, its message and the end of its traceback."""
     kind = type(error).__name__
-    story = "".join(traceback.format_exception(error))[-TRACEBACK_MAX_CHARS:]
+    story = tidy("".join(traceback.format_exception(error)))[-TRACEBACK_MAX_CHARS:]
     return Outcome(
         error_code="HANDLER_ERROR",
-        message=f"{kind}: {error}"[:MESSAGE_MAX_CHARS],
+        message=tidy(f"{kind}: {error}")[:MESSAGE_MAX_CHARS],
         meta={"type": kind, "traceback": story},
     )
 

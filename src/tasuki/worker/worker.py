@@ -330,6 +330,9 @@ class Worker:
             logger.info("%s", error.message)
             self._apply(Closed(0, error.message))
             return
+        if link.closed:  # the server hung up while we were still connecting
+            self._apply(Closed(0, "the server closed the connection"))
+            return
         link.tag = next(self._link_numbers)
         self._link = link
         self._apply(Opened(link.tag, link.peer))

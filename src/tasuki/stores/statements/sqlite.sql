@@ -125,8 +125,12 @@ UPDATE tasuki_jobrun SET ready = 1, losses = ?3, version = version + 1, lease_ex
 WHERE id = ?1 AND version = ?2 AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= ?4
 
 -- name: held
-SELECT idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at, on_disconnect, reconnect_grace_s FROM tasuki_jobrun
-WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND assigned_worker_id = ?1 AND incarnation = ?2
+-- For all of ?1, pairs of worker_id and incarnation, in one walk over the live leases.
+SELECT assigned_worker_id, incarnation, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at, on_disconnect,
+       reconnect_grace_s
+FROM tasuki_jobrun INDEXED BY tasuki_job_leased
+WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED'
+  AND (assigned_worker_id, incarnation) IN (SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(?1))
 ORDER BY lease_expires_at, id
 
 
