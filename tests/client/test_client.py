@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from pathlib import Path
@@ -138,6 +139,55 @@ def test_answer_that_is_too_large_is_an_error_and_not_a_lost_connection(client: 
     assert len(client.find(limit=100, subject="nobody.wide")["jobs"]) == 100
 
 
+def test_text_that_cannot_be_encoded_is_the_error_of_its_one_call(server: ServerProcess) -> None:
+    async def main() -> bytes:
+        async with server.async_client() as client, asyncio.timeout(15):
+            # When calls of every kind hold half a surrogate pair
+            with pytest.raises(InvalidInput, match=r"job 'half'.*surrogates"):
+                await client.submit(job_id="half", subject="noop", exec="x", args=["f\udcff"])
+            with pytest.raises(InvalidInput, match="surrogates"):
+                await client.status("\udcff")
+            with pytest.raises(InvalidInput, match="surrogates"):
+                await client.cancel(["\udcff"])
+            with pytest.raises(InvalidInput, match="surrogates"):
+                await client.job("\udcff").result()
+            # Then the connection goes on
+            link = client._link
+            await client.submit(subject="noop")
+            assert client._link is link
+            # And what was refused is not said again on a new one
+            assert link is not None
+            link.abort("the test cuts it")
+            return await (await client.submit(subject="math.square", payload=b"4")).result()
+
+    assert asyncio.run(main()) == b"16"
+
+
+def test_text_that_cannot_be_encoded_while_there_is_no_connection_is_the_error_of_its_call(server: ServerProcess) -> None:
+    async def main() -> None:
+        async with server.async_client() as client, asyncio.timeout(15):
+            assert client._link is not None
+            client._link.abort("the test cuts it")
+            bad = asyncio.ensure_future(client.submit(subject="noop", exec="\udcff"))
+            good = asyncio.ensure_future(client.submit(subject="noop"))
+            with pytest.raises(InvalidInput, match="surrogates"):
+                await bad
+            assert await (await good).result() == b""
+
+    asyncio.run(main())
+
+
+def test_token_that_cannot_be_encoded_fails_at_once(server: ServerProcess) -> None:
+    with pytest.raises(InvalidInput, match="surrogates"):
+        Client(server.url, token="\udcff", connect_timeout_s=5)
+
+
+def test_job_that_no_frame_can_hold_is_refused_and_not_sent_for_ever(client: Client) -> None:
+    with pytest.raises(TooLarge, match="job 'huge'"):
+        client.wait(asyncio.wait_for(client.aio.submit(job_id="huge", subject="x" * 20_000_000), 5))
+    assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
+
+
 def test_bad_client_id_fails_at_once_with_the_reason(server: ServerProcess) -> None:
     with pytest.raises((InvalidInput, Unavailable), match="client_id"):
         Client(server.url, token=server.token, client_id="not a name!", connect_timeout_s=1.5)
@@ -256,6 +306,28 @@ def test_closing_while_another_thread_waits_ends_the_wait(server: ServerProcess)
     assert isinstance(seen[0], Unavailable)
     assert "closed" in str(seen[0])
     client.close()
+
+
+def test_ctrl_c_ends_the_wait_for_a_result_and_nothing_else(client: Client) -> None:
+    # Given a main thread that waits for a job that does not end
+    job = client.submit(subject="nobody.takes")
+
+    def press() -> None:
+        wait_until(lambda: job._handle._waiter is not None, what="the main thread waits")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    presser = threading.Thread(target=press, daemon=True)
+    presser.start()
+    # When Ctrl-C is pressed
+    with pytest.raises(KeyboardInterrupt):
+        job.result(timeout=20)
+    presser.join(5)
+    # Then the wait has left the client's loop, the job goes on, and so does the client
+    wait_until(lambda: len(asyncio.all_tasks(client._loop)) == 1, what="only the client's own tick is left")
+    assert client.status(job.job_id)["state"] == "PENDING"
+    assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
+    client.close()
+    assert not client._thread.is_alive()
 
 
 def test_closing_while_tasks_wait_ends_their_waits(server: ServerProcess) -> None:

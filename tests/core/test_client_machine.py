@@ -14,6 +14,7 @@ from tasuki.core.client_machine import (
     Call,
     ClientMachine,
     Failed,
+    Unsendable,
     Unwatch,
     Watch,
     WatchRefused,
@@ -38,7 +39,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.core.worker_machine import Connect
-from tasuki.errors import NotFound, TasukiError, Unavailable
+from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
 
 IDLE_S = 60.0
 M = TypeVar("M")
@@ -193,6 +194,78 @@ def test_a_call_that_is_not_safe_to_repeat_fails_with_its_connection(bench: Benc
     [answered] = only(bench.lose(), Answered)
     assert isinstance(answered.error, Unavailable)
     assert sent(bench.connect(), Request) == []
+
+
+ONCE = {
+    "requeue": lambda msg_id: Request(msg_id, "requeue", {"job_ids": ["a"]}),
+    "token.revoke": lambda msg_id: Request(msg_id, "token.revoke", {"token_id": "t"}),
+    "rerun": lambda msg_id: SubmitJobs(msg_id, [JobSpec(job_id="a")], on_failed="rerun"),
+}
+
+
+@pytest.mark.parametrize("make", ONCE.values(), ids=ONCE)
+def test_what_sets_something_going_again_is_said_once_and_its_outcome_is_not_known(bench: Bench, make: Any) -> None:
+    # Given a call that may have been carried out, and whose job may have succeeded since
+    assert len(only(bench.do(Call(1, make)), Send)) == 1
+    # When the connection is lost before the answer
+    [answered] = only(bench.lose(), Answered)
+    # Then the caller hears that it is not known, and it is not said again
+    assert isinstance(answered.error, Unavailable)
+    assert "not known" in answered.error.message
+    again = bench.connect()
+    assert sent(again, Request) + sent(again, SubmitJobs) == []
+
+
+@pytest.mark.parametrize("make", ONCE.values(), ids=ONCE)
+def test_what_is_said_once_is_not_said_again_after_not_now_either(bench: Bench, make: Any) -> None:
+    [call] = only(bench.do(Call(1, make)), Send)
+    [answered] = only(bench.hear(ErrorMessage(call.message.msg_id, "UNAVAILABLE", "the store is busy")), Answered)
+    assert "the store is busy" in answered.error.message
+    assert "not known" in answered.error.message
+    assert only(bench.after(RETRY_AFTER_S * 2), Send) == []
+
+
+@pytest.mark.parametrize("make", ONCE.values(), ids=ONCE)
+def test_what_is_said_once_waits_for_the_first_connection_through_dials_that_fail(make: Any) -> None:
+    bench = Bench()
+    assert bench.do(Call(1, make)) == []
+    assert bench.do(Closed(0, "nobody listens")) == []
+    commands = bench.connect()
+    assert len(sent(commands, Request) + sent(commands, SubmitJobs)) == 1
+
+
+def test_a_call_that_cannot_be_sent_is_answered_with_its_error_and_not_said_again(bench: Bench) -> None:
+    # Given a call that was made while there was no connection, so that it is sent with the Welcome
+    bench.lose()
+    bench.submit(1, "a")
+    bench.submit(2, "b")
+    [bad, good] = sent(bench.connect(), SubmitJobs)
+    # When the driver cannot encode it
+    error = InvalidInput("surrogates not allowed")
+    assert bench.do(Unsendable(bad.msg_id, error)) == [Answered(1, error=error)]
+    # Then only the others are said again
+    bench.lose()
+    [again] = sent(bench.connect(), SubmitJobs)
+    assert again.specs == good.specs
+
+
+def test_a_watch_that_cannot_be_sent_is_split_and_the_bad_id_refused(bench: Bench) -> None:
+    [request] = sent(bench.do(Watch(["a", "bad"])), Request)
+    error = InvalidInput("surrogates not allowed")
+    singles = sent(bench.do(Unsendable(request.msg_id, error)), Request)
+    assert [single.params["job_ids"] for single in singles] == [["a"], ["bad"]]
+    assert bench.do(Unsendable(singles[1].msg_id, error)) == [WatchRefused(["bad"], error)]
+    bench.lose()
+    assert watched(bench.connect()) == [["a"]]
+
+
+def test_a_hello_that_cannot_be_sent_fails_for_good() -> None:
+    bench = Bench()
+    [hello] = sent(bench.do(Opened(1, Peer("tcp"))), HelloClient)
+    commands = bench.do(Unsendable(hello.msg_id, InvalidInput("surrogates not allowed")))
+    assert len(only(commands, Failed)) == len(only(commands, Hangup)) == 1
+    bench.do(Closed(1, "hung up"))
+    assert only(bench.after(60.0), Connect) == []
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "OVERLOADED"])

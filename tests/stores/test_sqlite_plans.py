@@ -37,7 +37,7 @@ INDEX_OF = {
 
 HOT = [
     "submit_plain", "submit_full", "band", "groups", "subjects", "oldest_of_queue", "grant", "leased_groups",
-    "finish_plain", "finish_full", "start", "renew", "settle", "leases_over", "delayed_due", "promote",
+    "finish_plain", "finish_full", "start", "renew", "release", "settle", "leases_over", "delayed_due", "promote",
     "next_lease_over", "next_delayed", "old",
 ]  # fmt: skip
 
@@ -88,7 +88,13 @@ def test_the_plans_do_not_depend_on_statistics(store: SqlStore) -> None:
 
 @pytest.mark.parametrize(
     ("name", "event"),
-    [("finish_plain", Event.LOSE), ("finish_full", Event.LOSE), ("start", Event.START), ("requeue", Event.REQUEUE)],
+    [
+        ("finish_plain", Event.LOSE),
+        ("finish_full", Event.LOSE),
+        ("start", Event.START),
+        ("release", Event.RELEASE),
+        ("requeue", Event.REQUEUE),
+    ],
 )
 def test_predicates_name_the_states_of_the_transition_table(name: str, event: Event) -> None:
     # finish takes the leased ones in its batch, which are those that can be lost; ORPHANED is judged singly.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.subject import group_of, matches
 from tasuki.core.verbs import LeaseRequest, Submission
 from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_ready import SUBJECTS_AT_ONCE, region_of
+from tasuki.stores.sql_ready import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
 
 MANY = 3 * SUBJECTS_AT_ONCE + 7
+MANY_GROUPS = 2 * GROUPS_AT_ONCE + 88
+STEPS = 1_000
 
 tokens = st.sampled_from(["job", "assign", "submit", "a", "b", "a-b", "ab", "é"])
 subjects = st.lists(tokens, min_size=1, max_size=4).map(".".join)
@@ -48,6 +51,15 @@ def lease(store: SqlStore, limit: int, *patterns: str, worker_id: str = "w1", li
     )
     [grants] = store.lease([request])
     return [grant.job_id for grant in grants]
+
+
+@contextmanager
+def counted_steps(store: SqlStore) -> Iterator[list[None]]:
+    """One entry for every STEPS instructions that SQLite did in the block."""
+    seen: list[None] = []
+    store._database.connection.set_progress_handler(lambda: seen.append(None), STEPS)
+    yield seen
+    store._database.connection.set_progress_handler(None, 0)
 
 
 @given(patterns, subjects)
@@ -111,16 +123,45 @@ def test_two_patterns_on_one_group_share_one_order_of_age(store: SqlStore) -> No
 
 def test_a_flood_of_subjects_in_one_group_costs_another_groups_lease_a_bounded_number_of_steps(store: SqlStore) -> None:
     add(store, *(f"flood.s{number:05}" for number in range(20 * SUBJECTS_AT_ONCE)), "calm.x")
-    steps = 0
 
-    def count() -> int:
-        nonlocal steps
-        steps += 1
-        return 0
-
-    store._database.connection.set_progress_handler(count, 1_000)
-    leased = lease(store, 2)
-    store._database.connection.set_progress_handler(None, 0)
+    with counted_steps(store) as steps:
+        leased = lease(store, 2)
 
     assert "calm.x" in leased
-    assert steps * 1_000 < 20 * SUBJECTS_AT_ONCE * 10  # all subjects would take 30 instructions each, and more
+    assert len(steps) * STEPS < 20 * SUBJECTS_AT_ONCE * 10  # all subjects would take 30 instructions each, and more
+
+
+def test_all_groups_are_leased_however_many_there_are(store: SqlStore) -> None:
+    names = [f"g{number:05}.x" for number in range(MANY_GROUPS)]
+    add(store, *names)
+
+    leased = lease(store, MANY_GROUPS)
+
+    assert sorted(leased) == names
+
+
+def test_more_groups_than_one_request_looks_at_take_turns(store: SqlStore) -> None:
+    names = [f"g{number:05}.x" for number in range(MANY_GROUPS)]
+    for prefix in ("", "b-", "c-", "d-"):
+        add(store, *names, prefix=prefix)
+
+    leased = [job_id for _ in range(MANY_GROUPS // GROUPS_AT_ONCE + 1) for job_id in lease(store, GROUPS_AT_ONCE)]
+
+    assert {job_id.rpartition("-")[2] for job_id in leased} == set(names)
+
+
+def test_the_only_group_with_a_match_is_found_behind_any_number_of_others(store: SqlStore) -> None:
+    add(store, *(f"g{number:05}.x" for number in range(MANY_GROUPS)), "z.y")
+
+    assert lease(store, 1, "*.y") == ["z.y"]
+    assert lease(store, 1, "*.y") == []
+
+
+def test_a_lease_costs_a_bounded_number_of_steps_however_many_groups_wait(store: SqlStore) -> None:
+    add(store, *(f"g{number:05}.x" for number in range(20 * GROUPS_AT_ONCE)))
+
+    with counted_steps(store) as steps:
+        leased = lease(store, 1)
+
+    assert len(leased) == 1
+    assert len(steps) * STEPS < 20 * GROUPS_AT_ONCE * 5  # all groups would take 20 instructions each, and more

@@ -35,7 +35,7 @@ from tasuki.core.client_machine import (
 )
 from tasuki.core.ids import IdMaker
 from tasuki.core.job import BODY_INLINE_MAX_BYTES, BlobRef, InputFile, JobSpec
-from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     BATCH_BYTES,
     FRAME_MAX_BYTES,
@@ -53,6 +53,7 @@ from tasuki.core.worker_machine import Connect
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
 from tasuki.net import Link, client_tls, connect
 from tasuki.net.blobs import BlobLine
+from tasuki.net.loops import now
 from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
 
@@ -60,11 +61,6 @@ TICK_S = 0.05
 SUBMITS_AT_ONCE = 32  # frames of up to 1 MiB on their way; all at once, a link would be cut for holding too much
 
 Answer = Callable[[Any, TasukiError | None], None]
-
-
-def boottime() -> float:
-    """Counts on while the machine sleeps, where the system has such a clock."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class AsyncClient:
@@ -173,7 +169,7 @@ class AsyncClient:
     # ------------------------------------------------------------------------------------------------ the machine's driver
 
     def _apply(self, event: Event) -> None:
-        for command in self._machine.apply(event, Now(boottime(), time.time())):
+        for command in self._machine.apply(event, now()):
             self._perform(command)
 
     def _perform(self, command: Command) -> None:
@@ -219,7 +215,8 @@ class AsyncClient:
         try:
             data = encode(message, link.codec, max_bytes=FRAME_MAX_BYTES)
         except InvalidInput as error:
-            self._apply(Unsendable(getattr(message, "msg_id", 0), error))
+            named = _which_job(message, error) if isinstance(message, SubmitJobs) else error
+            self._apply(Unsendable(getattr(message, "msg_id", 0), named))
         else:
             link.send_bytes(data)
 
@@ -471,6 +468,15 @@ class AsyncClient:
         finally:
             temporary.unlink(missing_ok=True)
         return size
+
+
+def _which_job(submit: SubmitJobs, error: InvalidInput) -> InvalidInput:
+    for spec in submit.specs:
+        try:
+            encode(SubmitJobs(0, [spec]), max_bytes=FRAME_MAX_BYTES)
+        except InvalidInput as own:
+            return type(own)(f"job {spec.job_id[:128]!r}: {own.message}")
+    return error
 
 
 def _large_bytes(spec: JobSpec) -> int:

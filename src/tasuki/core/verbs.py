@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_TTL_S
@@ -133,6 +134,13 @@ class Submitted(msgspec.Struct, frozen=True, gc=False):
     job_id: str
     created: bool
     job: Job | None = None
+
+    @classmethod
+    def before(cls, job: Job) -> Submitted:
+        """The answer for a job that was known before."""
+        if job.outcome is not None and job.outcome.result is not None:
+            job = replace(job, outcome=replace(job.outcome, result=None))
+        return cls(job.job_id, False, job)
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):

@@ -37,10 +37,10 @@ class JobRun(models.Model):
         max_length=12, choices=[(state.value, state.value) for state in State], db_default=State.PENDING.value
     )
     ready = models.SmallIntegerField(db_default=1)
+    """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others."""
     handler = models.SmallIntegerField(db_default=1)
     """1: for a Python handler, it names no exec; 0: a command. In the index of ready rows: a worker that takes only one kind
     never wades through the other."""
-    """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others."""
     priority = models.SmallIntegerField(db_default=5)
     group = models.CharField(max_length=255)
     subject = models.CharField(max_length=255)

@@ -117,7 +117,7 @@ class MemoryStore(MemoryRecords):
             and record.job.state is not State.SUCCEEDED
         ):
             record = self._requeue(record, actor=submission.submitter, reason="submitted again")
-        return Submitted(spec.job_id, created=False, job=record.job)
+        return Submitted.before(record.job)
 
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
         with self.turn():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasuki.core.fair import FairTurns
+from tasuki.core.job import Incident
 from tasuki.core.verbs import GroupCounts, TokenRow
 from tasuki.stores.clock import SystemClock
 from tasuki.stores.sql_base import Database
@@ -77,9 +78,17 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader):
         return SqlReader(self._database.path.absolute(), self._database.vendor)
 
     def counts(self) -> dict[str, GroupCounts]:
-        if self._depth > 0:
-            self._write_counters()
+        self._write_gathered_so_far()
         return super().counts()
+
+    def incidents(self, job_id: str) -> list[Incident]:
+        self._write_gathered_so_far()
+        return super().incidents(job_id)
+
+    def _write_gathered_so_far(self) -> None:
+        if self._depth > 0:
+            with self._turn:
+                self._write_gathered()
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:

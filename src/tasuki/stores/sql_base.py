@@ -1,6 +1,7 @@
 """What the verbs of the SQL store stand on: transactions, batches of rows, counters, incidents. The verbs are in sql_*.py.
 
-Counters are added up in Python and written once at the end of a turn: a turn of 256 jobs changes a few of their rows.
+Counters are added up and incidents gathered in Python, and written once at the end of a turn: a turn of 256 jobs changes a few
+rows of counters, and its incidents are one statement.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class SqlBase(SqlReads):
         self._depth = 0
         self._doomed: BaseException | None = None
         self._deltas: dict[tuple[str, str], int] = {}
+        self._incidents: list[tuple[Any, ...]] = []
         self._execute: Callable[..., sqlite3.Cursor]
 
     # -- transactions ---------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class SqlBase(SqlReads):
             self._database.begin()
         self._execute = self._database.connection.execute
         self._doomed = None
-        self._deltas.clear()
+        self._forget_gathered()
         self._depth = 1
         try:
             self._at("turn.begun")
@@ -114,16 +116,17 @@ class SqlBase(SqlReads):
                 raise error
             raise Unavailable(f"an earlier part of this turn failed, all of it was rolled back: {self._doomed}") from self._doomed
         try:
-            self._write_counters()
+            self._write_gathered()
             self._at("turn.before_commit")
-            self._database.commit()
+            with translated("whether this was stored is not known"):
+                self._database.commit()
         except BaseException:
             self._give_up()
             raise
         self._at("turn.committed")
 
     def _give_up(self) -> None:
-        self._deltas.clear()
+        self._forget_gathered()
         self._database.rollback()
 
     def _at(self, point: str) -> None:
@@ -152,9 +155,9 @@ class SqlBase(SqlReads):
 
     # -- rows -----------------------------------------------------------------------------------------------------
     def _rows(self, job_ids: Iterable[str]) -> dict[str, JobRow]:
-        """The rows of those jobs that exist."""
+        """The rows of those jobs that exist, without the bytes of their results."""
         names = list(job_ids)
-        found = self._select("rows_by_key", (text_list(names),)) if names else []
+        found = self._select("rows_to_judge", (text_list(names),)) if names else []
         return {row[1]: JobRow._make(row) for row in found}
 
     def _row(self, job_id: str) -> JobRow | None:
@@ -215,17 +218,24 @@ class SqlBase(SqlReads):
         key = (group, COUNTED[state])
         self._deltas[key] = self._deltas.get(key, 0) + n
 
-    def _write_counters(self) -> None:
+    def _write_gathered(self) -> None:
+        """At the end of a turn, and before what reads or deletes counters or incidents in it."""
         rows = [(group, name, n) for (group, name), n in self._deltas.items() if n]
         if rows:
             self._changed("count", (), rows)
+        if self._incidents:
+            self._changed("add_incidents", (), self._incidents)
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
         self._deltas.clear()
+        self._incidents.clear()
 
     def _incident(
         self, row: JobRow, kind: str, *, attempt: int | None = None, worker_id: str = "", actor: str = "", reason: str = ""
     ) -> None:
-        values = (row.id, self.clock.wall(), kind, row.attempt if attempt is None else attempt, worker_id, actor, reason)
-        self._changed("add_incidents", (), [values])
+        attempt = row.attempt if attempt is None else attempt
+        self._incidents.append((row.id, self.clock.wall(), kind, attempt, worker_id, actor, reason))
 
 
 def must_change(row: JobRow, changed: int) -> None:

@@ -6,7 +6,7 @@ from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.verbs import Promoted, Reaped
 from tasuki.stores.sql_report import LEADER_SCOPE, SqlReport
-from tasuki.stores.sql_rows import JobRow, id_list
+from tasuki.stores.sql_rows import JobRow, id_list, text_list
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
@@ -54,11 +54,13 @@ class SqlLeader(SqlReport):
             self._check_epoch(epoch)
             doomed = self._find_old(before, limit)
             if doomed:
+                for _, group, state in doomed:
+                    self._count(group, state, -1)
+                self._write_gathered()
                 ids = id_list([row_id for row_id, _, _ in doomed])
                 for name in ("prune_jobs", "prune_incidents", "prune_blobs"):
                     self._execute(self._one[name], (ids,))
-                for _, group, state in doomed:
-                    self._count(group, state, -1)
+                self._execute(self._one["prune_counters"], (text_list(list({group for _, group, _ in doomed})),))
             return len(doomed)
 
     def _find_old(self, before: float, limit: int) -> list[tuple[int, str, State]]:

@@ -42,15 +42,17 @@ class SqlLease(SqlReport):
 
     def _lease_next(self, request: LeaseRequest, ready: ReadySubjects) -> list[Grant]:
         grants: list[Grant] = []
+        if request.limit <= 0:
+            return grants
         for priority in ready.bands():
-            wanted = request.limit - len(grants)
-            if wanted <= 0:
-                break
 
             def take(group: str, limit: int, band: int = priority) -> list[Grant]:
                 return self._take(ready, band, group, limit, request)
 
-            grants += self._fair.fill(ready.groups(priority, request.patterns), wanted, take)
+            for groups in ready.groups(priority, request.patterns):
+                grants += self._fair.fill(groups, request.limit - len(grants), take)
+                if len(grants) >= request.limit:
+                    return grants
         return grants
 
     def _take(self, ready: ReadySubjects, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:

@@ -34,8 +34,9 @@ class SqlReads:
             return self._connection().execute(self._one[name], parameters).fetchall()
 
     def get(self, job_ids: Sequence[str]) -> list[Job | None]:
-        rows = {row[1]: JobRow._make(row) for row in self._select("rows_by_key", (text_list(list(job_ids)),))}
-        return [job_of(rows[job_id]) if job_id in rows else None for job_id in job_ids]
+        names = text_list(list(dict.fromkeys(job_ids)))
+        jobs = {row[1]: job_of(JobRow._make(row)) for row in self._select("rows_by_key", (names,))}
+        return [jobs.get(job_id) for job_id in job_ids]
 
     def incidents(self, job_id: str) -> list[Incident]:
         return [Incident(*row) for row in self._select("incidents", (job_id,))]
@@ -72,11 +73,11 @@ class SqlReads:
         if newest is None:
             return Page([], None)
         high = min(int(cursor), newest + 1) if cursor is not None else newest + 1
-        low, walk = self._walk(filter, high, oldest)
         ids: list[int] = []
         looked = 0
         position = high
         with translated():
+            low, walk = self._walk(filter, high, oldest)
             for row in islice(walk, FIND_SCAN_MAX):
                 looked += 1
                 position = row[0]

@@ -1,9 +1,11 @@
 """What there is to lease: a walk over the index of ready rows by its distinct values, one seek each.
 
-It never looks at more than it needs: bands from the highest, groups of a band, and inside a group only the subjects in the
-ranges that the request's patterns can match, SUBJECTS_AT_ONCE at a time. So neither the length of a queue, nor patterns that
-match nothing, nor a client that makes a new subject for every job costs other groups more than a moment. The price: in a group
-with more ready subjects than that, subjects take turns, and age decides among those whose turn it is.
+It never looks at more than it needs: bands from the highest, groups of a band, GROUPS_AT_ONCE at a time, and inside a group only
+the subjects in the ranges that the request's patterns can match, SUBJECTS_AT_ONCE at a time. So neither the length of a queue,
+nor patterns that match nothing, nor a client that makes a new subject or a new group for every job costs other groups more than a
+moment. The price: in a band with more groups than that, each request deals to those whose turn it is, and the next request to
+those that follow; in a group with more ready subjects than that, subjects take turns, and age decides among those whose turn
+it is.
 
 What a walk found is remembered for the one `lease` call, in which nothing can become ready.
 """
@@ -11,12 +13,13 @@ What a walk found is remembered for the one `lease` call, in which nothing can b
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 
 from tasuki.core.subject import group_of, literal_prefix, matches
 from tasuki.core.verbs import LeaseRequest
 
+GROUPS_AT_ONCE = 256
 SUBJECTS_AT_ONCE = 128
 _REMEMBERED_MAX = 10_000
 _ABOVE_ALL_PRIORITIES = 1_000
@@ -25,8 +28,11 @@ _ABOVE_ALL_TEXT = "\U0010ffff"
 Region = tuple[str | None, str, str, bool]
 """Where a pattern's subjects lie in the index: group (None: any), first subject, end, whether that still needs matching."""
 
-Place = tuple[int, str, str]
-"""Priority, group, pattern."""
+Place = tuple[int] | tuple[int, str, str]
+"""What a scan is of: the groups of a priority; or the subjects of a priority and group that a pattern matches."""
+
+Read = Callable[[str, str, int], list[str]]
+"""(low, high, n): the first n names from low on, below high."""
 
 
 @lru_cache(4096)
@@ -43,14 +49,14 @@ def region_of(pattern: str) -> Region:
     return group, prefix + ".", prefix + "/", pattern != prefix + ".>"
 
 
-class SubjectScan:
-    """The ready subjects of one place, in windows. Begins behind `start`, and comes round to it."""
+class Scan:
+    """Names from `low` on, below `high`, `at_once` at a time, and of those what matches `pattern` (None: all). Begins at `start`,
+    and comes round to it."""
 
-    def __init__(self, execute: Callable[..., sqlite3.Cursor], statement: str, place: Place, start: str) -> None:
-        self._execute = execute
-        self._statement = statement
-        self._place = place
-        _, low, high, self._needs_match = region_of(place[2])
+    def __init__(self, read: Read, at_once: int, low: str, high: str, start: str, pattern: str | None = None) -> None:
+        self._read = read
+        self._at_once = at_once
+        self._pattern = pattern
         begin = max(low, start)
         self._ranges = [(begin, high)] if begin == low else [(begin, high), (low, begin)]
         self.names: list[str] = []
@@ -63,19 +69,19 @@ class SubjectScan:
         """Look at the next window; False if all was seen."""
         if not self._ranges:
             return False
-        priority, group, pattern = self._place
         found: list[str] = []
-        while self._ranges and len(found) < SUBJECTS_AT_ONCE:
+        while self._ranges and len(found) < self._at_once:
             low, high = self._ranges[0]
-            wanted = SUBJECTS_AT_ONCE - len(found)
-            names = [row[0] for row in self._execute(self._statement, (priority, group, low, high, wanted))]
+            wanted = self._at_once - len(found)
+            names = self._read(low, high, wanted)
             found += names
             if len(names) < wanted:
                 del self._ranges[0]
             else:
                 self.last = names[-1] + "\0"
                 self._ranges[0] = (self.last, high)
-        self.names = [name for name in found if matches(pattern, name)] if self._needs_match else found
+        pattern = self._pattern
+        self.names = found if pattern is None else [name for name in found if matches(pattern, name)]
         return True
 
 
@@ -88,8 +94,7 @@ class ReadySubjects:
         self._starts = starts
         self._bands: list[int] = []
         self._has_lower_band = True
-        self._groups: dict[int, list[str]] = {}
-        self._whole: dict[Place, SubjectScan] = {}
+        self._whole: dict[Place, Scan] = {}
 
     def bands(self) -> Iterator[int]:
         """Priorities with ready jobs, the highest first."""
@@ -108,18 +113,26 @@ class ReadySubjects:
             self._has_lower_band = False
         return False
 
-    def groups(self, priority: int, patterns: tuple[str, ...]) -> set[str]:
-        """The groups that may have something for these patterns."""
+    def groups(self, priority: int, patterns: tuple[str, ...]) -> Iterator[Collection[str]]:
+        """The groups that may have something for these patterns, some at a time."""
         named = {region_of(pattern)[0] for pattern in patterns}
         if None not in named:
-            return {group for group in named if group is not None}
-        if priority not in self._groups:
-            self._groups[priority] = [row[0] for row in self._execute(self._statements["groups"], (priority,))]
-        return set(self._groups[priority])
+            yield {group for group in named if group is not None}
+            return
+        scan = self._scan((priority,), GROUPS_AT_ONCE, "", _ABOVE_ALL_TEXT)
+        yield scan.names
+        while not scan.is_whole and scan.advance():
+            self._go_on((priority,), scan)
+            yield scan.names
 
     def windows(self, priority: int, group: str, request: LeaseRequest) -> Iterator[list[str]]:
         """The subjects of the group that the request may take from, some at a time."""
-        scans = [self._scan((priority, group, pattern)) for pattern in request.patterns if region_of(pattern)[0] in (None, group)]
+        scans = []
+        for pattern in request.patterns:
+            region, low, high, needs_match = region_of(pattern)
+            if region in (None, group):
+                place = (priority, group, pattern)
+                scans.append(self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None))
         while scans:
             names = scans[0].names if len(scans) == 1 else list(dict.fromkeys(name for scan in scans for name in scan.names))
             if request.live_workers:
@@ -128,14 +141,23 @@ class ReadySubjects:
                 yield names
             scans = [scan for scan in scans if scan.advance()]
 
-    def _scan(self, place: Place) -> SubjectScan:
+    def _scan(self, place: Place, at_once: int, low: str, high: str, pattern: str | None = None) -> Scan:
         scan = self._whole.get(place)
         if scan is None:
-            scan = SubjectScan(self._execute, self._statements["subjects"], place, self._starts.pop(place, ""))
+            scan = Scan(self._reader(place), at_once, low, high, self._starts.pop(place, ""), pattern)
             if scan.is_whole:
                 self._whole[place] = scan
             else:
-                if len(self._starts) >= _REMEMBERED_MAX:
-                    self._starts.clear()
-                self._starts[place] = scan.last
+                self._go_on(place, scan)
         return scan
+
+    def _reader(self, place: Place) -> Read:
+        statement = self._statements["groups" if len(place) == 1 else "subjects"]
+        fixed = place[:2]
+        return lambda low, high, n: [row[0] for row in self._execute(statement, (*fixed, low, high, n))]
+
+    def _go_on(self, place: Place, scan: Scan) -> None:
+        """The next scan of the place begins where this one is."""
+        if len(self._starts) >= _REMEMBERED_MAX:
+            self._starts.clear()
+        self._starts[place] = scan.last

@@ -13,7 +13,7 @@ from typing import Any
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, Event, Verdict, after, after_failure, after_loss, sources
 from tasuki.core.verbs import Answer, Held, Recorded, Report, Standing
-from tasuki.errors import StaleEpoch
+from tasuki.errors import StaleEpoch, Unavailable
 from tasuki.stores.sql_base import SqlBase
 from tasuki.stores.sql_rows import DELAYED, READY, JobRow, id_list, meta_of, result_sha256_of, result_size_of, said_by, said_in
 
@@ -70,20 +70,36 @@ class SqlReport(SqlBase):
 
     def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
         with self._turn:
-            return [self._release(claim, reason) for claim in claims]
+            rows = self._rows(claim.job_id for claim in claims)
+            answers = []
+            released = []
+            for claim in claims:
+                row = rows.get(claim.job_id)
+                if row is None or row.job_state not in sources(Event.RELEASE) or not _is_holder(row, claim):
+                    answers.append(False)
+                    continue
+                del rows[claim.job_id]  # shown again in this batch, the lease is gone
+                answers.append(True)
+                if row.cancel_requested:
+                    self._cancel_unstarted(row, reason)
+                else:
+                    released.append(row)
+            self._give_back(released, reason)
+            return answers
 
-    def _release(self, claim: Held, reason: str) -> bool:
-        row = self._row(claim.job_id)
-        if row is None or row.job_state not in sources(Event.RELEASE) or not _is_holder(row, claim):
-            return False
-        if row.cancel_requested:
-            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
-            self._incident(row, "canceled", worker_id=claim.worker_id, reason=reason)
-            self._settle(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
-            return True
-        self._incident(row, "released", worker_id=claim.worker_id, reason=reason)
-        self._settle(row, after(row.job_state, Event.RELEASE), None, ready=READY, keep_lease=False, not_before=row.not_before)
-        return True
+    def _cancel_unstarted(self, row: JobRow, reason: str) -> None:
+        worker_id = row.assigned_worker_id or ""
+        outcome = Outcome(error_code="CANCELED", message=f"canceled; {worker_id} had not started it")
+        self._incident(row, "canceled", worker_id=worker_id, reason=reason)
+        self._settle(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
+
+    def _give_back(self, rows: list[JobRow], reason: str) -> None:
+        if self._changed("release", (), [(row.id, row.version, row.lease_id) for row in rows]) != len(rows):
+            raise Unavailable("a job was changed by another writer meanwhile; nothing of this was stored")
+        for row in rows:
+            self._incident(row, "released", worker_id=row.assigned_worker_id or "", reason=reason)
+            self._count(row.group, row.job_state, -1)
+            self._count(row.group, after(row.job_state, Event.RELEASE), 1)
 
     # -- reports --------------------------------------------------------------------------------------------------
     def finish(self, reports: Sequence[Report]) -> list[Recorded]:
@@ -131,13 +147,15 @@ class SqlReport(SqlBase):
 
     def fail(self, reports: Sequence[Report]) -> list[Recorded]:
         with self._turn:
-            answers = [self._report(report, Event.FAIL) for report in reports]
+            rows = self._rows(report.job_id for report in reports)
+            # Taken out of those read before: a second report on one job is judged by what the first left.
+            answers = [self._report(report, Event.FAIL, rows.pop(report.job_id, None)) for report in reports]
             self._at("fail.written")
             return answers
 
-    def _report(self, report: Report, verb: Event) -> Recorded:
-        """One report, judged by its row."""
-        row = self._row(report.job_id)
+    def _report(self, report: Report, verb: Event, row: JobRow | None = None) -> Recorded:
+        """One report, judged by its row, which is read unless it was just read."""
+        row = row or self._row(report.job_id)
         if row is None:
             return Recorded(Answer.FENCED, None, "there is no such job")
         shown = (report.worker_id, report.lease_id, report.attempt)

@@ -26,7 +26,10 @@ _STATES = {state.value: state for state in State}  # an enum's own look-up is th
 
 
 class JobRow(NamedTuple):
-    """What is read of a job's row; the columns of `{columns}` in the statements, in this order."""
+    """What is read of a job's row; the columns of `{columns}` in the statements, in this order.
+
+    `{columns_but_result}` has b"" for an inline result: up to 64 KiB a row that nobody needs to judge it by.
+    """
 
     id: int
     idempotency_key: str
@@ -91,10 +94,16 @@ class FoundRow(NamedTuple):
 
 
 def _columns(fields: tuple[str, ...]) -> str:
-    return ", ".join(f'"{field}"' if field == "group" else field for field in fields)
+    return ", ".join('"group"' if field == "group" else field for field in fields)
 
 
-FRAGMENTS = {"columns": _columns(JobRow._fields), "found": _columns(FoundRow._fields)}
+_RESULT_UNREAD = "CASE typeof(result) WHEN 'null' THEN NULL ELSE x'' END"
+
+FRAGMENTS = {
+    "columns": _columns(JobRow._fields),
+    "columns_but_result": _columns(tuple(_RESULT_UNREAD if field == "result" else field for field in JobRow._fields)),
+    "found": _columns(FoundRow._fields),
+}
 
 
 def id_list(ids: list[int]) -> str:

@@ -214,26 +214,29 @@ def _tune(connection: sqlite3.Connection) -> None:
 
 
 class translated:
-    """`with translated():` turns errors of the driver into ours."""
+    """`with translated():` turns errors of the driver into ours. `fate`: what an error here means for what was to be stored."""
+
+    def __init__(self, fate: str = "nothing of this was stored") -> None:
+        self._fate = fate
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and (ours := translate(error)) is not None:
+        if error is not None and (ours := translate(error, self._fate)) is not None:
             raise ours from error
 
 
-def translate(error: BaseException) -> TasukiError | None:
+def translate(error: BaseException, fate: str) -> TasukiError | None:
     """What a driver's error means to us; None if it is not one. Django wraps some of them in classes of its own."""
     cause = error if isinstance(error, sqlite3.Error) else error.__cause__
     if isinstance(error, TasukiError) or not isinstance(cause, sqlite3.Error):
         return None
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
-        return DiskFull("the disk of the database is full; nothing of this was stored, try again when there is space")
+        return DiskFull(f"the disk of the database is full; {fate}, try again when there is space")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return Unavailable("the database is locked by another process; nothing of this was stored")
+        return Unavailable(f"the database is locked by another process; {fate}")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return ConfigError(f"the database file is damaged or is none: {cause}; restore it from a backup, or name another file")
-    return Unavailable(f"the database cannot be used: {cause}; nothing of this was stored")
+    return Unavailable(f"the database cannot be used: {cause}; {fate}")

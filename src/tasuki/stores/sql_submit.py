@@ -82,7 +82,7 @@ class SqlSubmit(SqlBase):
         if rerun and row.submitter == submission.submitter and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
             self._requeue(row, actor=submission.submitter, reason="submitted again")
             rows.update(self._rows((job_id,)))
-        return Submitted(job_id, False, job_of(rows[job_id]))
+        return Submitted.before(job_of(rows[job_id]))
 
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
         with self._turn:

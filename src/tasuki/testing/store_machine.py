@@ -78,6 +78,9 @@ results = st.sampled_from(
 damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
     [*[{}] * 12, {"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"job_id": "unknown"}]
 )
+claim_damages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [*[{}] * 5, {"lease_id": "0" * 32}, {"attempt": 99}, {"worker_id": "w9"}, {"incarnation": "9"}, {"job_id": "unknown"}]
+)
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -278,8 +281,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pairs)
     @rule(
-        verb=st.sampled_from(["start", "start", "renew", "release"]),
-        chosen=st.lists(st.tuples(picks, damages | st.just({"incarnation": "9"})), min_size=1, max_size=3),
+        verb=st.sampled_from(["start", "renew", "renew", "release"]),
+        chosen=st.lists(st.tuples(picks, claim_damages), min_size=1, max_size=3),
         ttl_s=st.sampled_from([5.0, 15.0]),
     )
     def show(self, verb: str, chosen: list[tuple[int, dict[str, Any]]], ttl_s: float) -> None:
@@ -294,27 +297,41 @@ class StoreMachine(RuleBasedStateMachine):
         self.both_show(verb, shown)
 
     @precondition(lambda self: self.pairs)
-    @rule(chosen=st.lists(st.tuples(picks, results, damages), min_size=1, max_size=3))
-    def finish(self, chosen: list[tuple[int, Outcome, dict[str, Any]]]) -> None:
-        self.report("finish", chosen)
+    @rule(chosen=st.lists(st.tuples(picks, results, damages), min_size=1, max_size=3), repeats=st.booleans())
+    def finish(self, chosen: list[tuple[int, Outcome, dict[str, Any]]], repeats: bool) -> None:
+        self.report("finish", [(self.pick(pick), outcome, damage) for pick, outcome, damage in chosen], repeats)
 
     @precondition(lambda self: self.pairs)
-    @rule(chosen=st.lists(st.tuples(picks, outcomes, damages), min_size=1, max_size=3))
-    def fail(self, chosen: list[tuple[int, Outcome, dict[str, Any]]]) -> None:
-        self.report("fail", chosen)
+    @rule(chosen=st.lists(st.tuples(picks, outcomes, damages), min_size=1, max_size=3), repeats=st.booleans())
+    def fail(self, chosen: list[tuple[int, Outcome, dict[str, Any]]], repeats: bool) -> None:
+        self.report("fail", [(self.pick(pick), outcome, damage) for pick, outcome, damage in chosen], repeats)
 
-    def report(self, verb: str, chosen: list[tuple[int, Outcome, dict[str, Any]]]) -> None:
+    def report(self, verb: str, chosen: list[tuple[Pair, Outcome, dict[str, Any]]], repeats: bool) -> None:
         shown = []
-        for pick, outcome, damage in chosen:
-            pair = self.pick(pick)
+        for pair, outcome, damage in chosen:
             reports = [
                 Report(grant.job_id, pair.worker_id, grant.lease_id, grant.attempt, outcome, self.clock.wall())
                 for grant in (pair.under_test, pair.model)
             ]
             shown.append((msgspec.structs.replace(reports[0], **damage), msgspec.structs.replace(reports[1], **damage)))
-        before = self.under_test.get([report.job_id for report, _ in shown])
-        answers: list[Recorded] = self.both_show(verb, shown)
-        self.history.reported(verb, [report for report, _ in shown], before, answers)
+        for _ in range(2 if repeats else 1):  # again: as a worker does that heard no answer
+            before = self.under_test.get([report.job_id for report, _ in shown])
+            answers: list[Recorded] = self.both_show(verb, shown)
+            self.history.reported(verb, [report for report, _ in shown], before, answers)
+
+    @precondition(lambda self: self.pairs)
+    @rule(pick=picks, outcome=outcomes, worker_id=workers, terms=lease_terms, result=results, repeats=st.booleans())
+    def set_going_again(
+        self, pick: int, outcome: Outcome, worker_id: str, terms: dict[str, Any], result: Outcome, repeats: bool
+    ) -> None:
+        """A job that misbehaves: its attempt fails, somebody cancels and requeues it, and this time it is done."""
+        pair = self.pick(pick)
+        job_id = pair.under_test.job_id
+        self.report("fail", [(pair, outcome, {})], repeats=False)
+        self.cancel([job_id])
+        self.requeue([job_id])
+        self.lease_by_id(worker_id, "1", [job_id], 1, terms)
+        self.report("finish", [(self.pairs[-1], result, {})], repeats)
 
     def pick(self, number: int) -> Pair:
         """Mostly one of the latest grants, where the interesting races are; now and then an old one."""

@@ -253,6 +253,16 @@ class ReportCases(StoreCase):
         assert stage.fail(grant, exit_code=2).answer is Answer.FENCED
         assert stage.job("a").failures == 1
 
+    def test_an_exact_repeat_of_a_finish_is_known_though_a_cancel_once_replaced_a_failure(self, stage: Stage) -> None:
+        stage.fail(stage.running("a", max_retries=1, backoff_s=0.0))
+        stage.store.cancel(["a"], actor="alice")
+        stage.store.requeue(["a"], actor="alice")
+        grant = stage.take("a")
+
+        answers = [stage.finish(grant, exit_code=0, result=b"42", result_sha256="4" * 64) for _ in range(2)]
+
+        assert [answer.answer for answer in answers] == [Answer.RECORDED, Answer.REPEATED]
+
     def test_a_repeat_is_forgotten_with_the_next_grant(self, stage: Stage) -> None:
         grant = stage.running("a", backoff_s=0.0)
         stage.fail(grant, exit_code=1)

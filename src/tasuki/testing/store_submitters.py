@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from tasuki.core.job import InputFile, JobSpec, State
+from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State
 from tasuki.core.verbs import Answer, Canceled, Requeued, Standing, Submitted
 from tasuki.errors import Conflict
 from tasuki.testing.store_stage import Stage, StoreCase
@@ -57,15 +58,26 @@ class SubmitterCases(StoreCase):
         assert not answer.created
         assert answer.job == stage.job("a")
 
-    def test_the_same_body_again_gives_the_stored_result(self, stage: Stage) -> None:
-        stage.finish(stage.running("a"), result=b"42")
+    def test_the_same_body_again_gives_the_stored_outcome_without_the_bytes_of_the_result(self, stage: Stage) -> None:
+        stage.finish(stage.running("a"), result=b"42", result_sha256="4" * 64, message="well", meta={"n": 1})
+
+        answer = stage.submit("a")
+
+        assert isinstance(answer, Submitted)
+        assert answer.job is not None
+        assert answer.job.outcome == Outcome(result_sha256="4" * 64, message="well", meta={"n": 1})
+        assert stage.job("a").outcome == Outcome(result=b"42", result_sha256="4" * 64, message="well", meta={"n": 1})
+
+    @pytest.mark.parametrize("outcome", [Outcome(), Outcome(result=b""), Outcome(result_ref=BlobRef("4" * 64, 9))])
+    def test_the_same_body_again_tells_what_kind_of_result_there_is(self, stage: Stage, outcome: Outcome) -> None:
+        stage.finish(stage.running("a"), **msgspec.structs.asdict(outcome))
 
         answer = stage.submit("a")
 
         assert isinstance(answer, Submitted)
         assert answer.job is not None
         assert answer.job.outcome is not None
-        assert (answer.job.state, answer.job.outcome.result) == (State.SUCCEEDED, b"42")
+        assert (answer.job.outcome.result, answer.job.outcome.result_ref) == (None, outcome.result_ref)
 
     def test_headers_priority_and_not_before_are_not_the_body(self, stage: Stage) -> None:
         stage.add("a")

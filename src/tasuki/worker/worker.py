@@ -20,7 +20,6 @@ import secrets
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +29,7 @@ import msgspec
 from tasuki import __version__
 from tasuki.config import data_folder, default_url, find_token, parse_url
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome
-from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import Message, Welcome
 from tasuki.core.subject import check_pattern
 from tasuki.core.verbs import Grant, Takes
@@ -53,6 +52,7 @@ from tasuki.core.worker_machine import (
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tasuki.net import Link, client_tls, connect
 from tasuki.net.blobs import BlobLine
+from tasuki.net.loops import loop_factory, now
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
     Attempt,
@@ -85,11 +85,6 @@ class _Active(msgspec.Struct):
     stop: asyncio.Future[StopReason] | None = None
     task: asyncio.Task[None] | None = None
     stopped: StopReason | None = None
-
-
-def boottime() -> float:
-    """Counts on while the machine sleeps: what lease deadlines are measured with."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Worker:
@@ -181,7 +176,7 @@ class Worker:
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
         try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 runner.run(self.serve(signals=True))
         finally:
             if self._children is not None:
@@ -253,6 +248,11 @@ class Worker:
         if not self._done.done():
             self._done.set_result(None)
 
+    @property
+    def connected(self) -> bool:
+        """A server knows this worker at the moment."""
+        return self._machine.online
+
     def subscribe(self, *subjects: str) -> None:
         """Change the patterns of a running worker."""
         self._apply(ChangePatterns(tuple(check_pattern(subject) for subject in subjects)))
@@ -278,9 +278,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ the machine's driver
 
     def _apply(self, event: Event) -> None:
-        now = Now(boottime(), time.time())
-        self._wall = now.wall
-        for command in self._machine.apply(event, now):
+        at = now()
+        self._wall = at.wall
+        for command in self._machine.apply(event, at):
             self._perform(command)
         if not self._pumping:
             self._pumping = True
@@ -289,13 +289,13 @@ class Worker:
     def _pump(self) -> None:
         """Once per turn of the loop: everything that ended in it is told in one message."""
         self._pumping = False
-        now = Now(boottime(), time.time())
+        at = now()
         if self._ended:
             ended, self._ended = self._ended, []
             for event in ended:
-                for command in self._machine.apply(event, now):
+                for command in self._machine.apply(event, at):
                     self._perform(command)
-        for command in self._machine.flush(now):
+        for command in self._machine.flush(at):
             self._perform(command)
 
     def _perform(self, command: Command) -> None:
@@ -317,6 +317,8 @@ class Worker:
                 if self._link is not None:
                     self._link.abort(command.error.message if command.error is not None else "hung up")
             case Exit():
+                if command.error is not None:
+                    self._blobs.close(command.error)
                 if not self._done.done():
                     if command.error is not None:
                         self._done.set_exception(command.error)
@@ -330,8 +332,7 @@ class Worker:
             logger.info("%s", error.message)
             self._apply(Closed(0, error.message))
             return
-        if link.closed:  # the server hung up while we were still connecting
-            self._apply(Closed(0, "the server closed the connection"))
+        if link.closed:  # the server hung up while we were still connecting: `_lost` has said so
             return
         link.tag = next(self._link_numbers)
         self._link = link
@@ -492,11 +493,3 @@ class Worker:
             file.write(outcome.result)
             await self._blobs.put(file, ref)  # type: ignore[arg-type]
         return msgspec.structs.replace(outcome, result=None, result_ref=ref)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

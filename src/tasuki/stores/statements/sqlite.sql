@@ -48,7 +48,7 @@ UPDATE tasuki_jobrun SET
     state = 'PENDING', ready = ?3, not_before = ?4, version = version + 1, generation = generation + 1,
     failures = 0, losses = 0, cancel_requested = 0, lease_id = '', started_at = NULL, finished_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
-    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, replaced_report = NULL
 WHERE id = ?1 AND version = ?2 AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
 
 
@@ -59,14 +59,16 @@ WHERE id = ?1 AND version = ?2 AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 
 SELECT priority FROM tasuki_jobrun WHERE ready = 1 AND priority < ?1 ORDER BY priority DESC LIMIT 1
 
 -- name: groups
--- The distinct groups of a band, by one seek each, however long their queues are.
+-- The first ?4 distinct groups of a band in [?2, ?3), by one seek each, however long their queues are.
 WITH RECURSIVE head (name) AS (
-    SELECT (SELECT "group" FROM tasuki_jobrun WHERE ready = 1 AND priority = ?1 ORDER BY "group" LIMIT 1)
+    SELECT (SELECT "group" FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = ?1 AND "group" >= ?2 AND "group" < ?3 ORDER BY "group" LIMIT 1)
     UNION ALL
-    SELECT (SELECT "group" FROM tasuki_jobrun WHERE ready = 1 AND priority = ?1 AND "group" > head.name ORDER BY "group" LIMIT 1)
+    SELECT (SELECT "group" FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = ?1 AND "group" > head.name AND "group" < ?3 ORDER BY "group" LIMIT 1)
     FROM head WHERE head.name IS NOT NULL
 )
-SELECT name FROM head WHERE name IS NOT NULL
+SELECT name FROM head WHERE name IS NOT NULL LIMIT ?4
 
 -- name: subjects
 -- The first ?5 distinct subjects of a group in [?3, ?4), likewise.
@@ -134,7 +136,7 @@ WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED'
 ORDER BY lease_expires_at, id
 
 
--- ------------------------------------------------------------------------------------------------ start, renew
+-- ------------------------------------------------------------------------------------------------ start, renew, release
 
 -- name: start
 UPDATE tasuki_jobrun SET state = 'RUNNING', started_at = ?1, version = version + 1
@@ -150,6 +152,13 @@ FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
   AND attempt = column6 AND state IN ('ASSIGNED', 'RUNNING')
 RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
+
+-- name: release
+-- As `settle` would, for the many of a worker that drains: an attempt that has not started has no outcome yet.
+UPDATE tasuki_jobrun SET
+    state = 'PENDING', ready = 1, version = version + 1, lease_id = '', lease_expired_at = lease_expires_at, lease_expires_at = NULL
+FROM (VALUES {rows: (?, ?, ?)}) AS claim
+WHERE id = column1 AND version = column2 AND lease_id = column3 AND state = 'ASSIGNED'
 
 
 -- ------------------------------------------------------------------------------------------------ finish, fail, reap
@@ -238,6 +247,10 @@ DELETE FROM tasuki_incident WHERE job_id IN (SELECT value FROM json_each(?1))
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id IN (SELECT value FROM json_each(?1))
 
+-- name: prune_counters
+-- Only pruning empties a group.
+DELETE FROM tasuki_counter WHERE n = 0 AND "group" IN (SELECT value FROM json_each(?1))
+
 -- name: next_lease_over
 SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL
 
@@ -246,6 +259,9 @@ SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
 
 
 -- ------------------------------------------------------------------------------------------------ readers
+
+-- name: rows_to_judge
+SELECT {columns_but_result} FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))
 
 -- name: rows_by_key
 SELECT {columns} FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))

@@ -1,0 +1,249 @@
+"""Transfers of blobs: who listens, for how long, and what a refusal or a lost link does to them. The test is the server."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import pytest
+
+from tasuki.core.job import BlobRef
+from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
+from tasuki.errors import InvalidInput, TasukiError, Unauthorized, Unavailable
+from tasuki.net import Link, blobs
+from tasuki.net.blobs import WAITING_CHUNKS_MAX, BlobLine
+
+DEADLINE_S = 5.0
+
+
+class FakeLink:
+    """A link that keeps what is sent, and says whether it is read from."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.closed = False
+        self.pauses: set[object] = set()
+        self._something = asyncio.Event()
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self._something.set()
+
+    def pause_reading(self, why: object) -> None:
+        self.pauses.add(why)
+
+    def resume_reading(self, why: object) -> None:
+        self.pauses.discard(why)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    async def asked(self, kind: type[Any], count: int = 1) -> Any:
+        """The latest message of a kind, when there are so many of them."""
+        while len(found := [message for message in self.sent if isinstance(message, kind)]) < count:
+            self._something.clear()
+            await self._something.wait()
+        return found[-1]
+
+
+class Bench:
+    """A line and its first link."""
+
+    def __init__(self) -> None:
+        self.line = BlobLine()
+        self.written: list[bytes] = []
+        self.link = self.connect()
+
+    def connect(self) -> FakeLink:
+        link = FakeLink()
+        self.line.connected(cast("Link", link))
+        return link
+
+    def get(self, data: bytes, write: Callable[[bytes], Any] | None = None) -> asyncio.Task[None]:
+        ref = BlobRef(hashlib.sha256(data).hexdigest(), len(data))
+        return asyncio.ensure_future(self.line.get(ref, "job", write or self.written.append))
+
+
+def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(test(Bench()), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------------------------- who listens
+
+
+def test_download_whose_file_cannot_be_written_listens_no_more() -> None:
+    async def test(bench: Bench) -> None:
+        def full(data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        getting = bench.get(b"xy", full)
+        msg_id = (await bench.link.asked(BlobGet)).msg_id
+        bench.line.take(Chunk(msg_id, 0, b"x"))
+        with pytest.raises(OSError, match="No space left"):
+            await getting
+        # The rest of the blob is dropped as it comes.
+        assert bench.line.take(Chunk(msg_id, 1, b"y"))
+        assert bench.line._conversations == {}
+
+    run(test)
+
+
+def test_download_that_is_canceled_listens_no_more() -> None:
+    async def test(bench: Bench) -> None:
+        getting = bench.get(b"xy")
+        await bench.link.asked(BlobGet)
+        getting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+        assert bench.line._conversations == {}
+
+    run(test)
+
+
+def test_request_that_cannot_be_sent_listens_no_more() -> None:
+    async def test(bench: Bench) -> None:
+        def refuse(message: Message) -> None:
+            raise InvalidInput("surrogates not allowed")
+
+        bench.link.send = refuse  # type: ignore[method-assign]
+        with pytest.raises(InvalidInput):
+            await bench.get(b"x")
+        assert bench.line._conversations == {}
+
+    run(test)
+
+
+def test_download_goes_on_where_it_was_on_the_next_link_and_listens_no_more_on_the_first() -> None:
+    async def test(bench: Bench) -> None:
+        # Given a download of which a part has come
+        getting = bench.get(b"xy")
+        first = await bench.link.asked(BlobGet)
+        bench.line.take(Chunk(first.msg_id, 0, b"x"))
+        # When the link is lost, and another comes
+        bench.line.lost()
+        link = bench.connect()
+        second = await link.asked(BlobGet)
+        # Then the rest is asked for, and nothing else is heard
+        assert second.offset == 1
+        assert list(bench.line._conversations) == [second.msg_id]
+        bench.line.take(Chunk(second.msg_id, 1, b"y", last=True))
+        await getting
+        assert b"".join(bench.written) == b"xy"
+        assert bench.line._conversations == {}
+
+    run(test)
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+def test_link_is_not_read_from_while_many_chunks_wait() -> None:
+    async def test(bench: Bench) -> None:
+        all_taken = asyncio.Event()
+
+        def write(data: bytes) -> None:
+            bench.written.append(data)
+            if len(bench.written) == WAITING_CHUNKS_MAX:
+                all_taken.set()
+
+        getting = bench.get(bytes(WAITING_CHUNKS_MAX), write)
+        msg_id = (await bench.link.asked(BlobGet)).msg_id
+        # When more chunks come than are taken
+        for offset in range(WAITING_CHUNKS_MAX - 1):
+            bench.line.take(Chunk(msg_id, offset, b"\0"))
+        assert not bench.link.pauses
+        bench.line.take(Chunk(msg_id, WAITING_CHUNKS_MAX - 1, b"\0"))
+        # Then the link is paused until they are
+        assert bench.link.pauses
+        await all_taken.wait()
+        assert not bench.link.pauses
+        bench.line.take(Chunk(msg_id, WAITING_CHUNKS_MAX, b"", last=True))
+        await getting
+
+    run(test)
+
+
+def test_link_is_read_from_again_when_a_paused_download_is_given_up() -> None:
+    async def test(bench: Bench) -> None:
+        getting = bench.get(b"x")
+        msg_id = (await bench.link.asked(BlobGet)).msg_id
+        for offset in range(WAITING_CHUNKS_MAX):
+            bench.line.take(Chunk(msg_id, offset, b"\0"))
+        assert bench.link.pauses
+        getting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+        assert not bench.link.pauses
+
+    run(test)
+
+
+def test_upload_that_is_refused_halfway_is_not_sent_to_its_end() -> None:
+    async def test(bench: Bench) -> None:
+        putting = asyncio.ensure_future(bench.line.put(io.BytesIO(bytes(8 * CHUNK_BYTES)), BlobRef("0" * 64, 8 * CHUNK_BYTES)))
+        msg_id = (await bench.link.asked(BlobPut)).msg_id
+        bench.line.take(Reply(msg_id, {"go": True}))
+        await bench.link.asked(Chunk)
+        bench.line.take(ErrorMessage(msg_id, "DISK_FULL", "no space"))
+        with pytest.raises(Unavailable, match="no space"):
+            await putting
+        assert sum(isinstance(message, Chunk) for message in bench.link.sent) < 8
+
+    run(test)
+
+
+# ---------------------------------------------------------------------------------------------------- not now, and never
+
+
+def test_server_that_says_not_now_is_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def pause(self: BlobLine, seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(BlobLine, "_pause", pause)
+
+    async def test(bench: Bench) -> None:
+        getting = bench.get(b"x")
+        for count in range(1, 9):
+            msg_id = (await bench.link.asked(BlobGet, count)).msg_id
+            bench.line.take(ErrorMessage(msg_id, "UNAVAILABLE", "not now"))
+        msg_id = (await bench.link.asked(BlobGet, 9)).msg_id
+        bench.line.take(Chunk(msg_id, 0, b"x", last=True))
+        await getting
+        assert pauses == sorted(pauses)
+        assert (pauses[0], pauses[-1]) == (blobs.RETRY_FIRST_S, blobs.RETRY_MAX_S)
+        assert len(pauses) == 8
+
+    run(test)
+
+
+@pytest.mark.parametrize("error", [Unauthorized("the token was revoked"), Unavailable("this client was closed")])
+def test_line_that_is_closed_ends_transfers_with_the_reason(error: TasukiError) -> None:
+    async def test(bench: Bench) -> None:
+        # Given one that listens, one that pauses after "not now", and one that waits for a link
+        refused = bench.get(b"x")
+        bench.line.take(ErrorMessage((await bench.link.asked(BlobGet)).msg_id, "UNAVAILABLE", "not now"))
+        listening = bench.get(b"x")
+        await bench.link.asked(BlobGet, 2)
+        # When the server will never take us again
+        bench.line.lost()
+        waiting = bench.get(b"x")
+        await asyncio.sleep(0)
+        bench.line.close(error)
+        # Then all of them end with that, and so does whatever comes later
+        for getting in (refused, listening, waiting, bench.get(b"x")):
+            with pytest.raises(type(error), match=error.message):
+                await getting
+        # And a second end does not change the reason
+        bench.line.close()
+        with pytest.raises(type(error), match=error.message):
+            await bench.get(b"x")
+
+    run(test)

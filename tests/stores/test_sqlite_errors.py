@@ -1,0 +1,76 @@
+"""Errors of the driver come out of every verb as ours, and say what they mean for what was to be stored."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.core.job import State
+from tasuki.core.verbs import Filter
+from tasuki.errors import TasukiError, Unavailable
+from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql_read import SqlReader
+from tasuki.testing.clocks import FakeClock
+from tasuki.testing.store_stage import Stage
+
+READS: dict[str, Callable[[SqlReader], object]] = {
+    "get": lambda reader: reader.get(["a"]),
+    "find": lambda reader: reader.find(Filter()),
+    "find failed": lambda reader: reader.find(Filter(states=(State.FAILED,))),
+    "find leased": lambda reader: reader.find(Filter(states=(State.RUNNING,))),
+    "find an array": lambda reader: reader.find(Filter(array_id="x")),
+    "incidents": lambda reader: reader.incidents("a"),
+    "counts": lambda reader: reader.counts(),
+    "ready_ahead": lambda reader: reader.ready_ahead("a"),
+    "blob_owners": lambda reader: reader.blob_owners("0" * 64),
+    "token": lambda reader: reader.token("0" * 64),
+    "tokens": lambda reader: reader.tokens(),
+}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    clock = FakeClock()
+    store = SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3", clock=clock)
+    stage = Stage(store, clock)
+    stage.add("a")
+    yield stage
+    store.close()
+
+
+@pytest.fixture
+def store(stage: Stage) -> SqlStore:
+    assert isinstance(stage.store, SqlStore)
+    return stage.store
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_reader_whose_statement_fails_raises_an_error_of_ours(store: SqlStore, name: str) -> None:
+    reader = store.reader()
+    # All but the range of ids, with which `find` begins: its walk must fail too.
+    reader._one = {name: "SELECT * FROM nowhere" if name != "id_range" else text for name, text in reader._one.items()}
+
+    with pytest.raises(TasukiError):
+        READS[name](reader)
+
+    reader.close()
+
+
+def test_a_statement_that_fails_says_that_nothing_was_stored(stage: Stage, store: SqlStore) -> None:
+    store._database.connection.execute("DROP TABLE tasuki_counter")
+
+    with pytest.raises(Unavailable, match="nothing of this was stored"):
+        stage.add("b")
+
+
+def test_a_commit_that_fails_says_that_nobody_knows(stage: Stage, store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(store._database, "commit", fail)
+
+    with pytest.raises(Unavailable, match="whether this was stored is not known"):
+        stage.add("b")
