@@ -54,9 +54,9 @@ def _waiting(
         return [f"It may not start for another {job.not_before - now_wall:.1f} s{_why_later(job)}."], facts
     if not workers:
         return ["No worker is connected to this server. Start one with: tasuki worker --to URL"], facts
-    able = [worker for worker in fitting if Takes(worker.get("takes", "any")).fits(job.spec.exec)]
+    able = [worker for worker in fitting if Takes(worker.get("takes", "any")).fits(job.spec.exec, job.submitter)]
     if fitting and not able:
-        kind = f"commands ({job.spec.exec!r})" if job.spec.exec else "jobs without an exec, which need a Python handler"
+        kind = f"the exec {job.spec.exec!r} for you" if job.spec.exec else "jobs without an exec, which need a Python handler"
         facts["fitting_workers"] = []
         return [f"The workers that subscribe to {subject!r} do not run {kind}."], facts
     fitting = able

@@ -27,15 +27,46 @@ class Submission(msgspec.Struct, frozen=True, gc=False):
     body_hash: bytes
 
 
+class JobKind(enum.IntEnum):
+    """What it takes to run a job. Stored with it, in the index of ready rows."""
+
+    COMMAND = 0
+    """It names an exec of a worker's list."""
+    HANDLER = 1
+    """It names none: a Python handler's, chosen by subject."""
+    LOCAL_COMMAND = 2
+    """A command that the server's own user submitted over the unix socket: its workers there may run any program for it."""
+
+
+def kind_of(exec: str, submitter: str) -> JobKind:
+    if not exec:
+        return JobKind.HANDLER
+    return JobKind.LOCAL_COMMAND if submitter.startswith("uid:") else JobKind.COMMAND
+
+
 class Takes(enum.StrEnum):
-    """What kind of job a worker can run: commands name an exec, handlers' jobs do not."""
+    """Which kinds of job a worker can run."""
 
     ANY = "any"
     COMMANDS = "commands"
     HANDLERS = "handlers"
+    OWN = "own"
+    """Only local commands: a worker that has no list, and may run any program for its own user."""
 
-    def fits(self, exec: str) -> bool:
-        return self is Takes.ANY or (self is Takes.COMMANDS) == bool(exec)
+    @property
+    def kinds(self) -> tuple[JobKind, ...]:
+        return _KINDS[self]
+
+    def fits(self, exec: str, submitter: str) -> bool:
+        return kind_of(exec, submitter) in _KINDS[self]
+
+
+_KINDS = {
+    Takes.ANY: tuple(JobKind),
+    Takes.COMMANDS: (JobKind.COMMAND, JobKind.LOCAL_COMMAND),
+    Takes.HANDLERS: (JobKind.HANDLER,),
+    Takes.OWN: (JobKind.LOCAL_COMMAND,),
+}
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -38,9 +38,9 @@ class JobRun(models.Model):
     )
     ready = models.SmallIntegerField(db_default=1)
     """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others."""
-    handler = models.SmallIntegerField(db_default=1)
-    """1: for a Python handler, it names no exec; 0: a command. In the index of ready rows: a worker that takes only one kind
-    never wades through the other."""
+    kind = models.SmallIntegerField(db_default=1)
+    """JobKind: 0 a command, 1 a Python handler's, 2 a command of the server's own user. In the index of ready rows: a worker that
+    takes only some kinds never wades through the others."""
     priority = models.SmallIntegerField(db_default=5)
     group = models.CharField(max_length=255)
     subject = models.CharField(max_length=255)
@@ -113,9 +113,7 @@ class JobRun(models.Model):
     class Meta:
         indexes = [
             # Leasing: seeks by band, group, subject and kind, then age.
-            models.Index(
-                fields=["-priority", "group", "subject", "handler", "id"], condition=Q(ready=1), name="tasuki_job_ready"
-            ),
+            models.Index(fields=["-priority", "group", "subject", "kind", "id"], condition=Q(ready=1), name="tasuki_job_ready"),
             # Reaping, and all that asks for the running. One entry per live lease, not per job.
             models.Index(fields=["lease_expires_at"], condition=Q(lease_expires_at__isnull=False), name="tasuki_job_leased"),
             # Promotion of delayed jobs and retries.

@@ -183,8 +183,8 @@ class MemoryStore(MemoryRecords):
             if len(grants) >= request.limit:
                 break
             groups: dict[str, list[list[Entry]]] = {}
-            for (subject, is_command), entries in self._ready[priority].items():
-                if request.takes.fits("x" if is_command else "") and _may_take(request, subject):
+            for (subject, kind), entries in self._ready[priority].items():
+                if kind in request.takes.kinds and _may_take(request, subject):
                     groups.setdefault(subjects.group_of(subject), []).append(entries)
 
             def take(group: str, limit: int, waiting: dict[str, list[list[Entry]]] = groups) -> list[Grant]:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from tasuki.core import subject as subjects
 from tasuki.core.job import LEASED, READY, Incident, Job, OnDisconnect, Outcome
 from tasuki.core.lifecycle import Event
-from tasuki.core.verbs import COUNTED, Filter, GroupCounts, Page, Report, TokenRow
+from tasuki.core.verbs import COUNTED, Filter, GroupCounts, JobKind, Page, Report, TokenRow, kind_of
 from tasuki.errors import InvalidInput
 from tasuki.stores.store import Clock
 
@@ -83,12 +83,11 @@ class Record(msgspec.Struct, frozen=True):
         return found
 
 
-Queue = tuple[str, bool]
-"""Subject, and whether the jobs are commands."""
+Queue = tuple[str, JobKind]
 
 
 def queue_of(job: Job) -> Queue:
-    return job.spec.subject, bool(job.spec.exec)
+    return job.spec.subject, kind_of(job.spec.exec, job.submitter)
 
 
 class MemoryRecords:

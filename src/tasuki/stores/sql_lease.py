@@ -8,7 +8,7 @@ from typing import Any
 from tasuki.core.fair import FairTurns
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Assignment, Grant, LeaseRequest, Takes
+from tasuki.core.verbs import Assignment, Grant, LeaseRequest
 from tasuki.errors import Unavailable
 from tasuki.stores.sql_ready import Place, ReadySubjects
 from tasuki.stores.sql_report import SqlReport
@@ -16,8 +16,6 @@ from tasuki.stores.sql_rows import READY, id_list, json_list
 from tasuki.stores.store import Clock
 
 LEASE_ID_BYTES = 16
-_KINDS = {Takes.HANDLERS: (1,), Takes.COMMANDS: (0,), Takes.ANY: (0, 1)}
-"""Values of the column `handler`."""
 _PENDING = State.PENDING.value
 _ORPHANED = State.ORPHANED.value
 
@@ -58,7 +56,7 @@ class SqlLease(SqlReport):
     def _take(self, ready: ReadySubjects, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
         taken: list[Grant] = []
         for subjects in ready.windows(priority, group, request):
-            queues = [(subject, kind) for subject in subjects for kind in _KINDS[request.takes]]
+            queues = [(subject, kind) for subject in subjects for kind in map(int, request.takes.kinds)]
             taken += self._grant(self._oldest(priority, group, queues, limit - len(taken)), group, request)
             if len(taken) == limit:
                 break

@@ -51,8 +51,8 @@ class SqlReads:
         place = self._select("place", (job_id,))
         if not place:
             return None
-        *queue, handler = place[0]
-        ((ahead,),) = self._select("ahead", (*queue, limit, handler))
+        *queue, kind = place[0]
+        ((ahead,),) = self._select("ahead", (*queue, limit, kind))
         return int(ahead)
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:

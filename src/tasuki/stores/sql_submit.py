@@ -10,7 +10,7 @@ from typing import Any
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import Event, after, cancel_is_immediate
 from tasuki.core.subject import group_of
-from tasuki.core.verbs import Canceled, Requeued, Submission, Submitted
+from tasuki.core.verbs import Canceled, Requeued, Submission, Submitted, kind_of
 from tasuki.errors import Conflict, InvalidInput
 from tasuki.stores.sql_base import SqlBase, must_change
 from tasuki.stores.sql_rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value, replaced_report_of
@@ -154,7 +154,7 @@ def _full_values(submission: Submission, wall: float) -> tuple[Any, ...]:
     return (
         *_plain_values(submission),
         spec.exec,
-        not spec.exec,
+        int(kind_of(spec.exec, submission.submitter)),
         spec.priority,
         ready_value(spec.not_before, wall),
         spec.not_before,

@@ -116,6 +116,13 @@ class LeaseCases(StoreCase):
         assert stage.lease("w1", limit=10, takes=Takes.COMMANDS) == []
         assert ids(stage.lease("w2", limit=10, takes=Takes.HANDLERS)) == ["function-1", "function-2"]
 
+    def test_a_worker_for_its_own_user_takes_only_what_that_user_submitted(self, stage: Stage) -> None:
+        stage.add("theirs", exec="render")
+        stage.store.submit([stage.submission("own", exec="render", submitter="uid:1000")])
+
+        assert ids(stage.lease("w1", limit=10, takes=Takes.OWN)) == ["own"]
+        assert ids(stage.lease("w2", limit=10, takes=Takes.COMMANDS)) == ["theirs"]
+
     def test_kinds_are_mixed_by_age_for_a_worker_that_takes_both(self, stage: Stage) -> None:
         stage.add("first")
         stage.add("second", exec="render")

@@ -211,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
         patterns=st.sampled_from([(">",), ("a.*", "b.x"), ("job.assign.>",), ("calc.*", ">"), ("none",)]),
         limit=st.integers(0, 4),
         live_workers=st.sampled_from([{}, dict.fromkeys(WORKERS, (">",)), {"w1": ("calc.*",), "w2": ("a.*", "calc.w1")}]),
-        takes=st.sampled_from([Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS]),
+        takes=st.sampled_from([Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS, Takes.OWN]),
         terms=lease_terms,
     )
     def lease(
@@ -262,7 +262,7 @@ class StoreMachine(RuleBasedStateMachine):
             and not any(
                 job.spec.subject.endswith(f".{worker_id}") and matches(pattern, job.spec.subject) for worker_id, pattern in others
             )
-            and request.takes.fits(job.spec.exec)
+            and request.takes.fits(job.spec.exec, job.submitter)
         ]
 
     @rule(worker_id=workers, incarnation=incarnations, ids=some_job_ids, limit=st.integers(1, 3), terms=lease_terms)

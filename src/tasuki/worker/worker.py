@@ -154,10 +154,14 @@ class Worker:
         return self._subjects or self._handlers.patterns
 
     def _takes(self) -> Takes:
-        """Without handlers only commands, without commands only handlers' jobs: the rest is left for those who can."""
-        if not self._handlers:
+        """Only what it can run: the rest is left for those who can."""
+        if self._handlers:
+            return Takes.ANY if self._execs or self._any_program else Takes.HANDLERS
+        if self._execs:
             return Takes.COMMANDS
-        return Takes.ANY if self._execs or self._any_program else Takes.HANDLERS
+        if self._any_program:
+            return Takes.OWN
+        raise ConfigError("this worker has nothing to run: give it execs (--exec NAME=COMMAND, --config FILE) or handlers")
 
     def _capacity(self) -> int:
         if self._concurrency is not None:

@@ -29,7 +29,7 @@ ON CONFLICT (idempotency_key) DO NOTHING
 
 -- name: submit_full
 INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
-                           exec, handler, priority, ready, not_before, max_retries, max_losses, backoff_s, array_id)
+                           exec, kind, priority, ready, not_before, max_retries, max_losses, backoff_s, array_id)
 VALUES {rows: (?1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}
 ON CONFLICT (idempotency_key) DO NOTHING
 
@@ -85,22 +85,22 @@ SELECT name FROM head WHERE name IS NOT NULL LIMIT ?5
 -- name: oldest_of_queue
 -- A queue is a subject and a kind of job.
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256 FROM tasuki_jobrun
-WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND handler = ?4 ORDER BY id LIMIT ?5
+WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND kind = ?4 ORDER BY id LIMIT ?5
 
 -- name: oldest_of_queues
 -- The n oldest of several queues: ORDER BY makes the recursion's queue a heap, so this is a merge of them that reads
 -- n + (number of queues) entries.
-WITH RECURSIVE oldest (id, subject, handler) AS (
+WITH RECURSIVE oldest (id, subject, kind) AS (
     SELECT head.id, json_extract(name.value, '$[0]'), json_extract(name.value, '$[1]')
     FROM json_each(?3) AS name JOIN tasuki_jobrun AS head ON head.id = (
         SELECT id FROM tasuki_jobrun
-        WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = json_extract(name.value, '$[0]') AND handler = json_extract(name.value, '$[1]')
+        WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = json_extract(name.value, '$[0]') AND kind = json_extract(name.value, '$[1]')
         ORDER BY id LIMIT 1)
     UNION ALL
-    SELECT next.id, oldest.subject, oldest.handler
+    SELECT next.id, oldest.subject, oldest.kind
     FROM oldest JOIN tasuki_jobrun AS next ON next.id = (
         SELECT id FROM tasuki_jobrun
-        WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = oldest.subject AND handler = oldest.handler
+        WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = oldest.subject AND kind = oldest.kind
           AND id > oldest.id ORDER BY id LIMIT 1)
     ORDER BY 1 LIMIT ?4
 )
@@ -277,12 +277,12 @@ WHERE job_id = (SELECT id FROM tasuki_jobrun WHERE idempotency_key = ?1) ORDER B
 SELECT "group", state, n FROM tasuki_counter WHERE n <> 0
 
 -- name: place
-SELECT id, priority, "group", subject, handler FROM tasuki_jobrun WHERE idempotency_key = ?1 AND ready = 1
+SELECT id, priority, "group", subject, kind FROM tasuki_jobrun WHERE idempotency_key = ?1 AND ready = 1
 
 -- name: ahead
 SELECT count(*) FROM (
     SELECT 1 FROM tasuki_jobrun
-    WHERE ready = 1 AND priority = ?2 AND "group" = ?3 AND subject = ?4 AND handler = ?6 AND id < ?1 LIMIT ?5)
+    WHERE ready = 1 AND priority = ?2 AND "group" = ?3 AND subject = ?4 AND kind = ?6 AND id < ?1 LIMIT ?5)
 
 -- name: blob_owners
 SELECT DISTINCT idempotency_key FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id
