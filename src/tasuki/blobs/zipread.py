@@ -45,8 +45,8 @@ class ZipLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_total_bytes: int = 4 * 1024 * 1024 * 1024
     max_ratio: float = 200.0
     """Unpacked : packed, of each entry and of the whole; deflate itself cannot pass 1032."""
-    ratio_free_bytes: int = 16 * 1024 * 1024
-    """Up to here the ratio does not count: a short log of equal lines is no bomb."""
+    ratio_free_bytes: int = 40 * 1024 * 1024
+    """Up to here the ratio does not count: two whole logs (16 MiB each) of equal lines are no bomb."""
 
 
 class ZipEntryInfo(msgspec.Struct, frozen=True):

@@ -221,6 +221,7 @@ class _Table:
         self._output = output
         self._lines: list[str] = []
         self._live: Any = None
+        self._printed = 0
         self._statuses: list[dict[str, Any]] = []
 
     def say(self, text: str) -> None:
@@ -237,10 +238,13 @@ class _Table:
             return
         from rich.live import Live
 
+        self._printed = len(self._lines)
         with Live(self._drawn(), refresh_per_second=10) as self._live:
             watching = asyncio.create_task(self._watch(client, job_ids))
             try:
                 yield
+                self._statuses = await client.statuses(job_ids)
+                self._live.update(self._drawn())
             finally:
                 watching.cancel()
                 await asyncio.wait([watching])
@@ -265,9 +269,10 @@ class _Table:
             table.add_column(column)
         states = Counter(job["state"] for job in self._statuses)
         for state, count in sorted(states.items()):
-            places = Counter(job["assigned_worker_id"] for job in self._statuses if job["state"] == state and job["attempt"])
+            placed = [job for job in self._statuses if job["state"] == state != "PENDING" and job["attempt"]]
+            places = Counter(job["assigned_worker_id"] for job in placed)
             table.add_row(state, str(count), ", ".join(f"{place}: {number}" for place, number in sorted(places.items())))
-        return Stack(*(Text(line) for line in self._lines), table)
+        return Stack(*(Text(line) for line in self._lines[self._printed :]), table)
 
 
 def _running_at(statuses: list[dict[str, Any]], worker_id: str) -> list[str]:

@@ -38,7 +38,7 @@ MEANINGS: dict[int, str] = {
     UNAVAILABLE: "no server, too busy, disk full, or out of time: try again",
     CONFLICT: "the job id exists with another body",
     TIME_LIMIT: "run: the job passed its time limit",
-    COULD_NOT_RUN: "run: the job could not be run (the reason is on stderr)",
+    COULD_NOT_RUN: "run: an error of tasuki's own, instead of 1 and 3 to 6; see stderr",
     INTERRUPTED: "Ctrl-C; 128+n: ended by signal n",
 }
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tasuki.errors import InvalidInput, TooLarge
 
 INDEX, LINE = "{i}", "{line}"
 ARRAY_MAX = 1_000_000
+PIPE_S = 0.2
 _RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12})(?::(\d{1,12}))?)?")
 
 
@@ -55,21 +57,53 @@ def parse_env(pairs: Sequence[str]) -> dict[str, str]:
 
 def read_payload(path: str | None) -> bytes:
     """The whole file, or stdin for `-`; it travels inside the job, so it has the limit of a job's body."""
-    from tasuki.core.job import BODY_INLINE_MAX_BYTES
-
     if path is None:
         return b""
     try:
         if path == "-":
-            data = sys.stdin.buffer.read(BODY_INLINE_MAX_BYTES + 1)
-        else:
-            with Path(path).open("rb") as file:
-                data = file.read(BODY_INLINE_MAX_BYTES + 1)
+            return _limited(sys.stdin.buffer, "on stdin")
+        with Path(path).open("rb") as file:
+            return _limited(file, repr(path))
     except OSError as error:
         raise InvalidInput(f"the payload file {path!r} cannot be read: {error.strerror or error}") from None
+
+
+def _limited(source: BinaryIO, where: str) -> bytes:
+    from tasuki.core.job import BODY_INLINE_MAX_BYTES
+
+    data = source.read(BODY_INLINE_MAX_BYTES + 1)
     if len(data) > BODY_INLINE_MAX_BYTES:
-        raise TooLarge(f"the payload {path!r} has more than {BODY_INLINE_MAX_BYTES} bytes; give larger input with --file")
+        raise TooLarge(
+            f"the payload {where} has more than {BODY_INLINE_MAX_BYTES} bytes; give larger input with --file, "
+            "which the job finds as in/NAME"
+        )
     return data
+
+
+def piped_payload(hint: Callable[[str], None]) -> bytes:
+    """What was piped into the command, if anything was; never waits for a pipe that somebody only left open.
+
+    Under cron, CI and ssh, stdin is often a pipe that nobody writes to or closes, so one that says nothing for PIPE_S is not
+    waited for. That could also be a slow writer, whose words must not be lost without one of ours.
+    """
+    import select
+    import stat
+
+    if sys.stdin is None:  # closed by whoever started us
+        return b""
+    try:
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return _limited(sys.stdin.buffer, "on stdin")
+        if not stat.S_ISFIFO(mode):
+            return b""
+        if select.select([descriptor], [], [], PIPE_S)[0]:
+            return _limited(sys.stdin.buffer, "on stdin")
+    except (OSError, ValueError):  # not a stdin that can be read, so there is nothing to hand on
+        return b""
+    hint("stdin is a pipe with nothing in it yet: the job gets no input (--payload-file - waits for it, < /dev/null is silent)")
+    return b""
 
 
 def check_files(files: Sequence[str] | None) -> tuple[str, ...]:

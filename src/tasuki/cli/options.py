@@ -7,6 +7,18 @@ from typing import Annotated
 
 import typer
 
+
+def _named(exec_: str) -> str:
+    """An empty name would be a handler's job, and is more likely a variable that was not set."""
+    if not exec_.strip():
+        raise typer.BadParameter("it is empty; name a program, or write - for a handler's job")
+    return exec_
+
+
+Exec = Annotated[
+    str,
+    typer.Argument(metavar="EXEC", help="Name of a program that the worker allows; - for a handler.", callback=_named),
+]
 To = Annotated[
     str | None,
     typer.Option(

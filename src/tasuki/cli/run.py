@@ -15,15 +15,16 @@ import typer
 
 from tasuki.cli import exits, options
 from tasuki.cli.command import TAKES_A_COMMAND, command
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import STDIN, Place, with_client
 from tasuki.cli.output import Output
-from tasuki.errors import TasukiError
+from tasuki.errors import TasukiError, Unavailable
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient, AsyncJobHandle
     from tasuki.core.protocol import JobResult
 
 PROGRESS_S = 0.5
+CANCEL_S = 5.0  # how long a server that may be gone gets to answer before the user's terminal is free again
 
 
 def add_to(app: typer.Typer) -> None:
@@ -35,6 +36,7 @@ def add_to(app: typer.Typer) -> None:
         settings=TAKES_A_COMMAND,
         examples=[
             "tasuki run echo hello",
+            "echo hello | tasuki run cat",
             "tasuki run --timeout 60 --file ./data.csv -o result.zip python3 in/data.py --fast",
             "tasuki run --job-id nightly-2026-01-31 backup /srv        # again with this id: the stored result, no second run",
             "tasuki run --to tcp://host:7000 --token-file token --subject render.eu.1 render --mode fast",
@@ -48,7 +50,7 @@ def _own_failure(error: TasukiError) -> int:
 
 
 def run(
-    exec_: Annotated[str, typer.Argument(metavar="EXEC", help="Name of a program that the worker allows; - for a handler.")],
+    exec_: options.Exec,
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="All of it belongs to the job.")] = None,
     subject: options.Subject = None,
     job_id: options.JobId = None,
@@ -71,8 +73,13 @@ def run(
     """Run one job: prints its output, exits with its code.
 
     tasuki's own options stand before EXEC. With no server anywhere, an embedded one runs for the time of the command.
+
+    What is piped in (or comes from a file with <) becomes the job's standard input, up to 64 KiB: a pipe counts if it has
+    data or ends at once. With < /dev/null nothing is read; with --payload-file - it waits for the pipe's end.
+
+    Exits with the job's own code; 125 for every error of tasuki itself (no server, no token, a conflict), 2 for wrong options.
     """
-    from tasuki.cli.jobspec import check_files, job_fields
+    from tasuki.cli.jobspec import check_files, job_fields, piped_payload
 
     output = Output(json=json, quiet=quiet)
     fields = job_fields(
@@ -86,16 +93,23 @@ def run(
         payload_file=payload_file,
     )
     fields.update(job_id=job_id, files=check_files(files))
+    if payload_file is None and token_file != STDIN:
+        fields["payload"] = piped_payload(output.hint)
     output.progress("connecting …")
     return with_client(Place(to, data, token_file, tls_ca), lambda client: _run(client, fields, output_file, output))
 
 
 async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | None, output: Output) -> int:
+    from tasuki.cli.waiting import telling_why_pending
+
     stop = _Interrupts()
     job_id = fields["job_id"] or client.new_id()
-    handle = await client.submit(**{**fields, "job_id": job_id})
     try:
-        ended = await _wait(client, handle, stop, output)
+        handle = await _submit(client, {**fields, "job_id": job_id}, stop, output)
+        if handle is None:
+            return exits.INTERRUPTED
+        with telling_why_pending(client, lambda: job_id, output):
+            ended = await _wait(client, handle, stop, output)
     finally:
         stop.close()
     if ended is None:
@@ -122,31 +136,76 @@ class _Interrupts:
             self._loop.remove_signal_handler(number)
 
 
+async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts, output: Output) -> AsyncJobHandle | None:
+    """The job as the server took it, or None: the user does not want it any more, and the server did not answer."""
+    from tasuki.cli.waiting import ConnectionNotice
+
+    notice = ConnectionNotice(client, output)
+    submitting = asyncio.ensure_future(client.submit(**fields))
+    try:
+        while not submitting.done() and not stop.count:
+            await _sleep_until(submitting, stop)
+            notice.look()
+        # What it took is canceled afterwards; so it is not left behind just because Ctrl-C came early.
+        await asyncio.wait({submitting}, timeout=CANCEL_S)
+        if submitting.done():
+            return submitting.result()
+        output.hint(f"the server did not answer; job {fields['job_id']} may have been submitted, and may go on")
+        return None
+    finally:
+        submitting.cancel()
+
+
 async def _wait(client: AsyncClient, handle: AsyncJobHandle, stop: _Interrupts, output: Output) -> JobResult | None:
     """The end of the job, or None if the user does not want to wait for it any more."""
+    from tasuki.cli.waiting import ConnectionNotice
+
     loop = asyncio.get_running_loop()
     began = loop.time()
+    notice = ConnectionNotice(client, output)
     ending = asyncio.ensure_future(handle.outcome())
+    canceling: asyncio.Task[bool] | None = None
     try:
         while not ending.done():
-            told = asyncio.ensure_future(stop.changed.wait())
-            try:
-                await asyncio.wait({ending, told}, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                told.cancel()
+            await _sleep_until(ending, stop)
             if ending.done():
                 break
-            if stop.changed.is_set():
-                stop.changed.clear()
-                if stop.count > 1:
-                    output.hint(f"left job {handle.job_id} behind; look at it with: tasuki status {handle.job_id}")
-                    return None
+            if stop.count > 1:
+                output.hint(f"left job {handle.job_id} behind; look at it with: tasuki status {handle.job_id}")
+                return None
+            if stop.count and canceling is None:
                 output.hint(f"canceling job {handle.job_id} …  (Ctrl-C again: leave it)")
-                await client.cancel([handle.job_id], "Ctrl-C in tasuki run")
+                canceling = asyncio.create_task(_cancel(client, handle.job_id))
+            if canceling is not None and canceling.done() and not canceling.result():
+                output.hint(f"the cancel did not reach the server; the job may go on: tasuki status {handle.job_id}")
+                return None
+            notice.look()
             output.progress(f"job {handle.job_id}: {loop.time() - began:.0f} s")
         return ending.result()
     finally:
         ending.cancel()
+        if canceling is not None:
+            canceling.cancel()
+
+
+async def _sleep_until(work: asyncio.Future[Any], stop: _Interrupts) -> None:
+    """Until the work is done or a signal came, but not longer than a look around is due."""
+    told = asyncio.ensure_future(stop.changed.wait())
+    try:
+        await asyncio.wait({work, told}, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        told.cancel()
+    stop.changed.clear()
+
+
+async def _cancel(client: AsyncClient, job_id: str) -> bool:
+    """Whether the server took it."""
+    try:
+        async with asyncio.timeout(CANCEL_S):
+            await client.cancel([job_id], "Ctrl-C in tasuki run")
+    except (TimeoutError, Unavailable):
+        return False
+    return True
 
 
 async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | None, output: Output, *, is_command: bool) -> int:

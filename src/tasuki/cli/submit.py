@@ -39,7 +39,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def submit(
-    exec_: Annotated[str, typer.Argument(metavar="EXEC", help="Name of a program that the worker allows; - for a handler.")],
+    exec_: options.Exec,
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="All of it belongs to the job.")] = None,
     array: Annotated[
         str | None,
@@ -101,7 +101,7 @@ async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, o
     answer: dict[str, Any] = {"job_id": handle.job_id, "existed": handle.existed}
     failed = 0
     if wait:
-        states = await _wait_all([handle], output)
+        states = await _wait_all(client, [handle], f"job {handle.job_id}", _single_words(handle.job_id), output)
         answer["state"] = states[0]
         failed = states[0] != "SUCCEEDED"
 
@@ -134,7 +134,10 @@ async def _submit_many(
         output.progress(f"{count} jobs submitted")
     if not count:
         raise InvalidInput("there was nothing to submit: no line with text in it")
-    states = await _wait_all(handles, output)
+    states: list[str] = []
+    if wait:
+        what, left_words = f"array {array_id} ({count} jobs)", _array_words(array_id, count)
+        states = await _wait_all(client, handles, what, left_words, output)
     tally = {state: states.count(state) for state in sorted(set(states))}
     answer = {"array_id": array_id, "count": count, **({"states": tally} if wait else {})}
 
@@ -163,15 +166,37 @@ def _element(fields: dict[str, Any], files: tuple[InputFile, ...], array_id: str
     return JobSpec(job_id=f"{array_id}.{index}", **{**fields, **own})
 
 
-async def _wait_all(handles: Sequence[AsyncJobHandle], output: Output) -> list[str]:
+def _single_words(job_id: str) -> str:
+    return f"the job goes on; look at it with: tasuki status {job_id}; stop it with: tasuki cancel {job_id}"
+
+
+def _array_words(array_id: str, count: int) -> str:
+    listing = f"tasuki list --array {array_id}"
+    return (
+        f"the jobs go on; look at them with: {listing}; stop them with: {listing} --quiet --limit {count} | xargs tasuki cancel"
+    )
+
+
+async def _wait_all(
+    client: AsyncClient, handles: Sequence[AsyncJobHandle], what: str, left_words: str, output: Output
+) -> list[str]:
     """The states that the jobs ended in."""
+    from tasuki.cli.waiting import ConnectionNotice, telling_why_pending
+
+    output.hint(f"submitted {what}; waiting for the end")
+    notice = ConnectionNotice(client, output)
     ends = [asyncio.ensure_future(handle.outcome()) for handle in handles]
     try:
         pending = set(ends)
-        while pending:
-            output.progress(f"{len(ends) - len(pending)} of {len(ends)} jobs have ended")
-            _, pending = await asyncio.wait(pending, timeout=PROGRESS_S)
+        with telling_why_pending(client, lambda: next((each.job_id for each in handles if not each.done), None), output):
+            while pending:
+                output.progress(f"{len(ends) - len(pending)} of {len(ends)} jobs have ended")
+                _, pending = await asyncio.wait(pending, timeout=PROGRESS_S)
+                notice.look()
         return [str(end.result().state) for end in ends]
+    except asyncio.CancelledError:  # how Ctrl-C comes here
+        output.hint(left_words)
+        raise
     finally:
         for end in ends:
             end.cancel()

@@ -18,9 +18,11 @@ from tasuki.cli.connect import read_token
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tasuki.worker import Worker
     from tasuki.worker.execs import Exec
 
-ORPHAN_GRACE_S = 30.0
+ORPHAN_GRACE_S = 30.0  # without a server
+ORPHAN_LOOK_S = 1.0
 
 
 def add_to(app: typer.Typer) -> None:
@@ -118,17 +120,23 @@ def worker(
         drain_timeout_s=drain_timeout,
     )
     if until_stdin_ends:
-        threading.Thread(target=_end_with_stdin, name="tasuki-stdin", daemon=True).start()
+        threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
     made.run()
 
 
-def _end_with_stdin() -> None:
-    """The other end of our stdin is held by `tasuki up`: when it is gone, however it died, there is no more to do here."""
+def _end_with_stdin(worker: Worker) -> None:
+    """The other end of our stdin is held by `tasuki up`: when it is gone, however it died, there is no more to take here.
+
+    What runs goes on while a server answers (a new `up` on the folder, say); without one its leases end soon.
+    """
     while os.read(sys.stdin.fileno(), 1):  # not sys.stdin.read: its lock, held by this thread, would break the exit
         pass
-    for _ in range(2):  # drain, and if something still runs after its lease must have ended, stop
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ORPHAN_GRACE_S)
+    os.kill(os.getpid(), signal.SIGTERM)  # drain
+    alone_s = 0.0
+    while alone_s < ORPHAN_GRACE_S:
+        time.sleep(ORPHAN_LOOK_S)
+        alone_s = 0.0 if worker.connected else alone_s + ORPHAN_LOOK_S
+    os.kill(os.getpid(), signal.SIGTERM)  # stop
 
 
 def _execs(config: Path | None, flags: list[str]) -> dict[str, Exec]:

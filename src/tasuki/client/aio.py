@@ -156,6 +156,11 @@ class AsyncClient:
         for handle in list(self._handles.values()):
             handle.settle(None, gone)
 
+    @property
+    def connected(self) -> bool:
+        """A server has taken us and the connection stands; while it does not, the client keeps trying."""
+        return self._machine.online
+
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)

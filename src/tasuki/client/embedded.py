@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from tasuki.config import DataFolder
-from tasuki.errors import Unavailable
+from tasuki.errors import ConfigError, Unavailable
 
 START_TIMEOUT_S = 20.0
 POLL_S = 0.02
@@ -36,9 +36,15 @@ def ensure_server(folder: DataFolder) -> str:
 
 
 def _start(folder: DataFolder) -> None:
-    folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     log = folder.root / "embedded.log"
-    process = _launch(folder, log)
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        process = _launch(folder, log)
+    except OSError as error:
+        raise ConfigError(
+            f"the data folder {folder.root} cannot be made or written to: {error.strerror or error}; "
+            "choose another with --data or TASUKI_DATA"
+        ) from None
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if answers(folder.socket):
