@@ -60,3 +60,10 @@ def test_migrate_leaves_the_folder_of_a_running_server_alone(user: User) -> None
 
     assert done.returncode == 5
     assert f"pid {server.process.pid} " in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_fails(user: User) -> None:
+    done = user.run("doctor", "--data", "/proc/x")
+
+    assert done.returncode == 1
+    assert "fail   data folder  /proc/x cannot be made" in done.stdout

@@ -246,3 +246,57 @@ def test_stats_are_told_again_and_again_until_ctrl_c(served: Served) -> None:
 
     assert all("groups" in told for told in seen)
     assert (process.returncode, stderr) == (130, "")
+
+
+def test_of_several_jobs_those_that_are_known_are_shown(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--job-id", "known", "true")
+
+    done = user.run("status", "known", "unknown")
+
+    assert done.returncode == 3
+    assert done.stdout.startswith("known  SUCCEEDED")
+    assert "'unknown'" in done.stderr
+
+
+def test_a_canceled_job_that_had_ended_says_so(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--job-id", "over", "true")
+
+    assert user.run("cancel", "over").stdout == "over  had already ended: SUCCEEDED\n"
+
+
+def test_an_unknown_array_cannot_be_set_going_again(served: Served) -> None:
+    user, _ = served
+    done = user.run("retry", "--array", "nope")
+
+    assert done.returncode == 3
+    assert done.stderr.startswith("tasuki: NOT_FOUND: ")
+
+
+def test_a_result_goes_to_stdout_with_a_dash(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--job-id", "dashed", "true")
+
+    done = user.run("result", "dashed", "-o", "-")
+
+    assert done.stdout.startswith("PK")
+    assert not (user.home / "-").exists()
+
+
+def test_who_stops_waiting_is_told_how_to_find_the_jobs(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    os.mkfifo(tmp_path / "started")
+    script = f"echo go > {tmp_path}/started; exec sleep 600"
+    process = user.start("submit", "--array", "1-1", "--job-id", "awaited", "--wait", "sh", "-c", script)
+    read_fifo(tmp_path / "started")
+    assert process.stderr is not None
+    told = process.stderr.readline()
+
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    user.run("cancel", "awaited.1")
+
+    assert told == "submitted array awaited (1 jobs); waiting for the end\n"
+    assert process.returncode == 130
+    assert "tasuki list --array awaited" in stderr

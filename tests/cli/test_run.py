@@ -3,12 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import DEADLINE_S, Running, User, eventually, read_fifo
+from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, eventually, read_fifo, running
 
 pytestmark = pytest.mark.e2e
 
@@ -172,3 +173,85 @@ def test_an_address_that_is_none_is_told_as_json(user: User) -> None:
 
     assert done.returncode == 125
     assert json.loads(done.stderr)["error"]["code"] == "CONFIG"
+
+
+@pytest.mark.parametrize("word", ["run", "submit"])
+def test_an_empty_name_is_refused_and_not_taken_for_a_handlers_job(user: User, word: str) -> None:
+    done = user.run(word, "")
+
+    assert done.returncode == 2
+    assert "write - for a handler" in done.stderr
+    assert not user.data.exists()
+
+
+def test_what_is_piped_in_is_the_jobs_standard_input(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "cat", input="from the pipe\n")
+
+    assert (done.stdout, done.stderr, done.returncode) == ("from the pipe\n", "", 0)
+
+
+def test_a_file_as_stdin_is_the_jobs_standard_input(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    (tmp_path / "input").write_text("from the file\n")
+    with (tmp_path / "input").open() as source:
+        done = subprocess.run([*TASUKI, "run", "cat"], stdin=source, env=user.environ, capture_output=True, timeout=DEADLINE_S)
+
+    assert done.stdout == b"from the file\n"
+
+
+def test_more_than_a_job_can_carry_is_refused_with_the_way_out(user: User) -> None:
+    done = user.run("run", "cat", input="x" * 70_000)
+
+    assert done.returncode == 125
+    assert "--file" in done.stderr
+
+
+def test_an_idle_pipe_is_not_waited_for(served: Served) -> None:
+    user, _ = served
+    reading, writing = os.pipe()
+    try:
+        done = subprocess.run(
+            [*TASUKI, "run", "cat"], stdin=reading, env=user.environ, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+    assert (done.stdout, done.returncode) == ("", 0)
+    assert "the job gets no input" in done.stderr
+
+
+def test_the_result_file_cannot_be_stdout_which_is_the_jobs(user: User) -> None:
+    done = user.run("run", "-o", "-", "true")
+
+    assert done.returncode == 2
+    assert not (user.home / "-").exists()
+
+
+def test_a_job_that_waits_says_why_and_ctrl_c_ends_even_without_a_server(user: User) -> None:
+    with running(user, "up", "--no-tcp", "--workers", "0") as server:
+        process = user.start("run", "--job-id", "waits", "true")
+        assert process.stderr is not None
+        why = process.stderr.readline()
+        server.process.kill()
+        server.process.wait(DEADLINE_S)
+        lost = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=DEADLINE_S)
+        (user.data / "socket").unlink()  # a killed server leaves it
+
+    assert why.startswith("job waits is PENDING: No worker is connected")
+    assert lost == "connection lost; trying again …\n"
+    assert "the cancel did not reach the server; the job may go on" in rest
+    assert process.returncode == 130
+
+
+def test_a_data_folder_that_cannot_be_made_is_told_in_one_line(user: User, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (str(tmp_path / "file"), "/proc/x", "/proc"):
+        done = user.run("list", TASUKI_DATA=folder)
+
+        assert done.returncode == 2
+        assert done.stderr.startswith("tasuki: CONFIG: the data folder ")
+        assert len(done.stderr.splitlines()) == 1

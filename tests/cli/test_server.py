@@ -4,12 +4,15 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tasuki.cli.connect import own_token, owner_of
+from tasuki.config import data_folder
 from tests.cli.commands import DEADLINE_S, Running, User, eventually, read_fifo, running
 
 pytestmark = pytest.mark.e2e
@@ -211,3 +214,30 @@ def test_a_worker_with_wrong_settings_does_not_start(user: User, flags: tuple[st
     assert done.returncode == 2
     assert done.stderr.startswith("tasuki: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("word", ["up", "server"])
+def test_a_port_that_is_taken_leaves_no_new_folder_behind(user: User, word: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = user.run(word, "--tcp", f"127.0.0.1:{taken.getsockname()[1]}")
+
+    assert done.returncode == 2
+    assert "cannot listen on" in done.stderr
+    assert not user.data.exists()
+
+
+def test_a_folder_whose_owner_was_killed_gives_its_token_to_nobody(user: User) -> None:
+    with running(user, "server", "--tcp", "127.0.0.1:0") as server:
+        url = server.url
+        folder = data_folder(user.data)
+        assert own_token(folder, url)
+        server.process.kill()
+        server.process.wait(DEADLINE_S)
+        (user.data / "socket").unlink()
+
+    # The number of its process may by now be anybody's, here that of the test.
+    owner = user.data / "tasuki.sqlite3.owner"
+    owner.write_text(f"pid {os.getpid()} since 1\n")
+
+    assert owner_of(folder).startswith(f"pid {os.getpid()} since ")
+    assert own_token(folder, url) == ""

@@ -22,7 +22,7 @@ def commands(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) ->
     config = folder / "execs.toml"
     config.write_text('[exec.hello]\ncommand = "/bin/echo hello"\n')
     listed = ("--subject", "listed.>", "--config", str(config), "--data", str(folder / "listed"))
-    anything = ("--subject", "any.>", "--any-program", "--data", str(folder / "any"))
+    anything = ("--subject", "any.>", "--any-program", "--exec", "true=/bin/true", "--data", str(folder / "any"))
     with (
         start_worker(server, *listed, command=True),
         start_worker(server.unix_url, *anything, command=True, log=folder / "any.log"),

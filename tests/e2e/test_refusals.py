@@ -79,7 +79,8 @@ def test_any_program_is_not_for_jobs_that_came_over_tcp(shared_server: ServerPro
     # given: a worker of the server's own user on the unix socket, which may run any program for that user's own jobs
     witness = tmp_path / "witness"
     touch = {"subject": "any.1", "exec": "touch", "args": [str(witness)]}
-    with start_worker(shared_server.unix_url, "--any-program", "--subject", "any.>", command=True, log=tmp_path / "worker.log"):
+    options = ("--any-program", "--exec", "listed=/bin/true", "--subject", "any.>")
+    with start_worker(shared_server.unix_url, *options, command=True, log=tmp_path / "worker.log"):
         # when: somebody who has even the admin token asks over TCP
         with shared_server.client() as client:
             ended = client.submit(**touch).outcome(SOON_S)
@@ -90,3 +91,20 @@ def test_any_program_is_not_for_jobs_that_came_over_tcp(shared_server: ServerPro
         with shared_server.client(shared_server.unix_url, token="") as client:
             assert client.submit(**touch).outcome(SOON_S).state == "SUCCEEDED"
         assert witness.exists()
+
+
+def test_a_worker_for_its_own_user_leaves_what_came_over_tcp_to_others(shared_server: ServerProcess, tmp_path: Path) -> None:
+    # given: a worker like those of `tasuki up`: no list, any program for its own user
+    with start_worker(shared_server.unix_url, "--any-program", "--subject", "own.>", command=True, log=tmp_path / "worker.log"):
+        with shared_server.client() as client:
+            # when: a job with a token waits there, and one of the own user comes after it
+            waiting = client.submit(subject="own.1", exec="render")
+            with shared_server.client(shared_server.unix_url, token="") as own:
+                assert own.submit(subject="own.1", exec="true").outcome(SOON_S).state == "SUCCEEDED"
+
+            # then: the first was left alone, and explain says why; a worker that has it on its list runs it
+            assert client.status(waiting.job_id)["attempt"] == 0
+            assert "'render'" in client.explain(waiting.job_id)["because"][0]
+            listed = ("--exec", "render=/bin/true", "--subject", "own.>")
+            with start_worker(shared_server, *listed, command=True, log=tmp_path / "listed.log"):
+                assert waiting.outcome(SOON_S).state == "SUCCEEDED"

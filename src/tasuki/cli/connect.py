@@ -1,13 +1,14 @@
 """From `--to`, `--data`, `--token-file` and `--tls-ca` to a client. Reads the token, and finds the data folder's own.
 
 The admin token of a data folder is sent over TCP only to the server that owns the folder: the server notes where it listens
-in the folder (`listening`), and the note counts only while the folder's lock is held. Any other listener on this machine
+in the folder (`listening`), and the note counts only while the folder's owner is alive. Any other listener on this machine
 may belong to another user.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -76,7 +77,7 @@ def own_token(folder: DataFolder, url: str) -> str:
     from tasuki.config import parse_url
 
     addresses = parse_url(url)
-    if any(address.scheme == "unix" for address in addresses) or not owner_of(folder):
+    if any(address.scheme == "unix" for address in addresses) or not _has_its_owner(folder):
         return ""
     ours = listening(folder)
     if not all(_same_place(address, ours) for address in addresses):
@@ -114,21 +115,34 @@ def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
 
 
 def owner_of(folder: DataFolder) -> str:
-    """Who holds the folder's lock, as it wrote itself ("pid 12 since …"); empty if nobody does.
+    """Who owns the folder's database ("pid 12 since 2026-01-31 10:00:00"); empty if nobody does.
 
-    A server that ended in order leaves the file empty; only one that was killed makes it necessary to try the lock, which for
-    that moment keeps others from taking it.
+    The lock itself is only ever tried by servers: to try it here, even for a moment, could refuse one that is starting.
     """
-    import fcntl
+    from tasuki.cli.output import when
+    from tasuki.client.embedded import read_owner
 
-    owner = ""
+    owner = read_owner(folder)
+    return f"pid {owner.pid} since {when(owner.since)}" if owner is not None else ""
+
+
+def _has_its_owner(folder: DataFolder) -> bool:
+    """The owner keeps the owner file open. Its pid alone is no proof: after a crash any process may get the number, and
+    another user's may take the port as well."""
+    from tasuki.client.embedded import owner_file, read_owner
+
+    owner = read_owner(folder)
+    if owner is None:
+        return False
     try:
-        with folder.database.with_name(folder.database.name + ".owner").open("rb") as file:
-            owner = file.read(200).decode("utf-8", "replace").strip()
-            if owner:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return owner
-    except OSError:
-        return ""
-    return ""
+        ours = owner_file(folder).stat()
+        return any(_same_file(descriptor, ours) for descriptor in Path(f"/proc/{owner.pid}/fd").iterdir())
+    except OSError:  # gone, or another user's, who has no use for our token
+        return False
+
+
+def _same_file(descriptor: Path, ours: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(descriptor.stat(), ours)
+    except OSError:  # closed since it was listed
+        return False

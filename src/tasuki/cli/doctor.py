@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -47,7 +49,12 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor(
-    to: options.To = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="URL", help="Server to look at. Default: TASUKI_URL, else the one that runs on the data folder."
+        ),
+    ] = None,
     data: options.Data = None,
     token_file: options.TokenFile = None,
     tls_ca: options.TlsCa = None,
@@ -108,21 +115,37 @@ def _clock() -> Finding:
 
 def _folder(folder: DataFolder) -> Finding:
     root = folder.root
-    if not root.exists():
+    there = _nearest(root)
+    problem = _write_problem(there)
+    if problem:
+        what = f"{root} cannot be {'written to' if there == root else 'made'}: {problem}"
+        return Finding("data folder", FAIL, what, "choose another with --data")
+    if there != root:
         return Finding("data folder", OK, f"{root} (not there yet; the first server makes it)")
-    if not root.is_dir() or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        return Finding("data folder", FAIL, f"{root} is not a folder that this user may write to", "choose another with --data")
     mode = stat.S_IMODE(root.stat().st_mode)
     if mode & 0o022:
         return Finding("data folder", WARN, f"{root} can be written to by others (mode {mode:04o})", f"chmod go-w {root}")
     return Finding("data folder", OK, str(root))
 
 
+def _nearest(path: Path) -> Path:
+    """The path itself, or the folder that is there and would hold it."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _write_problem(folder: Path) -> str:
+    """Why nothing can be written there; empty if it can. Tried, because rights alone do not tell of a read-only disk."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _disk(folder: DataFolder) -> Finding:
     from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 
-    there = next(path for path in (folder.root, *folder.root.parents) if path.exists())
-    found = os.statvfs(there)
+    found = os.statvfs(_nearest(folder.root))
     free = found.f_bavail * found.f_frsize
     text = f"{free // 2**20} MiB free, {found.f_favail} inodes"
     if free < DISK_FLOOR_BYTES or (found.f_files and found.f_favail < DISK_FLOOR_INODES):
@@ -169,6 +192,10 @@ def _socket(folder: DataFolder) -> Finding:
     return Finding("socket", OK, "not open (no server)")
 
 
+def _as_whom(kind: str) -> str:
+    return "as its own user, without a token" if kind == "node" else f"with a token of kind {kind}"
+
+
 def _server(place: Place, folder: DataFolder) -> Finding:
     """Connect as a client would, but never start a server for it."""
     import asyncio
@@ -188,7 +215,7 @@ def _server(place: Place, folder: DataFolder) -> Finding:
                 assert client.welcome is not None
                 began = time.perf_counter()
                 await client.find(limit=1)
-                return f"{client.welcome.server_id} as {client.welcome.kind}", time.perf_counter() - began
+                return f"{client.welcome.server_id}, {_as_whom(client.welcome.kind)}", time.perf_counter() - began
 
         who, took_s = asyncio.run(look())
     except TasukiError as error:

@@ -11,7 +11,7 @@ from tasuki.cli import exits, options
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place, with_client
 from tasuki.cli.output import Output, plain, table, when
-from tasuki.errors import InvalidInput
+from tasuki.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient
@@ -56,15 +56,39 @@ def status(
     token_file: options.TokenFile = None,
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
-) -> None:
-    """Where jobs stand, and how they ended."""
-    views = with_client(Place(to, data, token_file, tls_ca), lambda client: client.statuses(job_ids))
+) -> int:
+    """Where jobs stand, and how they ended.
+
+    Shows those that are found; exit 3 if others are not.
+    """
+    views, unknown = with_client(Place(to, data, token_file, tls_ca), lambda client: _statuses(client, job_ids))
+    output = Output(json=json)
 
     def human() -> Iterable[str]:
         for view in views:
             yield from _view_lines(view)
 
-    Output(json=json).show(views, human)
+    output.show(views, human)
+    for error in unknown:
+        output.error(error)
+    return exits.NOT_FOUND if unknown else exits.OK
+
+
+async def _statuses(client: AsyncClient, job_ids: list[str]) -> tuple[list[dict[str, Any]], list[NotFound]]:
+    """The jobs that there are, and an error for each that is unknown; the one id that was asked for raises its own."""
+    try:
+        return await client.statuses(job_ids), []
+    except NotFound:
+        if len(job_ids) == 1:
+            raise
+    views: list[dict[str, Any]] = []
+    unknown: list[NotFound] = []
+    for job_id in job_ids:
+        try:
+            views.append(await client.status(job_id))
+        except NotFound as error:
+            unknown.append(error)
+    return views, unknown
 
 
 def _view_lines(view: dict[str, Any]) -> Iterable[str]:
@@ -166,9 +190,16 @@ def cancel(
 
     def human() -> Iterable[str]:
         for job_id, what in answer.items():
-            yield f"{job_id}  {what['state']}{'  (its worker was asked to stop it)' if what['requested'] else ''}"
+            yield f"{job_id}  {_cancel_words(what)}"
 
     Output(json=json).show(answer, human)
+
+
+def _cancel_words(what: dict[str, Any]) -> str:
+    if what["requested"]:
+        return f"{what['state']}  (its worker was asked to stop it)"
+    ended_otherwise = what["state"] in ENDED and what["state"] != "CANCELED"
+    return f"had already ended: {what['state']}" if ended_otherwise else str(what["state"])
 
 
 def explain(
@@ -218,6 +249,8 @@ def retry(
     async def work(client: AsyncClient) -> dict[str, Any]:
         if array:
             views, _ = await find_all(client, {"array_id": array, "states": list(wanted)})
+            if not views and not (await client.find(limit=1, array_id=array))["jobs"]:
+                raise NotFound(f"there is no array {array[:128]!r}, or it is not yours")
         else:
             views = await client.statuses(job_ids or [])
         chosen = [view["job_id"] for view in views if view["state"] in wanted or not only_failed]

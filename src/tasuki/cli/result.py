@@ -38,7 +38,9 @@ def add_to(app: typer.Typer) -> None:
 
 def result(
     job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id.")],
-    output_file: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save it here.")] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save it here; - for stdout.")
+    ] = None,
     extract: Annotated[
         Path | None, typer.Option("--extract", metavar="FOLDER", help="Unpack the ZIP into this new folder.")
     ] = None,
@@ -56,6 +58,8 @@ def result(
 
     Of a command it is a ZIP with its logs and output files, of a handler the bytes it returned. Exit 1 if it did not succeed.
     """
+    if output_file == Path("-"):
+        output_file, stdout = None, True
     if sum((output_file is not None, extract is not None, stdout)) > 1:
         raise InvalidInput("choose one of --output, --extract and --stdout")
     if stdout and json:

@@ -49,6 +49,12 @@ def _own_failure(error: TasukiError) -> int:
     return exits.COULD_NOT_RUN
 
 
+def _not_stdout(output_file: Path | None) -> Path | None:
+    if output_file == Path("-"):
+        raise typer.BadParameter("stdout is the job's own; name a file, or fetch it later with: tasuki result JOB -o -")
+    return output_file
+
+
 def run(
     exec_: options.Exec,
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="All of it belongs to the job.")] = None,
@@ -61,7 +67,10 @@ def run(
     retries: Annotated[int, typer.Option("--retries", metavar="N", help="How often a failure is tried again.")] = 0,
     priority: options.Priority = 5,
     output_file: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result, a ZIP with logs and output files.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Save the result, a ZIP with logs and output files.", callback=_not_stdout
+        ),
     ] = None,
     to: options.To = None,
     data: options.Data = None,
@@ -75,7 +84,7 @@ def run(
     tasuki's own options stand before EXEC. With no server anywhere, an embedded one runs for the time of the command.
 
     What is piped in (or comes from a file with <) becomes the job's standard input, up to 64 KiB: a pipe counts if it has
-    data or ends at once. With < /dev/null nothing is read; with --payload-file - it waits for the pipe's end.
+    data or ends at once. With < /dev/null nothing is read, as in a loop over lines; --payload-file - waits for the pipe's end.
 
     Exits with the job's own code; 125 for every error of tasuki itself (no server, no token, a conflict), 2 for wrong options.
     """

@@ -138,15 +138,35 @@ class Opened:
         await self._door.close()
 
 
+async def _check_ports(addresses: tuple[Address, ...]) -> None:
+    """Refuse a port that is taken before a folder is made for nothing. Binds, but never listens."""
+    from tasuki.errors import ConfigError
+
+    for address in addresses:
+        try:
+            probe = await asyncio.get_running_loop().create_server(
+                asyncio.Protocol, address.host, address.port, start_serving=False
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error.strerror or error}; is another server running there?"
+            ) from None
+        probe.close()
+        await probe.wait_closed()
+
+
 async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], Awaitable[None]]) -> None:
     """A server that is open while `while_open` lasts."""
     from tasuki.config import fault_point
     from tasuki.doors.tcp import server_tls
+    from tasuki.errors import ConfigError
     from tasuki.server.app import ServerConfig
     from tasuki.server.node import kill_at, make_server, prepare_folder
 
     check(listen)
     tls = server_tls(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
+    if not listen.folder.root.exists():
+        await _check_ports(listen.tcp)
     prepare_folder(listen.folder)
     config = ServerConfig(
         server_id=_server_id(),
@@ -154,7 +174,10 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
         lease_ttl_s=listen.lease_ttl_s,
         retention_s=listen.retention_days * 86400.0,
     )
-    server = make_server(listen.folder, config, kill_at(fault_point()))
+    try:
+        server = make_server(listen.folder, config, kill_at(fault_point()))
+    except OSError as error:
+        raise ConfigError(f"the data folder {listen.folder.root} cannot be written to: {error.strerror or error}") from None
     await server.start()
     # This process is the server's alone: what is alive now stays, so that the collector need not look at it again, nor run
     # after every 700 new containers. It took 6 % of the time under load.

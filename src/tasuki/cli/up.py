@@ -121,11 +121,11 @@ async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
 
     loop = asyncio.get_running_loop()
     while loop.time() < deadline:
+        await asyncio.sleep(OWNER_POLL_S)  # first: an owner whose pid is not seen from here must not be tried without a pause
         if answers(folder.socket):
             return False
         if not owner_of(folder):
             return True
-        await asyncio.sleep(OWNER_POLL_S)
     return False
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from tasuki.config import DataFolder
 from tasuki.errors import ConfigError, Unavailable
@@ -73,14 +74,35 @@ def _launch(folder: DataFolder, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
+class Owner(NamedTuple):
+    """The process that has the right to a folder's database."""
+
+    pid: int
+    since: float
+
+
+def owner_file(folder: DataFolder) -> Path:
+    """Where a server locks the folder for itself, and writes who it is."""
+    return folder.database.with_name(folder.database.name + ".owner")
+
+
+def read_owner(folder: DataFolder) -> Owner | None:
+    """Who wrote itself into the owner file ("pid 12 since 1794715165"), if a process of that pid is alive."""
+    try:
+        words = owner_file(folder).read_text("utf-8", "replace").split()
+        owner = Owner(int(words[1]), float(words[3]))
+    except (OSError, ValueError, IndexError):
+        return None  # no file that we may read, or an empty one: its owner left in order
+    try:
+        os.kill(owner.pid, 0)
+    except PermissionError:
+        return owner  # alive, of another user
+    except (OSError, OverflowError):
+        return None
+    return owner
+
+
 def _owned_by_another(folder: DataFolder) -> bool:
     """Is the process alive that wrote itself into the owner file ("pid 12 since …")? The lock is only ever tried by servers:
     trying it here, even for a moment, could refuse one that is starting."""
-    try:
-        words = folder.database.with_name(folder.database.name + ".owner").read_text("utf-8", "replace").split()
-        os.kill(int(words[1]), 0)
-    except PermissionError:
-        return True  # alive, of another user
-    except (OSError, ValueError, IndexError, OverflowError):
-        return False  # no file, an empty one (its owner left in order), or nobody of that pid
-    return True
+    return read_owner(folder) is not None

@@ -280,10 +280,7 @@ class Broker:
         for pattern in patterns:
             self.trie.add(pattern, worker.conn)
         self._note_live_workers()
-        if worker.account.available and patterns:
-            self._look(worker, backlog=True)
-        elif not patterns:
-            self.look_everywhere()
+        self.look_everywhere()  # itself for what it takes now, others for what it no longer keeps from them
 
     def _note_live_workers(self) -> None:
         """Jobs addressed to one of these by their last token are left for it, if it subscribes to them."""

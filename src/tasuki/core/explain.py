@@ -58,7 +58,8 @@ def _waiting(
     if fitting and not able:
         kind = f"the exec {job.spec.exec!r} for you" if job.spec.exec else "jobs without an exec, which need a Python handler"
         facts["fitting_workers"] = []
-        return [f"The workers that subscribe to {subject!r} do not run {kind}."], facts
+        hint = f"; allow it at one: tasuki worker --exec {job.spec.exec}=COMMAND" if job.spec.exec else ""
+        return [f"The workers that subscribe to {subject!r} do not run {kind}{hint}."], facts
     fitting = able
     if not fitting:
         nearest = sorted({pattern for worker in workers for pattern in worker["patterns"]}, key=lambda p: -_common(p, subject))
