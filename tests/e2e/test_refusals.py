@@ -95,16 +95,18 @@ def test_any_program_is_not_for_jobs_that_came_over_tcp(shared_server: ServerPro
 
 def test_a_worker_for_its_own_user_leaves_what_came_over_tcp_to_others(shared_server: ServerProcess, tmp_path: Path) -> None:
     # given: a worker like those of `tasuki up`: no list, any program for its own user
-    with start_worker(shared_server.unix_url, "--any-program", "--subject", "own.>", command=True, log=tmp_path / "worker.log"):
-        with shared_server.client() as client:
-            # when: a job with a token waits there, and one of the own user comes after it
-            waiting = client.submit(subject="own.1", exec="render")
-            with shared_server.client(shared_server.unix_url, token="") as own:
-                assert own.submit(subject="own.1", exec="true").outcome(SOON_S).state == "SUCCEEDED"
+    own_only = start_worker(
+        shared_server.unix_url, "--any-program", "--subject", "own.>", command=True, log=tmp_path / "worker.log"
+    )
+    with own_only, shared_server.client() as client:
+        # when: a job with a token waits there, and one of the own user comes after it
+        waiting = client.submit(subject="own.1", exec="render")
+        with shared_server.client(shared_server.unix_url, token="") as own:
+            assert own.submit(subject="own.1", exec="true").outcome(SOON_S).state == "SUCCEEDED"
 
-            # then: the first was left alone, and explain says why; a worker that has it on its list runs it
-            assert client.status(waiting.job_id)["attempt"] == 0
-            assert "'render'" in client.explain(waiting.job_id)["because"][0]
-            listed = ("--exec", "render=/bin/true", "--subject", "own.>")
-            with start_worker(shared_server, *listed, command=True, log=tmp_path / "listed.log"):
-                assert waiting.outcome(SOON_S).state == "SUCCEEDED"
+        # then: the first was left alone, and explain says why; a worker that has it on its list runs it
+        assert client.status(waiting.job_id)["attempt"] == 0
+        assert "'render'" in client.explain(waiting.job_id)["because"][0]
+        listed = ("--exec", "render=/bin/true", "--subject", "own.>")
+        with start_worker(shared_server, *listed, command=True, log=tmp_path / "listed.log"):
+            assert waiting.outcome(SOON_S).state == "SUCCEEDED"
