@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-READY_TIMEOUT_S = 30.0
+LOAD_BEFORE = round(os.getloadavg()[0], 2)
 
 
 class Process:
@@ -101,7 +101,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_before": LOAD_BEFORE,
     }
 
 

@@ -67,14 +67,14 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
         _standing(
             broker, route.conn, route.msg_id, draft.renew[route.start : route.stop], answers.renew[route.start : route.stop], out
         )
-    for submit in draft.submit_routes:
-        _submitted(broker, submit, answers, out)
-    for act in draft.act_routes:
-        _acted(broker, act, draft, answers, out)
     for index, lease in enumerate(draft.lease_routes):
         _granted(
             broker, lease.conn, lease.incarnation, lease.reserved, turn.lease[index].worker_id, answers.lease[index], out, now
         )
+    for submit in draft.submit_routes:
+        _submitted(broker, submit, answers, out)
+    for act in draft.act_routes:
+        _acted(broker, act, draft, answers, out)
     for index, conn in enumerate(draft.held_routes):
         _redelivered(broker, conn, answers.held[index], out, now)
     for check in draft.check_routes:

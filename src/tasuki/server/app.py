@@ -59,6 +59,7 @@ TICK_S = 0.1
 LATE_RESULTS = 64  # results of up to 64 KiB each that are read for a slow peer at once
 _NOTHING: frozenset[str] = frozenset()
 DISK_LOOK_S = 1.0
+BUSY_ITEMS = 32  # waiting items from which on throughput comes before the latency of each
 DRAFT_SOFT_BYTES = 64 * 1024 * 1024
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
 DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
@@ -274,10 +275,17 @@ class Server:
         self._busy = False
         self._fault("turn.before_answers")
         event: Event = TurnDone(turn, answers) if isinstance(answers, Answers) else TurnFailed(turn, answers)
-        # The next turn goes to the store before the answers of this one are encoded: both cores have work.
         commands = self.broker.apply(event, self.now())
-        self._pump()
-        self._perform(commands)
+        if len(self.broker.draft) < BUSY_ITEMS:
+            # Little waits: the answers leave first, and the next turn begins behind them.
+            self._perform(commands)
+            if not self._pumping:
+                self._pumping = True
+                self._loop.call_soon(self._pump)
+        else:
+            # Under load the store goes on while the answers are encoded: both cores have work.
+            self._pump()
+            self._perform(commands)
         self._fault("turn.answered")
         if not self._busy:
             self._idle.set()
