@@ -107,7 +107,7 @@ class TcpDoor:
             self._socket.unlink(missing_ok=True)
 
     def _make(self) -> Link:
-        return Link(self._message, self._closed, self._opened)
+        return Link(self._message, self._closed, self._opened, on_read=self._server.read)
 
     def _opened(self, link: Link) -> None:
         if len(self._links) >= self._links_max:

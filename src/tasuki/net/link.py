@@ -38,12 +38,14 @@ class Link(asyncio.Protocol):
         on_closed: Callable[[Link, str], None],
         on_opened: Callable[[Link], None] | None = None,
         *,
+        on_read: Callable[[], None] | None = None,
         max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
     ) -> None:
         self.codec: str | None = None
         self.peer = Peer("tcp")
         self.tag: Any = None
         self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
+        self._on_read = on_read
         self._decoder = FrameDecoder(max_bytes)
         self._out: list[bytes] = []
         self._out_bytes = 0
@@ -86,6 +88,8 @@ class Link(asyncio.Protocol):
             self.close(error)
             return
         self._watch_frame()
+        if frames and self._on_read is not None:
+            self._on_read()
 
     def _watch_frame(self) -> None:
         if self._decoder.partial and self._frame_timer is None and not self._closed:
@@ -124,6 +128,12 @@ class Link(asyncio.Protocol):
 
     def send_bytes(self, data: bytes) -> None:
         if self._closed or self.transport is None:
+            return
+        if not self._flushing and not self.transport.get_write_buffer_size():
+            # The first message of a turn leaves at once; those that follow it leave together at the turn's end.
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+            self.transport.write(data)
             return
         self._out.append(data)
         self._out_bytes += len(data)

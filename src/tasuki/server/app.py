@@ -220,6 +220,11 @@ class Server:
             self._pumping = True
             self._loop.call_soon(self._pump)
 
+    def read(self) -> None:
+        """Everything of one read was received: if the store is idle it begins at once."""
+        if not self._busy and not self._stopping:
+            self._pump()
+
     def _missing(self, message: Message) -> frozenset[str]:
         """Blobs that a message refers to and that are not here."""
         if type(message) is SubmitJobs:
