@@ -86,6 +86,7 @@ def test_slow_reader_that_is_hung_up_on_keeps_no_memory(server: ServerProcess, o
     with server.client() as client:
         jobs = client.submit_many([JobSpec(job_id=f"unread-{n}", subject="echo.unread", payload=big) for n in range(100)])
         assert all(job.result(timeout=10) == big for job in jobs)
+        client.status("unread-0")  # the server opens its reader at the first question, and keeps it
     before = open_files(server.pid)
     peers = [RawPeer(server.url, receive_buffer_bytes=4096).as_client(server.token) for _ in range(5)]
     ids = [f"unread-{n}" for n in range(100)]
