@@ -79,5 +79,5 @@ $(STAMP): pyproject.toml
 		"$$python" -m venv --clear $(VENV) || exit 1; \
 	fi
 	@echo "Installing tasuki and its test tools into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[server,test]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[server,s3,test]'
 	@touch $@

@@ -107,6 +107,7 @@ def measure(store: SqlStore, batch: int, new_ids: Iterator[str], enough_s: float
         assert all(answer.state is State.SUCCEEDED for answer in recorded)
     store.finish([Report(grant.job_id, "w1", grant.lease_id, grant.attempt, Outcome()) for grant in grants])
     return {
+        "jobs": done,
         "jobs_per_s": round(done / wall),
         "cpu_us_per_job": round(cpu / done * 1e6, 1),
         "turn_ms": round(wall / done * batch * 1e3, 2),

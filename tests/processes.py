@@ -4,9 +4,10 @@
         with server.client() as client:
             assert client.submit(subject="math.square", payload=b"7").result(timeout=10) == b"49"
 
-`start_server` runs `python -m tasuki server` on a folder of its own and a free port. `start_worker` runs the handlers of
-`tests/handlers.py`, or with `command=True` the `tasuki worker` of the command line. Both return when the process is
-ready, and leaving the `with` block kills it; a test that dies before leaves nothing behind either.
+`start_server` runs `python -m tasuki server` on a folder of its own and a free port, with SQLite or with `store=` a database that
+several servers share; `start_servers` runs several. `start_worker` runs the handlers of `tests/handlers.py`, or with
+`command=True` the `tasuki worker` of the command line. All return when the process is ready, and leaving the `with` block
+kills it; a test that dies before leaves nothing behind either.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -102,10 +105,10 @@ class ChildProcess:
     def running(self) -> bool:
         return self.process.poll() is None
 
-    def output(self) -> str:
-        """All that the process wrote since its latest start."""
+    def output(self, *, all_starts: bool = False) -> str:
+        """All that the process wrote since its latest start, or since its first one."""
         with self.log.open("rb") as log:
-            log.seek(self._log_start)
+            log.seek(0 if all_starts else self._log_start)
             return log.read().decode("utf-8", "replace")
 
     def wait_for_output(self, text: str, timeout: float = READY_TIMEOUT_S) -> str:
@@ -138,6 +141,11 @@ class ChildProcess:
         if self.running:
             self.process.kill()
         self.wait()
+
+    def start_again(self) -> None:
+        """Run the same command once more; it is killed first if it still runs."""
+        self.kill()
+        self.process = self._spawn()
 
     def stop(self, timeout: float = END_TIMEOUT_S) -> int:
         """SIGTERM, and wait for the orderly end; the exit code."""
@@ -190,17 +198,33 @@ class ServerProcess(ChildProcess):
         """The folder's own admin token."""
         return self.folder.token_file.read_text().strip()
 
+    def led(self, *, all_starts: bool = False) -> list[int]:
+        """The epochs under which this server led, since its latest start or since its first one."""
+        return [int(epoch) for epoch in re.findall(r"leads, under epoch (\d+)", self.output(all_starts=all_starts))]
+
+    @property
+    def leads(self) -> bool:
+        """By its own words it is the leader: an end of its leadership has not followed yet."""
+        output = self.output()
+        return output.count("leads, under epoch") > output.count("leads no more")
+
     def restart(self, *, same_port: bool = True, env: Mapping[str, str] | None = None) -> None:
-        """Start it again on the same folder (and port), after `kill` or `stop`; it is killed first if it still runs.
+        """Start it again on the same folder, store (and port), after `kill` or `stop`; it is killed first if it still runs.
 
         `env` replaces what the first start was given in addition to the environment.
         """
-        self.kill()
         self.command = self._command_for(f"127.0.0.1:{self.port if same_port else 0}")
         if env is not None:
             self.env = {**_clean_environment(), **env}
-        self.process = self._spawn()
+        self.start_again()
         self._await_ready()
+
+    def tasuki(self, *arguments: str, timeout: float = READY_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+        """Run `tasuki ARGUMENTS` against this server over TCP, with its admin token."""
+        env = {**_clean_environment(), "TASUKI_URL": self.url, "TASUKI_TOKEN": self.token, "NO_COLOR": "1"}
+        return subprocess.run(
+            [*TASUKI, *arguments], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def client(self, url: str | None = None, **options: Any) -> Client:
         """A client over TCP with the admin token, unless told otherwise."""
@@ -239,21 +263,45 @@ class WorkerProcess(ChildProcess):
 def start_server(
     tmp_path: Path,
     *arguments: str,
+    store: str = "",
+    blobs: str = "",
+    data: str = "data",
     env: Mapping[str, str] | None = None,
     tcp: str = "127.0.0.1:0",
     log: Path | None = None,
     **options: Any,
 ) -> ServerProcess:
-    """Start `tasuki server` on `tmp_path / "data"`; returns when it listens.
+    """Start `tasuki server` on the folder `data` in `tmp_path`; returns when it listens.
 
-    `arguments` are further ones of the command line, `env` is added to the environment (TASUKI_FAULT, …), `options` go
-    to Popen (`user=`, `preexec_fn=`, …).
+    `store` and `blobs` are URLs for what is kept elsewhere, `arguments` further ones of the command line. `env` is added to
+    the environment (TASUKI_FAULT, …), `options` go to Popen (`user=`, `preexec_fn=`, …).
     """
-    return ServerProcess(tmp_path / "data", arguments, env or {}, tcp, log or tmp_path / "server.log", **options)
+    places = [*(("--store", store) if store else ()), *(("--blobs", blobs) if blobs else ())]
+    log = log or tmp_path / ("server.log" if data == "data" else f"{data}.log")
+    return ServerProcess(tmp_path / data, [*places, *arguments], env or {}, tcp, log, **options)
+
+
+@contextlib.contextmanager
+def start_servers(tmp_path: Path, count: int, *arguments: str, **options: Any) -> Iterator[list[ServerProcess]]:
+    """Several servers at once, each with a folder of its own; leaving the block kills them."""
+    with contextlib.ExitStack() as stack, futures.ThreadPoolExecutor(count) as pool:
+        starting = [pool.submit(start_server, tmp_path, *arguments, data=f"server-{n}", **options) for n in range(1, count + 1)]
+        futures.wait(starting)
+        for started in starting:
+            if started.exception() is None:
+                stack.enter_context(started.result())
+        yield [started.result() for started in starting]
+
+
+def url_of(servers: Sequence[ServerProcess]) -> str:
+    """One address that lists them all."""
+    if len(servers) == 1:
+        return servers[0].url
+    return "tcp://" + ",".join(server.url.removeprefix("tcp://") for server in servers)
 
 
 def start_worker(
-    server: ServerProcess | str,
+    server: ServerProcess | Sequence[ServerProcess] | str,
     *arguments: str,
     command: bool = False,
     script: Path = HANDLERS,
@@ -263,17 +311,17 @@ def start_worker(
     wait: bool = True,
     **options: Any,
 ) -> WorkerProcess:
-    """Start a worker of a server (or of a URL); returns when it is connected, unless `wait` is False.
+    """Start a worker of a server (or of several, or of a URL); returns when it is connected, unless `wait` is False.
 
     By default it runs a script of handlers, called as `python script URL arguments…`, which must let the worker's log go
     to stderr at level INFO (see tests/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`.
     """
-    url = server.url if isinstance(server, ServerProcess) else server
-    if isinstance(server, ServerProcess) and log is None:
-        log = server.data.with_name(f"worker-{secrets.token_hex(4)}.log")
+    servers = [server] if isinstance(server, ServerProcess) else [] if isinstance(server, str) else list(server)
+    url = server if isinstance(server, str) else url_of(servers)
+    log = log or (servers[0].data.with_name(f"worker-{secrets.token_hex(4)}.log") if servers else None)
     assert log is not None, "a worker that is started by URL needs a log file"
-    if token is None and isinstance(server, ServerProcess) and not url.startswith("unix:"):
-        token = server.create_token("worker")
+    if token is None and servers:
+        token = servers[0].create_token("worker")
     start = [*TASUKI, "worker", "--to", url] if command else [sys.executable, script, url]
     worker = WorkerProcess([*start, *arguments], log, {**({"TASUKI_TOKEN": token} if token else {}), **(env or {})}, **options)
     if wait:

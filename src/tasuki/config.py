@@ -5,71 +5,50 @@ Nothing here opens anything; a `Config` is built once by whoever starts a proces
 
 from __future__ import annotations
 
-import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from tasuki.core.address import DEFAULT_PORT, Address, parse_url
 from tasuki.errors import ConfigError
 
-DEFAULT_PORT = 7000
+__all__ = [
+    "DEFAULT_PORT",
+    "DISK_FLOOR_BYTES",
+    "DISK_FLOOR_INODES",
+    "SOCKET_PATH_MAX_BYTES",
+    "Address",
+    "DataFolder",
+    "data_folder",
+    "default_url",
+    "fault_point",
+    "find_token",
+    "parse_listen",
+    "parse_size",
+    "parse_url",
+]
+
 SOCKET_PATH_MAX_BYTES = 107  # sun_path of Linux, without its NUL
 DISK_FLOOR_BYTES = 64 * 1024 * 1024
 DISK_FLOOR_INODES = 1000
 
 
-class Address(msgspec.Struct, frozen=True):
-    """One place to connect to or to listen on."""
-
-    scheme: str
-    """tcp, tls or unix"""
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    def __str__(self) -> str:
-        if self.scheme == "unix":
-            return f"unix://{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
-
-    @property
-    def loopback(self) -> bool:
-        if self.scheme == "unix" or self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name: it may lead anywhere
-            return False
-
-
-def parse_url(url: str) -> list[Address]:
-    """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`: the places to try, in order."""
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in ("tcp", "tls", "unix"):
-        raise ConfigError(f"address {url!r} is not understood; use tcp://host:7000[,host2:7000], tls://host:7000 or unix:///path")
-    if scheme == "unix":
-        if not rest.startswith("/"):
-            raise ConfigError(f"address {url!r}: a unix socket needs an absolute path, as in unix:///run/tasuki/socket")
-        return [Address("unix", path=rest)]
-    return [_host_port(scheme, part, url) for part in rest.rstrip("/").split(",")]
-
-
-def _host_port(scheme: str, text: str, url: str) -> Address:
-    host, separator, port = text.rpartition(":")
-    if not separator or host.endswith(":") or (":" in host and not host.startswith("[")):
-        host, port = text, str(DEFAULT_PORT)
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ConfigError(f"address {url!r}: {text!r} is not host:port with a port from 0 to 65535")
-    return Address(scheme, host, int(port))
-
-
 def parse_listen(text: str) -> Address:
     """`host:port` or `tcp://host:port`, for --tcp."""
     return parse_url(text if "://" in text else f"tcp://{text}")[0]
+
+
+def parse_size(text: str) -> int:
+    """`500GB`, `64MiB`, `1000`: bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text.strip())
+    if found is None:
+        raise ConfigError(f"size {text[:40]!r} is not understood; write 500GB, 64MiB or a number of bytes")
+    number, letter, binary = found.groups()
+    power = " KMGT".index(letter.upper() or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 class DataFolder(msgspec.Struct, frozen=True):

@@ -65,9 +65,13 @@ class ProtocolError(InvalidInput):
 
 
 class UnknownFrame(ProtocolError):
-    """A frame type that this side does not know."""
+    """A frame type that this side does not know. `msg_id` is what its sender expects an answer to; 0: it expects none."""
 
     code = "UNKNOWN_FRAME"
+
+    def __init__(self, message: str, msg_id: int = 0) -> None:
+        super().__init__(message)
+        self.msg_id = msg_id
 
 
 class VersionMismatch(ProtocolError):

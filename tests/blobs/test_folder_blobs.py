@@ -71,6 +71,15 @@ def test_a_blob_lies_at_its_hash_and_only_its_owner_may_read_it(tmp_path: Path) 
     assert stat.S_IMODE((tmp_path / "blobs").stat().st_mode) == 0o700
 
 
+def test_a_later_generation_lies_beside_the_first(tmp_path: Path) -> None:
+    blobs = open_blobs(tmp_path)
+    ref = blobs.put_bytes(b"data")
+    blobs.put_bytes(b"data", generation=7)
+    first = path_of(tmp_path, ref.sha256)
+    assert blobs.local_path(ref.sha256, 7) == first.with_name(f"{first.name}.7")
+    assert sorted(path.name for path in first.parent.iterdir()) == [first.name, f"{first.name}.7"]
+
+
 def test_a_blob_survives_reopening(tmp_path: Path) -> None:
     ref = open_blobs(tmp_path).put_bytes(b"data")
     assert open_blobs(tmp_path).read_bytes(ref.sha256, 4) == b"data"

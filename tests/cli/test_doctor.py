@@ -16,6 +16,7 @@ def test_a_fresh_machine_is_sound_and_stays_untouched(user: User) -> None:
 
     assert {each["state"] for each in found.values()} == {"ok"}
     assert not user.data.exists()
+    assert "level " in found["keeper"]["message"]
 
 
 def test_a_running_server_is_found(served: tuple[User, Running]) -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from tasuki import AsyncClient
-from tasuki.client import aio
 from tasuki.config import Address
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import ErrorMessage, HelloClient, Message, Reply, Request, SubmitJobs, Welcome
 from tasuki.errors import Unauthorized, Unavailable
-from tasuki.net import Link, connect
+from tasuki.net import Link, connect, line
 
 DEADLINE_S = 10.0
 
@@ -117,7 +116,7 @@ def test_link_that_is_closed_before_the_client_hears_of_it_is_dialed_again(
             link.abort("the peer closed the connection")
         return link
 
-    monkeypatch.setattr(aio, "connect", connect_and_lose_the_first)
+    monkeypatch.setattr(line, "connect", connect_and_lose_the_first)
 
     async def test(server: OwnServer) -> None:
         async with asyncio.timeout(DEADLINE_S / 2), server.client():

@@ -39,11 +39,15 @@ M = TypeVar("M", bound=Message)
 class Desk:
     """What the broker told each connection is in `said` and `hung_up`; other commands are in `others`."""
 
-    def __init__(self, **config: Any) -> None:
-        self.clock = FakeClock()
-        self.store = MemoryStore(self.clock)
-        epoch = self.store.take_over("desk")
-        self.broker = Broker(BrokerConfig(server_id="desk", epoch=epoch, own_uid=OWN_UID, **config))
+    def __init__(self, beside: Desk | None = None, **config: Any) -> None:
+        """`beside`: another desk whose store this one shares; then neither leads until it is told to."""
+        self.clock = beside.clock if beside is not None else FakeClock()
+        self.store = beside.store if beside is not None else MemoryStore(self.clock)
+        config = {"server_id": "desk", "own_uid": OWN_UID, **config}
+        if not config.get("shared"):
+            config["epoch"] = self.store.epoch()[0] + 1
+            assert self.store.take_over(config["server_id"], config["epoch"])
+        self.broker = Broker(BrokerConfig(**config))
         self.said: dict[int, list[Message]] = {}
         self.hung_up: dict[int, TasukiError | None] = {}
         self.others: list[Command] = []

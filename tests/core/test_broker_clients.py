@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.core.broker_events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob
 from tasuki.core.job import InputFile, JobSpec, State
-from tasuki.core.machine import Received, Ticked
+from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
     Accepted,
     AssignJobs,
@@ -30,6 +30,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Subscribe,
 )
+from tasuki.core.verbs import BlobClaim, BlobPlace
 from tasuki.errors import ProtocolError, Unauthorized
 from tests.core.desk import Desk, ending
 
@@ -83,11 +84,13 @@ def test_a_clients_heartbeat_is_answered_without_the_store(desk: Desk) -> None:
 def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(desk: Desk) -> None:
     conn = desk.client()
     put, chunk, get = BlobPut(1, "a" * 64, 3), Chunk(1, 0, b"abc", True), BlobGet(2, "a" * 64, "job")
-    for message in (put, chunk, get):
-        desk.tell(conn, message)
+    desk.ask(conn, put)
+    desk.tell(conn, chunk)
+    desk.tell(conn, get)
     identity = desk.broker.sessions[conn].identity
     assert identity is not None
-    assert desk.others == [ReceiveBlob(conn, put), BlobPiece(conn, chunk), SendBlob(conn, get, identity)]
+    place = BlobPlace("a" * 64, 3)
+    assert desk.others == [ReceiveBlob(conn, put, place), BlobPiece(conn, chunk), SendBlob(conn, get, identity)]
 
 
 @pytest.mark.parametrize("verb", ["get", "find", "counts", "explain"])
@@ -169,8 +172,8 @@ def test_a_job_whose_input_blob_is_not_here_is_refused(desk: Desk) -> None:
         JobSpec(job_id="without", files=(InputFile("in", sha256=gone, size_bytes=1),)),
         JobSpec(job_id="with", files=(InputFile("in", sha256=here, size_bytes=1),)),
     ]
-    desk.apply(Received(conn, SubmitJobs(5, specs), frozenset({gone})))
-    desk.turns()
+    desk.store.blobs_stored(desk.store.place_blobs([BlobClaim(here, 1)]))
+    desk.ask(conn, SubmitJobs(5, specs))
     assert [(item.index, item.code) for item in desk.last(conn, Accepted).exceptions] == [(0, "NOT_FOUND")]
     assert desk.job("with") is not None
 

@@ -11,6 +11,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
+    PROTOCOL_VERSION,
     GiveCredit,
     Heartbeat,
     HelloClient,
@@ -74,12 +75,12 @@ def test_a_token_that_is_over_or_for_something_else_is_refused(desk: Desk, field
     assert isinstance(desk.hung_up[conn], Unauthorized)
 
 
-@pytest.mark.parametrize(("oldest", "version", "fits"), [(1, 1, True), (1, 9, True), (2, 9, False), (0, 0, False)])
+@pytest.mark.parametrize(("oldest", "version", "fits"), [(1, 1, True), (1, 9, True), (2, 9, True), (3, 9, False), (0, 0, False)])
 def test_the_two_sides_need_a_common_version(desk: Desk, oldest: int, version: int, fits: bool) -> None:
     conn = desk.open(UNIX)
     desk.tell(conn, hello_client(oldest=oldest, version=version))
     if fits:
-        assert desk.last(conn, Welcome).version == 1
+        assert desk.last(conn, Welcome).version == min(version, PROTOCOL_VERSION)
     else:
         assert isinstance(desk.hung_up[conn], VersionMismatch)
 

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tasuki.core.address import Address
 from tasuki.core.client_machine import (
+    BEAT_QUICK_S,
     RETRY_AFTER_S,
     WATCH_MAX,
     Answered,
@@ -38,19 +40,20 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
-from tasuki.core.worker_machine import Connect
+from tasuki.core.redial import HELLO_QUICK_S, Connect
 from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
 
 IDLE_S = 60.0
+ONE, OTHER = Address("tcp", "10.0.0.1", 7000), Address("tcp", "10.0.0.2", 7000)
 M = TypeVar("M")
 
 
 class Bench:
     """A machine on a bench: the test is the server and the clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *addresses: Address) -> None:
         hello = HelloClient(msg_id=0, client_id="c1", token="t")
-        self.machine = ClientMachine(hello, addresses=1, jitter=lambda: 1.0)
+        self.machine = ClientMachine(hello, addresses=addresses or (ONE,), jitter=lambda: 1.0)
         self.time = 1000.0
         self.conn = 0
 
@@ -64,13 +67,11 @@ class Bench:
         self.time += seconds
         return self.do(Ticked())
 
-    def connect(self) -> list[Any]:
+    def connect(self, **fields: Any) -> list[Any]:
         self.conn += 1
         [hello] = sent(self.do(Opened(self.conn, Peer("tcp"))), HelloClient)
-        welcome = Welcome(
-            corr_id=hello.msg_id, version=1, server_id="s", identity="token:c", kind="client", idle_timeout_s=IDLE_S
-        )
-        return self.hear(welcome)
+        usual = {"version": 2, "server_id": "s", "identity": "token:c", "kind": "client", "idle_timeout_s": IDLE_S}
+        return self.hear(Welcome(corr_id=hello.msg_id, **{**usual, **fields}))
 
     def lose(self) -> list[Any]:
         return self.do(Closed(self.conn, "cut"))
@@ -112,7 +113,7 @@ def bench() -> Bench:
 
 def test_what_is_called_before_the_welcome_waits_for_it() -> None:
     bench = Bench()
-    assert only(bench.do(Ticked()), Connect) == [Connect(0)]
+    assert only(bench.do(Ticked()), Connect) == [Connect(ONE)]
     assert bench.submit(1, "a") == []
     commands = bench.connect()
     assert len(only(commands, Welcomed)) == 1
@@ -151,6 +152,53 @@ def test_a_hello_that_is_not_answered_is_given_up() -> None:
     bench.do(Opened(1, Peer("tcp")))
     assert only(bench.after(HANDSHAKE_TIMEOUT_S - 1.0), Hangup) == []
     assert len(only(bench.after(2.0), Hangup)) == 1
+
+
+def test_a_hello_that_is_not_answered_is_given_up_sooner_where_there_is_another_server() -> None:
+    bench = Bench(ONE, OTHER)
+    bench.do(Opened(1, Peer("tcp")))
+    assert only(bench.after(HELLO_QUICK_S - 0.5), Hangup) == []
+    assert len(only(bench.after(1.0), Hangup)) == 1
+
+
+def test_with_several_servers_it_beats_more_often_and_leaves_after_two_beats_without_an_answer() -> None:
+    bench = Bench(ONE, OTHER)
+    bench.connect()
+    beats, left_after_s = 0, 0.0
+    while left_after_s == 0.0:
+        commands = bench.after(0.5)
+        beats += len(sent(commands, Heartbeat))
+        left_after_s = bench.time - 1000.0 if only(commands, Hangup) else 0.0
+    assert beats == 2
+    assert 2 * BEAT_QUICK_S < left_after_s <= 3 * BEAT_QUICK_S
+
+
+def test_a_server_that_the_welcome_names_makes_several() -> None:
+    bench = Bench(ONE)
+    bench.do(Ticked())
+    bench.connect(servers=("tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"))
+    assert len(sent(bench.after(BEAT_QUICK_S), Heartbeat)) == 1
+    bench.lose()
+    [dial] = only(bench.after(0.0), Connect)
+    assert dial.address == OTHER
+
+
+def test_it_says_which_versions_it_speaks() -> None:
+    [hello] = sent(Bench().do(Opened(1, Peer("tcp"))), HelloClient)
+    assert (hello.oldest, hello.version) == (1, 2)
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_server_that_answers_with_another_version_is_refused_for_good(version: int) -> None:
+    bench = Bench()
+    bench.submit(1, "a")
+    commands = bench.connect(version=version)
+    [failed] = only(commands, Failed)
+    assert failed.error.code == "VERSION"
+    assert "this side speaks 1 to 2" in failed.error.message
+    assert len(only(commands, Hangup)) == 1
+    bench.lose()
+    assert only(bench.after(60.0), Connect) == []
 
 
 def test_messages_of_an_older_connection_are_not_heard(bench: Bench) -> None:

@@ -84,7 +84,7 @@ def test_it_is_at_a_worker_that_is_connected(state: State, word: str) -> None:
 
 def test_it_is_at_a_worker_that_is_away_or_was_started_anew() -> None:
     text = because(job(State.RUNNING, attempt=1, lease=lease(incarnation="w1-0")), worker("w1"))
-    assert "not connected here" in text
+    assert "not connected" in text
     assert "goes to another one" in text
 
 
@@ -113,6 +113,14 @@ def test_a_later_attempt_tells_what_became_of_the_one_before() -> None:
     answer = told(job(State.RUNNING, attempt=2, lease=lease()), worker("w1"), incidents=(lost, fenced))
     assert "This is attempt 2: attempt 1 was lost (worker w1 was lost (loss 1 of 3))." in answer["because"]
     assert [entry["kind"] for entry in answer["story"]] == ["lost", "fenced"]
+
+
+def test_a_job_of_a_restored_store_says_so_instead_of_telling_of_attempts_that_never_were() -> None:
+    ended = because(job(State.SUCCEEDED, attempt=2_000_000, assigned_worker_id="w1", outcome=Outcome()))
+    assert "It succeeded at worker w1. The store was restored from a backup since; its next attempt is 2000001." in ended
+    restored = Incident(NOW - 20, "restored", 3, "w1", "restore", "from a backup")
+    again = told(job(State.RUNNING, attempt=1_000_001, lease=lease()), worker("w1"), incidents=(restored,))
+    assert "This is attempt 1000001: attempt 3 was restored (from a backup)." in again["because"]
 
 
 def test_a_job_that_was_set_going_again_says_so() -> None:

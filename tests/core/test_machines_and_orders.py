@@ -191,7 +191,7 @@ def test_new_jobs_are_shared_between_idle_workers(world: World) -> None:
 
 
 def test_a_worker_changes_its_subjects_without_leaving(world: World) -> None:
-    from tasuki.core.worker_machine import ChangePatterns
+    from tasuki.core.worker_events import ChangePatterns
 
     client, worker = world.client(), world.worker(patterns=("a.*",))
     client.submit_ids("b", subject="b.1")

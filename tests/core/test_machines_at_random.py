@@ -22,6 +22,7 @@ from tasuki.stores.memory import MemoryStore  # noqa: E402
 from tasuki.testing.clocks import FakeClock  # noqa: E402
 from tasuki.testing.harness import World  # noqa: E402
 from tasuki.testing.harness_nodes import WorkerNode  # noqa: E402
+from tasuki.testing.harness_servers import ServerNode  # noqa: E402
 from tests.core.conftest import sqlite_world  # noqa: E402
 
 STEPS = 150
@@ -78,13 +79,15 @@ class Chaos:
             self.random.choice(choices)()
 
     def store(self) -> None:
-        world = self.world
-        if world.answers is not None:
-            world.answer_turn()
-        elif world.turn is not None:
-            world.commit_turn()
+        server = self.random.choice(self.world.servers)
+        if not server.awake:
+            return
+        if server.answers is not None:
+            server.answer_turn()
+        elif server.turn is not None:
+            server.commit_turn()
         else:
-            world.take_turn()
+            server.take_turn()
 
     def time(self) -> None:
         self.world.clock.advance(self.random.choice([0.01, 0.1, 0.3, 1.0, 3.0]))
@@ -131,20 +134,35 @@ class Chaos:
             node.link.mute = True
         elif roll < 0.7 and isinstance(node, WorkerNode):
             world.kill(node)
-            self._worker(node.name)
+            self._worker(node.name).restore(node.disk)
         elif roll < 0.75 and isinstance(node, WorkerNode):
             node.drain()
-        elif world.broker is None:
-            world.restart_server()
-        elif roll > 0.85:
-            world.kill_server()
+        else:
+            self.server_accident(self.random.choice(world.servers), roll)
+
+    def server_accident(self, server: ServerNode, roll: float) -> None:
+        world = self.world
+        if server.broker is None:
+            world.restart_server(server)
+        elif server.frozen:
+            world.thaw_server(server)
+        elif roll > 0.9:
+            world.kill_server(server)
+        elif roll > 0.8 and len(world.servers) > 1:
+            world.freeze_server(server)
+        elif roll > 0.75:
+            world.lose_hints = not world.lose_hints
 
     # -- the end --------------------------------------------------------------------------------------------------
     def calm_down(self) -> None:
         """The trouble ends; workers that take everything do all that is left."""
         world, self.trouble = self.world, False
-        if world.broker is None:
-            world.restart_server()
+        world.lose_hints = False
+        for server in world.servers:
+            if server.broker is None:
+                world.restart_server(server)
+            elif server.frozen:
+                world.thaw_server(server)
         for node in world.nodes:
             node.frozen = False
         world.worker("last", capacity=5, patterns=(">",))
@@ -177,6 +195,13 @@ def live_through(seed: int, world: World) -> None:
 def test_the_invariants_hold_on_every_schedule_and_all_jobs_end_when_the_trouble_does(seed: int) -> None:
     clock = FakeClock()
     live_through(seed, World(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_they_hold_with_three_servers_that_die_freeze_and_lose_their_hints(seed: int) -> None:
+    clock = FakeClock()
+    live_through(seed, World(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed, servers=3))
 
 
 @pytest.mark.slow

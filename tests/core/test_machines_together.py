@@ -166,7 +166,7 @@ def test_a_worker_that_is_cut_off_stops_its_job_before_the_store_gives_it_away(w
     world.settle()
     assert first.link is not None
     first.link.mute = True
-    world.dial = lambda node: None  # type: ignore[method-assign]  # and nobody can connect again
+    world.dial = lambda node, address: None  # type: ignore[method-assign]  # and nobody can connect again
     world.run_until(lambda: bool(first.stopped), within_s=LEASE_TTL_S)
     assert first.stopped == [("a", "LEASE_LOST")]
     assert world.job("a").state is State.RUNNING

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tasuki.core.address import Address
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
@@ -13,6 +14,7 @@ from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
     AssignJobs,
     CancelLeases,
+    Ending,
     ErrorMessage,
     GiveCredit,
     Heartbeat,
@@ -27,34 +29,35 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
+from tasuki.core.redial import HELLO_QUICK_S, Connect
 from tasuki.core.verbs import Grant
-from tasuki.core.worker_machine import (
-    SEEN_S,
-    STARTED_AFTER_S,
+from tasuki.core.worker_events import (
     ChangePatterns,
-    Connect,
     Drain,
     Ended,
     Exit,
     Forget,
     GaveBack,
+    Restored,
     Run,
+    Save,
     Started,
     Stop,
     WorkerIdentity,
-    WorkerMachine,
 )
+from tasuki.core.worker_machine import SAVE_AFTER_S, SEEN_S, STARTED_AFTER_S, WorkerMachine
 
 TTL_S = 15.0
+ONE, OTHER = Address("tcp", "10.0.0.1", 7000), Address("tcp", "10.0.0.2", 7000)
 M = TypeVar("M")
 
 
 class Bench:
     """A machine on a bench: the test is the server, the clock and the process."""
 
-    def __init__(self, *, capacity: int = 2, **fields: Any) -> None:
+    def __init__(self, *addresses: Address, capacity: int = 2, **fields: Any) -> None:
         identity = WorkerIdentity(worker_id="w1", incarnation="one", capacity=capacity, patterns=("a.*",), **fields)
-        self.machine = WorkerMachine(identity, addresses=2, jitter=lambda: 1.0)
+        self.machine = WorkerMachine(identity, addresses=addresses or (ONE,), jitter=lambda: 1.0)
         self.time = 1000.0
         self.conn = 0
         self.commands: list[Any] = []
@@ -104,8 +107,9 @@ class Bench:
         self.do(Closed(self.conn, "cut"))
 
 
-def welcome(corr_id: int, ttl_s: float = TTL_S) -> Welcome:
-    return Welcome(corr_id=corr_id, version=1, server_id="s", identity="token:w", kind="worker", lease_ttl_s=ttl_s)
+def welcome(corr_id: int, ttl_s: float = TTL_S, **fields: Any) -> Welcome:
+    usual = {"version": 2, "server_id": "s", "identity": "token:w", "kind": "worker", "lease_ttl_s": ttl_s}
+    return Welcome(corr_id=corr_id, **{**usual, **fields})
 
 
 def sent(commands: list[Any], kind: type[M]) -> list[M]:
@@ -136,7 +140,7 @@ def bench() -> Bench:
 
 def test_it_dials_says_hello_and_gives_credit_for_all_its_places() -> None:
     bench = Bench(capacity=3)
-    assert only(bench.do(Ticked()), Connect) == [Connect(0)]
+    assert only(bench.do(Ticked()), Connect) == [Connect(ONE)]
     hello = bench.open()
     assert (hello.worker_id, hello.incarnation, hello.patterns, hello.resumed) == ("w1", "one", ("a.*",), False)
     commands = bench.hear(welcome(hello.msg_id))
@@ -179,7 +183,10 @@ def test_other_errors_do_not(bench: Bench, error: ErrorMessage) -> None:
     assert only(bench.hear(error), Exit) == []
 
 
-def test_it_tries_its_addresses_in_turn(bench: Bench) -> None:
+def test_it_tries_its_addresses_in_turn_the_lost_one_last() -> None:
+    bench = Bench(ONE, OTHER)
+    [first] = only(bench.do(Ticked()), Connect)
+    bench.answer_beats(bench.connect())
     bench.time += 5.0
     bench.lose()
     dialed = []
@@ -187,13 +194,40 @@ def test_it_tries_its_addresses_in_turn(bench: Bench) -> None:
         [dial] = only(bench.after(10.0), Connect)
         dialed.append(dial.address)
         bench.do(Closed(0, "refused"))
-    assert dialed == [0, 1, 0]
+    [other] = {ONE, OTHER} - {first.address}
+    assert dialed == [other, first.address, other]
+
+
+def test_a_server_that_the_welcome_names_is_turned_to() -> None:
+    bench = Bench()
+    bench.do(Ticked())
+    hello = bench.open()
+    bench.hear(welcome(hello.msg_id, servers=("tcp://10.0.0.2:7000",)))
+    bench.lose()
+    [dial] = only(bench.after(0.0), Connect)
+    assert dial.address == OTHER
+
+
+def test_a_server_that_answers_with_a_version_that_nobody_asked_for_ends_the_worker() -> None:
+    bench = Bench()
+    hello = bench.open()
+    [end] = only(bench.hear(welcome(hello.msg_id, version=3)), Exit)
+    assert end.error is not None
+    assert end.error.code == "VERSION"
+    assert "this side speaks 1 to 2" in end.error.message
 
 
 def test_a_hello_that_is_not_answered_is_given_up() -> None:
     bench = Bench()
     bench.open()
     assert only(bench.after(HANDSHAKE_TIMEOUT_S - 0.5), Hangup) == []
+    assert len(only(bench.after(1.0), Hangup)) == 1
+
+
+def test_a_hello_that_is_not_answered_is_given_up_sooner_where_there_is_another_server() -> None:
+    bench = Bench(ONE, OTHER)
+    bench.open()
+    assert only(bench.after(HELLO_QUICK_S - 0.5), Hangup) == []
     assert len(only(bench.after(1.0), Hangup)) == 1
 
 
@@ -236,6 +270,27 @@ def test_a_worker_that_cannot_renew_stops_at_the_deadline(bench: Bench) -> None:
     commands = bench.do(Ended("lease-a-1", Outcome(error_code="LEASE_LOST")))
     assert only(commands, Forget) == [Forget("lease-a-1", "the lease was lost")]
     assert bench.machine.held == {}
+
+
+def test_what_the_keeper_ended_while_the_worker_hung_is_dropped_and_not_reported(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.time += TTL_S
+
+    commands = bench.do(Ended("lease-a-1", Outcome(error_code="LEASE_LOST")))
+
+    assert only(commands, Forget) == [Forget("lease-a-1", "the lease was lost")]
+    assert sent(commands, JobsFinished) == []
+
+
+def test_a_lease_deadline_is_for_those_who_stop() -> None:
+    stops, keeps = Bench(), Bench(on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=60.0)
+    for bench in (stops, keeps):
+        bench.connect()
+        bench.hear(assign())
+
+    assert stops.machine.lease_deadline("lease-a-1") == stops.machine.held["lease-a-1"].deadline
+    assert keeps.machine.lease_deadline("lease-a-1") is None
+    assert stops.machine.lease_deadline("unknown") is None
 
 
 def test_a_worker_that_keeps_goes_on_past_its_deadline() -> None:
@@ -344,6 +399,51 @@ def test_a_fenced_ending_is_forgotten_with_its_reason(bench: Bench) -> None:
     assert only(bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")])), Forget) == [
         Forget("lease-a-1", "attempt 2 runs")
     ]
+
+
+def test_a_run_that_was_kept_past_its_deadline_keeps_back_the_credit_that_could_run_its_job_again() -> None:
+    bench = Bench(on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=60.0)
+    bench.answer_beats(bench.connect())
+    bench.hear(assign())
+    bench.lose()
+    bench.after(2 * TTL_S)
+    commands = [*bench.connect(), *bench.run_answered(TTL_S), *bench.do(Ended("lease-a-1", Outcome()))]
+    assert sent(commands, GiveCredit) == []
+    assert sent(bench.hear(JobsRecorded(["lease-a-1"])), GiveCredit) == [GiveCredit(2)]
+
+
+def test_an_ending_that_nobody_takes_is_saved_once_and_forgotten_when_it_is_recorded(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    bench.do(Ended("lease-a-1", Outcome(result=b"x")))
+    assert only(bench.after(SAVE_AFTER_S - 0.1), Save) == []
+    [save] = only(bench.after(0.2), Save)
+    assert (save.ending.lease_id, save.ending.outcome.result) == ("lease-a-1", b"x")
+    assert only(bench.after(SAVE_AFTER_S), Save) == []
+    bench.connect()
+    assert only(bench.hear(JobsRecorded(["lease-a-1"])), Forget) == [Forget("lease-a-1")]
+
+
+def test_an_ending_that_is_recorded_soon_is_never_saved(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.do(Ended("lease-a-1", Outcome()))
+    bench.after(SAVE_AFTER_S / 2)
+    bench.hear(JobsRecorded(["lease-a-1"]))
+    assert only([*bench.after(SAVE_AFTER_S), *bench.after(SAVE_AFTER_S)], Save) == []
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_an_ending_of_an_earlier_process_is_offered_but_its_lease_not_renewed(online: bool) -> None:
+    bench = Bench()
+    ending = Ending("a", "lease-a-1", 1, Outcome(result=b"x"))
+    commands = bench.connect() if online else []
+    commands += bench.do(Restored(ending))
+    commands += [] if online else bench.connect()
+    commands += bench.run_answered(TTL_S)
+    assert sent(commands, JobsFinished) == [JobsFinished([ending])]
+    assert sent(commands, GiveCredit) == [GiveCredit(2)]
+    assert {claim.lease_id for beat in sent(commands, Heartbeat) for claim in beat.claims} == set()
+    assert only(bench.hear(JobsRecorded([], [("lease-a-1", "too late")])), Forget) == [Forget("lease-a-1", "too late")]
 
 
 def test_an_ended_attempt_is_not_stopped_at_its_deadline(bench: Bench) -> None:

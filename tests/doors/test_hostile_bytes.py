@@ -224,8 +224,8 @@ def test_frames_after_the_one_that_ended_the_connection_do_nothing(server: Serve
 
     submit = encode(SubmitJobs(9, [JobSpec(job_id="after-the-end", subject="noop")]))
     with RawPeer(server.url) as peer:
-        peer.as_client(server.token).send_bytes(frame(250) + submit)
-        assert peer.farewell().code == "UNKNOWN_FRAME"
+        peer.as_client(server.token).send_bytes(frame(Type.WELCOME, b"\xc1") + submit)
+        assert peer.farewell().code == "PROTOCOL"
     # Then the submit was not taken
     with server.client() as admin:
         found = admin.find(text="after-the-end")

@@ -1,4 +1,8 @@
-"""A server, a ledger and a client for one test; every process is killed when the test ends, however it ends."""
+"""A server, a ledger and a client for one test; every process is killed when the test ends, however it ends.
+
+What one server promises it promises on every store: `store_url` is SQLite in the data folder, then PostgreSQL. A test that is
+about one of them, or too slow to be run twice each time, says so with `sqlite_only` or `postgresql_in_soak` of stage.py.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,20 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
-from tests.e2e.stage import LEASE_TTL_S, Ledger
-from tests.processes import ServerProcess, start_server
+from tests.e2e.stage import LEAD_TTL_S, LEASE_TTL_S, STORES, Ledger, wait_until_met
+from tests.processes import ServerProcess, start_server, start_servers
+
+
+@pytest.fixture(params=STORES)
+def store_url(request: pytest.FixtureRequest) -> str:
+    """For `start_server(store=…)`: empty for SQLite, else a fresh database."""
+    return "" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
+def server(tmp_path: Path, store_url: str) -> Iterator[ServerProcess]:
     """A server with short leases."""
-    with start_server(tmp_path, "--lease-ttl", str(LEASE_TTL_S)) as server:
+    with start_server(tmp_path, "--lease-ttl", str(LEASE_TTL_S), store=store_url) as server:
         yield server
 
 
@@ -30,10 +40,31 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / "ledger")
 
 
+@pytest.fixture
+def pair(tmp_path: Path, postgres_url: str) -> Iterator[list[ServerProcess]]:
+    """Two servers on one database, with short leases and short leadership, that know each other."""
+    ttls = ("--lease-ttl", str(LEASE_TTL_S), "--lead-ttl", str(LEAD_TTL_S))
+    with start_servers(tmp_path, 2, *ttls, store=postgres_url) as servers:
+        wait_until_met(servers)
+        yield servers
+
+
+@pytest.fixture(scope="module", params=STORES)
+def shared_store_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """`store_url` for all tests of a file."""
+    if request.param == "sqlite":
+        yield ""
+        return
+    postgres = request.getfixturevalue("postgres")
+    url = postgres.database()
+    yield url
+    postgres.drop(url)
+
+
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def shared_server(tmp_path_factory: pytest.TempPathFactory, shared_store_url: str) -> Iterator[ServerProcess]:
     """One for all tests of a file that do no harm to it."""
-    with start_server(tmp_path_factory.mktemp("shared")) as server:
+    with start_server(tmp_path_factory.mktemp("shared"), store=shared_store_url) as server:
         yield server
         assert server.running, server.output()
 

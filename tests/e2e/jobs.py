@@ -9,8 +9,9 @@ Every run first adds its line to the ledger. What it does then stands in the job
     withdraw            lets a cancellation escape that nobody asked for
     stumble             fails in its first attempt, succeeds in the next
     subscribe PATTERN…  has the worker take these subjects from now on
+    large BYTES         has a result of so many bytes, filled up with dots
 
-The result is the number of the attempt.
+The result is the number of the attempt; with --signed also who ran what: `attempt job_id pid`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ parser.add_argument("--subject", action="append", default=[])
 parser.add_argument("--slots", type=int, default=64)
 parser.add_argument("--worker-id")
 parser.add_argument("--plain", action="store_true")
+parser.add_argument("--signed", action="store_true")
 parser.add_argument("--on-disconnect", default="stop")
 parser.add_argument("--reconnect-grace", type=float, default=60.0)
 options = parser.parse_args()
@@ -58,6 +60,11 @@ def begin(job) -> list[str]:
     return bytes(job.payload).decode().split() or [""]
 
 
+def ended(job, size_bytes: int = 0) -> bytes:
+    words = f"{job.attempt} {job.job_id} {parent_pid}" if options.signed else str(job.attempt)
+    return words.encode().ljust(size_bytes, b".")
+
+
 async def act(job):
     match begin(job):
         case ["hold", gate]:
@@ -71,7 +78,9 @@ async def act(job):
             raise asyncio.CancelledError
         case ["subscribe", *patterns]:
             worker.subscribe(*patterns)
-    return str(job.attempt)
+        case ["large", size_bytes]:
+            return ended(job, int(size_bytes))
+    return ended(job)
 
 
 def compute(job):
@@ -81,7 +90,7 @@ def compute(job):
             digest = b""
             while time.monotonic() < end:
                 digest = hashlib.sha256(digest).digest()
-    return str(job.attempt)
+    return ended(job)
 
 
 worker.handler(">")(compute if options.plain else act)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 from tasuki import Client
 from tasuki.core.lifecycle import LEASE_MARGIN_S
@@ -16,9 +18,21 @@ from tests.processes import ServerProcess, WorkerProcess, start_worker, wait_unt
 
 HERE = Path(__file__).parent
 LEASE_TTL_S = 3.0
+LEAD_TTL_S = 2.0
 SCHEDULING_S = 2.5  # the reaper looks every 0.25 s; the rest is for a machine with more processes than cores
 LOST_WITHIN_S = LEASE_TTL_S + LEASE_MARGIN_S + SCHEDULING_S
 SOON_S = 10.0
+
+STORES = ("sqlite", "postgresql")
+_LATER = ("sqlite", pytest.param("postgresql", marks=pytest.mark.soak))
+sqlite_only = pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
+"""About SQLite, or about what no store has a part in."""
+postgresql_in_soak = pytest.mark.parametrize("store_url", _LATER, indirect=True)
+"""Its seconds are spent on PostgreSQL only in `make soak`: another test shows the same of the store sooner."""
+shared_sqlite_only = pytest.mark.parametrize("shared_store_url", ["sqlite"], indirect=True, scope="module")
+shared_postgresql_in_soak = pytest.mark.parametrize("shared_store_url", _LATER, indirect=True, scope="module")
+
+Servers = ServerProcess | Sequence[ServerProcess] | str
 
 
 class Run(NamedTuple):
@@ -57,15 +71,42 @@ class Ledger:
         return wait_until(begun, timeout, f"attempt {attempt} of job {job_id} begins")[0]
 
 
-def jobs_worker(server: ServerProcess | str, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
+def jobs_worker(server: Servers, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
     """A worker with the handlers of jobs.py."""
     return start_worker(server, "--ledger", str(ledger.path), *arguments, script=HERE / "jobs.py", **options)
 
 
-def command_worker(server: ServerProcess | str, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
+def command_worker(server: Servers, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
     """A `tasuki worker` whose exec `step` is step.sh."""
     step = f"step=/bin/sh {HERE / 'step.sh'} {ledger.path} {{args}}"
     return start_worker(server, "--exec", step, *arguments, command=True, **options)
+
+
+def servers_seen(client: Client) -> list[dict[str, Any]]:
+    """All live servers, as the one that answers knows them; it comes first."""
+    seen: list[dict[str, Any]] = client.wait(client.aio.request("servers"))
+    return seen
+
+
+def wait_until_met(servers: Sequence[ServerProcess]) -> None:
+    """Until every server knows where all the others are; they tell each other once a second."""
+    urls = {server.url for server in servers}
+    for server in servers:
+        with server.client() as client:
+            wait_until(lambda client=client: urls == _addresses(client), SOON_S, "the servers know each other")
+
+
+def _addresses(client: Client) -> set[str]:
+    return {address for server in servers_seen(client) for address in server["addresses"]}
+
+
+def leader_of(servers: Sequence[ServerProcess], timeout: float = SOON_S) -> ServerProcess:
+    """The one that leads, by its own words, as soon as there is one."""
+
+    def leading() -> list[ServerProcess]:
+        return [server for server in servers if server.running and server.leads]
+
+    return wait_until(leading, timeout, "one of the servers leads")[0]
 
 
 def assert_one_finish_each(client: Client, job_ids: Iterable[str], group: str) -> None:

@@ -9,12 +9,23 @@ import pytest
 
 from tasuki import Client
 from tasuki.core.job import JobSpec
-from tests.e2e.stage import LOST_WITHIN_S, SOON_S, Ledger, assert_one_finish_each, command_worker, jobs_worker, stdout_of, story
+from tests.e2e.stage import (
+    LOST_WITHIN_S,
+    SOON_S,
+    Ledger,
+    assert_one_finish_each,
+    command_worker,
+    jobs_worker,
+    postgresql_in_soak,
+    stdout_of,
+    story,
+)
 from tests.processes import ServerProcess, wait_until
 
 pytestmark = pytest.mark.e2e
 
 
+@postgresql_in_soak
 def test_sigterm_lets_running_jobs_end_and_takes_no_new_ones(
     server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
 ) -> None:
@@ -64,6 +75,7 @@ def test_a_drain_under_load_costs_no_job_a_retry_or_a_loss(server: ServerProcess
         assert_one_finish_each(client, [spec.job_id for spec in specs], "load")
 
 
+@postgresql_in_soak
 def test_cancel_still_works_while_a_worker_drains(server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path) -> None:
     with jobs_worker(server, ledger) as worker:
         job = client.submit(subject="hold.1", payload=f"hold {tmp_path / 'never'}".encode(), job_id="canceled")
@@ -77,6 +89,7 @@ def test_cancel_still_works_while_a_worker_drains(server: ServerProcess, client:
         assert worker.wait() == 0
 
 
+@postgresql_in_soak
 @pytest.mark.parametrize("kind", ["handler", "command"])
 def test_a_second_signal_stops_the_jobs_which_then_run_elsewhere(
     server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path, kind: str

@@ -8,7 +8,7 @@ import pytest
 
 from tasuki import Client
 from tasuki.core.job import JobSpec
-from tests.e2e.stage import SOON_S, Ledger, jobs_worker
+from tests.e2e.stage import SOON_S, Ledger, jobs_worker, postgresql_in_soak
 from tests.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -17,6 +17,7 @@ FLOOD = 100_000
 A_FEW_JOBS = 5
 
 
+@postgresql_in_soak
 def test_a_flood_of_one_group_delays_another_group_by_a_few_jobs(
     server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
 ) -> None:

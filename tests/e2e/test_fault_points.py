@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from tasuki import Client
-from tests.e2e.stage import SOON_S, Ledger, assert_one_finish_each, in_background, jobs_worker, story
+from tests.e2e.stage import LEAD_TTL_S, SOON_S, Ledger, assert_one_finish_each, in_background, jobs_worker, story
 from tests.processes import ServerProcess, WorkerProcess, start_server
 
 pytestmark = pytest.mark.e2e
@@ -35,11 +35,14 @@ class Scene(NamedTuple):
 
 
 @contextlib.contextmanager
-def armed(folder: Path, fault: str) -> Iterator[Scene]:
-    """A server that will die at `fault`. Its leases are longer than any restart, so that no lost lease can hide a lost word."""
+def armed(folder: Path, store_url: str, fault: str) -> Iterator[Scene]:
+    """A server that will die at `fault`. Its leases are longer than any restart, so that no lost lease can hide a lost word.
+
+    It leads for short times only: after its restart it waits for the end of its own leadership, which nobody gave back.
+    """
     ledger = Ledger(folder / "ledger")
     with (
-        start_server(folder, env={"TASUKI_FAULT": fault}) as server,
+        start_server(folder, "--lead-ttl", str(LEAD_TTL_S), store=store_url, env={"TASUKI_FAULT": fault}) as server,
         jobs_worker(server, ledger) as worker,
         server.client() as client,
     ):
@@ -66,22 +69,22 @@ def assert_one_run_each(scene: Scene, attempts: int, failures: int) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("verb", ["submit", "finish"])
-def test_a_job_survives_the_death_of_the_server(tmp_path: Path, verb: str, step: str) -> None:
-    with armed(tmp_path, f"{verb}.written{step}") as scene:
+def test_a_job_survives_the_death_of_the_server(tmp_path: Path, store_url: str, verb: str, step: str) -> None:
+    with armed(tmp_path, store_url, f"{verb}.written{step}") as scene:
         assert survive(scene) == b"1"
         assert_one_run_each(scene, attempts=1, failures=0)
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_job_survives_the_death_of_the_server_while_it_is_leased(tmp_path: Path, step: str) -> None:
+def test_a_job_survives_the_death_of_the_server_while_it_is_leased(tmp_path: Path, store_url: str, step: str) -> None:
     # given: a job that becomes ready later, so that it is leased in a turn of its own
-    with armed(tmp_path, f"submit.written,turn.answered,lease.written{step}") as scene:
+    with armed(tmp_path, store_url, f"submit.written,turn.answered,lease.written{step}") as scene:
         assert survive(scene, not_before=time.time() + 0.3) == b"1"
         assert_one_run_each(scene, attempts=1, failures=0)
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_failed_attempt_is_counted_once_when_the_server_dies(tmp_path: Path, step: str) -> None:
-    with armed(tmp_path, f"fail.written{step}") as scene:
+def test_a_failed_attempt_is_counted_once_when_the_server_dies(tmp_path: Path, store_url: str, step: str) -> None:
+    with armed(tmp_path, store_url, f"fail.written{step}") as scene:
         assert survive(scene, payload=b"stumble", max_retries=1, backoff_s=0.05) == b"2"
         assert_one_run_each(scene, attempts=2, failures=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.stage import SOON_S, Ledger, command_worker, jobs_worker, stdout_of, story
+from tests.e2e.stage import SOON_S, Ledger, command_worker, jobs_worker, postgresql_in_soak, stdout_of, story
 from tests.processes import start_server
 
 pytestmark = pytest.mark.e2e
@@ -16,10 +16,11 @@ LONG_S = 10 * TTL_S
 
 
 @pytest.mark.slow
-def test_a_cpu_bound_job_ten_times_longer_than_its_lease_runs_once(tmp_path: Path, ledger: Ledger) -> None:
+@postgresql_in_soak
+def test_a_cpu_bound_job_ten_times_longer_than_its_lease_runs_once(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     # given: a plain function and a command that compute for ten leases, on as many processors as they can get
     with (
-        start_server(tmp_path, "--lease-ttl", str(TTL_S)) as server,
+        start_server(tmp_path, "--lease-ttl", str(TTL_S), store=store_url) as server,
         jobs_worker(server, ledger, "--subject", "plain.>", "--plain", "--slots", "1"),
         command_worker(server, ledger, "--slots", "1"),
         server.client() as client,

@@ -22,7 +22,7 @@ from tests.doors.raw import RawPeer
 from tests.e2e.stage import LOST_WITHIN_S, SOON_S, Ledger, jobs_worker, story
 from tests.processes import ServerProcess
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("redelivery")]
 
 SUCCESS = Outcome(result=b"mine", result_sha256="0" * 64)
 

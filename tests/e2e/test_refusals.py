@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
-from tests.e2e.stage import SOON_S, stdout_of
+from tests.e2e.stage import SOON_S, shared_sqlite_only, stdout_of
 from tests.processes import ServerProcess, start_worker
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("refusals"), shared_sqlite_only]
 
 EXECS = """
 [exec.fixed]

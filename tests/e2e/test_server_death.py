@@ -13,7 +13,16 @@ import pytest
 from tasuki import Client
 from tasuki.core.job import JobSpec
 from tasuki.errors import Conflict
-from tests.e2e.stage import SOON_S, Ledger, assert_one_finish_each, command_worker, jobs_worker, stdout_of, story
+from tests.e2e.stage import (
+    SOON_S,
+    Ledger,
+    assert_one_finish_each,
+    command_worker,
+    jobs_worker,
+    postgresql_in_soak,
+    stdout_of,
+    story,
+)
 from tests.processes import ServerProcess, start_server, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -35,11 +44,13 @@ def submit_until(stop: threading.Event, client: Client, name: str, jobs_max: int
     return results
 
 
-def kill_under_load(tmp_path: Path, ledger: Ledger, *, kills: int, clients: int, seed: int, jobs_max: int = 100_000) -> None:
+def kill_under_load(
+    tmp_path: Path, store_url: str, ledger: Ledger, *, kills: int, clients: int, seed: int, jobs_max: int = 100_000
+) -> None:
     """Kill the server at random moments while clients submit and two workers work; check all that must hold."""
     chance = random.Random(seed)
     stop = threading.Event()
-    with start_server(tmp_path) as server, jobs_worker(server, ledger), jobs_worker(server, ledger):
+    with start_server(tmp_path, store=store_url) as server, jobs_worker(server, ledger), jobs_worker(server, ledger):
         crowd = [server.client() for _ in range(clients)]
         with ThreadPoolExecutor(clients) as pool:
             submitting = [pool.submit(submit_until, stop, client, f"c{place}", jobs_max) for place, client in enumerate(crowd)]
@@ -65,15 +76,17 @@ def kill_under_load(tmp_path: Path, ledger: Ledger, *, kills: int, clients: int,
             client.close()
 
 
-def test_killing_the_server_at_random_moments_under_load_loses_and_repeats_nothing(tmp_path: Path, ledger: Ledger) -> None:
-    kill_under_load(tmp_path, ledger, kills=3, clients=3, seed=random.randrange(1 << 30))
+def test_killing_the_server_at_random_moments_under_load_loses_and_repeats_nothing(
+    tmp_path: Path, store_url: str, ledger: Ledger
+) -> None:
+    kill_under_load(tmp_path, store_url, ledger, kills=3, clients=3, seed=random.randrange(1 << 30))
 
 
-def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, ledger: Ledger) -> None:
+def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     # given: a handler and a command that run, both behind a gate
     gate = tmp_path / "gate"
     with (
-        start_server(tmp_path) as server,
+        start_server(tmp_path, store=store_url) as server,
         jobs_worker(server, ledger, "--subject", "hold.>"),
         command_worker(server, ledger, "--subject", "step.>"),
         server.client() as client,
@@ -102,10 +115,13 @@ def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, l
         assert not waiting.done
 
 
-def test_a_job_that_ends_while_the_server_is_away_is_reported_when_it_is_back(tmp_path: Path, ledger: Ledger) -> None:
+@postgresql_in_soak
+def test_a_job_that_ends_while_the_server_is_away_is_reported_when_it_is_back(
+    tmp_path: Path, store_url: str, ledger: Ledger
+) -> None:
     # given: a running job
     gate = tmp_path / "gate"
-    with start_server(tmp_path) as server, jobs_worker(server, ledger) as worker, server.client() as client:
+    with start_server(tmp_path, store=store_url) as server, jobs_worker(server, ledger) as worker, server.client() as client:
         job = client.submit(subject="hold.1", payload=f"hold {gate}".encode(), job_id="away")
         ledger.wait_for("away")
 
@@ -120,10 +136,11 @@ def test_a_job_that_ends_while_the_server_is_away_is_reported_when_it_is_back(tm
         assert ledger.attempts("away") == [1]
 
 
-def test_a_refused_submit_of_its_id_does_not_end_the_wait_for_a_job(tmp_path: Path, ledger: Ledger) -> None:
+@postgresql_in_soak
+def test_a_refused_submit_of_its_id_does_not_end_the_wait_for_a_job(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     # given: a running job, under whose id the same client was refused another body
     gate = tmp_path / "gate"
-    with start_server(tmp_path) as server, jobs_worker(server, ledger), server.client() as client:
+    with start_server(tmp_path, store=store_url) as server, jobs_worker(server, ledger), server.client() as client:
         job = client.submit(subject="hold.1", payload=f"hold {gate}".encode(), job_id="refused")
         ledger.wait_for("refused")
         with pytest.raises(Conflict):
@@ -138,9 +155,10 @@ def test_a_refused_submit_of_its_id_does_not_end_the_wait_for_a_job(tmp_path: Pa
         assert job.result(SOON_S) == b"1"
 
 
-def test_an_orderly_restart_of_the_server_keeps_everything_too(tmp_path: Path, ledger: Ledger) -> None:
+@postgresql_in_soak
+def test_an_orderly_restart_of_the_server_keeps_everything_too(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     gate = tmp_path / "gate"
-    with start_server(tmp_path) as server, jobs_worker(server, ledger), server.client() as client:
+    with start_server(tmp_path, store=store_url) as server, jobs_worker(server, ledger), server.client() as client:
         job = client.submit(subject="hold.1", payload=f"hold {gate}".encode(), job_id="orderly")
         ledger.wait_for("orderly")
 
@@ -152,6 +170,7 @@ def test_an_orderly_restart_of_the_server_keeps_everything_too(tmp_path: Path, l
         assert ledger.attempts("orderly") == [1]
 
 
+@postgresql_in_soak
 def test_leases_are_renewed_by_the_restarted_server(
     server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
 ) -> None:

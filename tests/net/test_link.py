@@ -7,12 +7,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tasuki.config import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, Heartbeat, Message, Reply
 from tasuki.errors import Unavailable
 from tasuki.net import Link, connect
+from tasuki.wire.frames import encode_frame
 
 DEADLINE_S = 5.0
 
@@ -49,6 +51,34 @@ def run(test: Callable[[End, End], Any]) -> None:
             there.link.abort("the test is over")
 
     asyncio.run(main())
+
+
+def test_a_frame_type_of_a_newer_peer_is_skipped_and_its_request_answered() -> None:
+    async def test(here: End, there: End) -> None:
+        # When frames of a type that nobody knows come, without and with a msg_id, and a known one after them
+        here.link.send_bytes(encode_frame(200, msgspec.msgpack.encode({"news": 1}), b"anything"))
+        here.link.send_bytes(encode_frame(201, msgspec.msgpack.encode({"msg_id": 7}), b""))
+        here.link.send(Heartbeat(8))
+        # Then the request is answered, and the link goes on
+        answer = await here.next()
+        assert isinstance(answer, ErrorMessage)
+        assert (answer.corr_id, answer.code) == (7, "UNKNOWN_FRAME")
+        assert await there.next() == Heartbeat(8)
+        assert not there.link.closed
+
+    run(test)
+
+
+def test_a_stranger_that_begins_with_an_unknown_frame_type_is_hung_up_on() -> None:
+    async def test(here: End, there: End) -> None:
+        there.link._trusted = False
+        here.link.send_bytes(encode_frame(200, msgspec.msgpack.encode({"msg_id": 7}), b""))
+        answer = await here.next()
+        assert isinstance(answer, ErrorMessage)
+        assert (answer.corr_id, answer.code) == (0, "UNKNOWN_FRAME")
+        assert "frame type 200" in await there.closed
+
+    run(test)
 
 
 def test_input_is_taken_again_only_when_every_reason_for_a_pause_is_over() -> None:

@@ -30,7 +30,6 @@ from tasuki.core.verbs import Submission, Submitted
 from tasuki.errors import Conflict, Unauthorized
 from tasuki.server import app
 from tasuki.server.app import Server, ServerConfig
-from tasuki.server.transfers import Transfers
 from tasuki.stores.clock import SystemClock
 from tasuki.stores.memory import MemoryStore
 from tests.server.peers import PATIENCE_S, FakeConnection, client, worker
@@ -63,7 +62,7 @@ def serve(tmp_path: Path, store: MemoryStore, work: Callable[[Server], Awaitable
     async def main() -> None:
         blobs = FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
         settings = ServerConfig(server_id="test", data=tmp_path, **{"disk_floor_bytes": 0, "disk_floor_inodes": 0, **config})  # type: ignore[arg-type]
-        server = Server(settings, lambda: store, lambda: store, Transfers(blobs))
+        server = Server(settings, lambda: store, lambda: store, blobs)
         await server.start()
         try:
             await work(server)
@@ -209,7 +208,7 @@ def test_stop_answers_what_is_under_way_and_closes_every_link(tmp_path: Path, st
     async def main() -> None:
         blobs = FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
         config = ServerConfig(server_id="test", data=tmp_path, disk_floor_bytes=0, disk_floor_inodes=0)
-        server = Server(config, lambda: store, lambda: store, Transfers(blobs))
+        server = Server(config, lambda: store, lambda: store, blobs)
         await server.start()
         await work(server)
 
@@ -240,7 +239,7 @@ def test_a_store_that_cannot_be_opened_fails_the_start(tmp_path: Path) -> None:
 
     async def main() -> None:
         blobs = FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
-        server = Server(ServerConfig(server_id="test", data=tmp_path), refuse, refuse, Transfers(blobs))
+        server = Server(ServerConfig(server_id="test", data=tmp_path), refuse, refuse, blobs)
         with pytest.raises(PermissionError):
             await server.start()
 

@@ -24,7 +24,7 @@ ADMIN = Identity(Kind.ADMIN, "token:root", (), "root")
 @pytest.fixture
 def store() -> MemoryStore:
     store = MemoryStore(FakeClock())
-    store.take_over("test")
+    store.take_over("test", 1)
     add(store, "hers", subject="render.eu", args=("--secret-free",), env={"PASSWORD": "hunter2"}, payload=b"in")
     add(store, "other", subject="render.us")
     return store

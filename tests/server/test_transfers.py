@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from tasuki.blobs.folder import FolderBlobs
+from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.folder import FolderBlobs, FolderWriter
+from tasuki.blobs.s3 import S3Blobs
 from tasuki.core.access import Identity, Kind
 from tasuki.core.broker_events import SendBlob
 from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, State
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
-from tasuki.errors import InvalidInput, NotFound, ProtocolError
+from tasuki.core.verbs import BlobPlace
+from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
 from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, Transfers
+from tests.processes import wait_until
 from tests.server.peers import FakeConnection
+from tests.services_s3 import S3Service
 
 DATA = b"0123456789" * 1000
 SHA256 = hashlib.sha256(DATA).hexdigest()
+PLACE = BlobPlace(SHA256, len(DATA))
+STORED = BlobPlace(SHA256, len(DATA), stored=True)
 ALICE = Identity(Kind.CLIENT, "token:alice", (), "alice")
 BOB = Identity(Kind.CLIENT, "token:bob", (), "bob")
 WORKER = Identity(Kind.WORKER, "token:w", (), "w")
@@ -30,9 +38,16 @@ def blobs(tmp_path: Path) -> FolderBlobs:
     return FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
 
 
-def run(blobs: FolderBlobs, work: Callable[[Transfers, FakeConnection], Awaitable[None]]) -> FakeConnection:
+def run(blobs: BlobStore, work: Callable[[Transfers, FakeConnection], Awaitable[None]]) -> FakeConnection:
+    """What arrived is recorded at once, as a broker's store would."""
+
     async def main() -> FakeConnection:
-        transfers, link = Transfers(blobs), FakeConnection()
+        link = FakeConnection()
+
+        def arrived(conn: int, put: BlobPut, place: BlobPlace) -> None:
+            link.send(Reply(put.msg_id, {"arrived": conn, "place": place}))
+
+        transfers = Transfers(blobs, arrived)
         try:
             await work(transfers, link)
         finally:
@@ -42,38 +57,60 @@ def run(blobs: FolderBlobs, work: Callable[[Transfers, FakeConnection], Awaitabl
     return asyncio.run(main())
 
 
+async def upload(transfers: Transfers, link: FakeConnection, put: BlobPut, place: BlobPlace, data: bytes = DATA) -> None:
+    """All of it, and until it has arrived or was refused."""
+    transfers.begin(1, link, put, place)
+    await link.wait_for(Reply)
+    for start in range(0, len(data), 4096):
+        piece = data[start : start + 4096]
+        transfers.piece(1, link, Chunk(put.msg_id, start, piece, last=start + 4096 >= len(data)))
+    await link.until(lambda: len(link.said) >= 2)
+
+
 def replies(link: FakeConnection) -> list[object]:
     return [message.body if isinstance(message, Reply) else getattr(message, "code", message) for message in link.said]
 
 
-def test_a_blob_comes_in_by_chunks_and_is_there_before_the_answer(blobs: FolderBlobs) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)))
-        await link.wait_for(Reply)
-        for start in range(0, len(DATA), 4096):
-            piece = DATA[start : start + 4096]
-            transfers.piece(1, link, Chunk(5, start, piece, last=start + 4096 >= len(DATA)))
-        await link.wait_for(Reply, 2)
-
-    link = run(blobs, work)
-    assert replies(link) == [{"go": True}, {"have": True}]
-    assert blobs.read_bytes(SHA256, 10**6) == DATA
+@pytest.mark.parametrize("generation", [0, 7])
+def test_a_blob_comes_in_by_chunks_and_is_at_its_place_before_it_has_arrived(blobs: FolderBlobs, generation: int) -> None:
+    place = BlobPlace(SHA256, len(DATA), generation)
+    link = run(blobs, lambda transfers, link: upload(transfers, link, BlobPut(5, SHA256, len(DATA)), place))
+    assert replies(link) == [{"go": True}, {"arrived": 1, "place": place}]
+    assert blobs.read_bytes(SHA256, 10**6, generation) == DATA
+    assert not blobs.has(SHA256, generation + 1)
     assert link.paused == set()
 
 
-def test_a_blob_that_is_there_is_not_sent_again(blobs: FolderBlobs) -> None:
+def test_what_arrived_has_the_size_that_came_whatever_was_claimed_before(blobs: FolderBlobs) -> None:
+    link = run(blobs, lambda transfers, link: upload(transfers, link, BlobPut(5, SHA256, len(DATA)), BlobPlace(SHA256, 1)))
+    assert replies(link)[1] == {"arrived": 1, "place": PLACE}
+
+
+def test_a_blob_that_is_stored_is_not_sent_again(blobs: FolderBlobs) -> None:
     blobs.put_bytes(DATA)
 
     async def work(transfers: Transfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)))
+        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), STORED)
         await link.wait_for(Reply)
 
     assert replies(run(blobs, work)) == [{"have": True}]
 
 
+def test_bytes_that_are_there_but_not_recorded_are_taken_again(blobs: FolderBlobs) -> None:
+    blobs.put_bytes(DATA)
+    link = run(blobs, lambda transfers, link: upload(transfers, link, BlobPut(5, SHA256, len(DATA)), PLACE))
+    assert replies(link) == [{"go": True}, {"arrived": 1, "place": PLACE}]
+
+
+def test_bytes_that_are_recorded_but_gone_are_taken_again(blobs: FolderBlobs) -> None:
+    link = run(blobs, lambda transfers, link: upload(transfers, link, BlobPut(5, SHA256, len(DATA)), STORED))
+    assert replies(link) == [{"go": True}, {"arrived": 1, "place": STORED}]
+    assert blobs.read_bytes(SHA256, 10**6) == DATA
+
+
 def test_bytes_that_are_not_the_announced_ones_are_refused(blobs: FolderBlobs) -> None:
     async def work(transfers: Transfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, 4))
+        transfers.begin(1, link, BlobPut(5, SHA256, 4), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, b"evil", last=True))
         await link.wait_for(ErrorMessage)
@@ -85,14 +122,14 @@ def test_bytes_that_are_not_the_announced_ones_are_refused(blobs: FolderBlobs) -
 @pytest.mark.parametrize("put", [BlobPut(5, "../../etc/passwd", 1), BlobPut(5, SHA256, -1)])
 def test_a_blob_that_cannot_be_is_refused_at_once(blobs: FolderBlobs, put: BlobPut) -> None:
     async def work(transfers: Transfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, put)
+        transfers.begin(1, link, put, PLACE)
 
     assert replies(run(blobs, work)) == [InvalidInput.code]
 
 
 def test_a_chunk_out_of_order_ends_the_connection(blobs: FolderBlobs) -> None:
     async def work(transfers: Transfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)))
+        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 100, b"x"))
 
@@ -111,10 +148,11 @@ def test_chunks_of_an_upload_that_failed_are_dropped(blobs: FolderBlobs) -> None
 def test_uploads_of_one_connection_are_bounded(blobs: FolderBlobs) -> None:
     async def work(transfers: Transfers, link: FakeConnection) -> None:
         for number in range(UPLOADS_PER_CONNECTION_MAX + 1):
-            transfers.begin(1, link, BlobPut(number + 1, hashlib.sha256(bytes([number])).hexdigest(), 1))
+            sha256 = hashlib.sha256(bytes([number])).hexdigest()
+            transfers.begin(1, link, BlobPut(number + 1, sha256, 1), BlobPlace(sha256, 1))
         await link.wait_for(Reply, UPLOADS_PER_CONNECTION_MAX)
         other = FakeConnection()
-        transfers.begin(2, other, BlobPut(1, SHA256, len(DATA)))
+        transfers.begin(2, other, BlobPut(1, SHA256, len(DATA)), PLACE)
         await other.wait_for(Reply)
 
     assert replies(run(blobs, work)).count("OVERLOADED") == 1
@@ -123,7 +161,7 @@ def test_uploads_of_one_connection_are_bounded(blobs: FolderBlobs) -> None:
 def test_a_peer_that_sends_faster_than_the_disk_takes_is_not_read_from(blobs: FolderBlobs) -> None:
     async def work(transfers: Transfers, link: FakeConnection) -> None:
         big = bytes(3 * 1024 * 1024)
-        transfers.begin(1, link, BlobPut(5, SHA256, 10**6))
+        transfers.begin(1, link, BlobPut(5, SHA256, 10**6), PLACE)
         await link.wait_for(Reply)
         for number in range(3):
             transfers.piece(1, link, Chunk(5, number * len(big), big))
@@ -135,7 +173,7 @@ def test_a_peer_that_sends_faster_than_the_disk_takes_is_not_read_from(blobs: Fo
 
 def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp_path: Path) -> None:
     async def work(transfers: Transfers, link: FakeConnection) -> None:
-        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)))
+        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, DATA[:10]))
         [upload] = transfers._uploads.values()
@@ -145,7 +183,7 @@ def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp
 
     run(blobs, work)
     assert not blobs.has(SHA256)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    wait_until(lambda: [path for path in tmp_path.rglob("*") if path.is_file()] == [], what="the half of it is removed")
 
 
 # ---------------------------------------------------------------------------------------------------- out
@@ -166,7 +204,7 @@ def wanted(identity: Identity, *, worker_id: str = "", incarnation: str = "", of
 @pytest.mark.parametrize("offset", [0, 9_000])
 def test_a_blob_goes_out_in_order_from_an_offset_with_an_end(blobs: FolderBlobs, offset: int) -> None:
     blobs.put_bytes(DATA)
-    link = run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE, offset=offset)))
+    link = run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE, offset=offset), STORED))
     chunks = link.all(Chunk)
     assert b"".join(chunk.data for chunk in chunks) == DATA[offset:]
     assert chunks[0].offset == offset
@@ -191,22 +229,156 @@ def test_who_may_read_which_blob(
 ) -> None:
     blobs.put_bytes(DATA)
     if "may" in request.node.callspec.id.split("-"):
-        assert run(blobs, lambda transfers, link: transfers.send(link, given, command)).all(Chunk)
+        assert run(blobs, lambda transfers, link: transfers.send(link, given, command, STORED)).all(Chunk)
         return
     with pytest.raises(NotFound):
-        run(blobs, lambda transfers, link: transfers.send(link, given, command))
+        run(blobs, lambda transfers, link: transfers.send(link, given, command, STORED))
 
 
 def test_the_worker_that_holds_the_job_reads_its_inputs(blobs: FolderBlobs) -> None:
     blobs.put_bytes(DATA)
     command = wanted(WORKER, worker_id="w1", incarnation="w1-1")
-    assert run(blobs, lambda transfers, link: transfers.send(link, job(holder="w1"), command)).all(Chunk)
+    assert run(blobs, lambda transfers, link: transfers.send(link, job(holder="w1"), command, STORED)).all(Chunk)
 
 
-def test_blobs_that_are_not_here_are_named(blobs: FolderBlobs) -> None:
-    blobs.put_bytes(DATA)
+def test_a_blob_is_read_at_its_place(blobs: FolderBlobs) -> None:
+    blobs.put_bytes(DATA, generation=7)
+    place = BlobPlace(SHA256, len(DATA), 7, stored=True)
+    link = run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), place))
+    assert b"".join(chunk.data for chunk in link.all(Chunk)) == DATA
+    with pytest.raises(NotFound, match=SHA256):
+        run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), STORED))
+
+
+def test_a_blob_that_was_collected_is_not_found(blobs: FolderBlobs) -> None:
+    with pytest.raises(NotFound, match="not stored any more"):
+        run(blobs, lambda transfers, link: transfers.send(link, job(result=True), wanted(ALICE), None))
+
+
+def test_a_blob_that_was_damaged_never_comes_to_its_end(blobs: FolderBlobs) -> None:
+    path = blobs.local_path(blobs.put_bytes(DATA).sha256)
+    assert path is not None
+    path.write_bytes(b"x" + DATA[1:])
+    links: list[FakeConnection] = []
 
     async def work(transfers: Transfers, link: FakeConnection) -> None:
-        assert transfers.missing([SHA256, "a" * 64]) == {"a" * 64}
+        links.append(link)
+        await transfers.send(link, job(result=True), wanted(ALICE), STORED)
+
+    with pytest.raises(Corrupt):
+        run(blobs, work)
+    assert sum(len(chunk.data) for chunk in links[0].all(Chunk)) < len(DATA)
+    assert not any(chunk.last for chunk in links[0].all(Chunk))
+
+
+# ---------------------------------------------------------------------------------------------------- away
+
+
+def test_deleted_bytes_are_gone_and_those_of_other_places_are_not(blobs: FolderBlobs) -> None:
+    blobs.put_bytes(DATA)
+    blobs.put_bytes(DATA, generation=7)
+    gone: list[BlobPlace] = []
+
+    async def work(transfers: Transfers, link: FakeConnection) -> None:
+        gone.extend(await transfers.delete([STORED, BlobPlace("a" * 64, 1)]))
 
     run(blobs, work)
+    assert gone == [STORED, BlobPlace("a" * 64, 1)]
+    assert (blobs.has(SHA256), blobs.has(SHA256, 7)) == (False, True)
+
+
+class StubbornBlobs(FolderBlobs):
+    """A folder in which some calls fail, or stand until they may go on."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, max_blob_bytes=10**6, floor_free_bytes=0)
+        self.errors: dict[str, Exception] = {}
+        self.go_on = threading.Event()
+        self.held = threading.Semaphore(0)
+
+    def delete(self, sha256: str, generation: int = 0) -> bool:
+        if sha256 in self.errors:
+            raise self.errors[sha256]
+        return super().delete(sha256, generation)
+
+    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> FolderWriter:
+        self.held.release()
+        if not self.go_on.wait(20):
+            raise AssertionError("nobody let the writer go on")
+        return super().begin(sha256, size_bytes, generation)
+
+    def close(self) -> None:
+        self.go_on.set()
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path) -> StubbornBlobs:
+    return StubbornBlobs(tmp_path / "blobs")
+
+
+def test_what_could_not_be_deleted_is_left_for_another_time(stubborn: StubbornBlobs, caplog: pytest.LogCaptureFixture) -> None:
+    places = [BlobPlace(letter * 64, 1) for letter in "abcd"]
+    stubborn.errors = {"b" * 64: ConfigError("no right to delete"), "c" * 64: Unavailable("it does not answer")}
+    gone: list[BlobPlace] = []
+
+    async def work(transfers: Transfers, link: FakeConnection) -> None:
+        gone.extend(await transfers.delete(places))
+
+    run(stubborn, work)
+    assert gone == places[:1]  # after one that does not answer, the rest would wait as long
+    assert "no right to delete" in caplog.text
+    assert "it does not answer" in caplog.text
+
+
+def test_uploads_that_stand_still_keep_nobody_from_reading(stubborn: StubbornBlobs) -> None:
+    (stubborn.root / SHA256[:2]).mkdir()
+    (stubborn.root / SHA256[:2] / SHA256[2:]).write_bytes(DATA)
+
+    async def work(transfers: Transfers, link: FakeConnection) -> None:
+        for number in range(UPLOADS_PER_CONNECTION_MAX):
+            transfers.begin(2, FakeConnection(), BlobPut(number, "a" * 64, 1), BlobPlace("a" * 64, 1))
+        for _ in range(stubborn.threads):
+            await asyncio.to_thread(stubborn.held.acquire, timeout=10)
+        await asyncio.wait_for(transfers.send(link, job(result=True), wanted(ALICE), STORED), 10)
+        assert await asyncio.wait_for(transfers.delete([BlobPlace("c" * 64, 1)]), 10) != []
+
+    assert run(stubborn, work).all(Chunk)[-1].last
+
+
+def test_a_writer_that_comes_when_its_peer_is_gone_is_given_back(stubborn: StubbornBlobs) -> None:
+    async def work(transfers: Transfers, link: FakeConnection) -> None:
+        transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
+        await asyncio.to_thread(stubborn.held.acquire, timeout=10)
+        transfers.forget(1)
+        await asyncio.sleep(0)
+        stubborn.go_on.set()
+        await asyncio.to_thread(wait_until, lambda: list((stubborn.root / "tmp").iterdir()) == [], what="nothing of it is left")
+
+    assert run(stubborn, work).said == []
+
+
+@pytest.mark.slow
+def test_an_s3_server_that_is_away_in_mid_upload_is_waited_for(s3: S3Service, s3_url: str) -> None:
+    data = DATA * 2000  # 20 MB: two parts and a half
+    sha256 = hashlib.sha256(data).hexdigest()
+    place = BlobPlace(sha256, len(data))
+    blobs = S3Blobs(s3_url, max_blob_bytes=10**9)
+
+    async def work(transfers: Transfers, link: FakeConnection) -> None:
+        transfers.begin(1, link, BlobPut(5, sha256, len(data)), place)
+        await link.wait_for(Reply)
+        for start in range(0, len(data), 10**6):
+            if start == 10**7:
+                s3.kill()
+            last = start + 10**6 >= len(data)
+            transfers.piece(1, link, Chunk(5, start, data[start : start + 10**6], last=last))
+        assert link.paused != set()
+        s3.start()
+        await link.until(lambda: len(link.said) >= 2)
+
+    try:
+        assert replies(run(blobs, work)) == [{"go": True}, {"arrived": 1, "place": place}]
+    finally:
+        if not s3.running:
+            s3.start()
+    assert S3Blobs(s3_url, max_blob_bytes=10**9).read_bytes(sha256, len(data)) == data

@@ -21,41 +21,42 @@ pytestmark = pytest.mark.soak
 STEPS_BETWEEN = ("", ",turn.before_answers")
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / "ledger")
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_many_random_kills_of_the_server_lose_and_repeat_nothing(tmp_path: Path, ledger: Ledger, seed: int) -> None:
-    kill_under_load(tmp_path, ledger, kills=25, clients=6, seed=seed)
+def test_many_random_kills_of_the_server_lose_and_repeat_nothing(
+    tmp_path: Path, store_url: str, ledger: Ledger, seed: int
+) -> None:
+    kill_under_load(tmp_path, store_url, ledger, kills=25, clients=6, seed=seed)
 
 
 @pytest.mark.parametrize("step", STEPS_BETWEEN)
 @pytest.mark.parametrize("verb", ["submit", "finish", "fail"])
-def test_a_job_survives_the_death_of_the_server_between_the_steps(tmp_path: Path, verb: str, step: str) -> None:
+def test_a_job_survives_the_death_of_the_server_between_the_steps(tmp_path: Path, store_url: str, verb: str, step: str) -> None:
     failures = 1 if verb == "fail" else 0
-    with faults.armed(tmp_path, f"{verb}.written{step}") as scene:
+    with faults.armed(tmp_path, store_url, f"{verb}.written{step}") as scene:
         faults.survive(scene, payload=b"stumble" if failures else b"", backoff_s=0.05)
         faults.assert_one_run_each(scene, attempts=1 + failures, failures=failures)
 
 
 @pytest.mark.parametrize("nth", range(1, 11))
 @pytest.mark.parametrize("point", ["turn.begun", "turn.before_commit", "turn.committed", "turn.before_answers", "turn.answered"])
-def test_a_job_survives_the_death_of_the_server_in_any_turn(tmp_path: Path, point: str, nth: int) -> None:
+def test_a_job_survives_the_death_of_the_server_in_any_turn(tmp_path: Path, store_url: str, point: str, nth: int) -> None:
     """Counted from the submit: the turns after it start, lease, renew and finish jobs, as it happens."""
-    with faults.armed(tmp_path, f"submit.written,{point}:{nth}") as scene:
+    with faults.armed(tmp_path, store_url, f"submit.written,{point}:{nth}") as scene:
         faults.survive(scene, payload=b"rest 1")
         faults.assert_one_run_each(scene, attempts=1, failures=0)
 
 
-def test_deaths_of_workers_and_servers_together_leave_one_finish_each(tmp_path: Path, ledger: Ledger) -> None:
+def test_deaths_of_workers_and_servers_together_leave_one_finish_each(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     # given: five thousand jobs, each of which may lose as many workers as will die
     chance = random.Random(7)
     specs = [
         JobSpec(job_id=f"job-{n}", subject="load.1", payload=b"rest 0.05", max_losses=50, backoff_s=0.1) for n in range(5000)
     ]
-    with start_server(tmp_path, "--lease-ttl", "6") as server, server.client() as client, ThreadPoolExecutor(1) as pool:
+    with (
+        start_server(tmp_path, "--lease-ttl", "6", store=store_url) as server,
+        server.client() as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         workers = [jobs_worker(server, ledger, "--slots", "8") for _ in range(3)]
         try:
             jobs = client.submit_many(specs)

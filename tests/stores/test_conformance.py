@@ -22,3 +22,11 @@ class TestSqliteStore(StoreSuite):
         from tasuki.stores.sql import SqlStore
 
         return lambda clock: SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3", clock=clock)
+
+
+class TestPostgresStore(StoreSuite):
+    @pytest.fixture
+    def make_store(self, postgres_url: str) -> MakeStore:
+        from tasuki.stores.sql import SqlStore
+
+        return lambda clock: SqlStore.open_postgresql(postgres_url, clock=clock)

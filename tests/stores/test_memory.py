@@ -68,8 +68,9 @@ def test_an_outer_turn_that_fails_takes_back_the_inner_ones(store: MemoryStore) 
 
 
 def test_a_refused_epoch_inside_a_turn_leaves_the_rest_of_it(store: MemoryStore) -> None:
-    old = store.take_over("one")
-    store.take_over("two")
+    old = 1
+    assert store.take_over("one", old)
+    assert store.take_over("two", 2)
 
     with store.turn():
         submit(store, "a")
@@ -82,7 +83,8 @@ def test_a_refused_epoch_inside_a_turn_leaves_the_rest_of_it(store: MemoryStore)
 def test_a_job_that_was_pruned_and_taken_back_keeps_its_age(store: MemoryStore) -> None:
     submit(store, "a", "b", "c")
     store.cancel(["b"], actor="alice")
-    epoch = store.take_over("leader")
+    epoch = 1
+    assert store.take_over("leader", epoch)
 
     def prune_and_regret() -> None:
         with store.turn():
@@ -112,7 +114,8 @@ def test_nothing_is_left_behind_when_all_jobs_are_gone(store: MemoryStore) -> No
     for grant in lease(store, limit=3):
         store.finish([Report(grant.job_id, "w1", grant.lease_id, grant.attempt, Outcome())])
 
-    store.prune(before=store.clock.wall() + 1, epoch=store.take_over("leader"))
+    assert store.take_over("leader", 1)
+    store.prune(before=store.clock.wall() + 1, epoch=1)
 
     empty = vars(MemoryStore(FakeClock()))
     kept = {name: value for name, value in vars(store).items() if isinstance(value, dict | list)}

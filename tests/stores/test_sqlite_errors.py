@@ -13,6 +13,8 @@ from tasuki.core.verbs import Filter
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.sql import SqlStore
 from tasuki.stores.sql_read import SqlReader
+from tasuki.stores.sql_sqlite import SqliteDatabase
+from tasuki.stores.sql_sqlite_session import SqliteSession
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
 
@@ -28,7 +30,16 @@ READS: dict[str, Callable[[SqlReader], object]] = {
     "blob_owners": lambda reader: reader.blob_owners("0" * 64),
     "token": lambda reader: reader.token("0" * 64),
     "tokens": lambda reader: reader.tokens(),
+    "ended_among": lambda reader: reader.ended_among(["a"]),
+    "revoked_among": lambda reader: reader.revoked_among(["a"]),
+    "audit": lambda reader: reader.audit(),
+    "epoch": lambda reader: reader.epoch(),
 }
+
+
+def connection_of(store: SqlStore) -> sqlite3.Connection:
+    assert isinstance(store._database, SqliteDatabase)
+    return store._database.connection
 
 
 @pytest.fixture
@@ -50,8 +61,10 @@ def store(stage: Stage) -> SqlStore:
 @pytest.mark.parametrize("name", READS)
 def test_a_reader_whose_statement_fails_raises_an_error_of_ours(store: SqlStore, name: str) -> None:
     reader = store.reader()
+    session = reader._own.session
+    assert isinstance(session, SqliteSession)
     # All but the range of ids, with which `find` begins: its walk must fail too.
-    reader._one = {name: "SELECT * FROM nowhere" if name != "id_range" else text for name, text in reader._one.items()}
+    session.one = {name: "SELECT * FROM nowhere" if name != "id_range" else text for name, text in session.one.items()}
 
     with pytest.raises(TasukiError):
         READS[name](reader)
@@ -60,7 +73,7 @@ def test_a_reader_whose_statement_fails_raises_an_error_of_ours(store: SqlStore,
 
 
 def test_a_statement_that_fails_says_that_nothing_was_stored(stage: Stage, store: SqlStore) -> None:
-    store._database.connection.execute("DROP TABLE tasuki_counter")
+    connection_of(store).execute("DROP TABLE tasuki_counter")
 
     with pytest.raises(Unavailable, match="nothing of this was stored"):
         stage.add("b")

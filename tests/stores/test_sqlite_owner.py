@@ -130,21 +130,21 @@ def test_commits_are_durable_and_the_journal_is_a_wal(path: Path) -> None:
 def test_live_leases_outlive_a_restart_on_a_clock_that_began_again(path: Path) -> None:
     clock = FakeClock(lease=50_000.0)
     store = SqlStore.open_sqlite(path, clock=clock)
-    store.take_over("server-1")
+    assert store.take_over("server-1", 1)
     store.submit([submission("a")])
     [[grant]] = store.lease([request(ttl_s=15.0)])
     store.close()
 
     clock = FakeClock(lease=10.0)  # the machine was restarted: CLOCK_BOOTTIME counts from 0 again
     store = SqlStore.open_sqlite(path, clock=clock)
-    epoch = store.take_over("server-2")
+    assert store.take_over("server-2", 2)
 
     assert store.next_due() == (10.0 + 15.0 + LEASE_MARGIN_S, None)
-    assert store.reap(epoch=epoch) == []
+    assert store.reap(epoch=2) == []
     claim = Held("a", "w1", "w1/1", grant.lease_id, grant.attempt)
     assert store.start([claim]) == [Standing.GO_ON]
     clock.advance(15.0 + LEASE_MARGIN_S)
-    assert [reaped.job_id for reaped in store.reap(epoch=epoch)] == ["a"]
+    assert [reaped.job_id for reaped in store.reap(epoch=2)] == ["a"]
     store.close()
 
 

@@ -175,7 +175,7 @@ def test_an_error_of_the_caller_rolls_the_turn_back_and_the_store_goes_on(path: 
 
 def test_a_refused_leader_verb_does_not_spoil_the_turn_around_it(path: Path) -> None:
     store = SqlStore.open_sqlite(path)
-    store.take_over("one")
+    assert store.take_over("one", 1)
 
     with store.turn():
         store.submit([submission("a")])

@@ -1,4 +1,4 @@
-"""Random histories on both stores: SQLite must answer as the memory store does; and the machine must notice when one lies."""
+"""Random histories on all stores: SQLite and PostgreSQL must answer as the memory store does; the machine must notice a liar."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from tasuki.stores.memory_records import Record
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_machine import StoreMachine
+from tests.services import PostgresService
 
 # Measured: 120 histories of 50 steps take about 15 s on SQLite.
 LONG = settings(max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+# A step on PostgreSQL with all that is compared after it is some fifty statements: 20 histories take about as long.
+SHORT = settings(LONG, max_examples=20, stateful_step_count=40)
 # Planted faults must be found the same way on every run, and need no shrinking to be found.
 HUNT = settings(LONG, max_examples=300, derandomize=True, database=None, phases=[Phase.generate])
 
@@ -43,6 +46,37 @@ class SqliteMachine(StoreMachine):
 class MemoryMachine(StoreMachine):
     def make_store(self, clock: FakeClock) -> Store:
         return MemoryStore(clock)
+
+
+class PostgresMachine(StoreMachine):
+    service: PostgresService
+
+    def make_store(self, clock: FakeClock) -> Store:
+        from tasuki.stores.sql import SqlStore
+
+        self.url = self.service.borrow()
+        return SqlStore.open_postgresql(self.url, clock=clock)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "url"):
+            self.service.give_back(self.url)
+
+
+@pytest.mark.slow
+def test_postgresql_answers_as_the_memory_store_does(postgres: PostgresService) -> None:
+    class Machine(PostgresMachine):
+        service = postgres
+
+    run_state_machine_as_test(Machine, settings=SHORT)
+
+
+@pytest.mark.soak
+def test_postgresql_answers_as_the_memory_store_does_for_long(postgres: PostgresService) -> None:
+    class Machine(PostgresMachine):
+        service = postgres
+
+    run_state_machine_as_test(Machine, settings=LONG)
 
 
 @pytest.mark.slow

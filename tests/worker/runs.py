@@ -21,6 +21,8 @@ from tasuki.worker.runner import CommandRunner, RunLimits
 DEADLINE_S = 10.0
 OWNER = "uid:owner"
 _incarnations = itertools.count(1)
+opened: list[CommandRunner] = []
+"""Closed after the test that made them (conftest.py): each has a keeper, which is a process."""
 
 
 def attempt_of(**fields: Any) -> Attempt:
@@ -42,7 +44,9 @@ def runner_in(data: Path, *execs: Exec, any_program_for: str | None = OWNER, **o
     options.setdefault("limits", RunLimits(grace_s=0.3))
     options.setdefault("floor_free_bytes", 0)
     options.setdefault("incarnation", f"incarnation-{os.getpid()}-{next(_incarnations)}")
-    return CommandRunner(data, {found.name: found for found in execs}, any_program_for=lambda: any_program_for, **options)
+    runner = CommandRunner(data, {found.name: found for found in execs}, any_program_for=lambda: any_program_for, **options)
+    opened.append(runner)
+    return runner
 
 
 Meanwhile = Callable[[CommandRunner, "asyncio.Future[StopReason]"], Awaitable[None]]

@@ -1,5 +1,6 @@
 """What an operator may write as an exec, and what argv comes out of it."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tasuki.worker.attempt import Refused
 from tasuki.worker.commands import build_command
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag, parse_execs
 from tasuki.worker.folder import RunFolder
+from tasuki.worker.keeper_protocol import Limits
 from tests.worker.runs import attempt_of
 
 
@@ -198,3 +200,54 @@ def test_a_program_is_not_found_in_the_jobs_own_folder(tmp_path: Path, monkeypat
         build_command(exec_, attempt_of(exec="tool"), RunFolder(tmp_path), environment={"PATH": ":.:/usr/bin"}, incarnation="i")
 
     assert refused.value.error_code == "PROGRAM_NOT_FOUND"
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+def test_limits_are_read_and_none_is_set_by_default() -> None:
+    execs = parse_execs(
+        {
+            "free": {"command": "echo"},
+            "tight": {
+                "command": "echo",
+                "stop_grace_s": 0,
+                "memory_mb": 100,
+                "processes": 5,
+                "cpu_seconds": 60,
+                "file_size_mb": 10,
+                "open_files": 64,
+                "nice": 10,
+                "pid_namespace": True,
+            },
+        }
+    )
+
+    assert (execs["free"].limits, execs["free"].stop_grace_s, execs["free"].pid_namespace) == (Limits(), None, False)
+    assert execs["tight"].limits == Limits(memory_mb=100, processes=5, cpu_seconds=60, file_size_mb=10, open_files=64, nice=10)
+    assert (execs["tight"].stop_grace_s, execs["tight"].pid_namespace) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("memory_mb", 0), ("processes", -1), ("cpu_seconds", 0), ("file_size_mb", 0), ("open_files", 0), ("stop_grace_s", -1)],
+)
+def test_a_limit_that_nothing_could_keep_is_refused(setting: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be .*, got {value}"):
+        parse_execs({"tool": {"command": "echo", setting: value}})
+
+
+@pytest.mark.parametrize("nice", [-1, 20])
+def test_nice_is_only_for_being_nicer(nice: int) -> None:
+    with pytest.raises(ConfigError, match="nice must be 0 to 19"):
+        parse_execs({"tool": {"command": "echo", "nice": nice}})
+
+
+def test_a_namespace_is_made_by_unshare_around_the_command(tmp_path: Path) -> None:
+    (tool,) = parse_execs({"tool": {"command": "echo hello", "pid_namespace": True}}).values()
+
+    argv = argv_of(tool, tmp_path)
+
+    assert argv[0] == "unshare"
+    assert "--pid" in argv
+    assert argv[argv.index("--") + 1 :] == [shutil.which("echo", path="/usr/bin:/bin"), "hello"]

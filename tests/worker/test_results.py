@@ -1,7 +1,9 @@
 """What of out/ goes into a result, and what a job's tricks with it lead to."""
 
+import io
 import os
 import socket
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from tasuki.blobs.zips import check_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES
 from tasuki.worker.logs import CappedLog
-from tasuki.worker.results import OutputLimits, _Archive, collect_outputs
+from tasuki.worker.results import OutputLimits, _Archive, collect_outputs, small_zip
 from tests.worker.runs import archive_of, names_of, report_of, run, runner_in, shell, text_of
 
 
@@ -162,3 +164,24 @@ def test_a_log_keeps_its_head_and_its_tail_whenever_it_is_looked_at(tmp_path: Pa
         mark = b"\n[tasuki: %d bytes were cut here]\n" % (len(written) - 100)
         assert contents == written[:50] + mark + written[-50:]
         assert log.cut_bytes == len(written) - 100
+
+
+# ---------------------------------------------------------------------------------------------------- small archives
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"hello\n" * 1000, bytes(range(256))], ids=["empty", "one", "text", "noise"])
+def test_a_small_archive_is_one_that_every_reader_accepts(data: bytes) -> None:
+    archive = small_zip([("result.json", b"{}\n"), ("stdout.log", data), ("stderr.log", b"")])
+
+    entries = check_zip(io.BytesIO(archive))
+    with zipfile.ZipFile(io.BytesIO(archive)) as read:
+        assert read.testzip() is None
+        assert read.read("stdout.log") == data
+        assert [info.external_attr >> 16 for info in read.infolist()] == [0o100644] * 3
+    assert [entry.name for entry in entries] == ["result.json", "stdout.log", "stderr.log"]
+
+
+def test_an_archive_is_the_same_for_the_same_contents() -> None:
+    members = [("result.json", b"{}\n"), ("stdout.log", b"again " * 99)]
+
+    assert small_zip(members) == small_zip(members)

@@ -1,10 +1,12 @@
 """Commands run as real processes: what they get, how they end, and that nothing of them stays."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +19,10 @@ import uvloop
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, InputFile, body_hash
 from tasuki.errors import DiskFull, Unavailable
 from tasuki.worker.attempt import Attempt, StopReason
+from tasuki.worker.keeper_client import Keeper, Kept
 from tasuki.worker.runner import CommandRunner, RunLimits
 from tests.worker.runs import (
+    OWNER,
     alive,
     attempt_of,
     exec_of,
@@ -99,6 +103,59 @@ def test_the_folder_goes_when_the_result_is_recorded(tmp_path: Path) -> None:
     asyncio.run(runner.cleanup(attempt))
 
     assert not runner.folders.at(attempt).path.exists()
+
+
+def test_a_folder_that_was_left_as_it_was_serves_the_next_job_and_shows_nothing_of_the_last(tmp_path: Path) -> None:
+    runner = runner_in(tmp_path)
+    first, second = shell("echo secret; echo secret >&2", job_id="first"), shell("ls -A . in out tmp", job_id="second")
+    run(runner, first)
+    asyncio.run(runner.cleanup(first))
+    assert runner.folders.is_quick(second)
+
+    result = run(runner, second)
+
+    assert text_of(result).split() == [".:", "in", "log", "out", "tmp", "in:", "out:", "tmp:"]
+    assert text_of(result, "stderr.log") == ""
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        "echo x > extra",
+        "echo x > out/file",
+        "touch tmp/.hidden",
+        "chmod 755 in",
+        "rmdir in; ln -s /etc in",
+        "ln log/stdout log/other",
+        "ln log/stdout ../kept",
+        "rm log/stderr; ln -s /etc/passwd log/stderr",
+        "chmod 644 log/stdout",
+        "head -c 1000000 /dev/zero",
+        "mv in in2; mkdir in; chmod 700 in in2",
+    ],
+)
+def test_a_folder_that_a_job_has_changed_is_not_used_again(tmp_path: Path, trace: str) -> None:
+    runner = runner_in(tmp_path)
+    attempt = shell(trace)
+    assert run(runner, attempt).outcome.exit_code == 0
+
+    asyncio.run(runner.cleanup(attempt))
+
+    assert not runner.folders.is_quick(attempt)
+    assert not runner.folders.at(attempt).path.exists()
+
+
+def test_spare_folders_go_with_their_worker(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        runner = CommandRunner(tmp_path, {}, incarnation="short", fetch=no_fetch, any_program_for=lambda: OWNER)
+        for job_id in ("a", "b"):
+            await run_async(runner, shell("true", job_id=job_id))
+            await runner.cleanup(shell("true", job_id=job_id))
+        runner.close()
+
+    asyncio.run(scenario())
+
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_kept_folder_stays(tmp_path: Path) -> None:
@@ -402,7 +459,8 @@ def test_kill_all_ends_every_job_at_once(tmp_path: Path) -> None:
 
     outcome = run(runner_in(tmp_path), shell(f"echo $$ > {pids}; exec sleep 1000"), kill).outcome
 
-    assert (outcome.error_code, outcome.meta["signal"]) == ("SIGNAL", "SIGKILL")
+    assert (outcome.error_code, outcome.exit_code) == ("SHUTDOWN", 128 + signal.SIGKILL)
+    assert not alive(*pids_in(pids))
 
 
 def test_many_jobs_at_once_need_no_thread_each(tmp_path: Path) -> None:
@@ -516,12 +574,35 @@ def test_a_start_kills_and_removes_what_a_dead_worker_left_but_not_what_a_live_o
     assert kept.path.exists()
 
 
-def test_the_seam_for_another_way_to_start_processes_is_used(tmp_path: Path) -> None:
-    def refuse(*_: object) -> None:
-        raise BlockingIOError(11, "no more processes")
+def test_a_run_folder_that_cannot_be_used_is_the_attempts_end_and_not_the_workers(tmp_path: Path) -> None:
+    runner = runner_in(tmp_path)
+    attempt = shell("true")
+    runner.folders.create(attempt)
+
+    outcome = run(runner, attempt).outcome
+
+    assert (outcome.error_code, outcome.permanent) == ("RUN_FOLDER", False)
+    assert "exists" in outcome.message
+
+
+def test_a_machine_without_room_for_another_process_gives_the_job_back(tmp_path: Path) -> None:
+    runner = runner_in(tmp_path, keeper=RefusingKeeper(errno.EAGAIN))
 
     with pytest.raises(Unavailable, match="try again"):
-        run(runner_in(tmp_path, spawn=refuse, fetch=no_fetch), shell("true"))
+        run(runner, shell("true"))
+
+
+class RefusingKeeper(Keeper):
+    """One whose every start fails with the same error number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(socket.socket(), 0)
+        self._number = number
+
+    def spawn(self, **_: object) -> Kept:
+        kept = Kept(1, asyncio.get_running_loop())
+        kept.fail(OSError(self._number, os.strerror(self._number)))
+        return kept
 
 
 def test_the_report_is_json_that_anyone_can_read(tmp_path: Path) -> None:

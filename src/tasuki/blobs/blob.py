@@ -2,8 +2,12 @@
 
 Theory of operation. A blob has no name but its hash, so writing it twice is harmless and nothing is ever overwritten
 with something else. `begin` gives a writer that streams; `commit` is the moment of truth: when it returns, the blob
-survives a power cut, and before that nobody can see any part of it. Who refers to a blob is not known here: references
-stand in the job's transaction, and whoever collects garbage re-checks them inside the delete.
+survives a power cut, and before that nobody can see any part of it.
+
+Bytes lie under (sha256, generation). The tasuki store says which generation counts; to this contract it is part of the
+name and no more. Bytes that were deleted and come back get another generation, so a deleter that was frozen for an hour
+deletes what nobody uses any more. Who refers to a blob, and which blobs there are, is not known here: both are rows of that
+store, and no verb lists anything.
 
 Nothing here assumes a local path. All verbs block on I/O: an event loop calls them in a thread. A store may be used by
 many threads at once; one writer or reader belongs to one thread at a time.
@@ -20,7 +24,7 @@ from typing import Protocol, Self
 from tasuki.core.job import BlobRef
 from tasuki.errors import InvalidInput
 
-__all__ = ["CHUNK_BYTES", "BlobReader", "BlobRef", "BlobStore", "BlobWriter", "check_sha256", "is_sha256"]
+__all__ = ["CHUNK_BYTES", "BlobReader", "BlobRef", "BlobStore", "BlobWriter", "check_sha256", "is_sha256", "name_of"]
 
 CHUNK_BYTES = 256 * 1024  # what a reader yields at once: four default pipes full, and small beside any memory limit
 
@@ -37,6 +41,14 @@ def check_sha256(sha256: str) -> str:
     if not is_sha256(sha256):
         raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
     return sha256
+
+
+def name_of(sha256: str, generation: int) -> str:
+    """The last part of a path or key: the hash, and the generation unless it is the first."""
+    check_sha256(sha256)
+    if generation < 0:
+        raise InvalidInput(f"a blob has no generation {generation}; they count from 0")
+    return f"{sha256}.{generation}" if generation else sha256
 
 
 class BlobWriter(Protocol):
@@ -93,37 +105,44 @@ class BlobReader(Protocol):
 class BlobStore(Protocol):
     """What every place that keeps blobs can do. A sha256 that is not 64 lower-case hex digits is InvalidInput."""
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None) -> BlobWriter:
+    threads: int
+    """How many calls may usefully block at once; whoever calls from an event loop keeps that many threads."""
+
+    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> BlobWriter:
         """Start writing a blob; what is announced here is verified by `commit`.
 
-        TooLarge if the announced size passes the store's limit, DiskFull if there is no room for it.
+        TooLarge if the announced size passes the store's limit, DiskFull if there is no room for it. A store that must name
+        what it writes beforehand refuses (InvalidInput, in `write`) more than a few MiB whose sha256 was not announced.
         """
         ...
 
-    def open(self, blob: BlobRef | str, offset: int = 0) -> BlobReader:
+    def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> BlobReader:
         """Start reading at `offset` (at most the size, else InvalidInput).
 
         NotFound; Corrupt if a reference is given and the stored size is another.
         """
         ...
 
-    def size(self, sha256: str) -> int:
+    def size(self, sha256: str, generation: int = 0) -> int:
         """Size in bytes, or NotFound."""
         ...
 
-    def has(self, sha256: str) -> bool:
+    def has(self, sha256: str, generation: int = 0) -> bool:
         """Whether the blob is there. It says nothing about its contents."""
         ...
 
-    def delete(self, sha256: str) -> bool:
-        """Remove the blob; True if it was there. Who has it open may read on. After a power cut it may be back."""
+    def delete(self, sha256: str, generation: int = 0) -> bool:
+        """Remove the blob, and what abandoned writers left of it; True if it was there. After a power cut it may be back.
+
+        Who has it open may be cut off: only what nobody refers to is deleted.
+        """
         ...
 
-    def put_bytes(self, data: bytes) -> BlobRef:
+    def put_bytes(self, data: bytes, generation: int = 0) -> BlobRef:
         """`begin`, `write`, `commit` for bytes that are small enough to stand in memory."""
         ...
 
-    def read_bytes(self, sha256: str, max_bytes: int) -> bytes:
+    def read_bytes(self, sha256: str, max_bytes: int, generation: int = 0) -> bytes:
         """The whole blob, verified; TooLarge, before anything is read, if it has more than `max_bytes`."""
         ...
 
@@ -131,9 +150,17 @@ class BlobStore(Protocol):
         """DiskFull if a blob of that size would be refused now; a server asks before it takes work."""
         ...
 
-    def local_path(self, sha256: str) -> Path | None:
+    def local_path(self, sha256: str, generation: int = 0) -> Path | None:
         """A file with the blob's bytes to be read, never changed, where the store has one; None where it has not.
 
         NotFound. The bytes are not verified.
         """
+        ...
+
+    def check(self) -> None:
+        """Whether this place can be used at all: ConfigError or Unavailable, with the way out. For the start of a server."""
+        ...
+
+    def close(self) -> None:
+        """Let those that wait for a place that does not answer end soon, with Unavailable. Harmless when repeated."""
         ...

@@ -1,4 +1,4 @@
-"""Blobs in a folder: `<root>/ab/cdef…`, content-addressed, with temporary files in `<root>/tmp/`.
+"""Blobs in a folder: `<root>/ab/cdef…` (`cdef….7` for generation 7), content-addressed; temporary files in `<root>/tmp/`.
 
 It touches nothing outside its root. How a blob becomes visible, and why nothing torn ever is:
 
@@ -22,9 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, check_sha256
+from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, check_sha256, name_of
 from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
-from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge
+from tasuki.blobs.whole import Intake, WholeBlobs
+from tasuki.errors import Corrupt, InvalidInput, NotFound
 
 __all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]
 
@@ -47,8 +48,10 @@ def _no_step(step: Step) -> None:
     """What `on_step` is outside tests."""
 
 
-class FolderBlobs:
+class FolderBlobs(WholeBlobs):
     """A `BlobStore` in a local folder. Opening it makes the folder and sweeps the temporary files of crashed writers."""
+
+    threads = 2  # one more than a disk needs, so that a slow fsync does not stop a read
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class FolderBlobs:
         self._on_step = on_step
         self._lock = threading.Lock()  # for the two sets; never held over I/O
         self._durable_prefixes: set[str] = set()
-        self._doubtful: set[str] = set()
+        self._doubtful: set[Path] = set()
         with disk_full_as_error(root):
             # 0700: results may hold secrets, and other users live on the machine.
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,21 +79,17 @@ class FolderBlobs:
             sync_folder(root.parent)
         self._sweep()
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None) -> FolderWriter:
-        if sha256 is not None:
-            check_sha256(sha256)
-        if size_bytes is not None and size_bytes < 0:
-            raise InvalidInput(f"a blob cannot have {size_bytes} bytes; announce 0 or more")
-        self.check_size(size_bytes or 0)
+    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> FolderWriter:
+        intake = Intake(sha256, size_bytes, self.max_blob_bytes)
         self.check_space(size_bytes or 0)
-        return FolderWriter(self, sha256, size_bytes)
+        return FolderWriter(self, intake, generation)
 
-    def open(self, blob: BlobRef | str, offset: int = 0) -> FolderReader:
+    def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> FolderReader:
         sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
         try:
-            descriptor = os.open(self._path(sha256), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._path(sha256, generation), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise self._not_found(sha256) from None
+            raise self._not_found(sha256, generation) from None
         try:
             size_bytes = os.fstat(descriptor).st_size
             if isinstance(blob, BlobRef) and blob.size_bytes != size_bytes:
@@ -102,51 +101,36 @@ class FolderBlobs:
             os.close(descriptor)
             raise
 
-    def size(self, sha256: str) -> int:
+    def size(self, sha256: str, generation: int = 0) -> int:
         try:
-            return self._path(check_sha256(sha256)).stat().st_size
+            return self._path(sha256, generation).stat().st_size
         except FileNotFoundError:
-            raise self._not_found(sha256) from None
+            raise self._not_found(sha256, generation) from None
 
-    def has(self, sha256: str) -> bool:
-        return self._path(check_sha256(sha256)).is_file()
+    def has(self, sha256: str, generation: int = 0) -> bool:
+        return self._path(sha256, generation).is_file()
 
-    def delete(self, sha256: str) -> bool:
+    def delete(self, sha256: str, generation: int = 0) -> bool:
         # No fsync: a deleted blob that is back after a power cut costs space and harms nobody.
         try:
-            self._path(check_sha256(sha256)).unlink()
+            self._path(sha256, generation).unlink()
         except FileNotFoundError:
             return False
         return True
 
-    def put_bytes(self, data: bytes) -> BlobRef:
-        with self.begin(size_bytes=len(data)) as writer:
-            writer.write(data)
-            return writer.commit()
-
-    def read_bytes(self, sha256: str, max_bytes: int) -> bytes:
-        with self.open(sha256) as reader:
-            if reader.size_bytes > max_bytes:
-                raise TooLarge(
-                    f"blob {sha256} has {reader.size_bytes} bytes, more than max_bytes = {max_bytes}; read it in chunks"
-                )
-            return b"".join(reader)
-
     def check_space(self, size_bytes: int = 0) -> None:
         check_free(self.root, size_bytes, self.floor_free_bytes, self.floor_free_inodes)
 
-    def local_path(self, sha256: str) -> Path | None:
-        if not self.has(sha256):
-            raise self._not_found(sha256)
-        return self._path(sha256)
+    def local_path(self, sha256: str, generation: int = 0) -> Path | None:
+        if not self.has(sha256, generation):
+            raise self._not_found(sha256, generation)
+        return self._path(sha256, generation)
 
-    def check_size(self, size_bytes: int) -> None:
-        """TooLarge if a blob of that size passes the limit."""
-        if size_bytes > self.max_blob_bytes:
-            raise TooLarge(
-                f"a blob of {size_bytes} bytes or more passes the limit of {self.max_blob_bytes}; "
-                "split it, or raise max_blob_bytes"
-            )
+    def check(self) -> None:
+        """Opening it has shown that it can be written to. A full disk is no reason not to start: reports are still taken."""
+
+    def close(self) -> None:
+        """Nobody waits for a folder."""
 
     def create_temporary(self) -> tuple[int, Path]:
         """A new file (mode 0600) in the same file system as the blobs, so that a rename publishes it."""
@@ -155,12 +139,12 @@ class FolderBlobs:
         self._on_step(Step.CREATED)
         return descriptor, Path(name)
 
-    def publish(self, descriptor: int, temporary: Path, ref: BlobRef) -> None:
+    def publish(self, descriptor: int, temporary: Path, ref: BlobRef, generation: int) -> None:
         """Make the verified temporary file the blob `ref`, durably; an equal blob that is there already stays."""
-        final = self._path(ref.sha256)
+        final = self._path(ref.sha256, generation)
         self._on_step(Step.WRITTEN)
         with self._lock:
-            doubtful = ref.sha256 in self._doubtful
+            doubtful = final in self._doubtful
         with disk_full_as_error(final):
             final.parent.mkdir(mode=0o700, exist_ok=True)
             if not doubtful and self._is_there(final, ref):
@@ -171,10 +155,10 @@ class FolderBlobs:
                 self._rename(temporary, final)
                 self._on_step(Step.RENAMED)
             # Also for a blob that was there: its writer may stand between its rename and its fsync.
-            self._make_name_durable(final, ref.sha256)
+            self._make_name_durable(final)
         if doubtful:
             with self._lock:
-                self._doubtful.discard(ref.sha256)
+                self._doubtful.discard(final)
         self._on_step(Step.DURABLE)
 
     def _is_there(self, final: Path, ref: BlobRef) -> bool:
@@ -194,7 +178,7 @@ class FolderBlobs:
                 "is swept when the store is opened again); send the blob again"
             ) from None
 
-    def _make_name_durable(self, final: Path, sha256: str) -> None:
+    def _make_name_durable(self, final: Path) -> None:
         """fsync the folder, and once per process its entry in the root.
 
         After a failed fsync a second one that succeeds proves nothing, so the blob stays doubtful: the next writer of
@@ -209,7 +193,7 @@ class FolderBlobs:
                 sync_folder(self.root)
         except OSError:
             with self._lock:
-                self._doubtful.add(sha256)
+                self._doubtful.add(final)
             raise
         with self._lock:
             self._durable_prefixes.add(prefix)
@@ -225,22 +209,20 @@ class FolderBlobs:
             except FileNotFoundError:
                 continue  # its writer has just finished, or another process sweeps too
 
-    def _path(self, sha256: str) -> Path:
-        return self.root / sha256[:2] / sha256[2:]
+    def _path(self, sha256: str, generation: int) -> Path:
+        return self.root / sha256[:2] / name_of(sha256, generation)[2:]
 
-    def _not_found(self, sha256: str) -> NotFound:
-        return NotFound(f"no blob {sha256} in {str(self.root)!r}")
+    def _not_found(self, sha256: str, generation: int) -> NotFound:
+        return NotFound(f"no blob {name_of(sha256, generation)} in {str(self.root)!r}")
 
 
 class FolderWriter:
     """A `BlobWriter` onto a temporary file."""
 
-    def __init__(self, store: FolderBlobs, sha256: str | None, size_bytes: int | None) -> None:
+    def __init__(self, store: FolderBlobs, intake: Intake, generation: int) -> None:
         self._store = store
-        self._announced_sha256 = sha256
-        self._announced_bytes = size_bytes
-        self._hash = hashlib.sha256()
-        self._size_bytes = 0
+        self._intake = intake
+        self._generation = generation
         self._next_check_bytes = FREE_CHECK_BYTES
         self._descriptor, self._path = store.create_temporary()
         self._is_open = True
@@ -251,7 +233,7 @@ class FolderWriter:
         try:
             self._check_growth(view.nbytes)
             self._write_all(view)
-            self._hash.update(view)
+            self._intake.take(view)
         except BaseException:
             self.abort()
             raise
@@ -260,8 +242,8 @@ class FolderWriter:
     def commit(self) -> BlobRef:
         self._check_open()
         try:
-            ref = self._verify()
-            self._store.publish(self._descriptor, self._path, ref)
+            ref = self._intake.verify()
+            self._store.publish(self._descriptor, self._path, ref, self._generation)
         finally:
             self.abort()  # frees the descriptor; the temporary name is gone already unless something was raised
         return ref
@@ -286,10 +268,8 @@ class FolderWriter:
             raise ValueError("this blob writer was committed or aborted; begin a new one")
 
     def _check_growth(self, more_bytes: int) -> None:
-        size_bytes = self._size_bytes + more_bytes
-        self._store.check_size(size_bytes)
-        if self._announced_bytes is not None and size_bytes > self._announced_bytes:
-            raise Corrupt(f"a blob announced with {self._announced_bytes} bytes has {size_bytes} or more")
+        self._intake.check_growth(more_bytes)
+        size_bytes = self._intake.size_bytes + more_bytes
         if size_bytes >= self._next_check_bytes:
             self._store.check_space(more_bytes)
             self._next_check_bytes = size_bytes + FREE_CHECK_BYTES
@@ -299,15 +279,6 @@ class FolderWriter:
             written = 0
             while written < view.nbytes:  # a disk that fills up takes a part first and says so at the next call
                 written += os.write(self._descriptor, view[written:])
-        self._size_bytes += written
-
-    def _verify(self) -> BlobRef:
-        ref = BlobRef(self._hash.hexdigest(), self._size_bytes)
-        if self._announced_bytes not in (None, ref.size_bytes):
-            raise Corrupt(f"a blob announced with {self._announced_bytes} bytes has {ref.size_bytes}")
-        if self._announced_sha256 not in (None, ref.sha256):
-            raise Corrupt(f"a blob announced with sha256 {self._announced_sha256} has sha256 {ref.sha256}")
-        return ref
 
 
 class FolderReader:

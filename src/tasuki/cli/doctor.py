@@ -72,6 +72,7 @@ def doctor(
         _python,
         _sqlite,
         _clock,
+        _keeper,
         lambda: _folder(folder),
         lambda: _disk(folder),
         lambda: _token_file(folder),
@@ -95,6 +96,15 @@ def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= PYTHON_OLDEST
     return Finding("python", OK if good else FAIL, f"{version} at {sys.executable}", "install Python 3.11 or newer")
+
+
+def _keeper() -> Finding:
+    from tasuki.worker.keeper import level_here
+
+    found = level_here()
+    return Finding(
+        "keeper", WARN if found.level == "group" else OK, f"level {found.level}: {found.detail}", "run workers on Linux"
+    )
 
 
 def _sqlite() -> Finding:

@@ -1,6 +1,8 @@
-"""`tasuki migrate`: bring the tables of a data folder up to date, without starting a server."""
+"""`tasuki migrate`: bring the tables of a store up to date, without starting a server."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -14,15 +16,31 @@ def add_to(app: typer.Typer) -> None:
     command(
         app,
         "migrate",
-        examples=["tasuki migrate --data /srv/tasuki      # before a new version starts; a server does it by itself, too"],
+        examples=[
+            "tasuki migrate --data /srv/tasuki      # before a new version starts; a server does it by itself, too",
+            "tasuki migrate --store postgresql://tasuki@db/tasuki",
+        ],
     )(migrate)
 
 
-def migrate(data: options.Data = None, json: options.Json = False) -> None:
-    """Bring the database of a data folder up to date.
+def migrate(
+    data: options.Data = None,
+    store: Annotated[
+        str | None,
+        typer.Option("--store", metavar="URL", envvar="TASUKI_STORE", help="postgresql://…, instead of a data folder."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Bring the tables of a store up to date.
 
-    No server may be running on it.
+    No server may be running on a data folder. On PostgreSQL servers of the version before may go on, unless this says otherwise.
     """
+    name, applied = _migrate_postgresql(store) if store else _migrate_folder(data)
+    done = f"applied {', '.join(applied)}" if applied else "already up to date"
+    Output(json=json).show({"database": name, "applied": applied}, lambda: [f"{name}: {done}"])
+
+
+def _migrate_folder(data: options.Data) -> tuple[str, list[str]]:
     from tasuki.config import data_folder
     from tasuki.django import standalone
     from tasuki.server.node import prepare_folder
@@ -33,9 +51,20 @@ def migrate(data: options.Data = None, json: options.Json = False) -> None:
     lock = OwnerLock(folder.database)
     try:
         standalone.configure(folder.database)
-        alias = standalone.register(folder.database)
-        applied = standalone.migrate(alias)
+        return str(folder.database), standalone.migrate(standalone.register(folder.database))
     finally:
         lock.release()
-    done = f"applied {', '.join(applied)}" if applied else "already up to date"
-    Output(json=json).show({"database": str(folder.database), "applied": applied}, lambda: [f"{folder.database}: {done}"])
+
+
+def _migrate_postgresql(url: str) -> tuple[str, list[str]]:
+    from tasuki.django import standalone
+    from tasuki.server.node import check_store
+    from tasuki.stores.sql_postgres import connection_parameters
+    from tasuki.stores.sql_postgres_errors import Translated, name_of
+
+    check_store(url)
+    given = connection_parameters(url)
+    standalone.configure()
+    alias = standalone.register_postgresql(given)
+    with Translated(given, "nothing was changed", lambda error: False):
+        return name_of(given), standalone.migrate(alias)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tasuki.cli import exits
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import encode_json, write_line
+from tasuki.core.term import LOCK_TTL_S
 
 if TYPE_CHECKING:
     import ssl
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from tasuki.config import Address, DataFolder
     from tasuki.server.app import Server
 
+logger = logging.getLogger("tasuki.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HURRY_S = 10.0
 
@@ -38,6 +42,13 @@ class Listen(NamedTuple):
     lease_ttl_s: float = 15.0
     retention_days: float = 30.0
     json: bool = False
+    store: str = ""
+    blobs: str = ""
+    advertise: tuple[Address, ...] = ()
+    """Where others reach this server, if that is not where it listens."""
+    blob_grace_s: float = 3600.0
+    blob_budget_bytes: int | None = None
+    lead_ttl_s: float = LOCK_TTL_S
 
 
 class Events:
@@ -131,6 +142,10 @@ class Opened:
         if listen.unix:
             self.addresses.append(await self._door.listen_unix(listen.folder.socket))
         note_listening(listen.folder, self.addresses)
+        reachable = [address for address in self.addresses if address.reachable]
+        if listen.store and not (listen.advertise or reachable):
+            logger.warning("other servers cannot tell peers where this one is; give --advertise tls://HOST:PORT")
+        self.server.reachable_at(tuple(map(str, listen.advertise or reachable)))
 
     async def shut(self) -> None:
         """Take no more connections; those that are there stay."""
@@ -161,7 +176,7 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
     from tasuki.doors.tcp import server_tls
     from tasuki.errors import ConfigError
     from tasuki.server.app import ServerConfig
-    from tasuki.server.node import kill_at, make_server, prepare_folder
+    from tasuki.server.node import Places, kill_at, make_server, prepare_folder
 
     check(listen)
     tls = server_tls(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
@@ -173,9 +188,13 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
         data=listen.folder.root,
         lease_ttl_s=listen.lease_ttl_s,
         retention_s=listen.retention_days * 86400.0,
+        blob_grace_s=listen.blob_grace_s,
+        blob_budget_bytes=listen.blob_budget_bytes,
+        host=_host(),
     )
+    places = Places(listen.folder, listen.store, listen.blobs, listen.lead_ttl_s)
     try:
-        server = make_server(listen.folder, config, kill_at(fault_point()))
+        server = make_server(places, config, kill_at(fault_point()))
     except OSError as error:
         raise ConfigError(f"the data folder {listen.folder.root} cannot be written to: {error.strerror or error}") from None
     await server.start()
@@ -195,6 +214,10 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
         await server.stop()
 
 
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
+
+
 def _server_id() -> str:
-    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
-    return f"{host}-{os.getpid()}"
+    """Of this start: in containers hosts and pids are often the same."""
+    return f"{_host()}-{os.getpid()}-{secrets.token_hex(3)}"

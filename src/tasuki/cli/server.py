@@ -1,4 +1,4 @@
-"""`tasuki server`: a server on a data folder, without workers."""
+"""`tasuki server`: a server without workers, on a data folder, or one of several on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,55 @@ from tasuki.cli.command import command
 DEFAULT_TCP = "127.0.0.1:7000"
 
 
+Tcp = Annotated[
+    list[str] | None,
+    typer.Option("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}."),
+]
+NoTcp = Annotated[bool, typer.Option("--no-tcp", help="Listen on the unix socket only.")]
+Unix = Annotated[bool, typer.Option("--unix/--no-unix", help="Listen on the data folder's unix socket.")]
+TlsCert = Annotated[str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")]
+TlsKey = Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without TLS: the network is trusted.")]
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        envvar="TASUKI_STORE",
+        help="postgresql://user@host/database, which several servers may share. Default: SQLite in the data folder.",
+    ),
+]
+BlobsUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--blobs",
+        metavar="URL",
+        envvar="TASUKI_BLOBS",
+        help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
+    ),
+]
+Advertise = Annotated[
+    list[str] | None,
+    typer.Option("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp."),
+]
+LeaseTtl = Annotated[float, typer.Option("--lease-ttl", metavar="SECONDS", help="How long a silent worker keeps its jobs.")]
+RetentionDays = Annotated[
+    float, typer.Option("--retention-days", metavar="DAYS", help="How long finished jobs and results are kept.")
+]
+BlobGrace = Annotated[
+    float,
+    typer.Option("--blob-grace", metavar="SECONDS", help="How long a blob that no job needs is kept after its last use."),
+]
+BlobBudget = Annotated[
+    str | None,
+    typer.Option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner."),
+]
+LeadTtl = Annotated[
+    float,
+    typer.Option("--lead-ttl", metavar="SECONDS", help="With --store: how soon another server takes over the duties."),
+]
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     command(
@@ -20,6 +69,8 @@ def add_to(app: typer.Typer) -> None:
         examples=[
             "tasuki server --data /srv/tasuki",
             "tasuki server --data /srv/tasuki --tcp 0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem",
+            "tasuki server --store postgresql://tasuki@db/tasuki --blobs s3://bucket/tasuki --tcp 10.0.0.1:7000 "
+            "--tls-cert cert.pem --tls-key key.pem      # one of several",
             'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
         ],
     )(server)
@@ -27,32 +78,29 @@ def add_to(app: typer.Typer) -> None:
 
 def server(
     data: options.Data = None,
-    tcp: Annotated[
-        list[str] | None,
-        typer.Option("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}."),
-    ] = None,
-    no_tcp: Annotated[bool, typer.Option("--no-tcp", help="Listen on the unix socket only.")] = False,
-    unix: Annotated[bool, typer.Option("--unix/--no-unix", help="Listen on the data folder's unix socket.")] = True,
-    tls_cert: Annotated[str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = None,
-    tls_key: Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without TLS: the network is trusted.")
-    ] = False,
-    lease_ttl: Annotated[
-        float, typer.Option("--lease-ttl", metavar="SECONDS", help="How long a silent worker keeps its jobs.")
-    ] = 15.0,
-    retention_days: Annotated[
-        float, typer.Option("--retention-days", metavar="DAYS", help="How long finished jobs and results are kept.")
-    ] = 30.0,
+    tcp: Tcp = None,
+    no_tcp: NoTcp = False,
+    unix: Unix = True,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    insecure: Insecure = False,
+    store: StoreUrl = None,
+    blobs: BlobsUrl = None,
+    advertise: Advertise = None,
+    lease_ttl: LeaseTtl = 15.0,
+    retention_days: RetentionDays = 30.0,
+    blob_grace: BlobGrace = 3600.0,
+    blob_budget: BlobBudget = None,
+    lead_ttl: LeadTtl = 10.0,
     log_level: options.LogLevel = "info",
     json: options.Json = False,
 ) -> int:
-    """Start a server on a data folder.
+    """Start a server; with --store, one of several.
 
     SIGTERM or Ctrl-C ends it in order, a second one at once.
     """
     from tasuki.cli import log, serve
-    from tasuki.config import data_folder, parse_listen
+    from tasuki.config import data_folder, parse_listen, parse_size, parse_url
 
     log.configure(log_level, json=json)
     listen = serve.Listen(
@@ -65,6 +113,12 @@ def server(
         lease_ttl_s=lease_ttl,
         retention_days=retention_days,
         json=json,
+        store=store or "",
+        blobs=blobs or "",
+        advertise=tuple(address for url in advertise or () for address in parse_url(url)),
+        blob_grace_s=blob_grace,
+        blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
+        lead_ttl_s=lead_ttl,
     )
     events = serve.Events(json=json)
 

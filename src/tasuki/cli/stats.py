@@ -11,6 +11,7 @@ import typer
 from tasuki.cli import options
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place, with_client
+from tasuki.cli.fleet import worker_lines
 from tasuki.cli.output import Output, table
 from tasuki.errors import InvalidInput
 
@@ -68,11 +69,4 @@ def _lines(groups: dict[str, dict[str, int]], workers: list[dict[str, Any]]) -> 
         ("GROUP", *(column.upper() for column in COLUMNS)),
         ((group, *(counts[column] for column in COLUMNS)) for group, counts in shown),
     )
-    if not workers:
-        return [*lines, "", "no worker is connected; start one with: tasuki worker"]
-    head = ("WORKER", "HOST", "RUNNING", "SLOTS", "SUBJECTS")
-    rows = (
-        (worker["worker_id"], worker["host"], worker["running"], worker["slots"], " ".join(worker["patterns"]))
-        for worker in workers
-    )
-    return [*lines, "", *table(head, rows)]
+    return [*lines, "", *worker_lines(workers)]

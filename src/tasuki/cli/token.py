@@ -29,6 +29,7 @@ def add_to(app: typer.Typer) -> None:
     )(create)
     command(tokens, "list", examples=["tasuki token list", "tasuki token list --json"])(list_tokens)
     command(tokens, "revoke", examples=["tasuki token revoke 3f9c21ab77de"])(revoke)
+    command(tokens, "audit", examples=["tasuki token audit", "tasuki token audit --limit 1000 --json"])(audit)
     app.add_typer(tokens, name="token")
 
 
@@ -113,6 +114,24 @@ def revoke(
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> None:
-    """End a token: connections that use it are cut at once."""
+    """End a token: connections that use it are cut, on every server within two seconds."""
     answer = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.revoke", token_id=token_id))
     Output(json=json).show(answer, lambda: [f"token {token_id} is revoked"])
+
+
+def audit(
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most so many, the newest.")] = 100,
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> None:
+    """Who made and revoked which token, and when. The newest first."""
+    rows = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.audit", limit=limit))
+    head = ("WHEN", "WHO", "DID", "TOKEN", "DETAIL")
+
+    def human() -> list[str]:
+        return table(head, ((when(row["at"]), row["actor"], row["action"], row["target"], row["detail"]) for row in rows))
+
+    Output(json=json).show(rows, human)

@@ -39,7 +39,12 @@ def add_to(app: typer.Typer) -> None:
 
 
 Server = Annotated[
-    str | None, typer.Option("--to", metavar="URL", help="Server. Default: TASUKI_URL, else the data folder's unix socket.")
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="URL",
+        help="Server, or several to choose from: tcp://a:7000,b:7000. Default: TASUKI_URL, else the data folder's unix socket.",
+    ),
 ]
 Subjects = Annotated[
     list[str] | None,
@@ -55,13 +60,30 @@ AnyProgram = Annotated[
     bool, typer.Option("--any-program", help="Run any program for jobs of this same user; only over a unix socket.")
 ]
 WorkerId = Annotated[
-    str | None, typer.Option("--worker-id", metavar="ID", help="Lasting identity, no dots. Default: a new one each start.")
+    str | None,
+    typer.Option(
+        "--worker-id",
+        metavar="ID",
+        help="Lasting identity, no dots: with the same --data, results that no server took are offered by its next start. "
+        "Default: a new one each start.",
+    ),
 ]
 OnDisconnect = Annotated[
-    str, typer.Option("--on-disconnect", metavar="stop|keep", help="What happens to jobs whose lease cannot be renewed.")
+    str,
+    typer.Option(
+        "--on-disconnect",
+        metavar="stop|keep",
+        help="What happens to running jobs when no server renews their leases: stop them before others may take them, or keep "
+        "them running and offer their results later.",
+    ),
 ]
 ReconnectGrace = Annotated[
-    float, typer.Option("--reconnect-grace", metavar="SECONDS", help="With keep: how long others wait before they take over.")
+    float,
+    typer.Option(
+        "--reconnect-grace",
+        metavar="SECONDS",
+        help="With keep: how long after the end of a lease others still leave the job to this worker, 0 to 3600.",
+    ),
 ]
 LeaseTtl = Annotated[
     float | None, typer.Option("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's.")
@@ -99,10 +121,13 @@ def worker(
     from tasuki.cli import log
     from tasuki.config import data_folder, default_url
     from tasuki.worker import Worker
+    from tasuki.worker.worker import RECONNECT_GRACE_MAX_S
 
     log.configure(log_level, json=json)
     if on_disconnect not in ("stop", "keep"):
         raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
+    if not 0 <= reconnect_grace <= RECONNECT_GRACE_MAX_S:
+        raise ConfigError(f"--reconnect-grace must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace:g}")
     folder = data_folder(data)
     made = Worker(
         to or default_url() or f"unix://{folder.socket}",

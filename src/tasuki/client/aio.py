@@ -49,10 +49,9 @@ from tasuki.core.protocol import (
     Welcome,
     batches,
 )
-from tasuki.core.worker_machine import Connect
+from tasuki.core.redial import Connect
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
-from tasuki.net import Link, client_tls, connect
-from tasuki.net.blobs import BlobLine
+from tasuki.net import Line, client_tls
 from tasuki.net.loops import now
 from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
@@ -86,18 +85,17 @@ class AsyncClient:
         """Where to start an embedded server again, should the one that was found leave before it takes us."""
         self._token = find_token(token_file) if token is None else token
         self._client_id = client_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._tls = client_tls(tls_ca)
         self._connect_timeout_s = connect_timeout_s
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
         self._tickets: dict[int, Answer] = {}
         self._ticket_numbers = itertools.count(1)
         self._handles: dict[str, AsyncJobHandle] = {}
-        self._link: Link | None = None
-        self._link_numbers = itertools.count(1)
         self._dials = 0
         self._tasks: set[asyncio.Future[Any]] = set()
         self._closed = False
-        self._blobs = BlobLine()
+        self._last_problem = "no address was tried yet"
+        self._line = Line(self._heard, client_tls(tls_ca))
+        self._blobs = self._line.blobs
         self._submits = asyncio.Semaphore(SUBMITS_AT_ONCE)
         self.welcome: Welcome | None = None
 
@@ -116,8 +114,8 @@ class AsyncClient:
         if self._url is None:
             self._embedded = data_folder(self._data)
             self._url = await self._loop.run_in_executor(None, ensure_server, self._embedded)
-        self._addresses = parse_url(self._url)
-        remote = any(not address.loopback for address in self._addresses)
+        addresses = parse_url(self._url)
+        remote = any(not address.loopback for address in addresses)
         hello = HelloClient(
             msg_id=0,
             client_id=self._client_id,
@@ -125,9 +123,8 @@ class AsyncClient:
             codecs=CODECS if remote else (),
             agent=f"tasuki-python/{__version__}",
         )
-        self._machine = ClientMachine(hello, addresses=len(self._addresses), jitter=random.random)
+        self._machine = ClientMachine(hello, addresses=addresses, jitter=random.random)
         self._ready = self._loop.create_future()
-        self._last_problem = "no address was tried yet"
         self._spawn(self._tick())
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -144,9 +141,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Leave. Jobs go on; their results can be asked for later by id."""
         self._closed = True
-        self._blobs.close()
-        if self._link is not None:
-            self._link.close()
+        await self._line.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -180,8 +175,7 @@ class AsyncClient:
     def _perform(self, command: Command) -> None:
         match command:
             case Send():
-                if self._link is not None:
-                    self._send(self._link, command.message)
+                self._send(command.message)
             case Arrived():
                 handles = self._handles
                 for item in command.items:
@@ -193,16 +187,11 @@ class AsyncClient:
                 if answer is not None:
                     answer(command.answer, command.error)
             case Connect():
-                self._spawn(self._dial(command.address))
+                self._dial(command)
             case Hangup():
-                if self._link is not None:
-                    self._link.abort(command.error.message if command.error is not None else "hung up")
+                self._line.hang_up(command.error)
             case Welcomed():
                 self.welcome = command.welcome
-                if self._link is not None:
-                    self._blobs.connected(self._link)
-                if self._link is not None and command.welcome.codecs:
-                    self._link.codec = command.welcome.codecs[0]
                 if not self._ready.done():
                     self._ready.set_result(None)
             case WatchRefused():
@@ -215,8 +204,11 @@ class AsyncClient:
                 if not self._ready.done():
                     self._ready.set_exception(command.error)
 
-    def _send(self, link: Link, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         """What cannot be sent is the error of its one call; the link and everybody else's calls go on."""
+        link = self._line.link
+        if link is None:
+            return
         try:
             data = encode(message, link.codec, max_bytes=FRAME_MAX_BYTES)
         except InvalidInput as error:
@@ -225,40 +217,25 @@ class AsyncClient:
         else:
             link.send_bytes(data)
 
-    async def _dial(self, index: int) -> None:
-        try:
-            await self._ensure_again()
-            link = await connect(self._addresses[index], self._message, self._lost, tls=self._tls)
-        except Unavailable as error:
-            self._last_problem = error.message
-            self._apply(Closed(0, error.message))
-            return
-        if self._closed:
-            link.abort("this client was closed")
-            return
-        if link.closed:  # the server hung up before we were told of the connection; `_lost` has told the machine
-            return
-        link.tag = next(self._link_numbers)
-        self._link = link
-        self._apply(Opened(link.tag, link.peer))
-
-    async def _ensure_again(self) -> None:
-        """The embedded server that was found may have been about to leave: the second dial makes sure, once, of another."""
+    def _dial(self, wanted: Connect) -> None:
         self._dials += 1
         if self._embedded is not None and self._dials == 2 and not self._ready.done():
-            await self._loop.run_in_executor(None, ensure_server, self._embedded)
+            # The embedded server that was found may have been about to leave: make sure, once, of another.
+            self._spawn(self._ensure_again(self._embedded, wanted))
+        else:
+            self._line.dial(wanted)
 
-    def _message(self, link: Link, message: Message) -> None:
-        if not self._blobs.take(message):
-            self._apply(Received(link.tag, message))
+    async def _ensure_again(self, folder: DataFolder, wanted: Connect) -> None:
+        try:
+            await self._loop.run_in_executor(None, ensure_server, folder)
+        except Unavailable as error:
+            self._last_problem = error.message
+        self._line.dial(wanted)
 
-    def _lost(self, link: Link, reason: str) -> None:
-        self._last_problem = reason
-        if self._link is link:
-            self._link = None
-            self._blobs.lost()
-        if not self._closed:
-            self._apply(Closed(link.tag or 0, reason))
+    def _heard(self, event: Opened | Received | Closed) -> None:
+        if type(event) is Closed:
+            self._last_problem = event.reason
+        self._apply(event)
 
     def _ask(self, make: Callable[[int], Message], *, watch: tuple[str, ...] = ()) -> asyncio.Future[Any]:
         """One call, one answer."""

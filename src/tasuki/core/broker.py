@@ -12,22 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tasuki.core import greeting, requests, settle
+from tasuki.core import greeting, requests, settle, workers
 from tasuki.core.broker_events import (
+    BlobArrived,
     BlobPiece,
+    BlobsDeleted,
+    BlobsUnderWay,
     BrokerConfig,
     Command,
     DiskSpace,
+    Elected,
     Event,
-    ReceiveBlob,
+    Hinted,
+    Met,
     SendBlob,
+    SomeEnded,
+    SomeRevoked,
+    ToldEvent,
     TurnDone,
     TurnFailed,
+    Won,
 )
 from tasuki.core.credit import shares
-from tasuki.core.draft import CheckRoute, Draft, LeaseRoute, Slice
+from tasuki.core.draft import BlobRoute, CheckRoute, Draft, LeaseRoute
+from tasuki.core.duties import Duties, DutyConfig
+from tasuki.core.fellows import Fellows, describe
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.members import ServerInfo
 from tasuki.core.protocol import (
     BATCH_MAX,
     HANDSHAKE_TIMEOUT_S,
@@ -35,30 +47,21 @@ from tasuki.core.protocol import (
     BlobPut,
     CancelJobs,
     Chunk,
-    Claim,
     ErrorMessage,
-    GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
-    JobsFinished,
-    JobsReleased,
-    JobsStarted,
     Message,
-    Reply,
     Request,
     SubmitJobs,
-    Subscribe,
 )
-from tasuki.core.reports import check_attempts, storable
-from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Delivery, Session, WorkerSession
+from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, WorkerSession
 from tasuki.core.subject import SubjectTrie
-from tasuki.core.verbs import Held, LeaseRequest, Reaped, Report, Turn
+from tasuki.core.verbs import BlobClaim, LeaseRequest, Reaped, Turn
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized
 
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
-DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is nothing to do
-PRUNE_INTERVAL_S = 10.0
 LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
+SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
 STORE_RETRY_S = 0.2  # after a failed turn
 NOBODY = 0  # connections are numbered from 1
 
@@ -77,10 +80,15 @@ class Broker:
         self.trie: SubjectTrie[int] = SubjectTrie()
         self.draft = Draft()
         self.disk_problem = ""
+        keep = DutyConfig(
+            retention_s=config.retention_s, blob_grace_s=config.blob_grace_s, blob_budget_bytes=config.blob_budget_bytes
+        )
+        self.duties = Duties(keep, config.epoch)
+        self.fellows = Fellows()
+        self.addresses: tuple[str, ...] = ()
+        """Where peers can reach this server; the doors know."""
         self._live_workers: dict[str, tuple[str, ...]] = {}
         self._looking: dict[int, WorkerSession] = {}
-        self._duty_at = 0.0
-        self._prune_at = 0.0
         self._wait_until = 0.0
         self._look_at = 0.0
 
@@ -91,7 +99,7 @@ class Broker:
             case Received():
                 return self._received(event, now)
             case TurnDone():
-                return settle.turn_done(self, event.turn, event.answers, now)
+                return self._turn_done(event, now)
             case Ticked():
                 return self._ticked(now)
             case Opened():
@@ -102,12 +110,55 @@ class Broker:
                 return []
             case TurnFailed():
                 self._wait_until = now.monotonic + STORE_RETRY_S
+                if event.turn.epoch:
+                    return self.duties.failed(event.turn, event.error)
                 return settle.turn_failed(self, event.turn, event.error, now)
+            case _:
+                return self._told(event)
+
+    def _told(self, event: ToldEvent) -> list[Command]:
+        """What the driver noticed besides connections and turns."""
+        match event:
             case DiskSpace():
                 if self.disk_problem and not event.problem:
                     self.look_everywhere()
                 self.disk_problem = event.problem
                 return []
+            case BlobArrived():
+                self.draft.blobs_stored.append(event.place)
+                self.draft.stored_routes.append(BlobRoute(event.conn, event.put))
+                return []
+            case BlobsUnderWay():
+                for put in event.puts:
+                    self.draft.place_blobs.append(BlobClaim(put.sha256, put.size_bytes))
+                    self.draft.place_routes.append(BlobRoute(NOBODY, put))
+                return []
+            case BlobsDeleted():
+                self.duties.blobs_deleted(event.epoch, event.places)
+                return []
+            case Won():
+                self.duties.claim(event.epoch, self.config.server_id)
+                return []
+            case Elected():
+                self.duties.lead(event.epoch)
+                return []
+            case Met():
+                self.fellows.met(self, event.servers, event.detached)
+                return []
+            case Hinted():
+                return self.fellows.heard(self, event.hint)
+            case SomeEnded():
+                self.ask_ends(event.job_ids)
+                return []
+            case SomeRevoked():
+                return self.fellows.revoked(self, event.token_ids)
+
+    def _turn_done(self, event: TurnDone, now: Now) -> list[Command]:
+        if event.turn.epoch:
+            commands = self.duties.done(self, event.turn, event.answers)
+        else:
+            commands = settle.turn_done(self, event.turn, event.answers, now)
+        return commands + self.fellows.hint(self.config.server_id)
 
     def _received(self, event: Received, now: Now) -> list[Command]:
         conn, message = event.conn, event.message
@@ -117,9 +168,9 @@ class Broker:
         session.heard_at = now.monotonic
         try:
             if isinstance(session, WorkerSession):
-                return self._from_worker(session, message, event.missing)
+                return workers.received(self, session, message)
             if isinstance(session, ClientSession):
-                return self._from_client(session, message, event.missing)
+                return self._from_client(session, message)
             return greeting.hello(self, session, message, now)
         except (Unauthorized, ProtocolError) as error:
             return self.hang_up(conn, error)
@@ -132,17 +183,17 @@ class Broker:
     def add_worker(self, worker: WorkerSession) -> None:
         """A worker was welcomed."""
         self.sessions[worker.conn] = self.workers[worker.worker_id] = worker
-        self._note_live_workers()
+        self.note_live_workers()
         for pattern in worker.patterns:
             self.trie.add(pattern, worker.conn)
 
     # ------------------------------------------------------------------------------------------------ clients
 
-    def _from_client(self, client: ClientSession, message: Message, missing: frozenset[str]) -> list[Command]:
+    def _from_client(self, client: ClientSession, message: Message) -> list[Command]:
         assert client.identity is not None
         match message:
             case SubmitJobs():
-                return requests.submit(self, client, client.identity, message, missing)
+                return requests.submit(self, client, client.identity, message)
             case Heartbeat():
                 return [Send(client.conn, HeartbeatAnswer(message.msg_id))]
             case Request():
@@ -150,7 +201,7 @@ class Broker:
             case CancelJobs():
                 return self.check(client.conn, message.msg_id, message.job_ids, "cancel", message.reason)
             case BlobPut():
-                return [ReceiveBlob(client.conn, message)]
+                return requests.put_blob(self, client.conn, message)
             case Chunk():
                 return [BlobPiece(client.conn, message)]
             case BlobGet():
@@ -169,74 +220,6 @@ class Broker:
         return []
 
     # ------------------------------------------------------------------------------------------------ workers
-
-    def _from_worker(self, worker: WorkerSession, message: Message, missing: frozenset[str]) -> list[Command]:
-        match message:
-            case JobsFinished():
-                self._finished(worker, message, missing)
-            case GiveCredit():
-                worker.account.give(message.credit)
-                self._look(worker, backlog=True)
-            case JobsStarted():
-                start = len(self.draft.start)
-                self.draft.start.extend(self._held(worker, message.claims))
-                self.draft.start_routes.append(Slice(worker.conn, start, len(self.draft.start)))
-            case Heartbeat():
-                if worker.resuming:
-                    self._resume(worker, message.claims)
-                start = len(self.draft.renew)
-                self.draft.renew.extend(self._held(worker, message.claims))
-                self.draft.renew_routes.append(Slice(worker.conn, start, len(self.draft.renew), message.msg_id))
-            case JobsReleased():
-                known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
-                worker.account.ended(len(known) - known.count(None))
-                if worker.reading:
-                    worker.settled.update(claim.lease_id for claim in message.claims)
-                self.draft.release.extend(self._held(worker, message.claims))
-                self.look_everywhere()
-            case Subscribe():
-                assert worker.identity is not None
-                self._change_patterns(worker, greeting.checked_patterns(worker.identity, message.patterns))
-                return [Send(worker.conn, Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
-            case BlobPut():
-                return [ReceiveBlob(worker.conn, message)]
-            case Chunk():
-                return [BlobPiece(worker.conn, message)]
-            case BlobGet():
-                assert worker.identity is not None
-                return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
-            case _:
-                raise ProtocolError(f"a worker may not send {type(message).__name__}")
-        return []
-
-    def _finished(self, worker: WorkerSession, message: JobsFinished, missing: frozenset[str]) -> None:
-        draft, worker_id, deliveries = self.draft, worker.worker_id, worker.deliveries
-        finish, fail = draft.finish, draft.fail
-        finish_start, fail_start = len(finish), len(fail)
-        check_attempts(message.endings)
-        known, reading, size_bytes = 0, worker.reading, 0
-        for ending in message.endings:
-            known += deliveries.pop(ending.lease_id, None) is not None
-            if reading:
-                worker.settled.add(ending.lease_id)
-            outcome = storable(ending, missing)
-            size_bytes += len(outcome.result or b"")
-            report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at)
-            (finish if outcome.error_code is None else fail).append(report)
-        worker.account.ended(known)
-        draft.size_bytes += size_bytes
-        if len(finish) > finish_start:
-            draft.finish_routes.append(Slice(worker.conn, finish_start, len(finish)))
-        if len(fail) > fail_start:
-            draft.fail_routes.append(Slice(worker.conn, fail_start, len(fail)))
-
-    def _resume(self, worker: WorkerSession, claims: list[Claim]) -> None:
-        """What it names it has. What the store has for it besides never reached it, or was given back unheard."""
-        worker.resuming = False
-        for claim in claims:
-            worker.deliveries.setdefault(claim.lease_id, Delivery(claim, worker.heard_at, acked=True))
-        worker.account.running = len(worker.deliveries)
-        self.read_back(worker)
 
     def read_back(self, worker: WorkerSession) -> None:
         """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
@@ -263,33 +246,28 @@ class Broker:
         if watched:
             self.check(NOBODY, 0, watched, "ends")
 
-    def _held(self, worker: WorkerSession, claims: list[Claim]) -> list[Held]:
-        check_attempts(claims)
-        held = []
-        for claim in claims:
-            delivery = worker.deliveries.get(claim.lease_id)
-            if delivery is not None:
-                delivery.acked = True
-            held.append(Held(claim.job_id, worker.worker_id, worker.incarnation, claim.lease_id, claim.attempt, worker.ttl_s))
-        return held
-
-    def _change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
+    def change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
         for pattern in worker.patterns:
             self.trie.remove(pattern, worker.conn)
         worker.patterns = patterns
         for pattern in patterns:
             self.trie.add(pattern, worker.conn)
-        self._note_live_workers()
+        self.note_live_workers()
         self.look_everywhere()  # itself for what it takes now, others for what it no longer keeps from them
 
-    def _note_live_workers(self) -> None:
+    def note_live_workers(self) -> None:
         """Jobs addressed to one of these by their last token are left for it, if it subscribes to them."""
         # A new one each time: requests of turns under way keep theirs.
-        self._live_workers = {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.patterns}
+        live = {worker.worker_id: worker.patterns for _, worker in self.fellows.workers() if worker.patterns}
+        live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.patterns}
+        self._live_workers = {
+            worker_id: patterns for worker_id, patterns in live.items() if worker_id not in self.fellows.detached
+        }
 
     # ------------------------------------------------------------------------------------------------ leasing
 
-    def _look(self, worker: WorkerSession, *, backlog: bool) -> None:
+    def look(self, worker: WorkerSession, *, backlog: bool) -> None:
+        """Ask the store for work for this worker at the next turn; with `backlog`, for more than what that turn submits."""
         worker.backlog = worker.backlog or backlog
         self._looking[worker.conn] = worker
 
@@ -297,7 +275,7 @@ class Broker:
         """Something became ready of which no submit tells: every worker with credit looks again."""
         for worker in self.workers.values():
             if worker.account.available:
-                self._look(worker, backlog=True)
+                self.look(worker, backlog=True)
 
     def look_for(self, subjects: Iterable[str], *, backlog: bool = False) -> None:
         """Jobs of these subjects became ready: those that the draft submits, or with `backlog` others."""
@@ -305,28 +283,29 @@ class Broker:
             for conn in self.trie.match(subject):
                 worker = self.sessions.get(conn)
                 if isinstance(worker, WorkerSession) and worker.account.available:
-                    self._look(worker, backlog=backlog)
+                    self.look(worker, backlog=backlog)
 
     def look_again(self, workers: Iterable[WorkerSession]) -> None:
         """They were not asked, because others were thought to take everything, and something is left."""
         for worker in workers:
             if self.sessions.get(worker.conn) is worker and worker.account.available:
-                self._look(worker, backlog=True)
+                self.look(worker, backlog=True)
 
     def leased(self, worker: WorkerSession, asked: int, granted: int) -> None:
         """A lease request came back. Fewer than asked for: there is nothing more for this worker now."""
         worker.account.settle(asked, granted)
         worker.backlog = granted == asked
         if granted == asked and worker.account.available:
-            self._look(worker, backlog=True)
+            self.look(worker, backlog=True)
 
-    def _lease_requests(self) -> list[LeaseRequest]:
+    def _lease_requests(self, now: Now) -> list[LeaseRequest]:
         self.look_for(self.draft.subjects)
         if not self._looking or self.disk_problem:
             return []
         looking = self._looking
         self._looking = {conn: worker for conn, worker in looking.items() if worker.resuming or worker.reading}
-        everybody = [worker for worker in looking.values() if worker.patterns and not (worker.resuming or worker.reading)]
+        free = [worker for worker in looking.values() if not (worker.resuming or worker.reading) and not _is_silent(worker, now)]
+        everybody = [worker for worker in free if worker.patterns and worker.worker_id not in self.fellows.detached]
         full = [worker for worker in everybody if worker.backlog]
         fresh = [worker for worker in everybody if not worker.backlog]
         wanted = len(self.draft.submit) + len(self.draft.rerun)
@@ -359,18 +338,13 @@ class Broker:
         """What the store should do next, or None if there is nothing; the draft begins anew."""
         if now.monotonic < self._wait_until:
             return None
-        leases = self._lease_requests()
-        duties = now.monotonic >= self._duty_at
-        prune = now.monotonic >= self._prune_at
-        if not (leases or len(self.draft) or duties):
+        if (duty := self.duties.next_turn(now, others_wait=bool(self._looking or len(self.draft)))) is not None:
+            return duty
+        leases = self._lease_requests(now)
+        if not (leases or len(self.draft)):
             return None
-        if duties:
-            self._duty_at = now.monotonic + DUTY_INTERVAL_S
-        if prune:
-            self._prune_at = now.monotonic + PRUNE_INTERVAL_S
-        prune_before = now.wall - self.config.retention_s if prune else None
         following = self.draft.leave_reads(READS_PER_TURN)
-        turn = self.draft.turn(leases, epoch=self.config.epoch, duties=duties, prune_before=prune_before)
+        turn = self.draft.turn(leases)
         self.draft = following
         return turn
 
@@ -381,6 +355,8 @@ class Broker:
         if now.monotonic >= self._look_at:
             self._look_at = now.monotonic + LOOK_INTERVAL_S
             self.look_everywhere()
+        if self.config.shared:
+            commands += self.fellows.poll(self, now)
         for session in list(self.sessions.values()):
             if session.identity is not None and session.identity.expired(now.wall):
                 commands += self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))
@@ -423,7 +399,7 @@ class Broker:
             self._looking.pop(conn, None)
             if self.workers.get(session.worker_id) is session:
                 del self.workers[session.worker_id]
-                self._note_live_workers()
+                self.note_live_workers()
                 # Jobs addressed to this worker by their last token may now go to others.
                 self.look_everywhere()
         elif isinstance(session, ClientSession):
@@ -447,31 +423,46 @@ class Broker:
             del self.watchers[job_id]
             self.generations.pop(job_id, None)
 
-    def prune_again(self) -> None:
-        """There was something to prune: there may be more."""
-        self._prune_at = 0.0
+    @property
+    def blob_problem(self) -> str:
+        """Why no new blob can be taken; empty: there is room."""
+        return self.duties.over_budget or self.fellows.blob_problem
 
-    def duties_again(self) -> None:
-        """There was more to reap or to promote than one turn takes."""
-        self._duty_at = 0.0
+    @property
+    def info(self) -> ServerInfo:
+        """What the other servers should know of this one."""
+        own = tuple(describe(worker) for worker in self.workers.values())
+        return ServerInfo(
+            server_id=self.config.server_id,
+            addresses=self.addresses,
+            workers=own,
+            epoch=self.duties.epoch,
+            blob_problem=self.duties.over_budget,
+        )
 
-    def describe_workers(self) -> list[dict[str, object]]:
-        """The live workers of this server, for people."""
+    def describe_servers(self) -> list[dict[str, object]]:
+        """All live servers, this one first, for people."""
         return [
             {
-                "worker_id": worker.worker_id,
-                "incarnation": worker.incarnation,
-                "host": worker.host,
-                "patterns": list(worker.patterns),
-                "credit": worker.account.available + worker.account.reserved,
-                "running": worker.account.running,
-                "slots": worker.slots,
-                "takes": str(worker.takes),
-                "address": worker.peer.address,
-                "on_disconnect": str(worker.on_disconnect),
+                "server_id": info.server_id,
+                "addresses": list(info.addresses),
+                "workers": len(info.workers),
+                "leads": info.epoch > 0,
+                "epoch": info.epoch or None,
             }
-            for worker in self.workers.values()
+            for info in (self.info, *self.fellows.servers.values())
         ]
+
+    def describe_workers(self) -> list[dict[str, object]]:
+        """All live workers, those of this server first, for people."""
+        own = [describe(worker).view(self.config.server_id) for worker in self.workers.values()]
+        views = own + [worker.view(server_id) for server_id, worker in self.fellows.workers()]
+        return [{**view, "detached": view["worker_id"] in self.fellows.detached} for view in views]
+
+
+def _is_silent(worker: WorkerSession, now: Now) -> bool:
+    """It has missed a heartbeat: what is leased for it now may never be heard of again."""
+    return now.monotonic - worker.heard_at > worker.ttl_s * SILENT_SHARE
 
 
 def error_message(corr_id: int, error: TasukiError) -> ErrorMessage:

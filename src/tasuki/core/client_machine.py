@@ -4,18 +4,24 @@ Theory of operation. Every call is kept with its message until it is answered. A
 to say twice is said again: a submit, because the same id with the same body is the same job; a watch, because it only asks. A
 result that was recorded while we were away comes back by asking for its job again. What sets an ended job going again is said
 once: the first time may have counted, and the job may have succeeded since. Its caller hears that the outcome is not known.
+
+A server that is silent is left: two heartbeats without an answer, or a Hello. With several servers that is noticed sooner, since
+there is somebody else to turn to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from tasuki.core.address import Address
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
+    PROTOCOL_OLDEST,
+    PROTOCOL_VERSION,
     Accepted,
     ErrorMessage,
     Heartbeat,
@@ -28,11 +34,13 @@ from tasuki.core.protocol import (
     Results,
     SubmitJobs,
     Welcome,
+    check_version,
 )
-from tasuki.core.redial import Redial
-from tasuki.core.worker_machine import Connect
-from tasuki.errors import TasukiError, Unavailable, from_wire
+from tasuki.core.redial import HELLO_QUICK_S, Connect, Redial
+from tasuki.errors import TasukiError, Unavailable, VersionMismatch, from_wire
 
+BEAT_QUICK_S = 5.0  # where there is another server to turn to
+BEATS_UNANSWERED = 2.5  # two, and time for the second one's answer
 WATCH_MAX = 256  # jobs of one watch: small enough that the server reads a few of them per turn
 RETRY_AFTER_S = 0.5  # a call that the server answered with "not now"
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID"})  # of a Hello: it will be no better next time
@@ -130,7 +138,7 @@ def safe_to_repeat(message: Message) -> bool:
 class ClientMachine:
     """One client process's calls and watched jobs."""
 
-    def __init__(self, hello: HelloClient, *, addresses: int, jitter: Callable[[], float]) -> None:
+    def __init__(self, hello: HelloClient, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
         self.online = False
         self._hello = hello
         self._redial = Redial(addresses, jitter)
@@ -141,7 +149,7 @@ class ClientMachine:
         self._watches: dict[int, list[str]] = {}
         self._watch_again: list[tuple[float, list[str]]] = []
         self._beat_at = 0.0
-        self._beat_every_s = 20.0
+        self._idle_timeout_s = 60.0
         self._heard_at = 0.0
         self._error: TasukiError | None = None
 
@@ -171,7 +179,8 @@ class ClientMachine:
                 self._conn = event.conn
                 self._heard_at = now.monotonic
                 self._msg_id += 1
-                return [Send(event.conn, msgspec.structs.replace(self._hello, msg_id=self._msg_id))]
+                ours = {"msg_id": self._msg_id, "version": PROTOCOL_VERSION, "oldest": PROTOCOL_OLDEST}
+                return [Send(event.conn, msgspec.structs.replace(self._hello, **ours))]
             case Closed():
                 return self._offline(event, now)
 
@@ -258,10 +267,15 @@ class ClientMachine:
         return [Answered(waiting.ticket, reply.body)] if waiting is not None else []
 
     def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
+        assert self._conn is not None
+        try:
+            check_version(welcome)
+        except VersionMismatch as error:
+            return [*self._fail(error), Hangup(self._conn, error)]
         self.online = True
-        self._redial.connected(now.monotonic)
-        self._beat_every_s = (welcome.idle_timeout_s or 60.0) / 3
-        self._beat_at = now.monotonic + self._beat_every_s
+        self._redial.connected(now.monotonic, welcome.servers)
+        self._idle_timeout_s = welcome.idle_timeout_s or 60.0
+        self._beat_at = now.monotonic + self._beat_every_s()
         commands: list[Command] = [Welcomed(welcome)]
         calls, self._calls = self._calls, {}
         commands += [self._say(waiting) for waiting in calls.values()]
@@ -269,6 +283,10 @@ class ClientMachine:
         self._watch_again.clear()
         commands += self._ask_results(list(self._watching))
         return commands
+
+    def _beat_every_s(self) -> float:
+        every_s = self._idle_timeout_s / 3
+        return min(BEAT_QUICK_S, every_s) if self._redial.several else every_s
 
     def _refused(self, message: ErrorMessage, now: Now) -> list[Command]:
         error = from_wire(message.code, message.message, message.details)
@@ -325,15 +343,15 @@ class ClientMachine:
     def _ticked(self, now: Now) -> list[Command]:
         due_at = self._redial.due_at
         if self._conn is None:
-            return [Connect(self._redial.dialed())] if due_at is not None and due_at <= now.monotonic else []
+            return [self._redial.dialed()] if due_at is not None and due_at <= now.monotonic else []
         if not self.online:
-            silent = now.monotonic - self._heard_at > HANDSHAKE_TIMEOUT_S
+            silent = now.monotonic - self._heard_at > (HELLO_QUICK_S if self._redial.several else HANDSHAKE_TIMEOUT_S)
             return [Hangup(self._conn, Unavailable("the server does not answer the Hello"))] if silent else []
         commands: list[Command] = []
-        if now.monotonic - self._heard_at > self._beat_every_s * 2.5:
+        if now.monotonic - self._heard_at > self._beat_every_s() * BEATS_UNANSWERED:
             return [Hangup(self._conn, Unavailable("the server does not answer"))]
         if now.monotonic >= self._beat_at:
-            self._beat_at = now.monotonic + self._beat_every_s
+            self._beat_at = now.monotonic + self._beat_every_s()
             self._msg_id += 1
             commands.append(Send(self._conn, Heartbeat(self._msg_id)))
         due = [job_ids for at, job_ids in self._watch_again if at <= now.monotonic]

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.protocol import Acceptance
+from tasuki.core.protocol import Acceptance, BlobPut
 from tasuki.core.sessions import WorkerSession
-from tasuki.core.verbs import Held, LeaseRequest, Report, Submission, TokenRow, Turn
+from tasuki.core.verbs import BlobClaim, BlobPlace, Held, LeaseRequest, Report, Submission, TokenRow, Turn
 
 
 class SubmitRoute(msgspec.Struct):
@@ -75,6 +75,13 @@ class HelloRoute(msgspec.Struct):
     hello: Any
 
 
+class BlobRoute(msgspec.Struct):
+    """A peer that brings a blob."""
+
+    conn: int
+    put: BlobPut
+
+
 class TokenRoute(msgspec.Struct):
     """An admin's token order, and what to answer when it is done."""
 
@@ -104,6 +111,8 @@ class Draft:
         self.add_token: list[TokenRow] = []
         self.revoke_token: list[tuple[str, str]] = []
         self.list_tokens = False
+        self.place_blobs: list[BlobClaim] = []
+        self.blobs_stored: list[BlobPlace] = []
         self.subjects: set[str] = set()
         self.size_bytes = 0
         """Of the bodies and results in it."""
@@ -117,6 +126,8 @@ class Draft:
         self.held_routes: list[int] = []
         self.hello_routes: list[HelloRoute] = []
         self.token_routes: list[TokenRoute] = []
+        self.place_routes: list[BlobRoute] = []
+        self.stored_routes: list[BlobRoute] = []
         self.lease_routes: list[LeaseRoute] = []
         self.left_out: list[WorkerSession] = []
         """Idle workers that were not asked, because there were fewer new jobs than workers."""
@@ -137,6 +148,8 @@ class Draft:
             self.held,
             self.token,
             self.token_routes,
+            self.place_blobs,
+            self.blobs_stored,
             self.submit_routes,
             self.check_routes,
             self.renew_routes,
@@ -158,7 +171,7 @@ class Draft:
                 break
         return following
 
-    def turn(self, leases: list[LeaseRequest], *, epoch: int, duties: bool, prune_before: float | None) -> Turn:
+    def turn(self, leases: list[LeaseRequest]) -> Turn:
         """The finished draft."""
         return Turn(
             finish=self.finish,
@@ -168,10 +181,8 @@ class Draft:
             release=self.release,
             cancel=self.cancel,
             requeue=self.requeue,
-            epoch=epoch,
-            reap=REAP_BATCH if duties else 0,
-            promote=PROMOTE_BATCH if duties else 0,
-            prune_before=prune_before,
+            place_blobs=self.place_blobs,
+            blobs_stored=self.blobs_stored,
             add_token=self.add_token,
             revoke_token=self.revoke_token,
             submit=self.submit,
@@ -183,7 +194,3 @@ class Draft:
             list_tokens=self.list_tokens,
             routes=self,
         )
-
-
-REAP_BATCH = 256
-PROMOTE_BATCH = 1024

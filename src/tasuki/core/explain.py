@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasuki.core.job import TERMINAL, Incident, Job, State
+from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.core.subject import matches
 from tasuki.core.verbs import Takes
 
@@ -24,7 +25,9 @@ def explain(
         because, facts = _held(job, workers)
     elif job.state in TERMINAL:
         because = [_ended(job)]
-    if job.attempt > 1:
+    if _is_of_an_earlier_life(job):
+        because.append(f"The store was restored from a backup since; its next attempt is {job.attempt + 1}.")
+    elif job.attempt > 1:
         because.append(f"This is attempt {job.attempt}: {_again(incidents)}")
     if job.generation:
         because.append(f"It was set going again {job.generation} time(s) after it had ended.")
@@ -53,14 +56,20 @@ def _waiting(
         facts["not_before"] = job.not_before
         return [f"It may not start for another {job.not_before - now_wall:.1f} s{_why_later(job)}."], facts
     if not workers:
-        return ["No worker is connected to this server. Start one with: tasuki worker --to URL"], facts
+        return ["No worker is connected. Start one with: tasuki worker --to URL"], facts
     able = [worker for worker in fitting if Takes(worker.get("takes", "any")).fits(job.spec.exec, job.submitter)]
     if fitting and not able:
         kind = f"the exec {job.spec.exec!r} for you" if job.spec.exec else "jobs without an exec, which need a Python handler"
         facts["fitting_workers"] = []
         hint = f"; allow it at one: tasuki worker --exec {job.spec.exec}=COMMAND" if job.spec.exec else ""
         return [f"The workers that subscribe to {subject!r} do not run {kind}{hint}."], facts
-    fitting = able
+    fitting = [worker for worker in able if not worker.get("detached")]
+    if able and not fitting:
+        names = [worker["worker_id"] for worker in able]
+        facts["detached_workers"] = names
+        return [
+            f"The workers that fit are detached: {', '.join(names[:NEAREST_MAX])}. Give one work: tasuki attach {names[0]}"
+        ], facts
     if not fitting:
         nearest = sorted({pattern for worker in workers for pattern in worker["patterns"]}, key=lambda p: -_common(p, subject))
         facts["nearest_patterns"] = nearest[:NEAREST_MAX]
@@ -86,7 +95,7 @@ def _held(job: Job, workers: Sequence[Mapping[str, Any]]) -> tuple[list[str], di
     lease = job.lease
     connected = any(w["worker_id"] == lease.worker_id and w["incarnation"] == lease.incarnation for w in workers)
     word = "runs at" if job.state is State.RUNNING else "was given to"
-    because = [f"It {word} worker {lease.worker_id}, which is {'connected' if connected else 'not connected here'}."]
+    because = [f"It {word} worker {lease.worker_id}, which is {'connected' if connected else 'not connected'}."]
     if not connected:
         because.append("If the worker does not come back before its lease ends, the job goes to another one.")
     if job.cancel_requested:
@@ -97,13 +106,19 @@ def _held(job: Job, workers: Sequence[Mapping[str, Any]]) -> tuple[list[str], di
 def _ended(job: Job) -> str:
     outcome = job.outcome
     if job.state is State.SUCCEEDED:
-        return f"It succeeded in attempt {job.attempt} at worker {job.assigned_worker_id}."
+        attempt = "" if _is_of_an_earlier_life(job) else f" in attempt {job.attempt}"
+        return f"It succeeded{attempt} at worker {job.assigned_worker_id}."
     reason = outcome.message or outcome.error_code if outcome is not None else "no reason was recorded"
     return f"It is {job.state}: {reason}. Set it going again with: tasuki retry {job.job_id}"
 
 
+def _is_of_an_earlier_life(job: Job) -> bool:
+    """No attempt since the store was restored from a backup: the number says only where the next one begins."""
+    return job.attempt > 0 and job.attempt % ATTEMPT_STEP == 0
+
+
 def _again(incidents: Sequence[Incident]) -> str:
-    told = [i for i in incidents if i.kind in ("failed", "lost", "orphaned", "released", "taken_over", "requeued")]
+    told = [i for i in incidents if i.kind in ("failed", "lost", "orphaned", "released", "taken_over", "requeued", "restored")]
     if not told:
         return "earlier attempts were given back unstarted."
     last = told[-1]

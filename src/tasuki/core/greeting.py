@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tasuki.core.access import Identity, Kind, identify, token_sha256
+from tasuki.core.address import parse_url
 from tasuki.core.draft import HelloRoute
 from tasuki.core.ids import check_name
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.machine import Now, Send
+from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, HelloClient, HelloWorker, Message, Welcome
 from tasuki.core.sessions import ClientSession, Session, WorkerSession
 from tasuki.core.subject import DEFAULT_PATTERN
@@ -41,7 +42,7 @@ def hello(broker: Broker, session: Session, message: Message, now: Now) -> list[
         )
     session.hello_seen = True
     if not message.token and session.peer.uid is not None and session.peer.uid == broker.config.own_uid:
-        identity = Identity(Kind.NODE, f"uid:{session.peer.uid}")
+        identity = Identity(Kind.NODE, _own_name(broker, session.peer.uid))
         return welcome(broker, session, message, identity, now)
     if not message.token:
         raise Unauthorized(
@@ -50,6 +51,21 @@ def hello(broker: Broker, session: Session, message: Message, now: Now) -> list[
     broker.draft.token.append(token_sha256(message.token))
     broker.draft.hello_routes.append(HelloRoute(session.conn, message))
     return []
+
+
+def _servers_for(broker: Broker, peer: Peer) -> tuple[str, ...]:
+    """Where this peer can turn to. A loopback address means something only on the machine itself."""
+    if not broker.fellows.servers:  # alone: the peer has found us, perhaps through a relay that must not be gone round
+        return ()
+    all_of_them = (*broker.addresses, *broker.fellows.addresses)
+    if peer.local:
+        return all_of_them
+    return tuple(url for url in all_of_them if not parse_url(url)[0].loopback)
+
+
+def _own_name(broker: Broker, uid: int) -> str:
+    """The same number is another person on another machine: where servers share a store, the machine is part of the name."""
+    return f"node:{broker.config.host}:{uid}" if broker.config.shared else f"uid:{uid}"
 
 
 def token_known(broker: Broker, route: HelloRoute, row: TokenRow | None, now: Now) -> list[Command]:
@@ -79,6 +95,8 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
         broker.add_worker(worker)
         ttl_s = worker.ttl_s
         worker.resuming = hello.resumed  # its first Heartbeat says what it holds
+        broker.fellows.moved.append((worker.worker_id, worker.incarnation))
+        commands += broker.fellows.hint(broker.config.server_id)
     else:
         if identity.kind is Kind.WORKER:
             raise Unauthorized("a worker token cannot be used by a client; make one with: tasuki token create --kind client")
@@ -90,7 +108,7 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
         server_id=broker.config.server_id,
         identity=identity.name,
         kind=identity.kind,
-        servers=broker.config.servers,
+        servers=_servers_for(broker, session.peer),
         features=FEATURES,
         codecs=tuple(codec for codec in CODECS if codec in hello.codecs)[:1],
         lease_ttl_s=ttl_s,

@@ -264,6 +264,11 @@ def _check_text(text: str, what: str) -> None:
         raise TooLarge(f"{what} has {len(text)} characters, the limit is {TEXT_MAX_BYTES}")
 
 
+def is_sha256(text: str) -> bool:
+    """64 lower-case hex digits."""
+    return _SHA256(text) is not None
+
+
 def _check_file(file: InputFile) -> None:
     check_file_name(file.name)
     given = (file.data is not None) + (file.sha256 is not None) + (file.cache_id is not None)

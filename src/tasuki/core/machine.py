@@ -30,6 +30,11 @@ class Peer(msgspec.Struct, frozen=True):
     """Of the process at the other end of a unix socket."""
     address: str = ""
 
+    @property
+    def local(self) -> bool:
+        """It is on this machine."""
+        return self.transport == "unix" or self.address.startswith(("127.", "::1", "[::1]"))
+
 
 class Opened(msgspec.Struct, frozen=True):
     """A connection is there; nothing was said yet."""
@@ -43,8 +48,6 @@ class Received(msgspec.Struct, frozen=True):
 
     conn: int
     message: Message
-    missing: frozenset[str] = frozenset()
-    """sha256 of blobs that the message refers to and that are not here; the driver looks, the machine judges."""
 
 
 class Closed(msgspec.Struct, frozen=True):

@@ -18,8 +18,9 @@ import msgspec
 
 from tasuki.core.job import JobSpec, OnDisconnect, Outcome, State
 from tasuki.core.verbs import Grant, Takes
+from tasuki.errors import VersionMismatch
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PROTOCOL_OLDEST = 1
 UNAUTHENTICATED_FRAME_MAX_BYTES = 64 * 1024
 FRAME_MAX_BYTES = 8 * 1024 * 1024
@@ -69,8 +70,8 @@ class HelloClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     msg_id: int
     client_id: str
     token: str = ""
-    version: int = PROTOCOL_VERSION
-    oldest: int = PROTOCOL_OLDEST
+    version: int = 1  # what is not said on the wire is 1 for good, whatever this side speaks
+    oldest: int = 1
     codecs: tuple[str, ...] = ()
     agent: str = ""
 
@@ -82,8 +83,8 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     worker_id: str
     incarnation: str
     token: str = ""
-    version: int = PROTOCOL_VERSION
-    oldest: int = PROTOCOL_OLDEST
+    version: int = 1  # what is not said on the wire is 1 for good, whatever this side speaks
+    oldest: int = 1
     codecs: tuple[str, ...] = ()
     agent: str = ""
     patterns: tuple[str, ...] = ()
@@ -111,6 +112,15 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_margin_s: float = 0.0
     frame_max_bytes: int = FRAME_MAX_BYTES
     idle_timeout_s: float = 0.0
+
+
+def check_version(welcome: Welcome) -> None:
+    """VersionMismatch if a server chose what we do not speak."""
+    if not PROTOCOL_OLDEST <= welcome.version <= PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"server {welcome.server_id} answered with protocol version {welcome.version}, "
+            f"this side speaks {PROTOCOL_OLDEST} to {PROTOCOL_VERSION}; upgrade the older side"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- clients

@@ -1,44 +1,126 @@
-"""When and where to connect again: at once the first time, then with growing, jittered waits, round the addresses. Pure."""
+"""Where and when to connect again. Pure.
+
+Theory of operation. The addresses stand in a ring, in an order of this process's own, so that the peers of a server that died
+spread over all the others. After a loss the next one is dialed at once, and the one that was lost comes last. A round over all of
+them goes through quickly; when it has found nobody, the next round waits, longer each time.
+
+The addresses that were given always stay. A server's Welcome names others; these are believed only where they cannot make things
+worse: none for a unix socket, whose peers need no token; no plain one beside TLS; no loopback seen from another host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from tasuki.core.address import Address, parse_url
+from tasuki.errors import ConfigError
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
+IN_ROUND_S = 0.05  # between two addresses of one round
 STEADY_S = 1.0  # a connection that ended sooner was none: dialing again at once would be a hot loop
+CONNECT_TIMEOUT_S = 3.0
+CONNECT_QUICK_S = 1.0  # where there is another address to try, and it was not tried yet
+HELLO_QUICK_S = 3.0  # a Hello without an answer, where there is another address
+LEARNED_MAX = 32
+MISSED_MAX = 3  # an address that so many Welcomes in a row did not name is dropped
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Dial this address; report Opened or Closed."""
+
+    address: Address
+    timeout_s: float = CONNECT_TIMEOUT_S
 
 
 class Redial:
     """`jitter()` gives a number from 0 to 1; the driver's random source."""
 
-    def __init__(self, addresses: int, jitter: Callable[[], float]) -> None:
-        self._addresses = addresses
+    def __init__(self, given: Sequence[Address], jitter: Callable[[], float]) -> None:
+        self._given = tuple(dict.fromkeys(given))
         self._jitter = jitter
+        self._ring = self._shuffled(self._given)
+        """The next one to dial comes first."""
+        self._missed: dict[Address, int] = {}
+        """Learned addresses, and how many Welcomes in a row did not name them."""
         self._failures = 0
-        self._place = 0
         self._connected_at: float | None = None
         self.due_at: float | None = 0.0
         """When to dial next; None while a connection is there or being made."""
 
-    def dialed(self) -> int:
-        """Which address is tried now."""
-        self.due_at = None
-        return self._place
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """All that are known, the next one to dial first."""
+        return tuple(self._ring)
 
-    def connected(self, now: float) -> None:
-        """The server took our Hello."""
+    @property
+    def several(self) -> bool:
+        """There is somebody else to turn to."""
+        return len(self._ring) > 1
+
+    def dialed(self) -> Connect:
+        """What is tried now; if it fails, it comes last."""
+        self.due_at = None
+        address = self._ring.pop(0)
+        self._ring.append(address)
+        first_round = self._failures <= len(self._ring)
+        return Connect(address, CONNECT_QUICK_S if self.several and first_round else CONNECT_TIMEOUT_S)
+
+    def connected(self, now: float, servers: Iterable[str] = ()) -> None:
+        """The server took our Hello, and named these."""
         self._connected_at = now
+        self._learn(servers)
 
     def lost(self, now: float) -> None:
         """The connection ended, or could not be made."""
         if self._connected_at is not None and now - self._connected_at >= STEADY_S:
             self._failures = 0
         self._connected_at = None
-        if self._failures == 0:
-            wait_s = 0.0
-        else:
-            wait_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(1 << min(self._failures - 1, 16))) * (0.5 + self._jitter() / 2)
+        self.due_at = now + self._wait_s()
         self._failures += 1
-        self._place = (self._place + 1) % self._addresses if self._failures > 1 else self._place
-        self.due_at = now + wait_s
+
+    def _wait_s(self) -> float:
+        rounds, place = divmod(self._failures, len(self._ring))
+        if self._failures == 0:
+            return 0.0
+        wait_s = IN_ROUND_S if place else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(1 << min(rounds - 1, 16)))
+        return wait_s * (0.5 + self._jitter() / 2)
+
+    # ------------------------------------------------------------------------------------------------ learning
+
+    def _learn(self, servers: Iterable[str]) -> None:
+        named = [address for text in servers if (address := self._believed(text)) is not None]
+        fresh = dict.fromkeys(named[:LEARNED_MAX], 0)
+        for address, missed in self._missed.items():
+            if address not in fresh and missed + 1 < MISSED_MAX and len(fresh) < LEARNED_MAX:
+                fresh[address] = missed + 1
+        self._missed = fresh
+        known = {*self._given, *fresh}
+        # Newcomers stand anywhere but behind the one that is connected, which is last and stays so.
+        added = self._shuffled([address for address in fresh if address not in self._ring])
+        self._ring = [*added, *(address for address in self._ring if address in known)]
+        if added and len(self._ring) > 1:
+            self._ring = [*self._shuffled(self._ring[:-1]), self._ring[-1]]
+
+    def _believed(self, text: str) -> Address | None:
+        if any(address.scheme == "unix" for address in self._given):
+            return None
+        try:
+            found = parse_url(text)
+        except ConfigError:
+            return None
+        address = found[0]
+        lowers = address.scheme != "tls" and any(given.scheme == "tls" for given in self._given)
+        elsewhere = address.loopback and not all(given.loopback for given in self._given)
+        if len(found) > 1 or not address.reachable or lowers or elsewhere or address in self._given:
+            return None
+        return address
+
+    def _shuffled(self, addresses: Sequence[Address]) -> list[Address]:
+        found = list(addresses)
+        for place in range(len(found) - 1, 0, -1):
+            other = min(place, int(self._jitter() * (place + 1)))
+            found[place], found[other] = found[other], found[place]
+        return found

@@ -26,19 +26,23 @@ def check_attempts(claims: Sequence[Claim | Ending]) -> None:
             raise InvalidInput(f"attempt {claim.attempt} of job {claim.job_id[:128]!r} is not a number that can be stored")
 
 
-def storable(ending: Ending, missing: frozenset[str] = frozenset()) -> Outcome:
+def storable(ending: Ending) -> Outcome:
     """The outcome itself, or in the place of one that cannot be stored the failure that says why.
 
-    So one bad report costs its own job an attempt, and nothing else. `missing` are blobs that are named and are not here.
+    So one bad report costs its own job an attempt, and nothing else.
     """
     outcome = ending.outcome
     try:
         check_outcome(outcome)
     except InvalidInput as error:
         return Outcome(error_code="BAD_OUTCOME", message=f"the worker's report cannot be stored: {error.message}", permanent=True)
-    if missing and outcome.result_ref is not None and outcome.result_ref.sha256 in missing:
-        return Outcome(error_code="BAD_OUTCOME", message="the worker's result is no blob of this server: it was not uploaded")
     return outcome
+
+
+def not_uploaded(outcome: Outcome) -> Outcome:
+    """What becomes of a report whose result is a blob that is not stored."""
+    sha256 = outcome.result_ref.sha256 if outcome.result_ref is not None else "?"
+    return Outcome(error_code="BAD_OUTCOME", message=f"the worker's result, blob {sha256}, is not here: it was not uploaded")
 
 
 def check_outcome(outcome: Outcome) -> None:

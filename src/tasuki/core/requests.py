@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tasuki.core.access import Identity
-from tasuki.core.broker_events import Query
-from tasuki.core.draft import SubmitRoute, TokenRoute
+from tasuki.core.broker_events import Detach, Query
+from tasuki.core.draft import BlobRoute, SubmitRoute, TokenRoute
 from tasuki.core.ids import check_name
-from tasuki.core.job import JobSpec, body_hash, check_spec
+from tasuki.core.job import body_hash, check_spec, is_sha256
 from tasuki.core.machine import Send
-from tasuki.core.protocol import BATCH_MAX, Acceptance, Reply, Request, SubmitJobs
+from tasuki.core.protocol import BATCH_MAX, Acceptance, BlobPut, Reply, Request, SubmitJobs
+from tasuki.core.reports import NUMBER_MAX
 from tasuki.core.sessions import ClientSession
-from tasuki.core.verbs import Submission, TokenRow
+from tasuki.core.verbs import BlobClaim, Submission, TokenRow
 from tasuki.errors import DiskFull, InvalidInput, NotFound, TasukiError
 
 if TYPE_CHECKING:
@@ -22,13 +23,11 @@ if TYPE_CHECKING:
     from tasuki.core.broker_events import Command
 
 SPECS_MAX = BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
-READ_VERBS = frozenset({"get", "find", "counts", "explain"})
+READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit"})
 TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
 
 
-def submit(
-    broker: Broker, client: ClientSession, identity: Identity, message: SubmitJobs, missing: frozenset[str]
-) -> list[Command]:
+def submit(broker: Broker, client: ClientSession, identity: Identity, message: SubmitJobs) -> list[Command]:
     """Check each job by itself and add it to the draft; what cannot be accepted is named by its index."""
     if broker.disk_problem:
         raise DiskFull(f"no job can be accepted: {broker.disk_problem}")
@@ -46,8 +45,6 @@ def submit(
     for index, spec in enumerate(message.specs):
         try:
             check_spec(spec)
-            if missing:
-                _check_blobs(spec, missing)
             if identity.scope:
                 identity.check_submit(spec.subject)
         except TasukiError as error:
@@ -66,10 +63,17 @@ def submit(
     return []
 
 
-def _check_blobs(spec: JobSpec, missing: frozenset[str]) -> None:
-    for file in spec.files:
-        if file.sha256 in missing:
-            raise NotFound(f"input file {file.name!r}: there is no blob {file.sha256} here; upload it before the job")
+def put_blob(broker: Broker, conn: int, put: BlobPut) -> list[Command]:
+    """A peer brings a blob: the store says where its bytes belong, and keeps them from being collected."""
+    if not is_sha256(put.sha256):
+        raise InvalidInput(f"not a sha256: {put.sha256[:80]!r}; it must be 64 lower-case hex digits")
+    if not 0 <= put.size_bytes <= NUMBER_MAX:
+        raise InvalidInput(f"a blob cannot have {put.size_bytes} bytes")
+    if broker.blob_problem:
+        raise DiskFull(f"no blob can be taken: {broker.blob_problem}; wait, shorten the retention, or raise --blob-budget")
+    broker.draft.place_routes.append(BlobRoute(conn, put))
+    broker.draft.place_blobs.append(BlobClaim(put.sha256, put.size_bytes))
+    return []
 
 
 def request(broker: Broker, client: ClientSession, identity: Identity, request: Request) -> list[Command]:
@@ -86,12 +90,19 @@ def request(broker: Broker, client: ClientSession, identity: Identity, request: 
     if verb == "workers":
         identity.check_admin("the list of workers")
         return [Send(client.conn, Reply(request.msg_id, broker.describe_workers()))]
+    if verb in ("detach", "attach"):
+        identity.check_admin(verb)
+        worker_id = check_name(str(params.get("worker_id", "")), "worker_id")
+        reason = str(params.get("reason", ""))[:1000]
+        return [Detach(client.conn, request.msg_id, worker_id, verb == "detach", identity.name, reason)]
+    if verb == "servers":
+        identity.check_admin("the list of servers")
+        return [Send(client.conn, Reply(request.msg_id, broker.describe_servers()))]
     if verb in TOKEN_VERBS:
         identity.check_admin(verb)
         return _token_order(broker, client, request, identity)
-    raise NotFound(
-        f"there is no request {verb[:40]!r}; there are {', '.join(sorted(READ_VERBS | TOKEN_VERBS))}, watch, requeue, workers"
-    )
+    verbs = sorted(READ_VERBS | TOKEN_VERBS | {"watch", "requeue", "workers", "servers", "detach", "attach"})
+    raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 
 
 def _token_order(broker: Broker, client: ClientSession, request: Request, identity: Identity) -> list[Command]:

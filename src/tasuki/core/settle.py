@@ -9,9 +9,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from tasuki.core import greeting
 from tasuki.core.access import Identity
-from tasuki.core.draft import ActRoute, CheckRoute, Draft, SubmitRoute, TokenRoute
+from tasuki.core.broker_events import DeleteBlobs, ReceiveBlob
+from tasuki.core.draft import ActRoute, BlobRoute, CheckRoute, Draft, Slice, SubmitRoute, TokenRoute
 from tasuki.core.job import TERMINAL, Job, Outcome, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import (
@@ -30,9 +33,10 @@ from tasuki.core.protocol import (
     batches,
     outcome_bytes,
 )
+from tasuki.core.reports import not_uploaded
 from tasuki.core.sessions import ClientSession, Delivery, WorkerSession
-from tasuki.core.verbs import Answer, Answers, Grant, Held, Recorded, Report, Standing, Submitted, Turn
-from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, TasukiError, Unauthorized
+from tasuki.core.verbs import Answer, Answers, BlobPlace, Grant, Held, MissingBlobs, Recorded, Report, Standing, Submitted, Turn
+from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, TasukiError, Unauthorized, Unavailable
 
 if TYPE_CHECKING:
     from tasuki.core.broker import Broker
@@ -85,30 +89,49 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
         _token_done(broker, token, answers, out)
     if draft.left_out:
         _look_for_the_rest(broker, draft, answers)
-    if answers.reap:
-        broker.forget_deliveries(answers.reap)
-        broker.ask_ends(reaped.job_id for reaped in answers.reap if reaped.state in TERMINAL)
     if answers.release:  # a job whose cancel was asked for ends when it is given back
         broker.ask_ends(claim.job_id for claim, done in zip(draft.release, answers.release, strict=True) if done)
-    if answers.promote.subjects:
-        broker.look_for(answers.promote.subjects, backlog=True)
-    if answers.prune:
-        broker.prune_again()
-    if 0 < turn.promote <= answers.promote.count:
-        broker.duties_again()
-    if answers.reap or any(answers.release):
-        broker.look_everywhere()
-    if turn.reap and len(answers.reap) >= turn.reap:
-        broker.duties_again()
+        if any(answers.release):
+            broker.look_everywhere()
+            broker.fellows.everything = True
+    for index, place in enumerate(draft.place_routes):
+        if place.conn in broker.sessions:
+            out.append(ReceiveBlob(place.conn, place.put, answers.place_blobs[index]))
+    for index, stored in enumerate(draft.stored_routes):
+        _blob_stored(broker, stored, draft.blobs_stored[index], answers.blobs_stored[index], out)
+    if broker.config.shared:
+        _note_ready(broker, draft, answers)
     for conn, items in results.items():
         out += [Send(conn, Results(list(some))) for some in batches(items, _result_bytes)]
     return out
 
 
+def _note_ready(broker: Broker, draft: Draft, answers: Answers) -> None:
+    """New jobs that no worker of ours took: the other servers may have one for them."""
+    granted = {grant.job_id for grants in answers.lease for grant in grants}
+    for submission, answer in zip(draft.submit, answers.submit, strict=True):
+        if type(answer) is Submitted and answer.created and answer.job_id not in granted:
+            broker.fellows.ready.add(submission.spec.subject)
+    if draft.rerun or draft.requeue:
+        broker.fellows.everything = True
+
+
+def _blob_stored(broker: Broker, route: BlobRoute, place: BlobPlace, stored: bool, out: list[Command]) -> None:
+    if not stored:  # condemned while it came in: nothing can refer to these bytes, and nobody else may know of them any more
+        out.append(DeleteBlobs(0, (place,)))
+    if route.conn not in broker.sessions:
+        return
+    if stored:
+        out.append(Send(route.conn, Reply(route.put.msg_id, {"have": True})))
+    else:
+        error = Unavailable(f"blob {route.put.sha256} was collected while it came in; send it again")
+        out.append(Send(route.conn, ErrorMessage(route.put.msg_id, error.code, error.message)))
+
+
 def _look_for_the_rest(broker: Broker, draft: Draft, answers: Answers) -> None:
     """Fewer workers were asked than there are idle ones: what those could not take may fit the others."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
-    new = [answer.job_id for answer in (*answers.submit, *answers.rerun) if not isinstance(answer, Conflict)]
+    new = [answer.job_id for answer in (*answers.submit, *answers.rerun) if isinstance(answer, Submitted)]
     if not granted.issuperset(new):
         broker.look_again(draft.left_out)
 
@@ -144,10 +167,13 @@ def _reported(
 ) -> None:
     recorded: list[str] = []
     fenced: list[tuple[str, str]] = []
-    watchers, wall = broker.watchers, now.wall
+    watchers, wall, elsewhere = broker.watchers, now.wall, broker.fellows.ended
     for report, answer in zip(reports, answers, strict=True):
         if answer.answer is Answer.FENCED:
             fenced.append((report.lease_id, answer.reason))
+            continue
+        if answer.answer is Answer.BLOB_MISSING:
+            _report_missing(broker, conn, report)
             continue
         recorded.append(report.lease_id)
         state = answer.state
@@ -155,11 +181,21 @@ def _reported(
             broker.look_everywhere()
         elif answer.answer is Answer.REPEATED:  # what came after it may have ended the job otherwise: the row tells
             broker.ask_ends([report.job_id])
-        elif report.job_id in watchers and state in TERMINAL:
-            generation = broker.generations.get(report.job_id, 0)
-            _notify(broker, JobResult(report.job_id, state, report.attempt, report.outcome, wall, generation), results)
+        elif state in TERMINAL:
+            if report.job_id in watchers:
+                generation = broker.generations.get(report.job_id, 0)
+                _notify(broker, JobResult(report.job_id, state, report.attempt, report.outcome, wall, generation), results)
+            else:
+                elsewhere.append(report.job_id)
     if conn in broker.sessions:
         out.append(Send(conn, JobsRecorded(recorded, fenced)))
+
+
+def _report_missing(broker: Broker, conn: int, report: Report) -> None:
+    """The result was never brought: that is a failure of the attempt, and stands in the next turn."""
+    draft = broker.draft
+    draft.fail.append(replace(report, outcome=not_uploaded(report.outcome)))
+    draft.fail_routes.append(Slice(conn, len(draft.fail) - 1, len(draft.fail)))
 
 
 def _standing(
@@ -187,11 +223,15 @@ def _submitted(broker: Broker, route: SubmitRoute, answers: Answers, out: list[C
     exceptions = route.rejected
     stored = (answers.rerun if route.rerun else answers.submit)[route.start : route.stop]
     for place, answer in enumerate(stored):
-        if type(answer) is not Conflict and answer.job is None:  # type: ignore[union-attr]
+        if type(answer) is Submitted and answer.job is None:
             if route.watch:
                 broker.watch(session, answer.job_id)
             continue
         index = route.indexes[place] if route.indexes is not None else place
+        if type(answer) is MissingBlobs:
+            exceptions.append(_without_blobs(index, answer))
+            continue
+        assert not isinstance(answer, MissingBlobs)
         exceptions.append(_existing(broker, session, index, answer, watch=route.watch, rerun=route.rerun))
     out.append(Send(route.conn, Accepted(route.msg_id, route.count, exceptions)))
     if route.watch:
@@ -199,6 +239,12 @@ def _submitted(broker: Broker, route: SubmitRoute, answers: Answers, out: list[C
         ended = [item.job_id for item in exceptions if item.state in TERMINAL]
         for start in range(0, len(ended), RESULTS_READ):
             broker.check(route.conn, 0, ended[start : start + RESULTS_READ], "results")
+
+
+def _without_blobs(index: int, answer: MissingBlobs) -> Acceptance:
+    named = ", ".join(answer.sha256s[:3])
+    error = NotFound(f"job {answer.job_id!r} needs blobs that are not here: {named}; upload its input files before the job")
+    return Acceptance(index, answer.job_id, "", error.code, error.message, {"blobs": list(answer.sha256s[:100])})
 
 
 def _existing(
@@ -333,8 +379,11 @@ def _acted(broker: Broker, route: ActRoute, draft: Draft, answers: Answers, out:
                 worker = broker.workers.get(canceled.worker_id)
                 if worker is not None:
                     out.append(Send(worker.conn, CancelLeases([canceled.lease_id])))
+                else:
+                    broker.fellows.canceled.append((canceled.worker_id, canceled.lease_id))
             elif canceled.state is State.CANCELED:
                 broker.ask_ends([job_id])
+                broker.fellows.ended.append(job_id)
     else:
         pairs = zip(draft.requeue[route.start : route.stop], answers.requeue[route.start : route.stop], strict=True)
         for (job_id, _, _), requeued in pairs:
@@ -355,6 +404,7 @@ def _token_done(broker: Broker, route: TokenRoute, answers: Answers, out: list[C
     elif route.verb == "token.revoke":
         token_id = route.body["token_id"]
         if answers.revoke_token[route.index]:
+            broker.fellows.tokens.append(token_id)
             for session in list(broker.sessions.values()):
                 if session.identity is not None and session.identity.token_id == token_id and session.conn != route.conn:
                     out += broker.hang_up(session.conn, Unauthorized(f"token {token_id} was revoked"))
@@ -388,6 +438,8 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
         tell(act.conn, act.msg_id)
     for token in draft.token_routes:
         tell(token.conn, token.msg_id)
+    for blob in (*draft.place_routes, *draft.stored_routes):
+        tell(blob.conn, blob.put.msg_id)
     for hello in draft.hello_routes:
         out += broker.hang_up(hello.conn, error)
     for lease in draft.lease_routes:

@@ -139,6 +139,13 @@ class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=
     """Part of the job_id or of the error (Feature.FIND_TEXT)."""
 
 
+class BlobClaim(msgspec.Struct, frozen=True, gc=False):
+    """Bytes that somebody brings, or is about to refer to."""
+
+    sha256: str
+    size_bytes: int
+
+
 class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """A token as the store keeps it: never the secret, only its sha256."""
 
@@ -157,6 +164,42 @@ class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_default
 
 
 # ---------------------------------------------------------------------------------------------------- what comes out
+
+
+class BlobPlace(msgspec.Struct, frozen=True, gc=False):
+    """Where a blob's bytes are, or are to be. `generation` is part of the place: it grows when bytes that were condemned come
+    back, so that whoever still deletes the old ones does not touch the new."""
+
+    sha256: str
+    size_bytes: int
+    generation: int = 0
+    stored: bool = False
+    """The bytes are there, whole and durable."""
+
+
+class MissingBlobs(msgspec.Struct, frozen=True, gc=False):
+    """A job was not stored: it refers to blobs that are not there. Bring them, and submit again."""
+
+    job_id: str
+    sha256s: tuple[str, ...]
+
+
+class Condemned(msgspec.Struct, frozen=True, gc=False):
+    """Blobs whose bytes are to be deleted now, and what all blobs together take (None: nobody asked)."""
+
+    places: tuple[BlobPlace, ...] = ()
+    stored_bytes: int | None = None
+
+
+class AuditRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """Who did what to whom may come in."""
+
+    at: float
+    actor: str
+    action: str
+    """token.create, token.revoke"""
+    target: str
+    detail: str = ""
 
 
 class Submitted(msgspec.Struct, frozen=True, gc=False):
@@ -200,6 +243,8 @@ class Answer(enum.StrEnum):
     REPEATED = "repeated"
     """An exact repeat of one that was recorded: the stored answer, nothing written."""
     FENCED = "fenced"
+    BLOB_MISSING = "blob_missing"
+    """Its result is a blob that is not there; nothing was written, and the lease still stands."""
 
 
 class Recorded(msgspec.Struct, frozen=True, gc=False):
@@ -280,8 +325,32 @@ COUNTED: dict[State, str] = {
 # ---------------------------------------------------------------------------------------------------- one transaction
 
 
+class CondemnOrder(msgspec.Struct, frozen=True, gc=False):
+    """What a collection of blobs goes by; see the store's verb `condemn_blobs`."""
+
+    unused_since: float
+    budget_bytes: int | None = None
+    squeezed_since: float = 0.0
+    limit: int = 256
+
+
+class Collection(msgspec.Struct, frozen=True, gc=False):
+    """A CondemnOrder in ages: the store's own clock makes times of them."""
+
+    unused_s: float
+    budget_bytes: int | None = None
+    squeezed_s: float = 0.0
+    limit: int = 256
+
+    def order(self, wall: float) -> CondemnOrder:
+        return CondemnOrder(wall - self.unused_s, self.budget_bytes, wall - self.squeezed_s, self.limit)
+
+
 class Turn(msgspec.Struct, kw_only=True):
     """All that goes to the store in one transaction, in the order of the fields. Answers come back in the same shape.
+
+    A leader's duties (`epoch` > 0: take_over, reap, promote, prune, condemn, forget_blobs) are a turn of their own: if the epoch
+    is stale, all of it is refused, and nothing else with it.
 
     Finishes and renewals stand before submits and leases, so that what a worker already did never waits behind new work; reads
     stand last, so that they see what the turn wrote.
@@ -296,10 +365,17 @@ class Turn(msgspec.Struct, kw_only=True):
     """(job_id, actor, reason)"""
     requeue: Sequence[tuple[str, str, str]] = ()
     epoch: int = 0
+    take_over: str = ""
+    """Register `epoch` for this holder."""
     reap: int = 0
-    """How many leases that are over to end; 0: none. Needs the epoch."""
+    """How many leases that are over to end; 0: none."""
     promote: int = 0
-    prune_before: float | None = None
+    prune_after_s: float | None = None
+    """Delete jobs that have been terminal for longer than this."""
+    condemn: Collection | None = None
+    forget_blobs: Sequence[BlobPlace] = ()
+    place_blobs: Sequence[BlobClaim] = ()
+    blobs_stored: Sequence[BlobPlace] = ()
     add_token: Sequence[TokenRow] = ()
     revoke_token: Sequence[tuple[str, str]] = ()
     """(token_id, actor)"""
@@ -328,15 +404,18 @@ class Answers(msgspec.Struct, kw_only=True):
     cancel: Sequence[Canceled] = ()
     requeue: Sequence[Requeued] = ()
     reap: Sequence[Reaped] = ()
+    took_over: bool = False
     promote: Promoted = Promoted()
     prune: int = 0
+    condemn: Condemned = Condemned()
+    place_blobs: Sequence[BlobPlace] = ()
+    blobs_stored: Sequence[bool] = ()
     add_token: Sequence[bool] = ()
     revoke_token: Sequence[bool] = ()
-    submit: Sequence[Submitted | Conflict] = ()
-    rerun: Sequence[Submitted | Conflict] = ()
+    submit: Sequence[Submitted | Conflict | MissingBlobs] = ()
+    rerun: Sequence[Submitted | Conflict | MissingBlobs] = ()
     lease: Sequence[list[Grant]] = ()
     held: Sequence[list[Grant]] = ()
     get: Sequence[Job | None] = ()
     token: Sequence[TokenRow | None] = ()
     list_tokens: Sequence[TokenRow] = ()
-    next_due: tuple[float | None, float | None] = (None, None)

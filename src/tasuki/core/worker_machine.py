@@ -4,22 +4,29 @@ Theory of operation. A lease's deadline is counted from *before* the message tha
 heartbeat (or Hello) that was answered on this connection, plus the ttl, minus what a kill takes. So a grant that was stuck on
 the way is never run past the time at which the store gives the job to somebody else.
 
-An ending is kept until the server says `recorded` or `fenced`; after a reconnect it is offered again. Credit is given for each
-free place, once: at Welcome all free places, later one for each attempt that ended.
+An ending is kept until a server says `recorded` or `fenced`; after a reconnect it is offered again, to whichever server answers.
+One that waits longer is saved, so that it outlives this process. Credit is given for each free place, once: at Welcome all free
+places, later one for each attempt that ended.
+
+A server that leaves a heartbeat unanswered for a third of the ttl is left while there is time: the leases are renewed through the
+next one before their deadline.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tasuki.core.address import Address
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
+    PROTOCOL_OLDEST,
+    PROTOCOL_VERSION,
     AssignJobs,
     CancelLeases,
     Claim,
@@ -38,99 +45,33 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
     batches,
+    check_version,
     outcome_bytes,
 )
-from tasuki.core.redial import Redial
-from tasuki.core.verbs import Grant, Takes
-from tasuki.errors import TasukiError, Unavailable, from_wire
+from tasuki.core.redial import HELLO_QUICK_S, Redial
+from tasuki.core.worker_events import (
+    ChangePatterns,
+    Command,
+    Drain,
+    Ended,
+    Event,
+    Exit,
+    Forget,
+    GaveBack,
+    Restored,
+    Run,
+    Save,
+    Started,
+    Stop,
+    WorkerIdentity,
+)
+from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
 SEEN_S = 600.0  # how long an (id, attempt) is remembered, so that a delivery that comes twice is run once
 GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
+SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
 STARTED_AFTER_S = 0.1  # a handler that ends sooner spares the store a write
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # saying it again is no better
-
-
-class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this worker is for as long as its process lives."""
-
-    worker_id: str
-    incarnation: str
-    token: str = ""
-    patterns: tuple[str, ...] = ()
-    capacity: int = 1
-    on_disconnect: OnDisconnect = OnDisconnect.STOP
-    reconnect_grace_s: float = 0.0
-    ttl_s: float | None = None
-    host: str = ""
-    agent: str = ""
-    codecs: tuple[str, ...] = ()
-    takes: Takes = Takes.ANY
-
-
-class Started(msgspec.Struct, frozen=True):
-    """The attempt's process is running; the server is told at once."""
-
-    lease_id: str
-
-
-class GaveBack(msgspec.Struct, frozen=True):
-    """The attempt could not be started here, for a reason that is not the job's: somebody else may try."""
-
-    lease_id: str
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """The attempt is over, and nothing of it runs any more."""
-
-    lease_id: str
-    outcome: Outcome
-
-
-class Drain(msgspec.Struct, frozen=True):
-    """Take no more work; end when all is done and recorded."""
-
-
-class ChangePatterns(msgspec.Struct, frozen=True):
-    """Subscribe to these from now on."""
-
-    patterns: tuple[str, ...]
-
-
-class Connect(msgspec.Struct, frozen=True):
-    """Dial the address of this index; report Opened or Closed."""
-
-    address: int
-
-
-class Run(msgspec.Struct, frozen=True):
-    """Start this attempt."""
-
-    grant: Grant
-
-
-class Stop(msgspec.Struct, frozen=True):
-    """Stop this attempt; report Ended when nothing of it is left."""
-
-    lease_id: str
-    reason: str
-    """CANCELED, LEASE_LOST"""
-
-
-class Forget(msgspec.Struct, frozen=True):
-    """Nothing about this attempt is needed any more. `fenced`: its result was refused, for this reason."""
-
-    lease_id: str
-    fenced: str = ""
-
-
-class Exit(msgspec.Struct, frozen=True):
-    """The worker is done (error None), or can never do what it was told to."""
-
-    error: TasukiError | None = None
-
-
-Event = Opened | Received | Closed | Ticked | Started | Ended | GaveBack | Drain | ChangePatterns
-Command = Connect | Send | Hangup | Run | Stop | Forget | Exit
 
 
 class _Held(msgspec.Struct):
@@ -141,12 +82,16 @@ class _Held(msgspec.Struct):
     reported_start: bool = False
     stopping: str = ""
     ending: Ending | None = None
+    ended_at: float = 0.0
+    saved: bool = False
+    restored: bool = False
+    """Of an earlier process: its ending may still count, but its lease cannot be renewed by this one."""
 
 
 class WorkerMachine:
     """One worker process's view of its leases."""
 
-    def __init__(self, identity: WorkerIdentity, *, addresses: int, jitter: Callable[[], float]) -> None:
+    def __init__(self, identity: WorkerIdentity, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
         self.identity = identity
         self.held: dict[str, _Held] = {}
         self.online = False
@@ -164,6 +109,9 @@ class WorkerMachine:
         """Attempts that were delivered, and on which connection."""
         self._seen_order: deque[tuple[float, tuple[str, int]]] = deque()
         self._credit_due = 0
+        self._overdue: set[str] = set()
+        """Runs that were kept past their deadline. For the store their jobs may be anybody's (ORPHANED): no start of them is
+        told any more, and while they last no credit is given, since it could be used to run them here a second time."""
         self._credit_later: deque[float] = deque()
         self._started_due: list[Claim] = []
         self._endings_due: list[Ending] = []
@@ -179,7 +127,7 @@ class WorkerMachine:
             case Received():
                 return self._received(event.message, now) if event.conn == self._conn else []
             case Ended():
-                return self._ended(event.lease_id, event.outcome)
+                return self._ended(event.lease_id, event.outcome, now)
             case Started():
                 self._started(event, now)
                 return []
@@ -192,6 +140,9 @@ class WorkerMachine:
             case Closed():
                 if event.conn == self._conn or self._conn is None:
                     self._offline(now)
+                return []
+            case Restored():
+                self._restored(event.ending, now)
                 return []
             case Drain():
                 return self._drain()
@@ -213,6 +164,8 @@ class WorkerMachine:
             worker_id=me.worker_id,
             incarnation=me.incarnation,
             token=me.token,
+            version=PROTOCOL_VERSION,
+            oldest=PROTOCOL_OLDEST,
             agent=me.agent,
             codecs=me.codecs,
             patterns=self.patterns,
@@ -258,16 +211,23 @@ class WorkerMachine:
 
     def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
         assert self._conn is not None
+        try:
+            check_version(welcome)
+        except VersionMismatch as error:
+            self._exited = True
+            return [Exit(error)]
         self.online = True
         self._ever_connected = True
-        self._redial.connected(now.monotonic)
+        self._redial.connected(now.monotonic, welcome.servers)
         self._ttl_s = welcome.lease_ttl_s
         self._answered_at = self._beats.pop(welcome.corr_id, (now.monotonic, []))[0]
         self._beat_at = now.monotonic  # the leases it already holds are renewed at once
-        self._endings_due = [held.ending for held in self.held.values() if held.ending is not None]
-        self._started_due = [held.claim for held in self.held.values() if held.reported_start and held.ending is None]
-        running = sum(1 for held in self.held.values() if held.ending is None)
-        self._credit_due = 0 if self.draining else max(0, self.identity.capacity - running - len(self._credit_later))
+        self._endings_due = self.unreported
+        running = [held for held in self.held.values() if held.ending is None]
+        self._overdue = {held.claim.lease_id for held in running if held.deadline <= now.monotonic}
+        self._started_due = [held.claim for held in running if held.reported_start and held.claim.lease_id not in self._overdue]
+        free = self.identity.capacity - len(running) - len(self._credit_later)
+        self._credit_due = 0 if self.draining else max(0, free)
         return self._no_more() if self.draining else []
 
     def _refused(self, error: ErrorMessage) -> list[Command]:
@@ -322,6 +282,11 @@ class WorkerMachine:
             held.reported_start = True
             self._started_due.append(held.claim)
 
+    def lease_deadline(self, lease_id: str) -> float | None:
+        """When this attempt must be over if no later heartbeat is answered; None: it goes on without a lease too."""
+        held = self.held.get(lease_id)
+        return held.deadline if held is not None and self.identity.on_disconnect is OnDisconnect.STOP else None
+
     def handler_started(self, lease_id: str, wall: float) -> None:
         """A handler runs in the worker's own loop. The server hears of it only if it takes longer than STARTED_AFTER_S."""
         held = self.held.get(lease_id)
@@ -337,13 +302,13 @@ class WorkerMachine:
             self._credit_later.append(now.monotonic + GIVE_BACK_PAUSE_S)
         return [Forget(lease_id), *self._maybe_exit()]
 
-    def _ended(self, lease_id: str, outcome: Outcome) -> list[Command]:
+    def _ended(self, lease_id: str, outcome: Outcome, now: Now) -> list[Command]:
         held = self.held.get(lease_id)
         if held is None or held.ending is not None:
             return []
         if not self.draining:
             self._credit_due += 1
-        if held.stopping == "LEASE_LOST":
+        if held.stopping == "LEASE_LOST" or outcome.error_code == "LEASE_LOST":  # we said so, or the keeper, while we hung
             # The store has given, or will give, this job to another worker, and counts the loss itself.
             del self.held[lease_id]
             return [Forget(lease_id, "the lease was lost"), *self._maybe_exit()]
@@ -353,8 +318,28 @@ class WorkerMachine:
             return [Forget(lease_id), *self._maybe_exit()]
         claim = held.claim
         held.ending = Ending(claim.job_id, lease_id, claim.attempt, outcome, held.started_at)
+        held.ended_at = now.monotonic
         self._endings_due.append(held.ending)
         return []
+
+    def _restored(self, ending: Ending, now: Now) -> None:
+        claim = Claim(ending.job_id, ending.lease_id, ending.attempt)
+        at = now.monotonic
+        self.held[ending.lease_id] = _Held(claim, at, at, ending=ending, ended_at=at, saved=True, restored=True)
+        self._endings_due += [ending] if self.online else []
+
+    @property
+    def unreported(self) -> list[Ending]:
+        """Endings that no server has spoken on yet."""
+        return [held.ending for held in self.held.values() if held.ending is not None]
+
+    def _save_what_waits(self, now: Now) -> list[Command]:
+        commands: list[Command] = []
+        for held in self.held.values():
+            if held.ending is not None and not held.saved and now.monotonic - held.ended_at >= SAVE_AFTER_S:
+                held.saved = True
+                commands.append(Save(held.ending))
+        return commands
 
     def _recorded(self, message: JobsRecorded) -> list[Command]:
         commands: list[Command] = []
@@ -403,17 +388,17 @@ class WorkerMachine:
             commands += self._stop(late, "LEASE_LOST")
         due_at = self._redial.due_at
         if self._conn is None and due_at is not None and due_at <= now.monotonic and not self._exited:
-            commands.append(Connect(self._redial.dialed()))
+            commands.append(self._redial.dialed())
         if self._conn is not None and self._stale(now):
             commands.append(Hangup(self._conn, Unavailable("the server does not answer")))
         if self.online:
             self._report_long_starts(now)
-        return [*commands, *self._maybe_exit()]
+        return [*commands, *self._save_what_waits(now), *self._maybe_exit()]
 
     def _stale(self, now: Now) -> bool:
         """Half-open: we send and nothing comes back. A new connection finds out faster than the kernel does, and before our
         leases are over: a heartbeat that stays unanswered for as long as the next one takes leaves a third of the ttl."""
-        patience_s = self._ttl_s / 3 if self.online else HANDSHAKE_TIMEOUT_S
+        patience_s = self._ttl_s / 3 if self.online else HELLO_QUICK_S if self._redial.several else HANDSHAKE_TIMEOUT_S
         return any(now.monotonic - sent_at > patience_s for sent_at, _ in self._beats.values())
 
     def _report_long_starts(self, now: Now) -> None:
@@ -443,14 +428,16 @@ class WorkerMachine:
             for some in batches(self._endings_due, lambda ending: outcome_bytes(ending.outcome)):
                 commands.append(Send(conn, JobsFinished(list(some))))
             self._endings_due = []
-        if self._credit_due:
+        self._overdue &= self.held.keys()
+        if self._credit_due and not self._overdue:
             commands.append(Send(conn, GiveCredit(self._credit_due)))
             self._credit_due = 0
         if now.monotonic >= self._beat_at:
             self._beat_at = now.monotonic + self._ttl_s / 3
             msg_id = self._next_id()
-            self._beats[msg_id] = (now.monotonic, list(self.held))
-            commands.append(Send(conn, Heartbeat(msg_id, [held.claim for held in self.held.values()])))
+            ours = [held.claim for held in self.held.values() if not held.restored]
+            self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
+            commands.append(Send(conn, Heartbeat(msg_id, ours)))
         return [*commands, *self._maybe_exit()]
 
     # ------------------------------------------------------------------------------------------------ the end

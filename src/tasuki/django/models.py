@@ -23,7 +23,7 @@ from django.db.models import Q
 
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_TTL_S
-from tasuki.django.fields import RowIdField, UnixTimeField
+from tasuki.django.fields import NameField, RowIdField, UnixTimeField
 
 
 class JobRun(models.Model):
@@ -31,7 +31,7 @@ class JobRun(models.Model):
 
     id = RowIdField(primary_key=True)
     """Grows with the time of submission: the age that leasing goes by."""
-    idempotency_key = models.CharField(max_length=128, unique=True)
+    idempotency_key = NameField(max_length=128, unique=True)
     """The job_id. Its unique key is what decides that a submit is a repeat."""
     state = models.CharField(
         max_length=12, choices=[(state.value, state.value) for state in State], db_default=State.PENDING.value
@@ -42,23 +42,23 @@ class JobRun(models.Model):
     """JobKind: 0 a command, 1 a Python handler's, 2 a command of the server's own user. In the index of ready rows: a worker that
     takes only some kinds never wades through the others."""
     priority = models.SmallIntegerField(db_default=5)
-    group = models.CharField(max_length=255)
-    subject = models.CharField(max_length=255)
+    group = NameField(max_length=255)
+    subject = NameField(max_length=255)
 
     # The attempt. It stays after its end until the next grant, so that an exact repeat of its report is known as one.
     attempt = models.IntegerField(db_default=0)
     version = models.IntegerField(db_default=0)
     """Grows by one with every transition."""
-    lease_id = models.CharField(max_length=64, db_default="")
+    lease_id = NameField(max_length=64, db_default="")
     """Random prefix of the lease request, a dot, this row's id. Empty once the lease was taken away."""
-    assigned_worker_id = models.CharField(max_length=128, null=True)
-    incarnation = models.CharField(max_length=64, db_default="")
+    assigned_worker_id = NameField(max_length=128, null=True)
+    incarnation = NameField(max_length=64, db_default="")
     lease_expires_at = UnixTimeField(null=True)
     """On the lease clock: when reaping may end it, with margin and (`keep`) grace. NULL unless ASSIGNED or RUNNING."""
     lease_expired_at = UnixTimeField(null=True)
     """The same of a lease that is over, while its job is ORPHANED."""
     lease_ttl_s = models.FloatField(db_default=LEASE_TTL_S)
-    on_disconnect = models.CharField(max_length=4, db_default=OnDisconnect.STOP.value)
+    on_disconnect = NameField(max_length=4, db_default=OnDisconnect.STOP.value)
     reconnect_grace_s = models.FloatField(db_default=0.0)
     cancel_requested = models.SmallIntegerField(db_default=0)
     assigned_at = UnixTimeField(null=True)
@@ -67,21 +67,21 @@ class JobRun(models.Model):
     """When it became terminal."""
 
     # The outcome of the finish that made it terminal, or of the latest failed attempt.
-    exit_code = models.IntegerField(null=True)
-    error_code = models.CharField(max_length=64, null=True)
+    exit_code = models.BigIntegerField(null=True)
+    error_code = NameField(max_length=64, null=True)
     """NULL: no attempt has failed since the last grant or requeue. Empty: one has, and its worker gave no code."""
     error_summary = models.TextField(db_default="")
     """The outcome's message."""
     permanent = models.SmallIntegerField(db_default=0)
     result = models.BinaryField(null=True)
     """Up to 64 KiB. A larger one is a blob: then this is NULL, and the hash and the size say which."""
-    result_sha256 = models.CharField(max_length=64, null=True)
+    result_sha256 = NameField(max_length=64, null=True)
     result_size_bytes = models.BigIntegerField(null=True)
     meta = models.BinaryField(null=True)
     """msgpack; NULL if empty."""
     replaced_report = models.BinaryField(null=True)
     """msgpack of what tells a failure report from another, if a cancel put its own outcome over it: its repeat is still one."""
-    log_ref = models.CharField(max_length=1024, db_default="")
+    log_ref = NameField(max_length=1024, db_default="")
 
     # Budgets and delays.
     not_before = UnixTimeField(null=True)
@@ -94,9 +94,9 @@ class JobRun(models.Model):
 
     # Who asked for it, and how it came about.
     created_at = UnixTimeField()
-    submitter = models.CharField(max_length=255)
-    exec = models.CharField(max_length=1024, db_default="")
-    array_id = models.CharField(max_length=128, null=True)
+    submitter = NameField(max_length=255)
+    exec = NameField(max_length=1024, db_default="")
+    array_id = NameField(max_length=128, null=True)
     job_definition_id = models.BigIntegerField(null=True)
     scheduled_for = UnixTimeField(null=True)
     leader_epoch = models.BigIntegerField(db_default=0)
@@ -139,10 +139,11 @@ class Incident(models.Model):
     # Without a constraint: only pruning deletes jobs, it deletes these too, and no job's life pays for the check.
     job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="incidents", db_constraint=False)
     at = UnixTimeField()
-    kind = models.CharField(max_length=20)
-    attempt = models.IntegerField(db_default=0)
-    worker_id = models.CharField(max_length=128, db_default="")
-    actor = models.CharField(max_length=255, db_default="")
+    kind = NameField(max_length=20)
+    attempt = models.BigIntegerField(db_default=0)
+    """As reported: what is fenced may name any."""
+    worker_id = NameField(max_length=128, db_default="")
+    actor = NameField(max_length=255, db_default="")
     reason = models.TextField(db_default="")
 
     def __str__(self) -> str:
@@ -154,7 +155,7 @@ class JobBlob(models.Model):
 
     id = RowIdField(primary_key=True)
     job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="blobs", db_constraint=False)
-    sha256 = models.CharField(max_length=64)
+    sha256 = NameField(max_length=64)
     role = models.CharField(max_length=6, choices=[("in", "in"), ("result", "result")])
 
     class Meta:
@@ -164,17 +165,56 @@ class JobBlob(models.Model):
         return f"{self.role} {self.sha256}"
 
 
-class Counter(models.Model):
-    """How many jobs of a group stand where; maintained with every transition, so that nobody has to count jobs."""
+class Blob(models.Model):
+    """Bytes that are kept, or about to be. The row stands before the bytes are written and goes after they are deleted: there are
+    never bytes without a row. Who uses them stands in JobBlob.
+
+    A blob that is condemned (nobody refers to it, its bytes are being deleted) is never brought back to life: whoever brings the
+    same bytes again gets the next generation, kept under another name. So a deleter that was frozen for an hour cannot delete
+    anything that is in use.
+    """
 
     id = RowIdField(primary_key=True)
-    group = models.CharField(max_length=255)
-    state = models.CharField(max_length=12)
+    sha256 = NameField(max_length=64)
+    generation = models.IntegerField(db_default=0)
+    size_bytes = models.BigIntegerField()
+    stored = models.SmallIntegerField(db_default=0)
+    """1: the bytes are whole and durable."""
+    condemned = models.SmallIntegerField(db_default=0)
+    touched_at = UnixTimeField()
+    """When somebody last brought it or asked for it to be kept; collection leaves it alone for a grace time."""
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["sha256", "generation"], name="tasuki_blob_key"),
+            # One place at a time: two servers that place the same bytes at once agree on it.
+            models.UniqueConstraint(fields=["sha256"], condition=Q(condemned=0), name="tasuki_blob_live"),
+        ]
+        indexes = [
+            models.Index(fields=["touched_at"], condition=Q(condemned=0), name="tasuki_blob_touched"),
+            models.Index(fields=["touched_at"], condition=Q(condemned=1), name="tasuki_blob_condemned"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.sha256} ({self.generation})"
+
+
+class Counter(models.Model):
+    """How many jobs of a group stand where; maintained with every transition, so that nobody has to count jobs.
+
+    The number is the sum over the shards. Each server adds to a shard of its own: on one row the transactions of all servers
+    would queue up.
+    """
+
+    id = RowIdField(primary_key=True)
+    group = NameField(max_length=255)
+    state = NameField(max_length=12)
     """A name of stores.store.GroupCounts."""
+    shard = models.SmallIntegerField(db_default=0)
     n = models.BigIntegerField()
 
     class Meta:
-        constraints = [models.UniqueConstraint(fields=["group", "state"], name="tasuki_counter_key")]
+        constraints = [models.UniqueConstraint(fields=["group", "state", "shard"], name="tasuki_counter_key")]
 
     def __str__(self) -> str:
         return f"{self.group} {self.state}: {self.n}"
@@ -183,29 +223,111 @@ class Counter(models.Model):
 class ScopeEpoch(models.Model):
     """The highest epoch ever registered in a scope, and who holds it. Leader writes are checked against it."""
 
-    scope = models.CharField(max_length=64, primary_key=True)
+    scope = NameField(max_length=64, primary_key=True)
     epoch = models.BigIntegerField()
-    holder = models.CharField(max_length=255)
+    holder = NameField(max_length=255)
 
     def __str__(self) -> str:
         return f"{self.scope}: {self.epoch} ({self.holder})"
+
+
+class ScopeLease(models.Model):
+    """Who may call itself leader of a scope, and until when. A row apart from ScopeEpoch: a leader's writes share-lock that one,
+    and renewals would queue up behind them."""
+
+    scope = NameField(max_length=64, primary_key=True)
+    epoch = models.BigIntegerField()
+    holder = NameField(max_length=255)
+    expires_at = UnixTimeField()
+    """On the database's clock."""
+
+    def __str__(self) -> str:
+        return f"{self.scope}: {self.holder} until {self.expires_at}"
+
+
+class Member(models.Model):
+    """A process that says it is alive: a server, with its addresses and the workers connected to it."""
+
+    member_id = NameField(max_length=128, primary_key=True)
+    kind = NameField(max_length=10)
+    incarnation = NameField(max_length=64)
+    beat_at = UnixTimeField()
+    """On the database's clock."""
+    schema_version = models.IntegerField(db_default=0)
+    """What its code expects of these tables."""
+    version = models.BigIntegerField(db_default=0)
+    """Grows when `info` changes, so that others read it only then."""
+    info = models.BinaryField()
+    """msgpack of what others should know of it."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.member_id}"
+
+
+class Detached(models.Model):
+    """A worker that is to be given no more work."""
+
+    worker_id = NameField(max_length=128, primary_key=True)
+    at = UnixTimeField()
+    actor = NameField(max_length=255, db_default="")
+    reason = models.TextField(db_default="")
+
+    def __str__(self) -> str:
+        return self.worker_id
+
+
+class TurnMark(models.Model):
+    """The last turn that each writer committed: how it learns, after its connection broke during a commit, what came of it."""
+
+    writer = NameField(max_length=64, primary_key=True)
+    turn = models.BigIntegerField()
+    at = UnixTimeField()
+
+    def __str__(self) -> str:
+        return f"{self.writer}: {self.turn}"
+
+
+class Audit(models.Model):
+    """Who did what to whom may come in."""
+
+    id = RowIdField(primary_key=True)
+    at = UnixTimeField()
+    actor = NameField(max_length=255)
+    action = NameField(max_length=32)
+    """token.create, token.revoke"""
+    target = NameField(max_length=255)
+    detail = models.TextField(db_default="")
+
+    def __str__(self) -> str:
+        return f"{self.actor} {self.action} {self.target}"
+
+
+class Schema(models.Model):
+    """One row: which version these tables have, and the oldest code that can work with them."""
+
+    id = models.SmallIntegerField(primary_key=True, db_default=1)
+    version = models.IntegerField()
+    oldest_code = models.IntegerField()
+
+    def __str__(self) -> str:
+        return f"version {self.version}, for code from {self.oldest_code} on"
 
 
 class Token(models.Model):
     """Who may come in. Never the secret, only its sha256."""
 
     id = RowIdField(primary_key=True)
-    token_id = models.CharField(max_length=64, unique=True)
-    kind = models.CharField(max_length=10)
-    sha256 = models.CharField(max_length=64, unique=True)
-    label = models.CharField(max_length=255, db_default="")
+    token_id = NameField(max_length=64, unique=True)
+    kind = NameField(max_length=10)
+    sha256 = NameField(max_length=64, unique=True)
+    label = NameField(max_length=255, db_default="")
     scope = models.JSONField(default=list)
     """Patterns of subjects."""
     created_at = UnixTimeField(db_default=0.0)
-    created_by = models.CharField(max_length=255, db_default="")
+    created_by = NameField(max_length=255, db_default="")
     expires_at = UnixTimeField(null=True)
     revoked_at = UnixTimeField(null=True)
-    revoked_by = models.CharField(max_length=255, db_default="")
+    revoked_by = NameField(max_length=255, db_default="")
 
     def __str__(self) -> str:
         return f"{self.token_id} ({self.kind})"

@@ -3,6 +3,7 @@
 May import `tasuki.wire` and what all may import (`core`, `errors`, `config`). See docs/decisions for why it is a part of its own.
 """
 
+from tasuki.net.line import Line
 from tasuki.net.link import Link, client_tls, connect
 
-__all__ = ["Link", "client_tls", "connect"]
+__all__ = ["Line", "Link", "client_tls", "connect"]

@@ -17,8 +17,9 @@ from typing import Any, cast
 from tasuki.config import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
-from tasuki.errors import ConfigError, ProtocolError, TasukiError, TooLarge, Unavailable
-from tasuki.wire.frames import FrameDecoder
+from tasuki.core.redial import CONNECT_TIMEOUT_S
+from tasuki.errors import ConfigError, ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
+from tasuki.wire.frames import Frame, FrameDecoder
 from tasuki.wire.messages import decode, encode
 
 WRITE_SOFT_BYTES = 4 * 1024 * 1024
@@ -26,7 +27,6 @@ WRITE_HARD_BYTES = 64 * 1024 * 1024
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut off
 LINGER_S = 5.0  # how long a peer that is hung up on may take to read why
-CONNECT_TIMEOUT_S = 10.0
 
 
 class Link(asyncio.Protocol):
@@ -47,6 +47,7 @@ class Link(asyncio.Protocol):
         self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
         self._on_read = on_read
         self._decoder = FrameDecoder(max_bytes)
+        self._trusted = max_bytes > UNAUTHENTICATED_FRAME_MAX_BYTES
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._flushing = False
@@ -69,8 +70,9 @@ class Link(asyncio.Protocol):
             self._on_opened(self)
 
     def trust(self, max_bytes: int = FRAME_MAX_BYTES) -> None:
-        """The peer is authenticated: larger frames are allowed."""
+        """The peer is authenticated: larger frames are allowed, and frame types that only it knows."""
         self._decoder.max_bytes = max_bytes
+        self._trusted = True
 
     def data_received(self, data: bytes) -> None:
         if self._closed:
@@ -81,7 +83,7 @@ class Link(asyncio.Protocol):
                 self._frame_timer.cancel()
                 self._frame_timer = None
             for frame in frames:
-                self._on_message(self, decode(frame, self._decoder.max_bytes))
+                self._take(frame)
                 if self.closed:  # the message made the owner hang up
                     return
         except TasukiError as error:
@@ -90,6 +92,17 @@ class Link(asyncio.Protocol):
         self._watch_frame()
         if frames and self._on_read is not None:
             self._on_read()
+
+    def _take(self, frame: Frame) -> None:
+        try:
+            message = decode(frame, self._decoder.max_bytes)
+        except UnknownFrame as error:
+            if not self._trusted:  # who begins like this speaks something else
+                raise
+            if error.msg_id:  # a newer peer's request: it must not wait for ever
+                self.send(ErrorMessage(error.msg_id, error.code, error.message))
+            return
+        self._on_message(self, message)
 
     def _watch_frame(self) -> None:
         if self._decoder.partial and self._frame_timer is None and not self._closed:
@@ -230,6 +243,7 @@ async def connect(
     on_closed: Callable[[Link, str], None],
     *,
     tls: ssl.SSLContext | None = None,
+    timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> Link:
     """Dial one address; Unavailable with the reason if it does not answer."""
     loop = asyncio.get_running_loop()
@@ -238,14 +252,14 @@ async def connect(
         return Link(on_message, on_closed, max_bytes=FRAME_MAX_BYTES)
 
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             if address.scheme == "unix":
                 _, link = await loop.create_unix_connection(make, address.path)
             else:
                 secure = (tls or ssl.create_default_context()) if address.scheme == "tls" or tls is not None else None
                 _, link = await loop.create_connection(make, address.host, address.port, ssl=secure)
     except TimeoutError:
-        raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:g} s") from None
+        raise Unavailable(f"{address} did not answer within {timeout_s:g} s") from None
     except ssl.SSLError as error:
         raise Unavailable(
             f"no TLS connection to {address}: {error.reason or error}; check --tls-ca and the server's certificate"

@@ -12,44 +12,48 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from tasuki.blobs.blob import BlobStore
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.broker import Broker, error_message
 from tasuki.core.broker_events import (
+    AskEnded,
+    AskRevoked,
+    BlobArrived,
     BlobPiece,
+    BlobsDeleted,
+    BlobsUnderWay,
     BrokerConfig,
     Command,
+    DeleteBlobs,
+    Deposed,
+    Detach,
     DiskSpace,
     Event,
+    Publish,
     Query,
     ReceiveBlob,
     SendBlob,
+    SomeEnded,
+    SomeRevoked,
+    TookOver,
     TurnDone,
     TurnFailed,
 )
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
-from tasuki.core.protocol import (
-    FRAME_MAX_BYTES,
-    JobsFinished,
-    Message,
-    Reply,
-    Results,
-    SubmitJobs,
-    Welcome,
-    batches,
-    outcome_bytes,
-)
+from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, outcome_bytes
 from tasuki.core.sessions import ClientSession, WorkerSession
 from tasuki.core.settle import result_of
-from tasuki.core.verbs import Answers, Turn
+from tasuki.core.verbs import Answers, BlobPlace, Turn
 from tasuki.errors import InvalidInput, TasukiError, Unavailable
 from tasuki.server.lanes import Lane
 from tasuki.server.queries import Reader, answer_query
+from tasuki.server.readers import Readers
+from tasuki.server.together import Alone, Company
 from tasuki.server.transfers import Transfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
@@ -57,8 +61,8 @@ from tasuki.stores.store import Store
 logger = logging.getLogger("tasuki.server")
 TICK_S = 0.1
 LATE_RESULTS = 64  # results of up to 64 KiB each that are read for a slow peer at once
-_NOTHING: frozenset[str] = frozenset()
 DISK_LOOK_S = 1.0
+TOUCHES_PER_GRACE = 4  # an upload that lasts longer than the grace of unused blobs must not look unused
 BUSY_ITEMS = 32  # waiting items from which on throughput comes before the latency of each
 DRAFT_SOFT_BYTES = 64 * 1024 * 1024
 DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
@@ -91,6 +95,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The folder whose disk is watched."""
     lease_ttl_s: float = 15.0
     retention_s: float = 30 * 86400.0
+    blob_grace_s: float = 3600.0
+    blob_budget_bytes: int | None = None
+    host: str = ""
+    readers: int = 1
     disk_floor_bytes: int = DISK_FLOOR_BYTES
     disk_floor_inodes: int = DISK_FLOOR_INODES
     frame_max_bytes: int = FRAME_MAX_BYTES
@@ -111,35 +119,37 @@ class Server:
         config: ServerConfig,
         open_store: Callable[[], Store],
         open_reader: Callable[[], Reader],
-        transfers: Transfers,
+        blobs: BlobStore,
+        company: Company | None = None,
         fault: Callable[[str], None] = lambda point: None,
     ) -> None:
         self.config = config
         self.broker: Broker
-        self._open_store, self._open_reader = open_store, open_reader
-        self._transfers = transfers
+        self._open_store = open_store
+        self._blobs = blobs
+        self._transfers = Transfers(blobs, self._blob_arrived)
+        self._company = company or Alone()
         self._fault = fault
         self._numbers = itertools.count(1)
         self._links: dict[int, Connection] = {}
         self._busy = False
         self._pumping = False
         self._throttled = False
-        self._reader_pool = ThreadPoolExecutor(1, thread_name_prefix="tasuki-reader")
-        self._reader: Reader | None = None
+        self._readers = Readers(open_reader, config.readers)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._questions = Lane(self._query, self._spawn, at_once=1)
+        self._questions = Lane(self._query, self._spawn, at_once=config.readers)
         self._downloads = Lane(self._send_blob, self._spawn, at_once=DOWNLOADS_AT_ONCE)
         self._late = Lane(self._send_late, self._spawn, at_once=1)
         self._idle = asyncio.Event()
         self._stopping = False
         self.on_last_client: Callable[[], None] = lambda: None
-        self.on_client: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Open the store (errors are raised here) and begin to tick."""
         self._loop = asyncio.get_running_loop()
+        await self._loop.run_in_executor(None, self._blobs.check)
         self._thread = StoreThread(self._open_store, self._deliver)
         epoch = await self._loop.run_in_executor(None, self._thread.open, self.config.server_id)
         config = self.config
@@ -147,18 +157,28 @@ class Server:
             BrokerConfig(
                 server_id=config.server_id,
                 epoch=epoch,
+                shared=not epoch,
+                host=config.host,
                 own_uid=os.getuid() if hasattr(os, "getuid") else None,
                 lease_ttl_s=config.lease_ttl_s,
                 retention_s=config.retention_s,
+                blob_grace_s=config.blob_grace_s,
+                blob_budget_bytes=config.blob_budget_bytes,
                 frame_max_bytes=config.frame_max_bytes,
             )
         )
         self._look_at_disk()
+        await self._company.join(self)
         self._spawn(self._tick())
+
+    def reachable_at(self, addresses: tuple[str, ...]) -> None:
+        """The doors are open: where peers, told by this server or another, can reach it."""
+        self.broker.addresses = addresses
 
     async def stop(self) -> None:
         """Answer what is under way, then close the store. New messages are not taken any more."""
         self._stopping = True
+        await self._company.leave()
         deadline = self._loop.time() + STOP_TIMEOUT_S
         while self._busy or (len(self.broker.draft) and self._loop.time() < deadline):
             self._idle.clear()
@@ -174,20 +194,27 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._transfers.close()
         await self._loop.run_in_executor(None, self._thread.close)
-        if self._reader is not None:
-            await self._loop.run_in_executor(self._reader_pool, self._reader.close)
-        self._reader_pool.shutdown()
+        await self._readers.close()
 
     async def _tick(self) -> None:
-        disk_at = 0.0
+        disk_at = touch_at = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             now = self.now()
             if now.monotonic >= disk_at:
                 disk_at = now.monotonic + DISK_LOOK_S
                 self._look_at_disk()
-            self._apply(Ticked(), now)
-            self._pump()
+            if now.monotonic >= touch_at:
+                touch_at = now.monotonic + self.config.blob_grace_s / TOUCHES_PER_GRACE
+                if puts := self._transfers.under_way():
+                    self.tell(BlobsUnderWay(puts))
+            self.tell(Ticked())
+            self._company.tick(now)
+
+    def tell(self, event: Event) -> None:
+        """Something happened: the broker decides, and the store begins if it is idle."""
+        self._apply(event, self.now())
+        self._pump()
 
     def now(self) -> Now:
         return Now(time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
@@ -215,7 +242,7 @@ class Server:
     def received(self, conn: int, message: Message) -> None:
         if self._stopping:
             return
-        self._apply(Received(conn, message, self._missing(message)), self.now())
+        self._apply(Received(conn, message), self.now())
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
@@ -224,16 +251,6 @@ class Server:
         """Everything of one read was received: if the store is idle it begins at once."""
         if not self._busy and not self._stopping:
             self._pump()
-
-    def _missing(self, message: Message) -> frozenset[str]:
-        """Blobs that a message refers to and that are not here."""
-        if type(message) is SubmitJobs:
-            named = [file.sha256 for spec in message.specs if spec.files for file in spec.files if file.sha256 is not None]
-        elif type(message) is JobsFinished:
-            named = [ending.outcome.result_ref.sha256 for ending in message.endings if ending.outcome.result_ref is not None]
-        else:
-            return _NOTHING
-        return self._transfers.missing(named) if named else _NOTHING
 
     def closed(self, conn: int, reason: str) -> None:
         if self._links.pop(conn, None) is not None:
@@ -246,7 +263,7 @@ class Server:
             part.forget(conn)
 
     def _tell_about_clients(self) -> None:
-        if not self._stopping and not any(link.peer is not None and not self._is_worker(c) for c, link in self._links.items()):
+        if not self._stopping and all(map(self._is_worker, self._links)):
             self.on_last_client()
 
     def _is_worker(self, conn: int) -> bool:
@@ -320,18 +337,36 @@ class Server:
                         self._tell_about_clients()
                 case Query():
                     self._questions.add(command.conn, self._links[command.conn], command)
-                case ReceiveBlob():
-                    self._transfers.begin(command.conn, self._links[command.conn], command.put)
                 case BlobPiece():
                     self._transfers.piece(command.conn, self._links[command.conn], command.chunk)
                 case SendBlob():
                     self._downloads.add(command.conn, self._links[command.conn], command)
+                case ReceiveBlob():
+                    link = self._links.get(command.conn)
+                    if link is not None:
+                        self._transfers.begin(command.conn, link, command.put, command.place)
+                case DeleteBlobs():
+                    self._spawn(self._delete_blobs(command))
+                case AskEnded() | AskRevoked():
+                    self._spawn(self._ask(command))
+                case TookOver() | Deposed() | Publish():
+                    self._company.told(command)
+                case Detach():
+                    self._spawn(self._detach(command))
 
     def _welcomed(self, link: Connection, welcome: Welcome) -> None:
         link.trust(self.config.frame_max_bytes)
         if welcome.codecs:
             link.codec = welcome.codecs[0]
-        self.on_client()
+
+    # ------------------------------------------------------------------------------------------------ blobs
+
+    def _blob_arrived(self, conn: int, put: BlobPut, place: BlobPlace) -> None:
+        self.tell(BlobArrived(conn, put, place))
+
+    async def _delete_blobs(self, command: DeleteBlobs) -> None:
+        deleted = await self._transfers.delete(command.places)
+        self.tell(BlobsDeleted(command.epoch, deleted))
 
     # ------------------------------------------------------------------------------------------------ reads
 
@@ -346,7 +381,7 @@ class Server:
         if link is None:
             return
         try:
-            jobs = await self._loop.run_in_executor(self._reader_pool, lambda: self._opened_reader().get(late.job_ids))
+            jobs = await self._readers.ask(lambda reader: reader.get(late.job_ids))
         except TasukiError as error:  # nobody else knows of these results: the client asks again when it comes back
             link.close(error)
             return
@@ -378,7 +413,7 @@ class Server:
         if link is None:
             return
         try:
-            body = await self._loop.run_in_executor(self._reader_pool, self._read, query)
+            body = await self._readers.ask(lambda reader: answer_query(reader, query))
         except RecursionError:
             link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
         except TasukiError as error:
@@ -389,20 +424,41 @@ class Server:
         else:
             link.send(Reply(query.msg_id, body))
 
-    def _read(self, query: Query) -> object:
-        return answer_query(self._opened_reader(), query)
+    async def _ask(self, command: AskEnded | AskRevoked) -> None:
+        """What other servers may have done. If the store cannot be asked now, the next look comes in a second."""
+        try:
+            if isinstance(command, AskEnded):
+                ended = await self._readers.ask(lambda reader: reader.ended_among(command.job_ids))
+                self.tell(SomeEnded(ended))
+            else:
+                revoked = await self._readers.ask(lambda reader: reader.revoked_among(command.token_ids))
+                self.tell(SomeRevoked(revoked))
+        except Unavailable as error:
+            logger.debug("a look at what others did failed: %s", error)
 
-    def _opened_reader(self) -> Reader:
-        if self._reader is None:
-            self._reader = self._open_reader()
-        return self._reader
+    async def _detach(self, command: Detach) -> None:
+        link = self._links.get(command.conn)
+        if link is None:
+            return
+        try:
+            changed = await self._company.detach(command)
+            link.send(Reply(command.msg_id, {"worker_id": command.worker_id, "changed": changed}))
+        except TasukiError as error:
+            link.send(error_message(command.msg_id, error))
+
+    async def highest_epoch(self) -> int:
+        """Of all that ever led this store."""
+        return (await self._readers.ask(lambda reader: reader.epoch()))[0]
 
     async def _send_blob(self, command: SendBlob) -> None:
         link = self._links.get(command.conn)
         if link is None:
             return
         try:
-            jobs = await self._loop.run_in_executor(self._reader_pool, lambda: self._opened_reader().get([command.get.job_id]))
-            await self._transfers.send(link, jobs[0], command)
+            get = command.get
+            job, place = await self._readers.ask(
+                lambda reader: (reader.get([get.job_id])[0], reader.blob_places([get.sha256])[0])
+            )
+            await self._transfers.send(link, job, command, place)
         except TasukiError as error:
             link.send(error_message(command.get.msg_id, error))

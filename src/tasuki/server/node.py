@@ -1,24 +1,34 @@
-"""A standalone server on a data folder: SQLite, blobs, the first token. What `tasuki up` and `tasuki server` start."""
+"""A server with all its parts: what `tasuki up` and `tasuki server` start. SQLite and blobs in a data folder, or PostgreSQL and
+S3 for several servers; then the folder holds only the socket and the token of this server's own user.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from tasuki.blobs.folder import FolderBlobs
+import msgspec
+
+from tasuki.blobs.opening import open_blobs
 from tasuki.config import DataFolder
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
+from tasuki.core.term import LOCK_TTL_S
 from tasuki.core.verbs import TokenRow
 from tasuki.errors import ConfigError
 from tasuki.server.app import Server, ServerConfig
+from tasuki.server.publish import finish_publishing
 from tasuki.server.queries import Reader
-from tasuki.server.transfers import Transfers
+from tasuki.server.together import Together
 from tasuki.stores.store import Store
 
+logger = logging.getLogger("tasuki.server")
 BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
+SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
 
 
 def make_secret(kind: str) -> str:
@@ -27,11 +37,12 @@ def make_secret(kind: str) -> str:
 
 
 def prepare_folder(folder: DataFolder) -> None:
-    """Make the folder, for this user only."""
+    """Make the folder, for this user only; finish a restore that was killed while its store took its place."""
     try:
         folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ConfigError(f"the data folder {folder.root} cannot be made: {error.strerror or error}") from None
+    finish_publishing(folder)
 
 
 def kill_at(points: str) -> Callable[[str], None]:
@@ -71,10 +82,51 @@ def open_sqlite_reader(folder: DataFolder) -> Callable[[], Reader]:
 
     def open_reader() -> Reader:
         from tasuki.stores.sql_read import SqlReader
+        from tasuki.stores.sql_sqlite import SqliteReadOnly
 
-        return SqlReader(folder.database)
+        return SqlReader(SqliteReadOnly(folder.database))
 
     return open_reader
+
+
+def open_postgresql(
+    url: str, folder: DataFolder, fault: Callable[[str], None], lock_ttl_s: float = LOCK_TTL_S
+) -> Callable[[], Store]:
+    """The same for a database that several servers share. Its tables are made or brought up to date first."""
+
+    def open_store() -> Store:
+        from tasuki.stores.sql import SqlStore
+
+        store = SqlStore.open_postgresql(url, fault=fault, lock_ttl_s=lock_ttl_s)
+        ensure_admin_token(store, folder.token_file)
+        return store
+
+    return open_store
+
+
+def open_postgresql_reader(url: str) -> Callable[[], Reader]:
+    def open_reader() -> Reader:
+        from tasuki.stores.sql_postgres import PostgresReadOnly, connection_parameters
+        from tasuki.stores.sql_read import SqlReader
+
+        return SqlReader(PostgresReadOnly(connection_parameters(url)))
+
+    return open_reader
+
+
+def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float) -> Together:
+    """The other servers on that database."""
+    from tasuki.coords.sql import SqlCoordination
+    from tasuki.stores.sql import SCHEMA_VERSION
+    from tasuki.stores.sql_wakeups import PostgresWakeups
+
+    return Together(
+        lambda: SqlCoordination(url, ttl_s=lock_ttl_s),
+        PostgresWakeups(url, server_id=server_id),
+        incarnation=secrets.token_hex(8),
+        schema_version=SCHEMA_VERSION,
+        lock_ttl_s=lock_ttl_s,
+    )
 
 
 def ensure_admin_token(store: Store, path: Path) -> None:
@@ -104,7 +156,46 @@ def ensure_admin_token(store: Store, path: Path) -> None:
     temporary.replace(path)
 
 
-def make_server(folder: DataFolder, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
-    """A server over the folder's SQLite file and blobs; `await server.start()` opens them."""
-    blobs = FolderBlobs(folder.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=config.disk_floor_bytes)
-    return Server(config, open_sqlite(folder, fault), open_sqlite_reader(folder), Transfers(blobs), fault)
+class Places(NamedTuple):
+    """Where a server keeps what must survive."""
+
+    folder: DataFolder
+    store: str = ""
+    """postgresql://…; empty: SQLite in the folder."""
+    blobs: str = ""
+    """s3://…, or a folder; empty: in the data folder."""
+    lock_ttl_s: float = LOCK_TTL_S
+
+
+def make_server(places: Places, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
+    """A server over these places; `await server.start()` opens them."""
+    folder = places.folder
+    blobs = open_blobs(places.blobs or folder.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=config.disk_floor_bytes)
+    if not places.store:
+        return Server(config, open_sqlite(folder, fault), open_sqlite_reader(folder), blobs, fault=fault)
+    check_store(places.store)
+    own_folder(folder)
+    if not places.blobs:
+        logger.warning("the blobs of this server are in %s: other servers cannot reach them; give --blobs s3://…", folder.blobs)
+    return Server(
+        msgspec.structs.replace(config, readers=SHARED_READERS),
+        open_postgresql(places.store, folder, fault, places.lock_ttl_s),
+        open_postgresql_reader(places.store),
+        blobs,
+        company_on_postgresql(places.store, config.server_id, places.lock_ttl_s),
+        fault,
+    )
+
+
+def own_folder(folder: DataFolder) -> None:
+    """One server for one data folder, for as long as this process lives: a second one would take the socket away."""
+    from tasuki.stores.sql_sqlite import OwnerLock
+
+    OwnerLock(folder.root / "server")
+
+
+def check_store(url: str) -> None:
+    """ConfigError for what is no store that several servers can share."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        scheme = url.partition("://")[0][:40]
+        raise ConfigError(f"--store {scheme}://…: use postgresql://user@host/database, or none for the data folder")

@@ -13,7 +13,7 @@ from tasuki.core.broker_events import Query
 from tasuki.core.explain import explain
 from tasuki.core.job import Incident, Job
 from tasuki.core.subject import check_pattern
-from tasuki.core.verbs import Filter, GroupCounts, Page
+from tasuki.core.verbs import AuditRow, BlobPlace, Filter, GroupCounts, Page
 from tasuki.errors import InvalidInput, NotFound
 
 PAGE_MAX = 1000
@@ -30,6 +30,11 @@ class Reader(Protocol):
     def incidents(self, job_id: str) -> list[Incident]: ...
     def counts(self) -> dict[str, GroupCounts]: ...
     def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None: ...
+    def epoch(self) -> tuple[int, str]: ...
+    def ended_among(self, job_ids: Sequence[str]) -> list[str]: ...
+    def revoked_among(self, token_ids: Sequence[str]) -> list[str]: ...
+    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]: ...
+    def audit(self, *, limit: int = 100) -> list[AuditRow]: ...
     def close(self) -> None: ...
 
 
@@ -90,7 +95,15 @@ def _explain(reader: Reader, query: Query) -> Any:
     return explain(job, reader.incidents(job_id), query.workers, reader.ready_ahead(job_id), time.time())
 
 
-_ANSWERS = {"get": _get, "find": _find, "counts": _counts, "explain": _explain}
+def _audit(reader: Reader, query: Query) -> Any:
+    query.identity.check_admin("the audit of tokens")
+    limit = query.params.get("limit", 100)
+    if not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
+        raise InvalidInput(f"token.audit: limit must be 1 to {PAGE_MAX}, got {limit!r}")
+    return [msgspec.structs.asdict(row) for row in reader.audit(limit=limit)]
+
+
+_ANSWERS = {"get": _get, "find": _find, "counts": _counts, "explain": _explain, "token.audit": _audit}
 
 _PLAIN = (
     "attempt",

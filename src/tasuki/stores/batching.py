@@ -1,67 +1,116 @@
 """Group commit: one Turn is one transaction on one store thread, whatever the number of jobs in it.
 
-`execute` is the whole meaning of a Turn and has no thread in it; the simulator calls it too. `StoreThread` owns the store: it
-opens it, runs turns, and gives the answers to a callback. There is one hop to the thread and one back for each turn.
+`execute` is the whole meaning of a Turn and has no thread in it; the simulator calls it too. `execute_surely` does it again when
+what interrupted it passes (`retrying.py`). `StoreThread` owns the store: it opens it, runs turns, and gives the answers to a
+callback. There is one hop to the thread and one back for each turn.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
+import time
 from collections.abc import Callable
 
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.store import Store
+from tasuki.stores.retrying import Interrupted, Retries
+from tasuki.stores.store import Feature, Store
 
 logger = logging.getLogger("tasuki.store")
 PRUNE_BATCH = 256  # jobs deleted per turn: small, so that pruning never stalls the hot path
+
+Pause = Callable[[float], bool]
+"""Waits that many seconds; False if it was woken because there is no point in waiting on."""
 
 
 def execute(store: Store, turn: Turn) -> Answers:
     """Do everything in the turn, in one transaction. The order is Turn's promise."""
     answers = Answers()
     with store.turn():
-        if turn.finish:
-            answers.finish = store.finish(turn.finish)
-        if turn.fail:
-            answers.fail = store.fail(turn.fail)
-        if turn.start:
-            answers.start = store.start(turn.start)
-        if turn.renew:
-            answers.renew = store.renew(turn.renew)
-        if turn.release:
-            answers.release = store.release(turn.release)
-        if turn.cancel:
-            answers.cancel = [store.cancel([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.cancel]
-        if turn.requeue:
-            answers.requeue = [store.requeue([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.requeue]
-        if turn.reap:
-            answers.reap = store.reap(epoch=turn.epoch, limit=turn.reap)
-        if turn.promote:
-            answers.promote = store.promote(epoch=turn.epoch, limit=turn.promote)
-        if turn.prune_before is not None:
-            answers.prune = store.prune(before=turn.prune_before, epoch=turn.epoch, limit=PRUNE_BATCH)
-        if turn.add_token:
-            answers.add_token = [store.add_token(token) for token in turn.add_token]
-        if turn.revoke_token:
-            answers.revoke_token = [store.revoke_token(token_id, actor=who) for token_id, who in turn.revoke_token]
-        if turn.submit:
-            answers.submit = store.submit(turn.submit)
-        if turn.rerun:
-            answers.rerun = store.submit(turn.rerun, on_failed="rerun")
-        if turn.lease:
-            answers.lease = store.lease(turn.lease)
-        if turn.held:
-            answers.held = store.held(turn.held)
-        if turn.get:
-            answers.get = store.get(turn.get)
-        if turn.token:
-            answers.token = [store.token(sha256) for sha256 in turn.token]
-        if turn.list_tokens:
-            answers.list_tokens = store.tokens()
+        _fill(answers, store, turn)
     return answers
+
+
+def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
+    """The same, again and again while it is interrupted by what passes: a restart of the database, a deadlock.
+
+    A turn whose commit was interrupted is not done again before it is known that it was not stored: if it was, the answers that
+    were computed in it are the answers. `pause` waits, and says whether to go on.
+    """
+    retries = Retries(time.monotonic(), random.random)
+    answers = Answers()
+    was_stored: Callable[[], bool] | None = None
+    while True:
+        try:
+            if was_stored is not None:
+                if was_stored():
+                    return answers
+                was_stored = None
+            answers = Answers()
+            with store.turn():
+                _fill(answers, store, turn)
+            return answers
+        except Interrupted as error:
+            was_stored = error.was_stored or was_stored
+            wait_s = retries.wait_s(error.why, time.monotonic())
+            if wait_s is None or not pause(wait_s):
+                raise
+            logger.info("a turn is tried again: %s", error.message)
+
+
+def _fill(answers: Answers, store: Store, turn: Turn) -> None:
+    if turn.finish:
+        answers.finish = store.finish(turn.finish)
+    if turn.fail:
+        answers.fail = store.fail(turn.fail)
+    if turn.start:
+        answers.start = store.start(turn.start)
+    if turn.renew:
+        answers.renew = store.renew(turn.renew)
+    if turn.release:
+        answers.release = store.release(turn.release)
+    if turn.cancel:
+        answers.cancel = [store.cancel([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.cancel]
+    if turn.requeue:
+        answers.requeue = [store.requeue([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.requeue]
+    if turn.take_over:
+        answers.took_over = store.take_over(turn.take_over, turn.epoch)
+    if turn.reap:
+        answers.reap = store.reap(epoch=turn.epoch, limit=turn.reap)
+    if turn.promote:
+        answers.promote = store.promote(epoch=turn.epoch, limit=turn.promote)
+    if turn.prune_after_s is not None:
+        before = store.clock.wall() - turn.prune_after_s
+        answers.prune = store.prune(before=before, epoch=turn.epoch, limit=PRUNE_BATCH)
+    if turn.condemn is not None:
+        answers.condemn = store.condemn_blobs(turn.condemn.order(store.clock.wall()), epoch=turn.epoch)
+    if turn.forget_blobs:
+        store.forget_blobs(turn.forget_blobs, epoch=turn.epoch)
+    if turn.place_blobs:
+        answers.place_blobs = store.place_blobs(turn.place_blobs)
+    if turn.blobs_stored:
+        answers.blobs_stored = store.blobs_stored(turn.blobs_stored)
+    if turn.add_token:
+        answers.add_token = [store.add_token(token) for token in turn.add_token]
+    if turn.revoke_token:
+        answers.revoke_token = [store.revoke_token(token_id, actor=who) for token_id, who in turn.revoke_token]
+    if turn.submit:
+        answers.submit = store.submit(turn.submit)
+    if turn.rerun:
+        answers.rerun = store.submit(turn.rerun, on_failed="rerun")
+    if turn.lease:
+        answers.lease = store.lease(turn.lease)
+    if turn.held:
+        answers.held = store.held(turn.held)
+    if turn.get:
+        answers.get = store.get(turn.get)
+    if turn.token:
+        answers.token = [store.token(sha256) for sha256 in turn.token]
+    if turn.list_tokens:
+        answers.list_tokens = store.tokens()
 
 
 class StoreThread:
@@ -72,10 +121,11 @@ class StoreThread:
         self._deliver = deliver
         self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._opened: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tasuki-store", daemon=True)
 
     def open(self, holder: str) -> int:
-        """Open the store, become its leader, and return the epoch. Errors of the opening are raised here."""
+        """Open the store. Returns the epoch if nobody but us can lead it, else 0. Errors of the opening are raised here."""
         self._holder = holder
         self._thread.start()
         answer = self._opened.get()
@@ -88,14 +138,15 @@ class StoreThread:
         self._turns.put(turn)
 
     def close(self) -> None:
-        """Finish what was submitted, close the store, end the thread."""
+        """Finish what was submitted, close the store, end the thread. A turn that waits for its database is not waited for."""
+        self._closing.set()
         self._turns.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         try:
             store = self._open()
-            epoch = store.take_over(self._holder)
+            epoch = 0 if Feature.SHARED in store.features else self._lead(store)
         except BaseException as error:  # noqa: BLE001 - raised again where `open` waits
             self._opened.put(error)
             return
@@ -106,9 +157,15 @@ class StoreThread:
         finally:
             store.close()
 
+    def _lead(self, store: Store) -> int:
+        """A store that nobody else can open: its user is its leader."""
+        epoch = store.epoch()[0] + 1
+        store.take_over(self._holder, epoch)
+        return epoch
+
     def _attempt(self, store: Store, turn: Turn) -> Answers | TasukiError:
         try:
-            return execute(store, turn)
+            return execute_surely(store, turn, lambda wait_s: not self._closing.wait(wait_s))
         except TasukiError as error:
             return error
         except Exception as error:  # a defect of ours must not end the store's thread: all waiting peers are told

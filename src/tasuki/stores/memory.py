@@ -44,6 +44,7 @@ from tasuki.core.verbs import (
     Grant,
     Held,
     LeaseRequest,
+    MissingBlobs,
     Promoted,
     Reaped,
     Recorded,
@@ -54,8 +55,10 @@ from tasuki.core.verbs import (
     Submitted,
 )
 from tasuki.errors import Conflict, InvalidInput, StaleEpoch
-from tasuki.stores.memory_records import Entry, MemoryRecords, Record, Said, matches
+from tasuki.stores.memory_blobs import MemoryBlobs
+from tasuki.stores.memory_records import Entry, Record, Said, matches
 from tasuki.stores.store import Clock, Feature
+from tasuki.stores.texts import storable
 
 LEASE_ID_BYTES = 16
 
@@ -69,10 +72,12 @@ _KINDS: dict[Event, str] = {
 }
 """How the story calls what ended an attempt without success."""
 
+Answered = Submitted | Conflict | MissingBlobs
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class MemoryStore(MemoryRecords):
+class MemoryStore(MemoryBlobs):
     """See `tasuki.stores.store.Store` for what each verb promises."""
 
     features = frozenset({Feature.FIND_TEXT})
@@ -81,20 +86,23 @@ class MemoryStore(MemoryRecords):
         super().__init__(clock)
         self._random = random
         self._turns = FairTurns()
-        self._epoch = 0
+        self._epoch = (0, "")
         self._last_seq = 0
 
     # -- submitters -----------------------------------------------------------------------------------------------
-    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
         if on_failed not in ("return", "rerun"):
             raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
         with self.turn():
             return [self._submit(submission, rerun=on_failed == "rerun") for submission in submissions]
 
-    def _submit(self, submission: Submission, *, rerun: bool) -> Submitted | Conflict:
+    def _submit(self, submission: Submission, *, rerun: bool) -> Answered:
         spec = submission.spec
         record = self._records.get(spec.job_id)
         if record is None:
+            missing = self._missing_among(file.sha256 for file in spec.files if file.sha256 is not None)
+            if missing:
+                return MissingBlobs(spec.job_id, missing)
             self._last_seq += 1
             job = Job(
                 spec=spec,
@@ -131,7 +139,7 @@ class MemoryStore(MemoryRecords):
         if job.state.terminal:
             return Canceled(job.state)
         if cancel_is_immediate(job.state):
-            outcome = Outcome(error_code="CANCELED", message=reason or f"canceled by {actor}")
+            outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
             incident = self._incident("canceled", job, actor=actor, reason=reason)
             return Canceled(self._end(record, job, Event.CANCEL, outcome, incident).job.state)
         assert job.lease is not None
@@ -340,8 +348,12 @@ class MemoryStore(MemoryRecords):
         shown = (report.worker_id, report.lease_id, report.attempt)
         if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt):
             return self._repeated_or_fenced(record, report, verb)
+        ref = report.outcome.result_ref
+        if ref is not None and self._missing_among((ref.sha256,)):
+            return Recorded(Answer.BLOB_MISSING, job.state, f"its result, blob {ref.sha256}, is not stored; bring it again")
         if job.started_at is None:
             job = replace(job, started_at=report.started_at)
+        report = replace(report, outcome=replace(report.outcome, message=storable(report.outcome.message)))
         if verb is Event.SUCCEED:
             answer = Recorded(Answer.RECORDED, after(job.state, verb))
             record = self._end(record, job, verb, report.outcome)
@@ -411,22 +423,25 @@ class MemoryStore(MemoryRecords):
         )
 
     # -- the leader -----------------------------------------------------------------------------------------------
-    def take_over(self, holder: str) -> int:
+    def epoch(self) -> tuple[int, str]:
+        return self._epoch
+
+    def take_over(self, holder: str, epoch: int) -> bool:
         with self.turn():
-            self._set_epoch(self._epoch + 1)
+            if epoch <= self._epoch[0]:
+                return False
+            old = self._epoch
+            self._undo.append(lambda: setattr(self, "_epoch", old))
+            self._epoch = (epoch, holder)
             for _, _, job_id in list(self._leased):
                 record = self._records[job_id]
                 self._extend(record, record.ttl_s)
-            return self._epoch
-
-    def _set_epoch(self, epoch: int) -> None:
-        old = self._epoch
-        self._undo.append(lambda: setattr(self, "_epoch", old))
-        self._epoch = epoch
+            return True
 
     def _check_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            raise StaleEpoch(f"epoch {epoch} does not lead, {self._epoch} does; step down")
+        current, holder = self._epoch
+        if epoch != current:
+            raise StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder or 'nobody'}); step down")
 
     def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
         with self.turn():

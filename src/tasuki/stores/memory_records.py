@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from tasuki.core import subject as subjects
 from tasuki.core.job import LEASED, READY, Incident, Job, OnDisconnect, Outcome
 from tasuki.core.lifecycle import Event
-from tasuki.core.verbs import COUNTED, Filter, GroupCounts, JobKind, Page, Report, TokenRow, kind_of
+from tasuki.core.verbs import COUNTED, AuditRow, Filter, GroupCounts, JobKind, Page, Report, TokenRow, kind_of
 from tasuki.errors import InvalidInput
 from tasuki.stores.store import Clock
+from tasuki.stores.texts import storable
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
 
@@ -97,6 +98,7 @@ class MemoryRecords:
         self.clock = clock
         self._records: dict[str, Record] = {}
         self._tokens: dict[str, TokenRow] = {}  # by token_id, oldest first
+        self._audit: list[AuditRow] = []
         self._all: list[Entry] = []  # by seq
         self._ready: dict[int, dict[Queue, list[Entry]]] = {}  # priority -> queue -> by seq; never an empty list
         self._delayed: list[Entry] = []  # by not_before
@@ -189,7 +191,7 @@ class MemoryRecords:
         return new
 
     def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> Incident:
-        return Incident(self.clock.wall(), kind, job.attempt, worker_id, actor, reason)
+        return Incident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable(reason))
 
     def _is_later(self, not_before: float | None) -> bool:
         return not_before is not None and not_before > self.clock.wall()
@@ -228,17 +230,26 @@ class MemoryRecords:
         queue = self._ready[record.job.priority][queue_of(record.job)]
         return min(limit, bisect_left(queue, (0.0, record.seq, job_id)))
 
+    def ended_among(self, job_ids: Sequence[str]) -> list[str]:
+        return [
+            job_id
+            for job_id in dict.fromkeys(job_ids)
+            if (record := self._records.get(job_id)) is None or record.job.state.terminal
+        ]
+
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         return list(islice(self._blobs.get(sha256, ()), limit))
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
         with self.turn():
+            token = replace(token, label=storable(token.label))
             known = [row for row in self._tokens.values() if token.token_id == row.token_id or token.sha256 == row.sha256]
             if known:
                 return known == [token]
             self._undo.append(lambda: self._tokens.__delitem__(token.token_id))
             self._tokens[token.token_id] = token
+            self._add_audit(token.created_by, "token.create", token.token_id, f"{token.kind} {token.label}".rstrip())
             return True
 
     def token(self, sha256: str) -> TokenRow | None:
@@ -254,7 +265,22 @@ class MemoryRecords:
                 return False
             self._undo.append(lambda: self._tokens.__setitem__(token_id, token))
             self._tokens[token_id] = replace(token, revoked_at=self.clock.wall(), revoked_by=actor)
+            self._add_audit(actor, "token.revoke", token_id)
             return True
+
+    def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
+        return [
+            token_id
+            for token_id in dict.fromkeys(token_ids)
+            if (token := self._tokens.get(token_id)) is None or token.revoked_at is not None
+        ]
+
+    def audit(self, *, limit: int = 100) -> list[AuditRow]:
+        return list(islice(reversed(self._audit), limit))
+
+    def _add_audit(self, actor: str, action: str, target: str, detail: str = "") -> None:
+        self._undo.append(lambda: self._audit.__delitem__(-1))
+        self._audit.append(AuditRow(at=self.clock.wall(), actor=actor, action=action, target=target, detail=detail))
 
 
 def _is_wanted(filter: Filter, job: Job) -> bool:

@@ -1,9 +1,10 @@
-"""The store in an SQL database, through Django: `SqlStore.open_sqlite(path)` for a file of our own, `SqlStore.in_django(alias)`
-for the database of a user's project.
+"""The store in an SQL database, through Django: `SqlStore.open_sqlite(path)` for a file of our own,
+`SqlStore.open_postgresql(url)` for a database that servers share, `SqlStore.in_django(alias)` for that of a user's project.
 
 Where to look: transactions and what verbs share are in sql_base.py; the verbs in sql_submit.py, sql_lease.py (with sql_ready.py),
-sql_report.py, sql_leader.py and sql_read.py; the statements in statements/<vendor>.sql; the vendor's own matters in
-sql_<vendor>.py; the schema in tasuki/django/models.py. Nothing of this is imported unless the store is SQL.
+sql_report.py, sql_leader.py, sql_blobs.py (with sql_collect.py) and sql_read.py; the statements in statements/<vendor>.sql; the
+vendor's own matters in sql_<vendor>.py; the schema in tasuki/django/models.py. Nothing of this is imported unless the store is
+SQL.
 """
 
 from __future__ import annotations
@@ -14,16 +15,22 @@ from pathlib import Path
 
 from tasuki.core.fair import FairTurns
 from tasuki.core.job import Incident
+from tasuki.core.term import LOCK_TTL_S
 from tasuki.core.verbs import GroupCounts, TokenRow
-from tasuki.stores.clock import SystemClock
-from tasuki.stores.sql_base import Database
+from tasuki.django.schema import SCHEMA_VERSION
+from tasuki.errors import ConfigError
+from tasuki.stores.sql_collect import SqlCollect
+from tasuki.stores.sql_database import Database
 from tasuki.stores.sql_leader import SqlLeader
 from tasuki.stores.sql_lease import SqlLease
 from tasuki.stores.sql_read import SqlReader
 from tasuki.stores.sql_rows import token_values
-from tasuki.stores.sql_sqlite import DjangoDatabase, SqliteDatabase, file_system_of
+from tasuki.stores.sql_sqlite import SqliteDatabase, SqliteInDjango, file_system_of
 from tasuki.stores.sql_submit import SqlSubmit
-from tasuki.stores.store import Clock, Feature
+from tasuki.stores.store import Clock
+from tasuki.stores.texts import storable
+
+__all__ = ["FAULT_POINTS", "SCHEMA_VERSION", "SqlStore"]
 
 FAULT_POINTS = (
     "turn.begun",
@@ -37,10 +44,8 @@ FAULT_POINTS = (
 """Where `fault` is called, so that a test can end the process exactly there."""
 
 
-class SqlStore(SqlSubmit, SqlLease, SqlLeader):
+class SqlStore(SqlSubmit, SqlLease, SqlLeader, SqlCollect):
     """See `tasuki.stores.store.Store` for what each verb promises."""
-
-    features = frozenset({Feature.FIND_TEXT, Feature.DURABLE})
 
     def __init__(
         self,
@@ -50,10 +55,12 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader):
         random: Callable[[int], bytes] = os.urandom,
         fault: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(database, clock or SystemClock(), random, fault)
+        super().__init__(database, clock or database.clock, random, fault)
+        self.features = database.features
         self._fair = FairTurns()
         self._starts = {}
         self._prune_after = 0
+        self._condemn_after = (0.0, 0)
 
     @classmethod
     def open_sqlite(
@@ -69,13 +76,42 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader):
         return cls(SqliteDatabase(path, file_system=file_system), clock=clock, random=random, fault=fault)
 
     @classmethod
+    def open_postgresql(
+        cls,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        random: Callable[[int], bytes] = os.urandom,
+        fault: Callable[[str], None] | None = None,
+        shard: int | None = None,
+        lock_ttl_s: float = LOCK_TTL_S,
+    ) -> SqlStore:
+        """Work on this database, together with all others who do, its tables made or brought up to date.
+
+        `url` is an address or any other connection string of libpq. `clock`: another than the database's, for tests.
+        `lock_ttl_s`: of the leader's lock; no transaction may hang for as long as half of it.
+        """
+        from tasuki.stores.sql_postgres import PostgresDatabase
+
+        return cls(PostgresDatabase(url, shard=shard, lock_ttl_s=lock_ttl_s), clock=clock, random=random, fault=fault)
+
+    @classmethod
     def in_django(cls, alias: str = "default", *, clock: Clock | None = None) -> SqlStore:
         """On a database of the running Django project: verbs inside `transaction.atomic()` commit or roll back with it."""
-        return cls(DjangoDatabase(alias), clock=clock)
+        from django.db import connections
+
+        vendor = connections[alias].vendor
+        if vendor == "sqlite":
+            return cls(SqliteInDjango(alias), clock=clock)
+        if vendor == "postgresql":
+            from tasuki.stores.sql_postgres import PostgresInDjango
+
+            return cls(PostgresInDjango(alias), clock=clock)
+        raise ConfigError(f"the store has no statements for {vendor} (database {alias!r}); use PostgreSQL or SQLite")
 
     def reader(self) -> SqlReader:
         """The read verbs on a second, read-only connection for the calling thread. Close it there."""
-        return SqlReader(self._database.path.absolute(), self._database.vendor)
+        return SqlReader(self._database.reader())
 
     def counts(self) -> dict[str, GroupCounts]:
         self._write_gathered_so_far()
@@ -93,10 +129,17 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader):
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
         with self._turn:
-            if self._execute(self._one["add_token"], token_values(token)).rowcount == 1:
+            if self._session.change("add_token", token_values(token)) == 1:
+                self._audit(token.created_by, "token.create", token.token_id, f"{token.kind} {token.label}".rstrip())
                 return True
             return self.token(token.sha256) == token
 
     def revoke_token(self, token_id: str, *, actor: str) -> bool:
         with self._turn:
-            return self._execute(self._one["revoke_token"], (token_id, self.clock.wall(), actor)).rowcount == 1
+            if self._session.change("revoke_token", (token_id, self.clock.wall(), actor)) != 1:
+                return False
+            self._audit(actor, "token.revoke", token_id)
+            return True
+
+    def _audit(self, actor: str, action: str, target: str, detail: str = "") -> None:
+        self._session.change("add_audit", (self.clock.wall(), actor, action, target, storable(detail)))

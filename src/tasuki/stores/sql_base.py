@@ -6,36 +6,20 @@ rows of counters, and its incidents are one statement.
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from tasuki.core.job import Outcome, State
 from tasuki.core.verbs import COUNTED
 from tasuki.errors import TasukiError, Unavailable
+from tasuki.stores.sql_database import NOT_KNOWN, Database, Session
 from tasuki.stores.sql_read import SqlReads
-from tasuki.stores.sql_rows import JobRow, id_list, outcome_columns, text_list
-from tasuki.stores.sql_sqlite import translated
-from tasuki.stores.sql_statements import load, pieces
+from tasuki.stores.sql_rows import JobRow, outcome_columns
 from tasuki.stores.store import Clock
+from tasuki.stores.texts import storable
 
-
-class Database(Protocol):
-    """The seam between vendors: a connection of Django's, and the transactions on it."""
-
-    vendor: str
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def connection(self) -> sqlite3.Connection: ...
-    def begin(self) -> None: ...
-    def commit(self) -> None: ...
-    def rollback(self) -> None: ...
-    def close(self) -> None: ...
+T = TypeVar("T")
 
 
 class SqlTurn:
@@ -62,16 +46,14 @@ class SqlBase(SqlReads):
         self._database = database
         self._random = random
         self._fault = fault
-        statements = load(database.vendor)
-        self._one = statements.one
-        self._many = statements.many
-        self._connection = lambda: database.connection
+        self._translated = database.translated
         self._turn = SqlTurn(self._begin, self._end)
         self._depth = 0
         self._doomed: BaseException | None = None
         self._deltas: dict[tuple[str, str], int] = {}
         self._incidents: list[tuple[Any, ...]] = []
-        self._execute: Callable[..., sqlite3.Cursor]
+        self._session: Session
+        """In a turn: its connection's."""
 
     # -- transactions ---------------------------------------------------------------------------------------------
     def turn(self) -> SqlTurn:
@@ -82,13 +64,17 @@ class SqlBase(SqlReads):
         """Give back everything; the file is free for another owner afterwards."""
         self._database.close()
 
+    def _read(self, read: Callable[[Session], T]) -> T:
+        with self._translated():
+            return read(self._session if self._depth > 0 else self._database.session)
+
     def _begin(self) -> None:
         if self._depth > 0:
             self._depth += 1
             return
-        with translated():
+        with self._translated():
             self._database.begin()
-        self._execute = self._database.connection.execute
+            self._session = self._database.session
         self._doomed = None
         self._forget_gathered()
         self._depth = 1
@@ -103,7 +89,7 @@ class SqlBase(SqlReads):
         if error is not None and (not isinstance(error, TasukiError) or isinstance(error, Unavailable)):
             # Our own refusals come before a verb's first write; after anything else the transaction is half done.
             self._doomed = error
-        with translated():
+        with self._translated():
             if self._depth == 0:
                 self._close_transaction(error)
             elif error is not None:
@@ -118,7 +104,7 @@ class SqlBase(SqlReads):
         try:
             self._write_gathered()
             self._at("turn.before_commit")
-            with translated("whether this was stored is not known"):
+            with self._translated(NOT_KNOWN):
                 self._database.commit()
         except BaseException:
             self._give_up()
@@ -134,31 +120,16 @@ class SqlBase(SqlReads):
         if self._fault is not None:
             self._fault(point)
 
-    # -- batches --------------------------------------------------------------------------------------------------
-    def _changed(self, name: str, shared: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]) -> int:
-        """Run a batch statement over the rows; how many it changed."""
-        statements = self._many[name]
-        changed = 0
-        for start, size in pieces(len(rows)):
-            batch = rows if size == len(rows) else rows[start : start + size]
-            changed += self._execute(statements[size], (*shared, *chain.from_iterable(batch))).rowcount
-        return changed
-
-    def _returned(self, name: str, shared: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run a batch statement over the rows; what it returned."""
-        statements = self._many[name]
-        returned: list[Any] = []
-        for start, size in pieces(len(rows)):
-            batch = rows if size == len(rows) else rows[start : start + size]
-            returned += self._execute(statements[size], (*shared, *chain.from_iterable(batch))).fetchall()
-        return returned
-
     # -- rows -----------------------------------------------------------------------------------------------------
-    def _rows(self, job_ids: Iterable[str]) -> dict[str, JobRow]:
-        """The rows of those jobs that exist, without the bytes of their results."""
+    def _rows(self, job_ids: Iterable[str], statement: str = "rows_to_judge") -> dict[str, JobRow]:
+        """The rows of those jobs that exist, without the bytes of their results; nobody else changes them in this turn."""
         names = list(job_ids)
-        found = self._select("rows_to_judge", (text_list(names),)) if names else []
+        found = self._session.rows(statement, (self._session.texts(names),)) if names else []
         return {row[1]: JobRow._make(row) for row in found}
+
+    def _rows_seen(self, job_ids: Iterable[str]) -> dict[str, JobRow]:
+        """The same, only to look at: others may change them meanwhile."""
+        return self._rows(job_ids, "rows_seen")
 
     def _row(self, job_id: str) -> JobRow | None:
         return self._rows((job_id,)).get(job_id)
@@ -179,8 +150,8 @@ class SqlBase(SqlReads):
         replaced_report: bytes | None = None,
     ) -> None:
         """Write what became of a job whose row was judged in this turn, and count it."""
-        changed = self._execute(
-            self._one["settle"],
+        changed = self._session.change(
+            "settle",
             {
                 **outcome_columns(outcome, state),
                 "state": state.value,
@@ -201,17 +172,17 @@ class SqlBase(SqlReads):
                 "was_worker_id": row.assigned_worker_id,
                 "was_expires_at": row.lease_expires_at,
             },
-        ).rowcount
+        )
         must_change(row, changed)
         self._count(row.group, row.job_state, -1)
         self._count(row.group, state, 1)
         if outcome is not None and outcome.result_ref is not None:
-            self._execute(self._one["add_blob"], (row.idempotency_key, outcome.result_ref.sha256, "result"))
+            self._session.change("add_blob", (row.idempotency_key, outcome.result_ref.sha256, "result"))
 
     def _clear_results(self, row_ids: list[int]) -> None:
         """The results of earlier attempts are no longer these jobs' blobs."""
         if row_ids:
-            self._execute(self._one["forget_results"], (id_list(row_ids),))
+            self._session.change("forget_results", (self._session.ids(row_ids),))
 
     # -- counters and incidents -----------------------------------------------------------------------------------
     def _count(self, group: str, state: State, n: int) -> None:
@@ -220,11 +191,12 @@ class SqlBase(SqlReads):
 
     def _write_gathered(self) -> None:
         """At the end of a turn, and before what reads or deletes counters or incidents in it."""
-        rows = [(group, name, n) for (group, name), n in self._deltas.items() if n]
+        # In one order everywhere: two writers that share a shard cannot wait for each other in a circle.
+        rows = sorted((group, name, n) for (group, name), n in self._deltas.items() if n)
         if rows:
-            self._changed("count", (), rows)
+            self._session.changed("count", (self._database.shard,), rows)
         if self._incidents:
-            self._changed("add_incidents", (), self._incidents)
+            self._session.changed("add_incidents", (), self._incidents)
         self._forget_gathered()
 
     def _forget_gathered(self) -> None:
@@ -235,10 +207,10 @@ class SqlBase(SqlReads):
         self, row: JobRow, kind: str, *, attempt: int | None = None, worker_id: str = "", actor: str = "", reason: str = ""
     ) -> None:
         attempt = row.attempt if attempt is None else attempt
-        self._incidents.append((row.id, self.clock.wall(), kind, attempt, worker_id, actor, reason))
+        self._incidents.append((row.id, self.clock.wall(), kind, attempt, worker_id, actor, storable(reason)))
 
 
 def must_change(row: JobRow, changed: int) -> None:
-    """The row was read in this transaction; whoever changed it since ignores that SQLite has one owner."""
+    """The row was read in this transaction, and locked: whoever changed it since is no tasuki."""
     if changed != 1:
         raise Unavailable(f"job {row.idempotency_key!r} was changed by another writer meanwhile; nothing of this was stored")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.verbs import Promoted, Reaped
-from tasuki.stores.sql_report import LEADER_SCOPE, SqlReport
-from tasuki.stores.sql_rows import JobRow, id_list, text_list
+from tasuki.stores.sql_read import LEADER_SCOPE
+from tasuki.stores.sql_report import SqlReport
+from tasuki.stores.sql_rows import JobRow
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
@@ -20,20 +21,21 @@ class SqlLeader(SqlReport):
     _prune_after: int
     """Where pruning goes on: rows up to this id were looked at. A hint that may be lost."""
 
-    def take_over(self, holder: str) -> int:
+    def take_over(self, holder: str, epoch: int) -> bool:
         with self._turn:
-            (epoch,) = self._execute(self._one["take_over"], (LEADER_SCOPE, holder)).fetchall()[0]
+            if self._session.change("take_over", (LEADER_SCOPE, epoch, holder)) != 1:
+                return False
             # Also what makes leases outlive a restart: their times are of a clock that began again with the machine.
-            self._execute(self._one["renew_all"], (self.clock.lease() + LEASE_MARGIN_S,))
-            return int(epoch)
+            self._session.change("renew_all", (self.clock.lease() + LEASE_MARGIN_S,))
+            return True
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
         with self._turn:
             self._check_epoch(epoch)
-            ids = [row[0] for row in self._execute(self._one["leases_over"], (self.clock.lease(), limit))]
+            ids = [row_id for (row_id,) in self._session.rows("leases_over", (self.clock.lease(), limit))]
             if not ids:
                 return []
-            rows = {row[0]: JobRow._make(row) for row in self._execute(self._one["rows_by_id"], (id_list(ids),))}
+            rows = {row[0]: JobRow._make(row) for row in self._session.rows("rows_by_id", (self._session.ids(ids),))}
             return [self._reap(rows[row_id], epoch) for row_id in ids]
 
     def _reap(self, row: JobRow, epoch: int) -> Reaped:
@@ -44,24 +46,33 @@ class SqlLeader(SqlReport):
     def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
         with self._turn:
             self._check_epoch(epoch)
-            due = self._execute(self._one["delayed_due"], (self.clock.wall(), limit)).fetchall()
+            due = self._session.rows("delayed_due", (self.clock.wall(), limit))
             if due:
-                self._execute(self._one["promote"], (id_list([row_id for row_id, _ in due]),))
+                self._session.change("promote", (self._session.ids([row_id for row_id, _ in due]),))
             return Promoted(tuple(dict.fromkeys(subject for _, subject in due)), len(due))
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         with self._turn:
             self._check_epoch(epoch)
-            doomed = self._find_old(before, limit)
-            if doomed:
-                for _, group, state in doomed:
-                    self._count(group, state, -1)
-                self._write_gathered()
-                ids = id_list([row_id for row_id, _, _ in doomed])
-                for name in ("prune_jobs", "prune_incidents", "prune_blobs"):
-                    self._execute(self._one[name], (ids,))
-                self._execute(self._one["prune_counters"], (text_list(list({group for _, group, _ in doomed})),))
+            found = {row_id: (group, state) for row_id, group, state in self._find_old(before, limit)}
+            if not found:
+                return 0
+            # Others may have set one going again since we looked: only what is still old, and locked now, goes.
+            session = self._session
+            doomed = [row_id for (row_id,) in session.rows("still_old", (session.ids(list(found)), before))]
+            for row_id in doomed:
+                group, state = found[row_id]
+                self._count(group, state, -1)
+            self._write_gathered()
+            for name in ("prune_jobs", "prune_incidents", "prune_blobs"):
+                session.change(name, (session.ids(doomed),))
+            self._fold_counters({found[row_id][0] for row_id in doomed})
             return len(doomed)
+
+    def _fold_counters(self, groups: set[str]) -> None:
+        """Only pruning empties a group: its counters go if they are 0, and those of many shards become one."""
+        for group, name, n in self._session.rows("take_counters", (self._session.texts(sorted(groups)),)):
+            self._deltas[group, name] = self._deltas.get((group, name), 0) + n
 
     def _find_old(self, before: float, limit: int) -> list[tuple[int, str, State]]:
         """Jobs to delete, by age from where the last call stopped; from the young end it starts again at the oldest."""
@@ -69,7 +80,7 @@ class SqlLeader(SqlReport):
         looked = 0
         position = self._prune_after
         while looked < PRUNE_SCAN_MAX:
-            rows = self._execute(self._one["old"], (position, _PRUNE_STEP)).fetchall()
+            rows = self._session.rows("old", (position, _PRUNE_STEP))
             for row_id, state, group, created_at, finished_at in rows:
                 if created_at >= before + _CLOCK_SLACK_S:
                     rows = []  # ids are about in the order of time: all that follow are younger

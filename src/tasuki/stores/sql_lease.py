@@ -10,9 +10,11 @@ from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.verbs import Assignment, Grant, LeaseRequest
 from tasuki.errors import Unavailable
+from tasuki.stores.sql_base import must_change
+from tasuki.stores.sql_database import Queues
 from tasuki.stores.sql_ready import Place, ReadySubjects
 from tasuki.stores.sql_report import SqlReport
-from tasuki.stores.sql_rows import READY, id_list, json_list
+from tasuki.stores.sql_rows import READY
 from tasuki.stores.store import Clock
 
 LEASE_ID_BYTES = 16
@@ -31,7 +33,7 @@ class SqlLease(SqlReport):
         if not requests:
             return []
         with self._turn:
-            ready = ReadySubjects(self._execute, self._one, self._starts)
+            ready = ReadySubjects(self._session.rows, self._starts)
             answers = [
                 self._lease_named(request) if request.job_ids else self._lease_next(request, ready) for request in requests
             ]
@@ -56,29 +58,28 @@ class SqlLease(SqlReport):
     def _take(self, ready: ReadySubjects, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
         taken: list[Grant] = []
         for subjects in ready.windows(priority, group, request):
-            queues = [(subject, kind) for subject in subjects for kind in map(int, request.takes.kinds)]
-            taken += self._grant(self._oldest(priority, group, queues, limit - len(taken)), group, request)
+            members = [(subject, kind) for subject in subjects for kind in map(int, request.takes.kinds)]
+            prefix = self._lease_id_prefix()
+            rows = self._session.claim(
+                Queues(priority, group, members, limit - len(taken)), self._terms(prefix, request, epoch=None)
+            )
+            taken += self._granted(rows, group, prefix, request)
             if len(taken) == limit:
                 break
         return taken
-
-    def _oldest(self, priority: int, group: str, queues: list[tuple[str, int]], limit: int) -> list[Any]:
-        if len(queues) == 1:
-            return self._execute(self._one["oldest_of_queue"], (priority, group, *queues[0], limit)).fetchall()
-        return self._execute(self._one["oldest_of_queues"], (priority, group, json_list(queues), limit)).fetchall()
 
     def _lease_named(self, request: LeaseRequest) -> list[Grant]:
         grants: list[Grant] = []
         for job_id in dict.fromkeys(request.job_ids):
             if len(grants) >= request.limit:
                 break
-            found = self._execute(self._one["named"], (job_id,)).fetchone()
-            if found is None:
+            found = self._session.rows("named", (job_id,))
+            if not found:
                 continue
-            *row, group, ready, expires_at = found
+            *row, group, ready, expires_at = found[0]
             is_over = expires_at is not None and expires_at <= self.clock.lease()
             if ready == READY or (is_over and self._take_from_lost(job_id, request.worker_id)):
-                grants += self._grant([row], group, request)
+                grants.append(self._grant(row, group, request))
         return grants
 
     def _take_from_lost(self, job_id: str, by: str) -> bool:
@@ -91,32 +92,39 @@ class SqlLease(SqlReport):
             return False
         reason = f"{verdict.reason}; taken over by {by}"
         self._incident(row, "taken_over", worker_id=row.assigned_worker_id or "", reason=reason)
-        self._execute(self._one["take_from_lost"], (row.id, row.version, verdict.losses, self.clock.lease()))
+        must_change(row, self._session.change("take_from_lost", (row.id, row.version, verdict.losses, self.clock.lease())))
         return True
 
-    def _grant(self, rows: list[Any], group: str, to: LeaseRequest | Assignment, epoch: int | None = None) -> list[Grant]:
-        """Lease rows of one group that were just read as ready: (id, job_id, spec, submitter, attempt, state, result_sha256)."""
+    def _grant(self, row: list[Any], group: str, to: LeaseRequest | Assignment, epoch: int | None = None) -> Grant:
+        """Lease a row that was just read as ready, and locked: (id, job_id, spec, submitter, attempt, state, result_sha256)."""
+        prefix = self._lease_id_prefix()
+        changed = self._session.change("grant", (*self._terms(prefix, to, epoch), self._session.ids([row[0]])))
+        if changed != 1:
+            raise Unavailable(f"job {row[1]!r} was leased by another writer meanwhile; nothing of this was stored")
+        return self._granted([row], group, prefix, to)[0]
+
+    def _lease_id_prefix(self) -> str:
+        """128 random bits nobody can guess, once per call; the row id behind them makes each lease_id its own."""
+        return self._random(LEASE_ID_BYTES).hex() + "."
+
+    def _terms(self, prefix: str, to: LeaseRequest | Assignment, epoch: int | None) -> tuple[Any, ...]:
+        """The parameters of a grant."""
+        return (
+            prefix,
+            to.worker_id,
+            to.incarnation,
+            lease_over_at(self.clock, to),
+            to.ttl_s,
+            to.on_disconnect.value,
+            to.reconnect_grace_s,
+            self.clock.wall(),
+            epoch,
+        )
+
+    def _granted(self, rows: list[Any], group: str, prefix: str, to: LeaseRequest | Assignment) -> list[Grant]:
+        """What follows from grants of rows of one group."""
         if not rows:
             return []
-        # 128 random bits nobody can guess, once per call; the row id behind them makes each lease_id its own.
-        prefix = self._random(LEASE_ID_BYTES).hex() + "."
-        changed = self._execute(
-            self._one["grant"],
-            (
-                prefix,
-                to.worker_id,
-                to.incarnation,
-                lease_over_at(self.clock, to),
-                to.ttl_s,
-                to.on_disconnect.value,
-                to.reconnect_grace_s,
-                self.clock.wall(),
-                epoch,
-                id_list([row[0] for row in rows]),
-            ),
-        ).rowcount
-        if changed != len(rows):
-            raise Unavailable(f"{len(rows)} jobs were ready and {changed} could be leased: another writer is at work here")
         self._count_grants(rows, group)
         self._clear_results([row[0] for row in rows if row[6] is not None])
         ttl_s = to.ttl_s
@@ -135,16 +143,16 @@ class SqlLease(SqlReport):
             return [self._assign(assignment, epoch) for assignment in assignments]
 
     def _assign(self, assignment: Assignment, epoch: int) -> Grant | None:
-        found = self._execute(self._one["named"], (assignment.job_id,)).fetchone()
-        if found is None:
+        found = self._session.rows("named", (assignment.job_id,))
+        if not found:
             return None
-        *row, group, ready, _expires_at = found
-        return self._grant([row], group, assignment, epoch)[0] if ready == READY else None
+        *row, group, ready, _expires_at = found[0]
+        return self._grant(row, group, assignment, epoch) if ready == READY else None
 
     def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
-        now = self.clock.lease()
         grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
-        for row in self._select("held", (json_list(list(grants)),)):
+        now = self.clock.lease()
+        for row in self._read(lambda session: session.rows("held", session.holders(list(grants)))):
             worker_id, incarnation, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
             expires_at = over_at - (grace_s if on_disconnect == OnDisconnect.KEEP.value else 0.0)
             if expires_at > now:

@@ -6,37 +6,45 @@ those by their partial index; else it walks by id, a bounded number of rows per 
 
 from __future__ import annotations
 
-import sqlite3
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tasuki.core.job import LEASED, Incident, Job
 from tasuki.core.subject import literal_prefix, matches
-from tasuki.core.verbs import Filter, GroupCounts, Page, TokenRow
+from tasuki.core.verbs import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.errors import InvalidInput
-from tasuki.stores.sql_rows import FAILED_STATES, FoundRow, JobRow, id_list, job_of, text_list, token_of
-from tasuki.stores.sql_sqlite import open_reader, translated
-from tasuki.stores.sql_statements import load
+from tasuki.stores.retrying import Interrupted, Why
+from tasuki.stores.sql_database import Parameters, ReadOnly, Session
+from tasuki.stores.sql_rows import FAILED_STATES, FoundRow, JobRow, job_of, token_of
 
+T = TypeVar("T")
+
+LEADER_SCOPE = "leader"
 FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller goes on with the cursor
 
 
 class SqlReads:
-    """The verbs that only read. `_connection` says on what."""
+    """The verbs that only read."""
 
-    _one: dict[str, str]
-    _connection: Callable[[], sqlite3.Connection]
+    @abstractmethod
+    def _read(self, read: Callable[[Session], T]) -> T:
+        """Do it on the connection; errors of the driver come out as ours."""
 
-    def _select(self, name: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> list[Any]:
-        with translated():
-            return self._connection().execute(self._one[name], parameters).fetchall()
+    def _select(self, name: str, parameters: Parameters = ()) -> list[Any]:
+        return self._read(lambda session: session.rows(name, parameters))
+
+    def _select_by_texts(self, name: str, texts: Sequence[str]) -> list[Any]:
+        return self._read(lambda session: session.rows(name, (session.texts(list(dict.fromkeys(texts))),)))
 
     def get(self, job_ids: Sequence[str]) -> list[Job | None]:
-        names = text_list(list(dict.fromkeys(job_ids)))
-        jobs = {row[1]: job_of(JobRow._make(row)) for row in self._select("rows_by_key", (names,))}
+        jobs = {row[1]: job_of(JobRow._make(row)) for row in self._select_by_texts("rows_by_key", job_ids)}
         return [jobs.get(job_id) for job_id in job_ids]
+
+    def ended_among(self, job_ids: Sequence[str]) -> list[str]:
+        alive = {job_id for (job_id,) in self._select_by_texts("alive_among", job_ids)}
+        return [job_id for job_id in dict.fromkeys(job_ids) if job_id not in alive]
 
     def incidents(self, job_id: str) -> list[Incident]:
         return [Incident(*row) for row in self._select("incidents", (job_id,))]
@@ -58,6 +66,10 @@ class SqlReads:
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         return [job_id for (job_id,) in self._select("blob_owners", (sha256, limit))]
 
+    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
+        places = {row[0]: BlobPlace(row[0], row[1], row[2], stored=True) for row in self._select_by_texts("blob_places", sha256s)}
+        return [places.get(sha256) for sha256 in sha256s]
+
     def token(self, sha256: str) -> TokenRow | None:
         rows = self._select("token", (sha256,))
         return token_of(rows[0]) if rows else None
@@ -65,50 +77,65 @@ class SqlReads:
     def tokens(self) -> list[TokenRow]:
         return [token_of(row) for row in self._select("tokens")]
 
+    def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
+        valid = {token_id for (token_id,) in self._select_by_texts("unrevoked_among", token_ids)}
+        return [token_id for token_id in dict.fromkeys(token_ids) if token_id not in valid]
+
+    def audit(self, *, limit: int = 100) -> list[AuditRow]:
+        return [
+            AuditRow(at=at, actor=actor, action=action, target=target, detail=detail)
+            for at, actor, action, target, detail in self._select("audit", (limit,))
+        ]
+
+    def epoch(self) -> tuple[int, str]:
+        rows = self._select("epoch_seen", (LEADER_SCOPE,))
+        return (rows[0][0], rows[0][1]) if rows else (0, "")
+
     # -- find -----------------------------------------------------------------------------------------------------
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         if cursor is not None and not (cursor.isdecimal() and len(cursor) <= 18):
             raise InvalidInput(f"cursor {cursor[:40]!r} is not one that find gave")
-        oldest, newest = self._select("id_range")[0]
-        if newest is None:
-            return Page([], None)
-        high = min(int(cursor), newest + 1) if cursor is not None else newest + 1
-        ids: list[int] = []
-        looked = 0
-        position = high
-        with translated():
-            low, walk = self._walk(filter, high, oldest)
-            for row in islice(walk, FIND_SCAN_MAX):
-                looked += 1
-                position = row[0]
-                if _is_wanted(filter, FoundRow._make(row)):
-                    ids.append(position)
-                    if len(ids) == limit:
-                        break
-        if len(ids) < limit and looked < FIND_SCAN_MAX:
-            position = low  # the walk came to its end
-        rows = sorted(map(JobRow._make, self._select("rows_by_id", (id_list(ids),))), reverse=True)
-        return Page([job_of(row) for row in rows], str(position) if position > oldest else None)
-
-    def _walk(self, filter: Filter, high: int, oldest: int) -> tuple[int, Iterator[Any]]:
-        """Rows below `high` that may be wanted, the newest first; and the id down to which this walk is complete."""
-        states = frozenset(filter.states)
-        at = {"high": high, "low": oldest}
-        if filter.array_id is not None:
-            return oldest, self._rows_of("find_by_array", "", {**at, "array_id": filter.array_id})
-        if states and states <= FAILED_STATES:
-            return oldest, self._rows_of("find_failed", "", at)
-        if states and states <= LEASED:
-            return oldest, self._rows_of("find_leased", "", at)
-        low = max(oldest, high - FIND_SCAN_MAX)
-        conditions, values = _conditions(filter)
-        return low, self._rows_of("find_by_id", conditions, {**values, "high": high, "low": low})
-
-    def _rows_of(self, name: str, conditions: str, values: dict[str, Any]) -> Iterator[Any]:
-        return self._connection().execute(self._one[name].replace("{and}", conditions), values)
+        return self._read(lambda session: _find(session, filter, limit, cursor))
 
 
-def _conditions(filter: Filter) -> tuple[str, dict[str, Any]]:
+def _find(session: Session, filter: Filter, limit: int, cursor: str | None) -> Page:
+    oldest, newest = session.rows("id_range")[0]
+    if newest is None:
+        return Page([], None)
+    high = min(int(cursor), newest + 1) if cursor is not None else newest + 1
+    ids: list[int] = []
+    looked = 0
+    position = high
+    low, walk = _walk(session, filter, high, oldest)
+    for row in islice(walk, FIND_SCAN_MAX):
+        looked += 1
+        position = row[0]
+        if _is_wanted(filter, FoundRow._make(row)):
+            ids.append(position)
+            if len(ids) == limit:
+                break
+    if len(ids) < limit and looked < FIND_SCAN_MAX:
+        position = low  # the walk came to its end
+    rows = sorted(map(JobRow._make, session.rows("rows_by_id", (session.ids(ids),))), reverse=True, key=lambda row: row.id)
+    return Page([job_of(row) for row in rows], str(position) if position > oldest else None)
+
+
+def _walk(session: Session, filter: Filter, high: int, oldest: int) -> tuple[int, Iterator[Any]]:
+    """Rows below `high` that may be wanted, the newest first; and the id down to which this walk is complete."""
+    states = frozenset(filter.states)
+    at = {"high": high, "low": oldest, "most": FIND_SCAN_MAX}
+    if filter.array_id is not None:
+        return oldest, session.walk("find_by_array", "", {**at, "array_id": filter.array_id})
+    if states and states <= FAILED_STATES:
+        return oldest, session.walk("find_failed", "", at)
+    if states and states <= LEASED:
+        return oldest, session.walk("find_leased", "", at)
+    low = max(oldest, high - FIND_SCAN_MAX)
+    conditions, values = _conditions(filter, session.contains)
+    return low, session.walk("find_by_id", conditions, {**at, **values, "low": low})
+
+
+def _conditions(filter: Filter, contains: Callable[[str], str]) -> tuple[str, dict[str, Any]]:
     """The part of the filter that the database can judge, so that most rows never reach Python. `_is_wanted` judges all."""
     conditions: list[str] = []
     values: dict[str, Any] = {}
@@ -124,9 +151,8 @@ def _conditions(filter: Filter) -> tuple[str, dict[str, Any]]:
         conditions.append("subject >= :prefix AND subject < :prefix_end")
         values |= {"prefix": prefix, "prefix_end": prefix + "/"}
     if filter.text is not None:
-        conditions.append(
-            "(instr(idempotency_key, :text) OR instr(error_summary, :text) OR instr(ifnull(error_code, ''), :text))"
-        )
+        places = ("idempotency_key", "error_summary", "coalesce(error_code, '')")
+        conditions.append("(" + " OR ".join(map(contains, places)) + ")")
         values["text"] = filter.text
     return "".join(f" AND {condition}" for condition in conditions), values
 
@@ -152,10 +178,20 @@ def _is_wanted(filter: Filter, row: FoundRow) -> bool:
 class SqlReader(SqlReads):
     """The read verbs on a connection of their own, for the thread that made it: slow reads leave the writer alone."""
 
-    def __init__(self, path: Path, vendor: str = "sqlite") -> None:
-        self._one = load(vendor).one
-        self._own = open_reader(path)
-        self._connection = lambda: self._own
+    def __init__(self, own: ReadOnly) -> None:
+        self._own = own
+
+    def _read(self, read: Callable[[Session], T]) -> T:
+        try:
+            return self._read_once(read)
+        except Interrupted as error:
+            if error.why is not Why.CONNECTION:
+                raise
+            return self._read_once(read)  # a connection that idled through a restart of the database: on a new one
+
+    def _read_once(self, read: Callable[[Session], T]) -> T:
+        with self._own.translated():
+            return read(self._own.session)
 
     def close(self) -> None:
         self._own.close()

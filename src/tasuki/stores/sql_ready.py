@@ -12,18 +12,22 @@ What a walk found is remembered for the one `lease` call, in which nothing can b
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
+from typing import Any
 
 from tasuki.core.subject import group_of, literal_prefix, matches
 from tasuki.core.verbs import LeaseRequest
+from tasuki.stores.sql_database import Parameters
 
 GROUPS_AT_ONCE = 256
 SUBJECTS_AT_ONCE = 128
 _REMEMBERED_MAX = 10_000
 _ABOVE_ALL_PRIORITIES = 1_000
 _ABOVE_ALL_TEXT = "\U0010ffff"
+_NEXT = (
+    "\x01"  # behind a name: the smallest text above it, since no name has control characters. Not NUL, which PostgreSQL refuses
+)
 
 Region = tuple[str | None, str, str, bool]
 """Where a pattern's subjects lie in the index: group (None: any), first subject, end, whether that still needs matching."""
@@ -40,7 +44,7 @@ def region_of(pattern: str) -> Region:
     """The narrowest range that holds all subjects that the pattern matches."""
     prefix = literal_prefix(pattern)
     if prefix == pattern:
-        return group_of(pattern), pattern, pattern + "\0", False
+        return group_of(pattern), pattern, pattern + _NEXT, False
     if not prefix:
         return None, "", _ABOVE_ALL_TEXT, pattern != ">"
     # `job.*.x` may be of any group: the token that names it comes after the prefix.
@@ -78,7 +82,7 @@ class Scan:
             if len(names) < wanted:
                 del self._ranges[0]
             else:
-                self.last = names[-1] + "\0"
+                self.last = names[-1] + _NEXT
                 self._ranges[0] = (self.last, high)
         pattern = self._pattern
         self.names = found if pattern is None else [name for name in found if matches(pattern, name)]
@@ -88,9 +92,8 @@ class Scan:
 class ReadySubjects:
     """What is ready, as far as one `lease` call has asked. `starts` is where scans that did not see all left off before."""
 
-    def __init__(self, execute: Callable[..., sqlite3.Cursor], statements: dict[str, str], starts: dict[Place, str]) -> None:
-        self._execute = execute
-        self._statements = statements
+    def __init__(self, rows: Callable[[str, Parameters], list[Any]], starts: dict[Place, str]) -> None:
+        self._rows = rows
         self._starts = starts
         self._bands: list[int] = []
         self._has_lower_band = True
@@ -106,9 +109,9 @@ class ReadySubjects:
     def _find_band(self) -> bool:
         if self._has_lower_band:
             below = self._bands[-1] if self._bands else _ABOVE_ALL_PRIORITIES
-            row = self._execute(self._statements["band"], (below,)).fetchone()
-            if row is not None:
-                self._bands.append(row[0])
+            found = self._rows("band", (below,))
+            if found:
+                self._bands.append(found[0][0])
                 return True
             self._has_lower_band = False
         return False
@@ -152,9 +155,9 @@ class ReadySubjects:
         return scan
 
     def _reader(self, place: Place) -> Read:
-        statement = self._statements["groups" if len(place) == 1 else "subjects"]
+        name = "groups" if len(place) == 1 else "subjects"
         fixed = place[:2]
-        return lambda low, high, n: [row[0] for row in self._execute(statement, (*fixed, low, high, n))]
+        return lambda low, high, n: [row[0] for row in self._rows(name, (*fixed, low, high, n))]
 
     def _go_on(self, place: Place, scan: Scan) -> None:
         """The next scan of the place begins where this one is."""

@@ -14,10 +14,10 @@ from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, Event, Verdict, after, after_failure, after_loss, sources
 from tasuki.core.verbs import Answer, Held, Recorded, Report, Standing
 from tasuki.errors import StaleEpoch, Unavailable
-from tasuki.stores.sql_base import SqlBase
-from tasuki.stores.sql_rows import DELAYED, READY, JobRow, id_list, meta_of, result_sha256_of, result_size_of, said_by, said_in
-
-LEADER_SCOPE = "leader"
+from tasuki.stores.sql_blobs import SqlBlobs
+from tasuki.stores.sql_read import LEADER_SCOPE
+from tasuki.stores.sql_rows import DELAYED, READY, JobRow, meta_of, result_sha256_of, result_size_of, said_by, said_in
+from tasuki.stores.texts import storable
 
 _KINDS: dict[Event, str] = {
     Event.RETRY: "failed",
@@ -40,25 +40,25 @@ def row_id_of(lease_id: str) -> int:
     return int(digits) if digits.isdecimal() and len(digits) <= _DIGITS_MAX else 0
 
 
-class SqlReport(SqlBase):
+class SqlReport(SqlBlobs):
     """Verbs of workers that show a lease."""
 
     # -- claims ---------------------------------------------------------------------------------------------------
     def start(self, claims: Sequence[Held]) -> list[Standing]:
         with self._turn:
             rows = [_claim_values(claim) for claim in claims]
-            return self._standings(claims, self._returned("start", (self.clock.wall(),), rows), LEASED)
+            return self._standings(claims, self._session.returned("start", (self.clock.wall(),), rows), LEASED)
 
     def renew(self, claims: Sequence[Held]) -> list[Standing]:
         with self._turn:
             rows = [(*_claim_values(claim), claim.ttl_s) for claim in claims]
             base = self.clock.lease() + LEASE_MARGIN_S
-            return self._standings(claims, self._returned("renew", (base,), rows), _REPORTABLE)
+            return self._standings(claims, self._session.returned("renew", (base,), rows), _REPORTABLE)
 
     def _standings(self, claims: Sequence[Held], changed: list[Any], current: frozenset[State]) -> list[Standing]:
         """An answer for each claim. Those that changed no row may still be current: started before, or ORPHANED."""
         cancels = {tuple(shown): cancel for *shown, cancel in changed}
-        rest = self._rows(claim.job_id for claim in claims if _shown(claim) not in cancels)
+        rest = self._rows_seen(claim.job_id for claim in claims if _shown(claim) not in cancels)
         answers = []
         for claim in claims:
             cancel = cancels.get(_shown(claim))
@@ -94,7 +94,7 @@ class SqlReport(SqlBase):
         self._settle(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
 
     def _give_back(self, rows: list[JobRow], reason: str) -> None:
-        if self._changed("release", (), [(row.id, row.version, row.lease_id) for row in rows]) != len(rows):
+        if self._session.changed("release", (), [(row.id, row.version, row.lease_id) for row in rows]) != len(rows):
             raise Unavailable("a job was changed by another writer meanwhile; nothing of this was stored")
         for row in rows:
             self._incident(row, "released", worker_id=row.assigned_worker_id or "", reason=reason)
@@ -124,26 +124,29 @@ class SqlReport(SqlBase):
 
     def _finish_batch(self, by_row: dict[int, Report]) -> frozenset[int]:
         """Write all reports that are as they should be, in one statement for each kind; the ids of the rows that changed."""
-        ids = id_list(list(by_row))
-        leased = self._execute(self._one["leased_groups"], (ids,)).fetchall()
         plain = [(row_id, *_plain_values(report)) for row_id, report in by_row.items() if _is_plain(report.outcome)]
         full = []
         if len(plain) < len(by_row):
-            full = [(row_id, *_full_values(report)) for row_id, report in by_row.items() if not _is_plain(report.outcome)]
-        wall = self.clock.wall()
-        changed = self._changed("finish_plain", (wall,), plain) + self._changed("finish_full", (wall,), full)
-        if changed < len(leased):
-            # Leased before and SUCCEEDED now: those are the ones that these statements changed.
-            succeeded = {row_id for (row_id,) in self._execute(self._one["succeeded_of"], (ids,))}
-            leased = [(row_id, group) for row_id, group in leased if row_id in succeeded]
-        for group, n in Counter([group for _, group in leased]).items():
+            full = self._full_batch([(row_id, report) for row_id, report in by_row.items() if not _is_plain(report.outcome)])
+        recorded = self._session.finish(self.clock.wall(), plain, full)
+        for group, n in Counter([group for _, group in recorded]).items():
             self._count(group, State.RUNNING, -n)
             self._count(group, State.SUCCEEDED, n)
-        changed_ids = frozenset([row_id for row_id, _ in leased])
+        changed_ids = frozenset([row_id for row_id, _ in recorded])
         for row_id in changed_ids if full else ():
             if (ref := by_row[row_id].outcome.result_ref) is not None:
-                self._execute(self._one["add_blob"], (by_row[row_id].job_id, ref.sha256, "result"))
+                self._session.change("add_blob", (by_row[row_id].job_id, ref.sha256, "result"))
         return changed_ids
+
+    def _full_batch(self, unusual: list[tuple[int, Report]]) -> list[tuple[Any, ...]]:
+        """The rows of `finish_full`, without those whose result is a blob that is not stored: `_report` tells them."""
+        refs = [report.outcome.result_ref for _, report in unusual if report.outcome.result_ref is not None]
+        stored = self._stored_among(ref.sha256 for ref in refs)
+        return [
+            (row_id, *_full_values(report))
+            for row_id, report in unusual
+            if report.outcome.result_ref is None or report.outcome.result_ref.sha256 in stored
+        ]
 
     def fail(self, reports: Sequence[Report]) -> list[Recorded]:
         with self._turn:
@@ -161,6 +164,9 @@ class SqlReport(SqlBase):
         shown = (report.worker_id, report.lease_id, report.attempt)
         if row.job_state not in _REPORTABLE or shown != (row.assigned_worker_id, row.lease_id, row.attempt):
             return self._repeated_or_fenced(row, report, verb)
+        ref = report.outcome.result_ref
+        if ref is not None and not self._stored_among((ref.sha256,)):
+            return Recorded(Answer.BLOB_MISSING, row.job_state, f"its result, blob {ref.sha256}, is not stored; bring it again")
         started_at = row.started_at if row.started_at is not None else report.started_at
         if verb is Event.SUCCEED:
             state = after(row.job_state, verb)
@@ -226,8 +232,8 @@ class SqlReport(SqlBase):
 
     def _check_epoch(self, epoch: int) -> None:
         """The first thing of every leader's verb, inside its transaction."""
-        found = self._execute(self._one["epoch"], (LEADER_SCOPE,)).fetchone()
-        current, holder = found if found is not None else (0, "nobody")
+        found = self._session.rows("epoch", (LEADER_SCOPE,))
+        current, holder = found[0] if found else (0, "nobody")
         if epoch != current:
             raise StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder}); step down")
 
@@ -275,7 +281,7 @@ def _full_values(report: Report) -> tuple[Any, ...]:
         result_sha256_of(outcome),
         result_size_of(outcome),
         outcome.error_code,
-        outcome.message,
+        storable(outcome.message),
         meta_of(outcome),
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tasuki.core.job import LEASED, TERMINAL, BlobRef, Job, JobSpec, Lease, OnDisconnect, Outcome, State
 from tasuki.core.verbs import TokenRow
+from tasuki.stores.texts import storable
 
 encode_spec = msgspec.msgpack.Encoder().encode
 decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
@@ -97,28 +97,21 @@ def _columns(fields: tuple[str, ...]) -> str:
     return ", ".join('"group"' if field == "group" else field for field in fields)
 
 
-_RESULT_UNREAD = "CASE typeof(result) WHEN 'null' THEN NULL ELSE x'' END"
-
-FRAGMENTS = {
-    "columns": _columns(JobRow._fields),
-    "columns_but_result": _columns(tuple(_RESULT_UNREAD if field == "result" else field for field in JobRow._fields)),
-    "found": _columns(FoundRow._fields),
+# Whether there is a result, without reading it: SQLite would follow the overflow pages of `result IS NULL`.
+_RESULT_UNREAD = {
+    "sqlite": "CASE typeof(result) WHEN 'null' THEN NULL ELSE x'' END",
+    "postgresql": "CASE WHEN result IS NULL THEN NULL ELSE ''::bytea END",
 }
 
 
-def id_list(ids: list[int]) -> str:
-    """Row ids for json_each."""
-    return _encode_json(ids).decode()
-
-
-def json_list(items: Sequence[tuple[str, str | int]]) -> str:
-    """A parameter for json_each, each item an array."""
-    return _encode_json(items).decode()
-
-
-def text_list(texts: list[str]) -> str:
-    """Texts for json_each."""
-    return _encode_json(texts).decode()
+def fragments(vendor: str) -> dict[str, str]:
+    """What stands for `{name}` in the statements."""
+    unread = _RESULT_UNREAD[vendor]
+    return {
+        "columns": _columns(JobRow._fields),
+        "columns_but_result": _columns(tuple(unread if field == "result" else field for field in JobRow._fields)),
+        "found": _columns(FoundRow._fields),
+    }
 
 
 def job_of(row: JobRow) -> Job:
@@ -238,7 +231,7 @@ def outcome_columns(outcome: Outcome | None, state: State) -> dict[str, Any]:
     return {
         "exit_code": outcome.exit_code,
         "error_code": (outcome.error_code or "") if failed else outcome.error_code,
-        "error_summary": outcome.message,
+        "error_summary": storable(outcome.message),
         "permanent": int(outcome.permanent),
         "result": outcome.result if outcome.result_ref is None else None,
         "result_sha256": result_sha256_of(outcome),
@@ -269,8 +262,8 @@ def token_values(token: TokenRow) -> tuple[Any, ...]:
         token.token_id,
         token.kind,
         token.sha256,
-        token.label,
-        text_list(list(token.scope)),
+        storable(token.label),
+        _encode_json(token.scope).decode(),
         token.created_at,
         token.created_by,
         token.expires_at,

@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.errors import ConfigError, DiskFull, TasukiError, Unavailable
+from tasuki.stores.clock import SystemClock
+from tasuki.stores.sql_database import NOTHING_STORED
+from tasuki.stores.sql_django import InDjango
+from tasuki.stores.sql_sqlite_session import SqliteSession
+from tasuki.stores.store import Feature
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -25,6 +30,8 @@ READER_CACHE_KIB = 8 * 1024
 CHECKPOINT_PAGES = 32_000  # 128 MB of WAL between checkpoints: a row's insert, grant and finish are written back once, not thrice
 WAL_KEEP_BYTES = 160 * 1024 * 1024
 BUSY_TIMEOUT_MS = 5_000
+
+FEATURES = frozenset({Feature.FIND_TEXT, Feature.DURABLE})
 
 # File systems whose locks and shared memory cannot be trusted between hosts.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -78,6 +85,8 @@ class SqliteDatabase:
     """One file, owned, on a connection that Django made; used by one thread at a time, any thread."""
 
     vendor = "sqlite"
+    features = FEATURES
+    shard = 0
 
     def __init__(self, path: Path, *, file_system: Callable[[Path], str] = file_system_of) -> None:
         from django.db import connections
@@ -85,6 +94,7 @@ class SqliteDatabase:
         from tasuki.django import standalone
 
         self.path = path = path.resolve()  # one file, one lock, whatever links lead to it
+        self.clock = SystemClock()
         kind = file_system(path.parent)
         if kind in NETWORK_FILE_SYSTEMS:
             raise ConfigError(
@@ -113,6 +123,7 @@ class SqliteDatabase:
                 self.connection: sqlite3.Connection = self._wrapper.connection
                 _tune(self.connection)
                 standalone.migrate(self._alias)
+            self.session = SqliteSession(self.connection)
         except BaseException:
             self.close()
             raise
@@ -128,6 +139,12 @@ class SqliteDatabase:
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")
 
+    def translated(self, fate: str = NOTHING_STORED) -> translated:
+        return translated(fate)
+
+    def reader(self) -> SqliteReadOnly:
+        return SqliteReadOnly(self.path)
+
     def close(self) -> None:
         """Give the file back; again: no change."""
         from tasuki.django import standalone
@@ -139,63 +156,49 @@ class SqliteDatabase:
             self._lock.release()
 
 
-class DjangoDatabase:
-    """A database of the user's own project: our verbs join the `transaction.atomic()` that the calling thread is in, if any."""
+class SqliteInDjango(InDjango):
+    """A file of the user's own project."""
 
     vendor = "sqlite"
+    features = FEATURES
+    shard = 0
 
     def __init__(self, alias: str = "default") -> None:
-        from django.db import transaction
-
-        self._alias = alias
-        self._atomic = transaction.atomic
-        if self._wrapper.vendor != self.vendor:
-            raise ConfigError(f"the store has no statements for {self._wrapper.vendor} (database {alias!r}); use SQLite")
-        self._open: list[transaction.Atomic] = []
-
-    @property
-    def _wrapper(self) -> BaseDatabaseWrapper:
-        from django.db import connections
-
-        return connections[self._alias]
-
-    @property
-    def path(self) -> Path:
-        return Path(str(self._wrapper.settings_dict["NAME"]))
+        super().__init__(alias)
+        self.clock = SystemClock()
 
     @property
     def connection(self) -> sqlite3.Connection:
-        wrapper = self._wrapper
-        wrapper.ensure_connection()
-        connection: sqlite3.Connection = wrapper.connection
+        connection: sqlite3.Connection = self.wrapper().connection
         return connection
 
-    def begin(self) -> None:
-        """Inside the user's transaction a savepoint, so that a verb that fails leaves nothing behind; else one of our own."""
-        block = self._atomic(using=self._alias)
-        block.__enter__()
-        self._open.append(block)
+    @property
+    def session(self) -> SqliteSession:
+        return SqliteSession(self.connection)
 
-    def commit(self) -> None:
-        self._open.pop().__exit__(None, None, None)
+    def translated(self, fate: str = NOTHING_STORED) -> translated:
+        return translated(fate)
 
-    def rollback(self) -> None:
-        if self._open:
-            error = Unavailable("rolled back")
-            self._open.pop().__exit__(type(error), error, None)
+    def reader(self) -> SqliteReadOnly:
+        return SqliteReadOnly(Path(str(self.wrapper().settings_dict["NAME"])).absolute())
+
+
+class SqliteReadOnly:
+    """A second connection that cannot write, for the calling thread."""
+
+    def __init__(self, path: Path) -> None:
+        with translated():
+            self._connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)
+            self._connection.execute("PRAGMA query_only = 1")
+            self._connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
+            self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        self.session = SqliteSession(self._connection)
+
+    def translated(self) -> translated:
+        return translated()
 
     def close(self) -> None:
-        """The connection is Django's."""
-
-
-def open_reader(path: Path) -> sqlite3.Connection:
-    """A second connection that cannot write, for the calling thread."""
-    with translated():
-        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)
-        connection.execute("PRAGMA query_only = 1")
-        connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
-        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-    return connection
+        self._connection.close()
 
 
 def _tune(connection: sqlite3.Connection) -> None:
@@ -216,7 +219,7 @@ def _tune(connection: sqlite3.Connection) -> None:
 class translated:
     """`with translated():` turns errors of the driver into ours. `fate`: what an error here means for what was to be stored."""
 
-    def __init__(self, fate: str = "nothing of this was stored") -> None:
+    def __init__(self, fate: str = NOTHING_STORED) -> None:
         self._fate = fate
 
     def __enter__(self) -> None:

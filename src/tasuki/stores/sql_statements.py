@@ -13,7 +13,7 @@ from importlib.resources import files
 
 BATCH_MAX = 256  # rows of one statement; twice as many brought nothing more
 
-_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+_NAME = re.compile(r"^-- (name|part): (\w+)$", re.MULTILINE)
 _ROWS = re.compile(r"\{rows: (\(.*?\))\}")
 
 
@@ -23,14 +23,17 @@ class Statements:
     def __init__(self, text: str, fragments: Mapping[str, str]) -> None:
         self.one: dict[str, str] = {}
         self.many: dict[str, dict[int, str]] = {}
-        parts = _NAME.split(text)[1:]
-        for name, block in zip(parts[::2], parts[1::2], strict=True):
+        fragments = dict(fragments)
+        pieces = _NAME.split(text)[1:]
+        for kind, name, block in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
             lines = (line.strip() for line in block.splitlines())
             statement = " ".join(line for line in lines if line and not line.startswith("--"))
             for key, fragment in fragments.items():
                 statement = statement.replace(f"{{{key}}}", fragment)
             rows = _ROWS.search(statement)
-            if rows is None:
+            if kind == "part":
+                fragments[name] = statement
+            elif rows is None:
                 self.one[name] = statement
             else:
                 self.many[name] = {size: _repeated(statement, rows, size) for size in sizes()}
@@ -56,7 +59,7 @@ def pieces(count: int) -> Iterator[tuple[int, int]]:
 
 @lru_cache
 def load(vendor: str) -> Statements:
-    """The statements for `sqlite`."""
-    from tasuki.stores.sql_rows import FRAGMENTS
+    """The statements for `sqlite` or `postgresql`."""
+    from tasuki.stores.sql_rows import fragments
 
-    return Statements(files("tasuki.stores").joinpath("statements", f"{vendor}.sql").read_text("utf-8"), FRAGMENTS)
+    return Statements(files("tasuki.stores").joinpath("statements", f"{vendor}.sql").read_text("utf-8"), fragments(vendor))

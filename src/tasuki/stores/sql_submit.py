@@ -3,50 +3,85 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
 from typing import Any
 
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import Event, after, cancel_is_immediate
 from tasuki.core.subject import group_of
-from tasuki.core.verbs import Canceled, Requeued, Submission, Submitted, kind_of
-from tasuki.errors import Conflict, InvalidInput
-from tasuki.stores.sql_base import SqlBase, must_change
-from tasuki.stores.sql_rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value, replaced_report_of
-from tasuki.stores.sql_statements import pieces
+from tasuki.core.verbs import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of
+from tasuki.errors import Conflict, InvalidInput, Unavailable
+from tasuki.stores.sql_base import must_change
+from tasuki.stores.sql_blobs import SqlBlobs
+from tasuki.stores.sql_database import NOTHING_STORED
+from tasuki.stores.sql_rows import (
+    JobRow,
+    decode_spec,
+    encode_spec,
+    job_of,
+    outcome_of,
+    ready_value,
+    replaced_report_of,
+)
+from tasuki.stores.texts import storable
 
 _PLAIN = (5, 3, 3, 10.0)  # the database's defaults, in the order of _is_plain
 
+Answered = Submitted | Conflict | MissingBlobs
 
-class SqlSubmit(SqlBase):
+
+class SqlSubmit(SqlBlobs):
     """Verbs of clients and operators."""
 
-    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
         if on_failed not in ("return", "rerun"):
             raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
         if not submissions:
             return []
         with self._turn:
-            wall = self.clock.wall()
-            # One statement kind for the whole batch: two would give the rows another order than the batch has.
-            if all(_is_plain(submission.spec) for submission in submissions):
-                name, rows = "submit_plain", [_plain_values(submission) for submission in submissions]
-            else:
-                name, rows = "submit_full", [_full_values(submission, wall) for submission in submissions]
-            answers: list[Submitted | Conflict] = []
-            for start, size in pieces(len(rows)):
-                batch = submissions[start : start + size]
-                cursor = self._execute(self._many[name][size], (wall, *chain.from_iterable(rows[start : start + size])))
-                created = cursor.rowcount
-                if created == size:
-                    answers += [Submitted(submission.spec.job_id, True) for submission in batch]
-                    self._created(batch)
-                else:
-                    newest_before = (cursor.lastrowid or 0) - created if created else None
-                    answers += self._submit_known(batch, newest_before, on_failed == "rerun")
+            insert = self._insert_with_files if any(submission.spec.files for submission in submissions) else self._insert
+            answers = insert(submissions, on_failed == "rerun")
             self._at("submit.written")
             return answers
+
+    def _insert_with_files(self, submissions: Sequence[Submission], rerun: bool) -> list[Answered]:
+        """Without the new jobs whose input blobs are not all stored. A known id is answered as known, whatever its blobs."""
+        inputs = [_input_blobs(submission.spec) for submission in submissions]
+        stored = self._stored_among(chain.from_iterable(inputs))
+        missing = [tuple(sha256 for sha256 in sha256s if sha256 not in stored) for sha256s in inputs]
+        ids = [submission.spec.job_id for submission in submissions]
+        known = set(self._rows_seen(job_id for job_id, sha256s in zip(ids, missing, strict=True) if sha256s))
+        refused: dict[int, MissingBlobs] = {}
+        for index, (job_id, sha256s) in enumerate(zip(ids, missing, strict=True)):
+            if sha256s and job_id not in known:
+                refused[index] = MissingBlobs(job_id, sha256s)
+            else:
+                known.add(job_id)  # for the same id again in this batch
+        if not refused:
+            return self._insert(submissions, rerun)
+        rest = [submission for index, submission in enumerate(submissions) if index not in refused]
+        answers = iter(self._insert(rest, rerun) if rest else ())
+        return [refused[index] if index in refused else next(answers) for index in range(len(ids))]
+
+    def _insert(self, submissions: Sequence[Submission], rerun: bool) -> list[Answered]:
+        wall = self.clock.wall()
+        # One statement kind for the whole batch: two would give the rows another order than the batch has.
+        if all(_is_plain(submission.spec) for submission in submissions):
+            name, rows = "submit_plain", [_plain_values(submission) for submission in submissions]
+        else:
+            name, rows = "submit_full", [_full_values(submission, wall) for submission in submissions]
+        answers: list[Answered] = []
+        start = 0
+        for size, created, fresh in self._session.insert(name, wall, rows):
+            batch = submissions[start : start + size]
+            start += size
+            if created == size:
+                answers += [Submitted(submission.spec.job_id, True) for submission in batch]
+                self._created(batch)
+            else:
+                answers += self._submit_known(batch, fresh, rerun)
+        return answers
 
     def _created(self, batch: Sequence[Submission]) -> None:
         specs = [submission.spec for submission in batch]
@@ -54,14 +89,16 @@ class SqlSubmit(SqlBase):
             self._count(group_of(subject), State.PENDING, n)
         for spec in specs:
             if spec.files:
-                for sha256 in sorted({file.sha256 for file in spec.files if file.sha256 is not None}):
-                    self._execute(self._one["add_blob"], (spec.job_id, sha256, "in"))
+                for sha256 in _input_blobs(spec):
+                    self._session.change("add_blob", (spec.job_id, sha256, "in"))
 
-    def _submit_known(self, batch: Sequence[Submission], newest_before: int | None, rerun: bool) -> list[Submitted | Conflict]:
-        """Answers of a batch of which some ids existed. The rows that were new have the ids above `newest_before`."""
-        rows = self._rows(submission.spec.job_id for submission in batch)
-        fresh = {job_id for job_id, row in rows.items() if newest_before is not None and row.id > newest_before}
-        answers: list[Submitted | Conflict] = []
+    def _submit_known(self, batch: Sequence[Submission], new_ids: Container[int], rerun: bool) -> list[Answered]:
+        """Answers of a batch of which some ids existed."""
+        # Only what may be set going again is locked: repeats are common, and change nothing.
+        read = self._rows if rerun else self._rows_seen
+        rows = read(submission.spec.job_id for submission in batch)
+        fresh = {job_id for job_id, row in rows.items() if row.id in new_ids}
+        answers: list[Answered] = []
         created: list[Submission] = []
         for submission in batch:
             job_id = submission.spec.job_id
@@ -76,7 +113,9 @@ class SqlSubmit(SqlBase):
 
     def _answer_known(self, submission: Submission, rows: dict[str, JobRow], rerun: bool) -> Submitted | Conflict:
         job_id = submission.spec.job_id
-        row = rows[job_id]
+        row = rows.get(job_id)
+        if row is None:
+            raise Unavailable(f"job {job_id!r} was deleted while it was submitted again; {NOTHING_STORED}, try again")
         if row.body_hash != submission.body_hash:
             return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec), (row.submitter, row.subject))
         if rerun and row.submitter == submission.submitter and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
@@ -96,7 +135,7 @@ class SqlSubmit(SqlBase):
         if state.terminal:
             return Canceled(state)
         if cancel_is_immediate(state):
-            outcome = Outcome(error_code="CANCELED", message=reason or f"canceled by {actor}")
+            outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
             self._incident(row, "canceled", actor=actor, reason=reason)
             ended = after(state, Event.CANCEL)
             report = replaced_report_of(row)
@@ -104,7 +143,7 @@ class SqlSubmit(SqlBase):
             return Canceled(ended)
         if not row.cancel_requested:
             self._incident(row, "cancel_requested", worker_id=row.assigned_worker_id or "", actor=actor, reason=reason)
-            must_change(row, self._execute(self._one["cancel_request"], (row.id, row.version)).rowcount)
+            must_change(row, self._session.change("cancel_request", (row.id, row.version)))
         return Canceled(state, True, row.assigned_worker_id, row.lease_id)
 
     def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
@@ -128,10 +167,14 @@ class SqlSubmit(SqlBase):
         self._incident(row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=story)
         not_before = decode_spec(row.spec).not_before
         ready = ready_value(not_before, self.clock.wall())
-        must_change(row, self._execute(self._one["requeue"], (row.id, row.version, ready, not_before)).rowcount)
+        must_change(row, self._session.change("requeue", (row.id, row.version, ready, not_before)))
         self._clear_results([row.id])
         self._count(row.group, row.job_state, -1)
         self._count(row.group, state, 1)
+
+
+def _input_blobs(spec: JobSpec) -> list[str]:
+    return sorted({file.sha256 for file in spec.files if file.sha256 is not None})
 
 
 def _is_plain(spec: JobSpec) -> bool:

@@ -9,7 +9,12 @@ Time. `clock.lease()` is the store's lease clock (never compared with another ho
 
 Fencing. `finish` and `fail` are accepted only if the job is ASSIGNED, RUNNING or ORPHANED *and* worker_id, lease_id and attempt
 are the current ones, in the same write. `start` and `renew` also check the incarnation. Leader verbs carry an epoch, and are
-refused with `StaleEpoch` when a newer one is registered.
+refused with `StaleEpoch` when another one is registered; they are called in a turn of their own, so that the check is the
+first thing of its transaction.
+
+Blobs. The store knows which bytes exist (a row before the first byte, gone after the last), and which jobs refer to them; the
+bytes themselves are elsewhere (`tasuki.blobs`). A reference is written in its job's transaction, and only to bytes that are
+stored; `condemn_blobs` re-checks it inside its own.
 """
 
 from __future__ import annotations
@@ -24,12 +29,18 @@ from tasuki.core.verbs import (
     COUNTED,
     Answer,
     Assignment,
+    AuditRow,
+    BlobClaim,
+    BlobPlace,
     Canceled,
+    Condemned,
+    CondemnOrder,
     Filter,
     Grant,
     GroupCounts,
     Held,
     LeaseRequest,
+    MissingBlobs,
     Page,
     Promoted,
     Reaped,
@@ -48,14 +59,20 @@ __all__ = [
     "COUNTED",
     "Answer",
     "Assignment",
+    "AuditRow",
+    "BlobClaim",
+    "BlobPlace",
     "Canceled",
     "Clock",
+    "CondemnOrder",
+    "Condemned",
     "Feature",
     "Filter",
     "Grant",
     "GroupCounts",
     "Held",
     "LeaseRequest",
+    "MissingBlobs",
     "Page",
     "Promoted",
     "Reaped",
@@ -88,6 +105,8 @@ class Feature(enum.StrEnum):
 
     FIND_TEXT = "find_text"
     DURABLE = "durable"
+    SHARED = "shared"
+    """Several servers may work on it at once. Without it, whoever opened the store is its only user, and leads."""
 
 
 class Store(Protocol):
@@ -106,8 +125,12 @@ class Store(Protocol):
         ...
 
     # -- submitters -----------------------------------------------------------------------------------------------
-    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+    def submit(
+        self, submissions: Sequence[Submission], *, on_failed: str = "return"
+    ) -> list[Submitted | Conflict | MissingBlobs]:
         """Store new jobs. Same id and body: the existing job. Same id, other body: Conflict. Also between items of one batch.
+
+        A new job that names input blobs is stored, with its references, only if all of them are stored; else MissingBlobs.
 
         An existing job comes with its outcome but without the result's bytes (`result` None, `result_ref` and `result_sha256`
         kept): a frame of known ids would else bring 64 KiB each. Read them with `get`.
@@ -164,7 +187,8 @@ class Store(Protocol):
         ...
 
     def finish(self, reports: Sequence[Report]) -> list[Recorded]:
-        """Record that attempts succeeded, with their results."""
+        """Record that attempts succeeded, with their results. BLOB_MISSING, and nothing written, if the result is a blob that is
+        not stored (also for `fail`); the reference is written with the rest."""
         ...
 
     def fail(self, reports: Sequence[Report]) -> list[Recorded]:
@@ -172,8 +196,12 @@ class Store(Protocol):
         ...
 
     # -- the leader -----------------------------------------------------------------------------------------------
-    def take_over(self, holder: str) -> int:
-        """Register a new epoch, one above the highest ever, and return it.
+    def epoch(self) -> tuple[int, str]:
+        """The highest epoch ever registered, and its holder; (0, "") before the first."""
+        ...
+
+    def take_over(self, holder: str, epoch: int) -> bool:
+        """Register this epoch. False, and no change, unless it is higher than every one before.
 
         Every lease that was not reaped yet counts as renewed now, by its own ttl.
         """
@@ -196,6 +224,20 @@ class Store(Protocol):
 
     def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
         """Delete jobs that became terminal before that wall time, with their incidents; how many."""
+        ...
+
+    def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
+        """Which bytes to delete: at most `limit` blobs that no job refers to, those condemned before and not forgotten yet first,
+        then the longest untouched.
+
+        A blob may be condemned if it was last touched before `unused_since`; while all blobs together take more than
+        `budget_bytes`, before `squeezed_since` (which is later) is enough. From then on nothing can refer to it: `place_blobs`
+        gives the next generation.
+        """
+        ...
+
+    def forget_blobs(self, places: Sequence[BlobPlace], *, epoch: int) -> int:
+        """Their bytes are deleted: drop the rows of those that are condemned; how many."""
         ...
 
     def next_due(self) -> tuple[float | None, float | None]:
@@ -223,13 +265,32 @@ class Store(Protocol):
         """How many ready jobs of its priority and subject stand before it (at most `limit`); None if it is not ready."""
         ...
 
+    def ended_among(self, job_ids: Sequence[str]) -> list[str]:
+        """Those that are terminal, or that do not exist any more. Cheap: servers ask for what they may not have heard."""
+        ...
+
+    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
+        """Where the bytes of these blobs are; None for what is not stored (or condemned)."""
+        ...
+
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         """Ids of jobs whose inputs or result are this blob; who may read them may read it."""
         ...
 
+    # -- blobs ----------------------------------------------------------------------------------------------------
+    def place_blobs(self, claims: Sequence[BlobClaim]) -> list[BlobPlace]:
+        """Somebody brings these bytes, or will refer to them soon: where they are (`stored`) or are to be written. Touches them,
+        so that collection leaves them alone for its grace time. Sizes are taken from the first claim of bytes not yet stored."""
+        ...
+
+    def blobs_stored(self, places: Sequence[BlobPlace]) -> list[bool]:
+        """The bytes are durable at these places. False: it was condemned meanwhile; place it again."""
+        ...
+
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
-        """Store a token's row. Again the same row: no change. False, and no change, if another row has that id or that hash."""
+        """Store a token's row, and in the audit that `created_by` made it. Again the same row: no change. False, and no change,
+        if another row has that id or that hash."""
         ...
 
     def token(self, sha256: str) -> TokenRow | None:
@@ -241,5 +302,13 @@ class Store(Protocol):
         ...
 
     def revoke_token(self, token_id: str, *, actor: str) -> bool:
-        """Mark it revoked; False if unknown or revoked before."""
+        """Mark it revoked, and write it into the audit; False if unknown or revoked before."""
+        ...
+
+    def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
+        """Those that are revoked or unknown."""
+        ...
+
+    def audit(self, *, limit: int = 100) -> list[AuditRow]:
+        """What was done to tokens, the newest first."""
         ...

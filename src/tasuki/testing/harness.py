@@ -1,44 +1,47 @@
-"""The machines together: clients, a server's broker, workers and a store, with no socket, thread or real clock.
+"""The machines together: clients, the brokers of one or more servers, workers and a store, with no socket, thread or real clock.
 
 A `World` has a fake clock and in-memory links; every message passes through the wire's bytes. Things happen one at a time and
 only when a test says so: a message is delivered, the store takes or commits a turn, a clock moves. Links can be cut or held up,
-the server killed between any two steps and started again on the same store, workers frozen or killed. After every commit the
-invariants of RELIABILITY §1 that the store decides are checked; `check()` adds what clients and workers can see.
+servers killed between any two steps and started again on the same store, servers and workers frozen or killed. After every commit
+the invariants of RELIABILITY §1 that the store decides are checked; `check()` adds what clients and workers can see.
+
+With several servers the world is also their coordination: it tells each who is alive, carries their hints (or loses them), and
+elects a leader when there is none or the last one has not ticked for LOCK_TTL_S.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tasuki.core.broker import Broker, error_message
-from tasuki.core.broker_events import BrokerConfig, DiskSpace, Query, TurnDone, TurnFailed
-from tasuki.core.broker_events import Command as BrokerCommand
+from tasuki.core.address import Address
+from tasuki.core.broker import Broker
+from tasuki.core.broker_events import DiskSpace, Met, Won
+from tasuki.core.hints import Hint
 from tasuki.core.job import Job, OnDisconnect
-from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
-from tasuki.core.protocol import FRAME_MAX_BYTES, Message, Reply
+from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Ticked
+from tasuki.core.protocol import FRAME_MAX_BYTES, Message
 from tasuki.core.verbs import Answers, Filter, Turn
-from tasuki.core.worker_machine import WorkerIdentity
+from tasuki.core.worker_events import WorkerIdentity
 from tasuki.errors import TasukiError
-from tasuki.server.queries import answer_query
-from tasuki.stores.batching import execute
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness_nodes import ClientNode, Link, Node, WorkerNode
+from tasuki.testing.harness_servers import OWN_UID, ServerNode
 from tasuki.testing.store_invariants import History
 from tasuki.wire.messages import decode, encode
 
-OWN_UID = 1000
 SAME_USER = Peer("unix", OWN_UID, "unix socket")
+LOCK_TTL_S = 3.0  # how long a leader may be silent before the world elects another
 STEP_S = 0.1  # how finely `run_for` cuts time: as the drivers tick
 QUIET_STEPS_MAX = 20_000  # a world that has not come to rest by then is in a hot loop
 WIDE_PAGE = 1_000
 
 
 class World:
-    """A server, its store and its peers. `restart` gets the store of the dead server and gives the one of the next."""
+    """Servers, their store and their peers. `restart` gets the store of the only, dead server and gives the one of the next."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class World:
         restart: Callable[[Store], Store] = lambda store: store,
         seed: int = 0,
         lease_ttl_s: float = 15.0,
+        servers: int = 1,
     ) -> None:
         self.clock = clock
         self.store = store
@@ -55,11 +59,6 @@ class World:
         self.history = History(clock)
         self.nodes: list[Node] = []
         self.links: dict[int, Link] = {}
-        self.broker: Broker | None = None
-        self.turn: Turn | None = None
-        """Taken by the store, not committed."""
-        self.answers: Answers | None = None
-        """Committed; the broker has not heard of it."""
         self.turns = 0
         self.disk_problem = ""
         """What the driver sees when it looks at the disk."""
@@ -67,10 +66,19 @@ class World:
         """Makes the store refuse a turn, before it did anything."""
         self.lose_answer: Callable[[Turn], TasukiError | None] = lambda turn: None
         """Makes the store commit a turn and then say that it does not know."""
+        self.lose_hints = False
         self._restart = restart
         self._numbers = itertools.count(1)
-        self._lease_ttl_s = lease_ttl_s
-        self._start_broker()
+        self._leader_seen_at = -LOCK_TTL_S
+        self.servers = [
+            ServerNode(
+                self, f"server-{number}", Address("tcp", f"10.0.0.{number}", 7000), shared=servers > 1, lease_ttl_s=lease_ttl_s
+            )
+            for number in range(1, servers + 1)
+        ]
+        for server in self.servers:
+            server.start()
+        self._coordinate()
 
     # -- time -----------------------------------------------------------------------------------------------------
     def now(self) -> Now:
@@ -78,9 +86,11 @@ class World:
 
     def tick(self) -> None:
         """Everybody's timer fires."""
-        if self.broker is not None:
-            self._perform(self.broker.apply(DiskSpace(self.disk_problem), self.now()))
-            self._perform(self.broker.apply(Ticked(), self.now()))
+        self._coordinate()
+        for server in self.servers:
+            if server.awake:
+                server.apply(DiskSpace(self.disk_problem))
+                server.apply(Ticked())
         for node in self.nodes:
             if node.awake:
                 node.apply(Ticked())
@@ -101,17 +111,30 @@ class World:
             self.run_for(step_s, step_s)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
-    def client(self, name: str = "client", *, peer: Peer = SAME_USER, token: str = "") -> ClientNode:
-        return self._join(ClientNode(self, name, peer, token))
+    def client(
+        self, name: str = "client", *, peer: Peer = SAME_USER, token: str = "", to: Sequence[ServerNode] = ()
+    ) -> ClientNode:
+        """A client that was given the addresses of `to`, of all servers if none is named."""
+        return self._join(ClientNode(self, name, peer, token, self._given(to)))
 
     def worker(
-        self, name: str = "w1", *, capacity: int = 1, incarnation: str = "", peer: Peer = SAME_USER, **fields: Any
+        self,
+        name: str = "w1",
+        *,
+        capacity: int = 1,
+        incarnation: str = "",
+        peer: Peer = SAME_USER,
+        to: Sequence[ServerNode] = (),
+        **fields: Any,
     ) -> WorkerNode:
         patterns = fields.pop("patterns", (">",))
         identity = WorkerIdentity(
             worker_id=name, incarnation=incarnation or f"{name}-1", capacity=capacity, patterns=patterns, **fields
         )
-        return self._join(WorkerNode(self, name, peer, identity))
+        return self._join(WorkerNode(self, name, peer, identity, self._given(to)))
+
+    def _given(self, to: Sequence[ServerNode]) -> list[Address]:
+        return [server.address for server in to or self.servers]
 
     def _join(self, node: Any) -> Any:
         self.nodes.append(node)
@@ -144,15 +167,22 @@ class World:
             self._server_loses(link, "the peer closed the connection")
 
     # -- links ----------------------------------------------------------------------------------------------------
-    def dial(self, node: Node) -> None:
+    def dial(self, node: Node, address: Address) -> None:
         node.dials += 1
-        if self.broker is None:
+        [server] = [server for server in self.servers if server.address == address]
+        if server.broker is None:
             node.apply(Closed(0, "connection refused"))
             return
         conn = next(self._numbers)
-        node.link = self.links[conn] = Link(conn, node)
-        self._perform(self.broker.apply(Opened(conn, node.peer), self.now()))
+        node.link = self.links[conn] = Link(conn, node, server)
+        self._accept(node.link)
         node.apply(Opened(conn, node.peer))
+
+    def _accept(self, link: Link) -> None:
+        """The kernel has taken the connection; the server hears of it when it runs."""
+        if not link.accepted and link.server.awake:
+            link.accepted = True
+            link.server.apply(Opened(link.conn, link.node.peer))
 
     def send_to_server(self, node: Node, conn: int, message: Message) -> None:
         if node.link is not None and node.link.conn == conn and not node.link.mute:
@@ -160,10 +190,11 @@ class World:
 
     def deliver_to_server(self, link: Link) -> None:
         """The next piece of this way arrives."""
+        self._accept(link)
         data = link.to_server.popleft()
         for frame in link.server_decoder.feed(data):
-            if self.broker is not None and link.conn in self.links:
-                self._perform(self.broker.apply(Received(link.conn, decode(frame, FRAME_MAX_BYTES)), self.now()))
+            if link.conn in self.links:
+                link.server.apply(Received(link.conn, decode(frame, FRAME_MAX_BYTES)))
 
     def deliver_to_node(self, link: Link) -> None:
         """The next piece of this way arrives; if the server hung up, after the last one the end."""
@@ -188,8 +219,18 @@ class World:
             self._node_loses(link, reason)
 
     def _server_loses(self, link: Link, reason: str) -> None:
-        if self.links.pop(link.conn, None) is not None and self.broker is not None:
-            self._perform(self.broker.apply(Closed(link.conn, reason), self.now()))
+        if link.server.frozen:
+            link.lost = reason  # it finds out when it runs again
+        elif self.links.pop(link.conn, None) is not None:
+            link.server.apply(Closed(link.conn, reason))
+
+    def hang_up(self, conn: int, last_words: bytes, reason: str) -> None:
+        """A server ends a connection: the node hears of it when it has read what was sent before."""
+        link = self.links.pop(conn, None)
+        if link is not None and not link.mute:
+            if last_words:
+                link.to_node.append(last_words)
+            link.ending = reason or "closed"
 
     def _node_loses(self, link: Link, reason: str) -> None:
         link.ending = ""
@@ -200,116 +241,95 @@ class World:
             if not node.dead:
                 node.apply(Closed(link.conn, reason))
 
-    # -- the server -----------------------------------------------------------------------------------------------
-    def _start_broker(self) -> None:
-        epoch = self.store.take_over(f"server-{self.turns}")
-        self.broker = Broker(BrokerConfig(server_id="server", epoch=epoch, own_uid=OWN_UID, lease_ttl_s=self._lease_ttl_s))
+    # -- servers --------------------------------------------------------------------------------------------------
+    @property
+    def broker(self) -> Broker | None:
+        """Of the first server, as are `turn` and `answers`: where there is one only, it needs no name."""
+        return self.servers[0].broker
 
-    def kill_server(self) -> None:
-        """SIGKILL: a turn that was not committed never was; nothing that was not sent is sent."""
-        self.broker = self.turn = self.answers = None
-        for link in list(self.links.values()):
+    @property
+    def turn(self) -> Turn | None:
+        return self.servers[0].turn
+
+    @property
+    def answers(self) -> Answers | None:
+        return self.servers[0].answers
+
+    def take_turn(self) -> bool:
+        return self.servers[0].take_turn()
+
+    def commit_turn(self) -> None:
+        self.servers[0].commit_turn()
+
+    def answer_turn(self) -> None:
+        self.servers[0].answer_turn()
+
+    def kill_server(self, server: ServerNode | None = None) -> None:
+        """SIGKILL: its peers see a reset connection."""
+        server = server or self.servers[0]
+        server.die()
+        for link in [link for link in self.links.values() if link.server is server]:
             self.links.pop(link.conn)
             self._node_loses(link, "connection reset")
 
-    def restart_server(self) -> None:
-        self.store = self._restart(self.store)
-        self._start_broker()
+    def restart_server(self, server: ServerNode | None = None) -> None:
+        server = server or self.servers[0]
+        if len(self.servers) == 1:
+            self.store = self._restart(self.store)
+        server.start()
 
-    def _perform(self, commands: list[BrokerCommand]) -> None:
-        for command in commands:
-            if isinstance(command, Send):
-                self._send_to_node(command.conn, command.message)
-            elif isinstance(command, Hangup):
-                error = command.error
-                link = self.links.pop(command.conn, None)
-                if link is not None and not link.mute:
-                    if error is not None:
-                        link.to_node.append(encode(error_message(0, error)))
-                    link.ending = error.message if error is not None else "closed"
-            elif isinstance(command, Query):
-                self._answer_query(command)
-            else:
-                raise AssertionError(f"no blobs travel in this world: {command}")
+    def freeze_server(self, server: ServerNode) -> None:
+        """SIGSTOP: connections stay, new ones are taken by the kernel, nothing is answered."""
+        server.frozen = True
 
-    def _send_to_node(self, conn: int, message: Message) -> None:
-        link = self.links.get(conn)
-        if link is not None and not link.mute and not link.loses(message) and (data := encode(message)):
-            link.to_node.append(data)
+    def thaw_server(self, server: ServerNode) -> None:
+        """SIGCONT: it reads what came meanwhile, and hears of connections that are gone."""
+        server.frozen = False
+        for link in [link for link in self.links.values() if link.server is server and link.lost]:
+            while link.to_server:
+                self.deliver_to_server(link)
+            self._server_loses(link, link.lost)
 
-    def _answer_query(self, query: Query) -> None:
-        try:
-            self._send_to_node(query.conn, Reply(query.msg_id, answer_query(self.store, query)))
-        except TasukiError as error:
-            self._send_to_node(query.conn, error_message(query.msg_id, error))
+    def server_of(self, node: Node) -> ServerNode:
+        """Where a node is connected at the moment."""
+        assert node.link is not None, f"{node.name} is not connected"
+        return node.link.server
 
-    # -- the store ------------------------------------------------------------------------------------------------
-    def take_turn(self) -> bool:
-        """If it is idle, the store takes what the broker has drafted."""
-        if self.broker is None or self.turn is not None:
-            return False
-        self.turn = self.broker.next_turn(self.now())
-        return self.turn is not None
+    def hint(self, sender: ServerNode, hint: Hint) -> None:
+        """On its way to all other servers, unless hints are lost at the moment."""
+        for server in self.servers:
+            if server is not sender and server.broker is not None and not self.lose_hints:
+                server.hints.append(hint)
 
-    def commit_turn(self) -> None:
-        """The turn becomes durable; the broker does not know it yet."""
-        assert self.turn is not None
-        assert self.answers is None
-        turn = self.turn
-        if (error := self.refuse(turn)) is not None:
-            self._turn_failed(error)
+    def _coordinate(self) -> None:
+        """Who is alive, and who leads."""
+        if len(self.servers) == 1:
             return
-        self.turns += 1
-        before = self._jobs([*(report.job_id for report in turn.finish), *(report.job_id for report in turn.fail)])
-        answers = execute(self.store, turn)
-        self._tell_history(turn, answers, before)
-        if (error := self.lose_answer(turn)) is not None:
-            self._turn_failed(error)
-            return
-        self.answers = answers
+        awake = [server for server in self.servers if server.awake]
+        infos = tuple(server.broker.info for server in awake if server.broker is not None)
+        for server in awake:
+            server.apply(Met(infos))
+        now = self.clock.lease()
+        epoch, holder = self.store.epoch()
+        if any(server.server_id == holder and server.leads == epoch for server in awake):
+            self._leader_seen_at = now
+        elif awake and now - self._leader_seen_at >= LOCK_TTL_S:
+            self._leader_seen_at = now
+            self.random.choice(awake).apply(Won(epoch + 1))
 
-    def answer_turn(self) -> None:
-        """The broker hears of the commit, and sends what follows from it."""
-        assert self.broker is not None
-        assert self.turn is not None
-        assert self.answers is not None
-        turn, answers = self.turn, self.answers
-        self.turn = self.answers = None
-        self._perform(self.broker.apply(TurnDone(turn, answers), self.now()))
-
-    def _turn_failed(self, error: TasukiError) -> None:
-        assert self.broker is not None
-        assert self.turn is not None
-        turn, self.turn = self.turn, None
-        self._perform(self.broker.apply(TurnFailed(turn, error), self.now()))
-
-    def _jobs(self, job_ids: list[str]) -> dict[str, Job | None]:
+    def jobs(self, job_ids: list[str]) -> dict[str, Job | None]:
         return dict(zip(job_ids, self.store.get(job_ids), strict=True))
-
-    def _tell_history(self, turn: Turn, answers: Answers, before: dict[str, Job | None]) -> None:
-        history = self.history
-        history.submitted([*turn.submit, *turn.rerun], [*answers.submit, *answers.rerun])
-        history.reported("finish", turn.finish, [before[report.job_id] for report in turn.finish], answers.finish)
-        history.reported("fail", turn.fail, [before[report.job_id] for report in turn.fail], answers.fail)
-        for grants in answers.lease:
-            for grant, job in zip(grants, self.store.get([grant.job_id for grant in grants]), strict=True):
-                assert job is not None
-                history.granted(grant, job)
 
     # -- running --------------------------------------------------------------------------------------------------
     def choices(self) -> list[Callable[[], object]]:
         """Everything that could happen next."""
         found: list[Callable[[], object]] = []
         for link in [node.link for node in self.nodes if node.link is not None]:
-            if link.to_server and not link.hold_to_server and self.broker is not None:
+            if link.to_server and not link.hold_to_server and link.server.awake:
                 found.append(lambda link=link: self.deliver_to_server(link))  # type: ignore[misc]
             if (link.to_node or link.ending) and not link.hold_to_node and link.node.awake:
                 found.append(lambda link=link: self.deliver_to_node(link))  # type: ignore[misc]
-        if self.answers is not None:
-            found.append(self.answer_turn)
-        elif self.turn is not None:
-            found.append(self.commit_turn)
-        return found
+        return found + [choice for server in self.servers for choice in server.choices()]
 
     def settle(self) -> None:
         """Let everything happen that needs no time to pass."""
@@ -320,7 +340,7 @@ class World:
             choices = self.choices()
             if choices:
                 choices[0]()
-            elif not self.take_turn():
+            elif not any(server.take_turn() for server in self.servers):
                 return
         raise AssertionError("the world does not come to rest: a hot loop")
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tasuki.core.address import Address
 from tasuki.core.client_machine import Answered, Arrived, Call, ClientMachine, Failed, Watch, WatchRefused
 from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.client_machine import Event as ClientEvent
@@ -19,41 +20,50 @@ from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
     Accepted,
     CancelJobs,
+    Ending,
     HelloClient,
     JobResult,
     Message,
     Request,
     SubmitJobs,
 )
+from tasuki.core.redial import Connect
 from tasuki.core.verbs import Grant
-from tasuki.core.worker_machine import Command as WorkerCommand
-from tasuki.core.worker_machine import (
-    Connect,
+from tasuki.core.worker_events import Command as WorkerCommand
+from tasuki.core.worker_events import (
     Drain,
     Ended,
     Exit,
     Forget,
     GaveBack,
+    Restored,
     Run,
+    Save,
     Started,
     Stop,
     WorkerIdentity,
-    WorkerMachine,
 )
-from tasuki.core.worker_machine import Event as WorkerEvent
+from tasuki.core.worker_events import Event as WorkerEvent
+from tasuki.core.worker_machine import WorkerMachine
 from tasuki.errors import TasukiError
 from tasuki.wire.frames import FrameDecoder
 
 if TYPE_CHECKING:
     from tasuki.testing.harness import World
+    from tasuki.testing.harness_servers import ServerNode
 
 
 class Link:
     """One connection: bytes on their way in both directions. `held` ways keep their bytes; a `mute` link loses them."""
 
-    def __init__(self, conn: int, node: Node) -> None:
+    def __init__(self, conn: int, node: Node, server: ServerNode) -> None:
         self.conn = conn
         self.node = node
+        self.server = server
+        self.accepted = False
+        """The server has heard of it."""
+        self.lost = ""
+        """The node has left it, and the server cannot know yet."""
         self.to_server: deque[bytes] = deque()
         self.to_node: deque[bytes] = deque()
         self.server_decoder = FrameDecoder(FRAME_MAX_BYTES)
@@ -93,10 +103,10 @@ class Node:
 class ClientNode(Node):
     """A client process: what it asked, what it was told."""
 
-    def __init__(self, world: World, name: str, peer: Peer, token: str) -> None:
+    def __init__(self, world: World, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
         super().__init__(world, name, peer)
         hello = HelloClient(msg_id=0, client_id=name, token=token)
-        self.machine = ClientMachine(hello, addresses=1, jitter=world.random.random)
+        self.machine = ClientMachine(hello, addresses=addresses, jitter=world.random.random)
         self.answers: dict[int, Answered] = {}
         self.results: dict[str, list[JobResult]] = {}
         self.accepted: dict[str, JobSpec] = {}
@@ -120,7 +130,7 @@ class ClientNode(Node):
                 for item in command.items:
                     self.results.setdefault(item.job_id, []).append(item)
             case Connect():
-                self.world.dial(self)
+                self.world.dial(self, command.address)
             case Hangup():
                 self.world.close_from_node(self, "the client hung up")
             case WatchRefused():
@@ -171,14 +181,16 @@ class ClientNode(Node):
 class WorkerNode(Node):
     """A worker process. Attempts run until the test ends them; a stopped one ends at once."""
 
-    def __init__(self, world: World, name: str, peer: Peer, identity: WorkerIdentity) -> None:
+    def __init__(self, world: World, name: str, peer: Peer, identity: WorkerIdentity, addresses: Sequence[Address]) -> None:
         super().__init__(world, name, peer)
         self.identity = identity
-        self.machine = WorkerMachine(identity, addresses=1, jitter=world.random.random)
+        self.machine = WorkerMachine(identity, addresses=addresses, jitter=world.random.random)
         self.running: dict[str, Grant] = {}
         self.runs: list[tuple[str, int]] = []
         self.stopped: list[tuple[str, str]] = []
         self.forgotten: list[tuple[str, str]] = []
+        self.disk: dict[str, Ending] = {}
+        """Endings that it saved."""
         self.exited: Exit | None = None
         self.handlers = False
         """Its attempts are handlers in its loop: a start is reported only if they take longer."""
@@ -203,10 +215,13 @@ class WorkerNode(Node):
                 grant = self.running.pop(command.lease_id)
                 self.stopped.append((grant.job_id, command.reason))
                 self.apply(Ended(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
+            case Save():
+                self.disk[command.ending.lease_id] = command.ending
             case Forget():
+                self.disk.pop(command.lease_id, None)
                 self.forgotten.append((command.lease_id, command.fenced))
             case Connect():
-                self.world.dial(self)
+                self.world.dial(self, command.address)
             case Hangup():
                 self.world.close_from_node(self, "the worker hung up")
             case Exit():
@@ -245,6 +260,12 @@ class WorkerNode(Node):
         grant = self.grant_of(job_id)
         del self.running[grant.lease_id]
         self.apply(GaveBack(grant.lease_id))
+
+    def restore(self, disk: dict[str, Ending]) -> None:
+        """It finds what an earlier process of its id saved."""
+        for ending in disk.values():
+            self.disk[ending.lease_id] = ending
+            self.apply(Restored(ending))
 
     def drain(self) -> None:
         self.apply(Drain())

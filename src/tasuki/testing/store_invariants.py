@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tasuki.core.job import LEASED, READY, Incident, Job, State
-from tasuki.core.verbs import Answer, Grant, Recorded, Report, Submission, Submitted
+from tasuki.core.verbs import Answer, Grant, MissingBlobs, Recorded, Report, Submission, Submitted
 from tasuki.errors import Conflict
 from tasuki.stores.store import Clock
 
@@ -26,10 +26,13 @@ class History:
         self._seen: dict[str, Job] = {}
 
     # -- what callers were told -----------------------------------------------------------------------------------
-    def submitted(self, submissions: Sequence[Submission], answers: Sequence[Submitted | Conflict]) -> None:
+    def submitted(self, submissions: Sequence[Submission], answers: Sequence[Submitted | Conflict | MissingBlobs]) -> None:
         """I2: one job per id, all acks agree, another body is refused."""
         for submission, answer in zip(submissions, answers, strict=True):
             known = self._bodies.get(answer.job_id)
+            if isinstance(answer, MissingBlobs):
+                assert known is None, f"I2: {answer.job_id} is known, whatever its blobs"
+                continue
             if isinstance(answer, Conflict):
                 assert known not in (None, submission.body_hash), f"I2: {answer.job_id} was refused without cause"
                 continue

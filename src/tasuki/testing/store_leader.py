@@ -29,8 +29,25 @@ class LeaderCases(StoreCase):
     """take_over, assign, reap, promote, prune, next_due, turn."""
 
     # -- epochs ---------------------------------------------------------------------------------------------------
-    def test_every_takeover_is_one_epoch_higher(self, stage: Stage) -> None:
-        assert [stage.store.take_over(f"leader-{number}") - stage.epoch for number in range(3)] == [1, 2, 3]
+    def test_a_store_without_a_leader_says_so(self, store: Store) -> None:
+        assert store.epoch() == (0, "")
+
+    def test_the_registered_epoch_and_its_holder_are_told(self, stage: Stage) -> None:
+        assert stage.store.take_over("leader-2", stage.epoch + 7)
+
+        assert stage.store.epoch() == (stage.epoch + 7, "leader-2")
+
+    @pytest.mark.parametrize("step", [0, -1])
+    def test_a_takeover_that_is_not_higher_is_refused_and_changes_nothing(self, stage: Stage, step: int) -> None:
+        stage.lead("leader-2")
+        grant = stage.running("a")
+        stage.clock.advance(14)
+        before = (stage.store.epoch(), stage.job("a"))
+
+        assert not stage.store.take_over("leader-1", stage.store.epoch()[0] + step)
+
+        assert (stage.store.epoch(), stage.job("a")) == before
+        assert stage.renew(grant) is Standing.GO_ON
 
     @pytest.mark.parametrize("verb", sorted(LEADER_VERBS))
     def test_an_older_epoch_is_refused_and_changes_nothing(self, stage: Stage, verb: str) -> None:
@@ -38,7 +55,7 @@ class LeaderCases(StoreCase):
         stage.running("b")
         stage.add("c", not_before=stage.clock.wall() + 1)
         stage.ended("d", "FAILED")
-        stage.store.take_over("leader-2")
+        stage.lead("leader-2")
         stage.clock.advance(PAST_LEASE_S)
         before = stage.store.get(["a", "b", "c", "d"])
 
@@ -51,14 +68,14 @@ class LeaderCases(StoreCase):
     def test_the_registered_epoch_is_accepted(self, stage: Stage, verb: str) -> None:
         stage.add("a")
 
-        LEADER_VERBS[verb](stage.store, stage.store.take_over("leader-2"))
+        LEADER_VERBS[verb](stage.store, stage.lead("leader-2"))
 
     def test_a_takeover_renews_every_lease_by_its_own_ttl(self, stage: Stage) -> None:
         stage.running("short", lease={"ttl_s": 15.0})
         stage.running("long", lease={"ttl_s": 60.0})
         stage.clock.advance(14)
 
-        stage.store.take_over("leader-2")
+        stage.lead("leader-2")
 
         now = stage.clock.lease()
         leases = [job.lease for job in stage.store.get(["short", "long"]) if job is not None]
@@ -68,7 +85,7 @@ class LeaderCases(StoreCase):
         grant = stage.running("a")
         stage.clock.advance(3600)
 
-        epoch = stage.store.take_over("leader-2")
+        epoch = stage.lead("leader-2")
 
         assert stage.store.reap(epoch=epoch) == []
         assert stage.renew(grant) is Standing.GO_ON
@@ -343,7 +360,7 @@ class LeaderCases(StoreCase):
                 stage.lease(limit=10)
                 stage.store.add_token(token_row("t"))
                 stage.store.prune(before=stage.clock.wall() + 1, epoch=stage.epoch)
-                stage.store.take_over("leader-2")
+                stage.lead("leader-2")
                 raise Abandoned
 
         with pytest.raises(Abandoned):
@@ -374,4 +391,6 @@ class LeaderCases(StoreCase):
             stage.store.counts(),
             stage.store.next_due(),
             stage.store.tokens(),
+            stage.store.audit(),
+            stage.store.epoch(),
         )

@@ -20,6 +20,8 @@ from tasuki.core.job import BlobRef, Incident, InputFile, Job, JobSpec, OnDiscon
 from tasuki.core.subject import group_of, matches
 from tasuki.core.verbs import (
     Assignment,
+    BlobClaim,
+    CondemnOrder,
     Filter,
     Grant,
     Held,
@@ -111,7 +113,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.history = History(self.clock)
         self.pairs: list[Pair] = []
         self.names: dict[str, str] = {}  # lease_id of either store -> the pair's own name
-        self.epoch = self.both("take_over", "leader-1")
+        self.epoch = 0
+        self.take_over(stays=False, step=1)
+        self.bring_blob()
         self.submit(bodies, None, "return")
 
     def teardown(self) -> None:
@@ -340,11 +344,14 @@ class StoreMachine(RuleBasedStateMachine):
         return self.pairs[number % len(self.pairs)]
 
     # -- the leader -----------------------------------------------------------------------------------------------
-    @rule(stays=st.booleans())
-    def take_over(self, stays: bool) -> None:
-        old, self.epoch = self.epoch, self.both("take_over", "leader")
-        assert self.epoch > old
-        if stays:
+    @rule(stays=st.booleans(), step=st.sampled_from([1, 1, 3, 0, -1]))
+    def take_over(self, stays: bool, step: int) -> None:
+        old = self.epoch
+        took_over = self.both("take_over", "leader", old + step)
+        assert took_over == (step > 0), "I7: epochs strictly rise"
+        self.epoch = max(old, old + step)
+        assert self.both("epoch") == (self.epoch, "leader")
+        if stays and took_over:
             for store in (self.under_test, self.model):
                 self.is_refused(store, old)
 
@@ -378,6 +385,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.both("prune", before=self.clock.wall() - age_s, epoch=self.epoch)
         self.history.pruned(job_id for job_id in JOB_IDS if self.under_test.get([job_id]) == [None])
 
+    # -- blobs ----------------------------------------------------------------------------------------------------
+    @rule()
+    def bring_blob(self) -> None:
+        self.both("blobs_stored", self.both("place_blobs", [BlobClaim(BLOB, 3)]))
+
+    @rule(age_s=st.sampled_from([-1.0, 30.0]), deletes=st.booleans())
+    def collect(self, age_s: float, deletes: bool) -> None:
+        condemned = self.both("condemn_blobs", CondemnOrder(self.clock.wall() - age_s), epoch=self.epoch)
+        if deletes:
+            self.both("forget_blobs", condemned.places, epoch=self.epoch)
+
     # -- time and accidents ---------------------------------------------------------------------------------------
     @rule(seconds=st.sampled_from([1.0, 4.25, 8.0, 18.0, 40.0]), looks=st.booleans())
     def advance(self, seconds: float, looks: bool) -> None:
@@ -402,7 +420,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.under_test.cancel(ids, actor="eve")
                 self.under_test.requeue(ids, actor="eve")
                 self.under_test.prune(before=self.clock.wall() + 1, epoch=self.epoch)
-                self.under_test.take_over("usurper")
+                self.under_test.take_over("usurper", self.epoch + 1)
                 raise _Abandoned
         except _Abandoned:
             return
@@ -427,8 +445,10 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         assert counts[0] == counts[1]
         self.both("next_due")
+        self.both("ended_among", [*JOB_IDS, "unknown"])
         owners = [sorted(store.blob_owners(BLOB)) for store in (self.under_test, self.model)]
         assert owners[0] == owners[1]
+        assert self.both("blob_places", [BLOB]) != [None] or not owners[0], "a job refers to a blob that is not there"
         self.history.check(mine.jobs, {job.job_id: self.under_test.incidents(job.job_id) for job in mine.jobs})
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from tasuki.core.job import BlobRef, InputFile, State
 from tasuki.core.subject import group_of
-from tasuki.core.verbs import COUNTED, Filter, GroupCounts, Standing
+from tasuki.core.verbs import COUNTED, Answer, Filter, GroupCounts, Standing
+from tasuki.errors import Unavailable
 from tasuki.stores.store import Feature
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import KEEP, MakeStore, Stage, StoreCase, token_row
@@ -211,6 +212,7 @@ class ReaderCases(StoreCase):
     # -- blob_owners ----------------------------------------------------------------------------------------------
     def test_blob_owners_are_the_jobs_with_this_input_or_result(self, stage: Stage) -> None:
         blob = "ab" * 32
+        stage.store_blobs(blob)
         stage.add("input", files=(InputFile("a", sha256=blob, size_bytes=3), InputFile("b", sha256=blob, size_bytes=3)))
         stage.add("inline", files=(InputFile("a", data=b"abc"),))
         stage.finish(stage.running("result"), result_ref=BlobRef(blob, 3), result_sha256=blob)
@@ -221,6 +223,7 @@ class ReaderCases(StoreCase):
 
     def test_a_pruned_job_owns_no_blob(self, stage: Stage) -> None:
         blob = "ab" * 32
+        stage.store_blobs(blob, "cd" * 32)
         stage.add("a", files=(InputFile("a", sha256=blob, size_bytes=3),))
         stage.finish(stage.take("a"), result_ref=BlobRef("cd" * 32, 3))
 
@@ -228,7 +231,68 @@ class ReaderCases(StoreCase):
 
         assert stage.store.blob_owners(blob) + stage.store.blob_owners("cd" * 32) == []
 
+    # -- ended_among ----------------------------------------------------------------------------------------------
+    def test_those_that_ended_or_are_gone_are_told_once_each(self, stage: Stage) -> None:
+        stage.orphaned("orphan", subject="kept.x")
+        stage.add("waiting")
+        stage.running("running")
+        stage.ended("done", "SUCCEEDED")
+        stage.ended("broken", "FAILED")
+
+        ended = stage.store.ended_among(["waiting", "done", "?", "running", "broken", "orphan", "done"])
+
+        assert ended == ["done", "?", "broken"]
+        assert stage.store.ended_among([]) == []
+
+    # -- texts ----------------------------------------------------------------------------------------------------
+    def test_a_nul_in_a_text_from_outside_becomes_the_sign_for_what_cannot_be_shown(self, stage: Stage) -> None:
+        stage.fail(stage.running("failed", max_retries=0), error_code="EXIT_CODE", message="bro\0ken")
+        stage.finish(stage.running("finished"), message="do\0ne", exit_code=0)
+        stage.add("canceled")
+        stage.store.cancel(["canceled"], actor="alice", reason="no\0 more")
+        stage.store.add_token(token_row("t", label="my\0 laptop"))
+
+        messages = [job.outcome.message for job in map(stage.job, ("failed", "finished", "canceled")) if job.outcome]
+        assert messages == ["bro\ufffdken", "do\ufffdne", "no\ufffd more"]
+        assert "\0" not in "".join(incident.reason for incident in stage.store.incidents("failed"))
+        assert [incident.reason for incident in stage.store.incidents("canceled")] == ["no\ufffd more"]
+        assert [token.label for token in stage.store.tokens()] == ["my\ufffd laptop"]
+
+    def test_a_nul_where_a_name_should_be_names_nothing(self, stage: Stage) -> None:
+        grant = stage.running("a")
+
+        assert stage.store.get(["a\0"]) == [None]
+        assert stage.renew(grant, lease_id="\0" * 32) is Standing.LOST
+        assert stage.finish(grant, "w1\0").answer is Answer.FENCED
+        assert stage.found(text="a\0") == []
+        assert stage.job("a").state is State.RUNNING
+
     # -- tokens ---------------------------------------------------------------------------------------------------
+    def test_those_revoked_or_unknown_are_told(self, stage: Stage) -> None:
+        for token_id in ("good", "bad"):
+            stage.store.add_token(token_row(token_id, sha256=token_id.ljust(64, "0")))
+        stage.store.revoke_token("bad", actor="admin")
+
+        assert stage.store.revoked_among(["good", "bad", "?", "bad"]) == ["bad", "?"]
+        assert stage.store.revoked_among([]) == []
+
+    def test_the_audit_tells_who_made_and_revoked_tokens_the_newest_first(self, stage: Stage) -> None:
+        stage.store.add_token(token_row("t", created_by="admin", label="laptop"))
+        stage.store.add_token(token_row("t", created_by="admin", label="laptop"))
+        stage.clock.advance(5)
+        stage.store.revoke_token("t", actor="operator")
+        stage.store.revoke_token("t", actor="somebody")
+
+        audit = stage.store.audit()
+
+        assert [(row.actor, row.action, row.target) for row in audit] == [
+            ("operator", "token.revoke", "t"),
+            ("admin", "token.create", "t"),
+        ]
+        assert [row.at for row in audit] == [stage.clock.wall(), stage.clock.wall() - 5]
+        assert "laptop" in audit[1].detail
+        assert stage.store.audit(limit=1) == audit[:1]
+
     def test_a_token_is_found_by_its_hash(self, stage: Stage) -> None:
         token = token_row(
             "1", kind="worker", label="rack 7", scope=("render.>", "a.*"), created_at=5.0, created_by="admin", expires_at=9.0
@@ -282,7 +346,22 @@ class ReaderCases(StoreCase):
             if Feature.DURABLE in reopened.features:
                 clock.advance(3600)
                 # A new owner: a higher epoch, and the running job goes on.
-                assert reopened.take_over("leader-2") == stage.epoch + 1
+                assert reopened.epoch() == (stage.epoch, "leader-1")
+                assert reopened.take_over("leader-2", stage.epoch + 1)
                 assert reopened.renew([stage.claim(grant)]) == [Standing.GO_ON]
         finally:
             reopened.close()
+
+    def test_a_store_says_truly_whether_several_may_use_it(self, stage: Stage, make_store: MakeStore, clock: FakeClock) -> None:
+        stage.add("a")
+
+        try:
+            other = make_store(clock)
+        except Unavailable:
+            assert Feature.SHARED not in stage.store.features
+            return
+
+        try:
+            assert (other.get(["a"]) != [None]) == (Feature.SHARED in other.features)
+        finally:
+            other.close()

@@ -39,6 +39,7 @@ class ReportCases(StoreCase):
     def test_finish_keeps_the_reference_to_a_large_result(self, stage: Stage) -> None:
         grant = stage.running("a")
         reference = BlobRef("a" * 64, 1 << 40)
+        stage.store_blobs("a" * 64, size_bytes=1 << 40)
 
         stage.finish(grant, result_ref=reference, result_sha256="a" * 64)
 

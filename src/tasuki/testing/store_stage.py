@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.verbs import (
     Assignment,
+    BlobClaim,
+    BlobPlace,
     Filter,
     Grant,
     Held,
     LeaseRequest,
+    MissingBlobs,
     Reaped,
     Recorded,
     Report,
@@ -48,20 +52,32 @@ class Stage:
     def __init__(self, store: Store, clock: FakeClock) -> None:
         self.store = store
         self.clock = clock
-        self.epoch = store.take_over("leader-1")
+        self.epoch = self.lead("leader-1")
+
+    def lead(self, holder: str) -> int:
+        """Register the next epoch for this holder."""
+        epoch = self.store.epoch()[0] + 1
+        assert self.store.take_over(holder, epoch)
+        return epoch
 
     # -- given ----------------------------------------------------------------------------------------------------
     def submission(self, job_id: str, *, submitter: str = "alice", **fields: Any) -> Submission:
         spec = JobSpec(job_id=job_id, **{"subject": "render.eu", **fields})
         return Submission(spec, submitter, body_hash(spec))
 
-    def submit(self, job_id: str, *, on_failed: str = "return", **fields: Any) -> Submitted | Conflict:
+    def submit(self, job_id: str, *, on_failed: str = "return", **fields: Any) -> Submitted | Conflict | MissingBlobs:
         [answer] = self.store.submit([self.submission(job_id, **fields)], on_failed=on_failed)
         return answer
 
     def add(self, *job_ids: str, **fields: Any) -> None:
         answers = self.store.submit([self.submission(job_id, **fields) for job_id in job_ids])
         assert [isinstance(answer, Submitted) and answer.created for answer in answers] == [True] * len(job_ids)
+
+    def store_blobs(self, *sha256s: str, size_bytes: int = 3) -> list[BlobPlace]:
+        """Blobs whose bytes are there."""
+        places = self.store.place_blobs([BlobClaim(sha256, size_bytes) for sha256 in sha256s])
+        assert self.store.blobs_stored(places) == [True] * len(places)
+        return [replace(place, stored=True) for place in places]
 
     def running(self, job_id: str, worker_id: str = "w1", *, lease: dict[str, Any] | None = None, **fields: Any) -> Grant:
         """A new job that the worker holds and has started."""

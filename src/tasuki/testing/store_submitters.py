@@ -44,6 +44,7 @@ class SubmitterCases(StoreCase):
             headers={"note": "x"},
             array_id="array-1",
         )
+        stage.store_blobs("0" * 64)
 
         stage.store.submit([stage.submission("b"), stage.submission("a", **_fields(spec))])
 
@@ -70,6 +71,7 @@ class SubmitterCases(StoreCase):
 
     @pytest.mark.parametrize("outcome", [Outcome(), Outcome(result=b""), Outcome(result_ref=BlobRef("4" * 64, 9))])
     def test_the_same_body_again_tells_what_kind_of_result_there_is(self, stage: Stage, outcome: Outcome) -> None:
+        stage.store_blobs("4" * 64)
         stage.finish(stage.running("a"), **msgspec.structs.asdict(outcome))
 
         answer = stage.submit("a")

@@ -12,6 +12,7 @@ With `pytest.register_assert_rewrite("tasuki.testing.store_leases")` and so on i
 
 from __future__ import annotations
 
+from tasuki.testing.store_blobs import BlobCases
 from tasuki.testing.store_leader import LeaderCases
 from tasuki.testing.store_leases import LeaseCases
 from tasuki.testing.store_readers import ReaderCases
@@ -22,5 +23,5 @@ from tasuki.testing.store_submitters import SubmitterCases
 __all__ = ["MakeStore", "Stage", "StoreSuite"]
 
 
-class StoreSuite(SubmitterCases, LeaseCases, ReportCases, LeaderCases, ReaderCases):
+class StoreSuite(SubmitterCases, LeaseCases, ReportCases, LeaderCases, ReaderCases, BlobCases):
     """All cases. A subclass is collected by pytest when its name begins with Test."""

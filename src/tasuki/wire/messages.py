@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import (
+    PROTOCOL_VERSION,
     Acceptance,
     Accepted,
     AssignJobs,
@@ -185,7 +186,8 @@ def decode(frame: Frame, max_bytes: int) -> Message:
     """The message in a frame; ProtocolError or UnknownFrame if there is none. Nesting too deep is a ProtocolError as well."""
     reader = _READERS.get(frame.type)
     if reader is None:
-        raise UnknownFrame(f"frame type {frame.type} is not known here; protocol version 1 has {_known_types()}")
+        known = f"protocol version {PROTOCOL_VERSION} has {_known_types()}"
+        raise UnknownFrame(f"frame type {frame.type} is not known here; {known}", _msg_id_of(frame))
     try:
         if frame.flags & ~BATCH:
             frame = frame._replace(payload=decompress(frame.payload, frame.flags, max_bytes))
@@ -193,6 +195,13 @@ def decode(frame: Frame, max_bytes: int) -> Message:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The text may quote what the peer sent (a wrong enum value), and it goes back in a header that has a limit.
         raise ProtocolError(f"a {Type(frame.type).name} frame cannot be read: {str(error)[:200]}") from None
+
+
+def _msg_id_of(frame: Frame) -> int:
+    try:
+        return _id_header(frame.header).msg_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # whatever it is, it asks for no answer that we could give
+        return 0
 
 
 def _known_types() -> str:

@@ -5,6 +5,7 @@ Looks up programs on the file system, and changes nothing.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,9 +18,14 @@ from tasuki.core.job import JobSpec
 from tasuki.worker.attempt import Attempt, Refused
 from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
 from tasuki.worker.folder import RunFolder
+from tasuki.worker.keeper_protocol import NO_LIMITS, Limits
 
 MARK = "TASUKI_MARK"
 """`<incarnation>/<lease_id>`, by which what outlived its worker is found at the next start."""
+# util-linux does the extra fork and the mount of /proc that a PID namespace needs. The program is number 1 in there: when it
+# ends the kernel kills all others, and TERM reaches it only if it listens for it.
+IN_A_NAMESPACE = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
+AS_ONESELF = ("--user", "--map-current-user")
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +36,10 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     env: dict[str, str]
     cwd: Path
+    mark: str
     timeout_s: float | None
+    stop_grace_s: float | None = None
+    limits: Limits = NO_LIMITS
 
 
 def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, any_program_for: str | None) -> Exec:
@@ -56,6 +65,7 @@ def build_command(
     _check_args(exec_, spec)
     _check_env(exec_, spec)
     argv = _fill(exec_, spec, folder)
+    mark = f"{incarnation}/{attempt.lease_id}"
     env = {
         **environment,
         **exec_.env,
@@ -65,17 +75,24 @@ def build_command(
         "TASUKI_ATTEMPT": str(attempt.attempt),
         "TASUKI_IN": str(folder.inputs),
         "TASUKI_OUT": str(folder.outputs),
-        MARK: f"{incarnation}/{attempt.lease_id}",
+        MARK: mark,
     }
     cwd = Path(exec_.cwd) if exec_.cwd else folder.path
     if not cwd.is_dir():
         raise Refused("BAD_INPUT", f"exec {exec_.name!r}: its cwd {str(cwd)!r} is not a folder on this worker")
+    program = _program(exec_, argv[0], env)
+    if exec_.pid_namespace:
+        argv = (*IN_A_NAMESPACE, *(() if os.geteuid() == 0 else AS_ONESELF), "--", program, *argv[1:])
+        program = _program(exec_, argv[0], env)
     return Command(
-        program=_program(exec_, argv[0], env),
+        program=program,
         argv=argv,
         env=env,
         cwd=cwd,
+        mark=mark,
         timeout_s=spec.timeout_s if spec.timeout_s is not None else exec_.timeout_s,
+        stop_grace_s=exec_.stop_grace_s,
+        limits=exec_.limits,
     )
 
 

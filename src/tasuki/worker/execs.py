@@ -16,6 +16,16 @@ Any other braces are left alone. In TOML (`argv = [...]` may stand instead of `c
     timeout_s = 600               # for jobs that bring no limit of their own
     outputs = ["out/**"]
     cwd = "/srv/render"           # default: the job's own folder
+    stop_grace_s = 30             # between TERM and KILL; default 5
+    memory_mb = 2000              # of all its processes together
+    processes = 50                # at once
+    cpu_seconds = 3600            # of each of its processes
+    file_size_mb = 500            # of each file it writes, its logs too
+    open_files = 1024             # of each of its processes
+    nice = 10
+    pid_namespace = true          # its processes see only each other; needs `unshare`, and root or user namespaces
+
+How far each limit holds is written in docs/concepts.md, Limits.
 
 Decision: who may pass free arguments. They are opt-in. In TOML `{args}` in the template is the consent, or `args`; with
 neither there are none. On the command line, `--exec render='/opt/render --quiet'` without any placeholder means "this
@@ -30,17 +40,20 @@ import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from tasuki.core.ids import check_name
 from tasuki.errors import ConfigError, InvalidInput
+from tasuki.worker.keeper_protocol import NO_LIMITS, Limits
 
 FILE, FILES, ARGS = "{file}", "{files}", "{args}"
 DEFAULT_OUTPUTS = ("out/**",)
 RESERVED_PREFIX = "TASUKI_"  # what tasuki itself tells a job; neither a job nor an exec may fake it
+NICE_RANGE = (0, 19)  # below 0 needs a right that a worker should not have
 
+NumberT = TypeVar("NumberT", int, float)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -58,6 +71,9 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     outputs: tuple[str, ...] = DEFAULT_OUTPUTS
     cwd: str | None = None
+    stop_grace_s: float | None = None
+    limits: Limits = NO_LIMITS
+    pid_namespace: bool = False
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,6 +87,14 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     timeout_s: float | None = None
     outputs: tuple[str, ...] = DEFAULT_OUTPUTS
     cwd: str | None = None
+    stop_grace_s: float | None = None
+    memory_mb: int | None = None
+    processes: int | None = None
+    cpu_seconds: int | None = None
+    file_size_mb: int | None = None
+    open_files: int | None = None
+    nice: int = 0
+    pid_namespace: bool = False
 
 
 def load_execs(path: Path) -> dict[str, Exec]:
@@ -130,9 +154,12 @@ def _checked(name: str, table: _Table) -> Exec:
         args=_args_rule(name, table, argv),
         env=_fixed_env(name, table.env),
         allow_env=tuple(_env_name(name, variable) for variable in table.allow_env),
-        timeout_s=_timeout(name, table.timeout_s),
+        timeout_s=_above_zero(name, "timeout_s", table.timeout_s),
         outputs=tuple(_output_glob(name, glob) for glob in table.outputs),
         cwd=_cwd(name, table.cwd),
+        stop_grace_s=_not_negative(name, "stop_grace_s", table.stop_grace_s),
+        limits=_limits(name, table),
+        pid_namespace=table.pid_namespace,
     )
 
 
@@ -196,10 +223,29 @@ def _env_name(name: str, variable: str) -> str:
     return variable
 
 
-def _timeout(name: str, timeout_s: float | None) -> float | None:
-    if timeout_s is not None and not timeout_s > 0:
-        raise ConfigError(f"exec {name!r}: timeout_s must be above 0, got {timeout_s}; leave it out for no limit")
-    return timeout_s
+def _limits(name: str, table: _Table) -> Limits:
+    if not NICE_RANGE[0] <= table.nice <= NICE_RANGE[1]:
+        raise ConfigError(f"exec {name!r}: nice must be {NICE_RANGE[0]} to {NICE_RANGE[1]}, got {table.nice}")
+    return Limits(
+        memory_mb=_above_zero(name, "memory_mb", table.memory_mb),
+        processes=_above_zero(name, "processes", table.processes),
+        cpu_seconds=_above_zero(name, "cpu_seconds", table.cpu_seconds),
+        file_size_mb=_above_zero(name, "file_size_mb", table.file_size_mb),
+        open_files=_above_zero(name, "open_files", table.open_files),
+        nice=table.nice,
+    )
+
+
+def _above_zero(name: str, setting: str, value: NumberT | None) -> NumberT | None:
+    if value is not None and not value > 0:
+        raise ConfigError(f"exec {name!r}: {setting} must be above 0, got {value}; leave it out for no limit")
+    return value
+
+
+def _not_negative(name: str, setting: str, value: float | None) -> float | None:
+    if value is not None and not value >= 0:
+        raise ConfigError(f"exec {name!r}: {setting} must be 0 or more, got {value}; leave it out for the default")
+    return value
 
 
 def _output_glob(name: str, glob: str) -> str:

@@ -29,7 +29,7 @@ class CappedLog:
         self._dropped_bytes = 0
         self.cut_bytes = 0
         """How much of what the job wrote is missing; final after `contents`."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
         self.descriptor = os.open(path, flags, 0o600)
 
     def over(self) -> bool:
@@ -42,6 +42,10 @@ class CappedLog:
             self._tail = os.pread(self.descriptor, self._tail_bytes, size_bytes - self._tail_bytes)
             os.ftruncate(self.descriptor, self._head_bytes)
             self._dropped_bytes += size_bytes - self._head_bytes
+
+    def size_bytes(self) -> int:
+        """What is in the file now."""
+        return os.fstat(self.descriptor).st_size
 
     def contents(self) -> bytes:
         """All that is kept, with a line where something is missing."""

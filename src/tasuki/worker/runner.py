@@ -5,6 +5,7 @@
 
 `run` answers with an Outcome whenever the job or its exec is to blame. It raises Unavailable (DiskFull among them) only
 when nothing was started and the cause lies elsewhere: the driver then gives the lease back, which costs no retry.
+The processes themselves are the keeper's business (`keeper.py`); if that is gone, so is this worker.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from tasuki.blobs.disk import disk_full_as_error
 from tasuki.core.job import InputFile, Outcome
 from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.worker.attempt import (
@@ -27,27 +30,28 @@ from tasuki.worker.attempt import (
     Refused,
     RunResult,
     StopReason,
-    exit_outcome,
+    ended_outcome,
     first_of,
     stopped_outcome,
-    timed_out_outcome,
 )
 from tasuki.worker.commands import Command, build_command, choose_exec
 from tasuki.worker.environment import base_environment
 from tasuki.worker.execs import Exec
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
+from tasuki.worker.keeper import LEASE_LOST_GRACE_S
+from tasuki.worker.keeper_client import Keeper, KeeperLost, Kept
+from tasuki.worker.keeper_protocol import Ended, Ready, Reason
+from tasuki.worker.keeper_sweep import sweep
 from tasuki.worker.logs import CAP_BYTES, CappedLog, LogWatch
-from tasuki.worker.process import Process, Spawn, kill_marked, spawn
-from tasuki.worker.results import OutputLimits, Times, build_result
+from tasuki.worker.results import OutputLimits, Times, build_result, is_quick
 
 Fetch = Callable[[str, str, int, Path], Awaitable[None]]
 """`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; it is verified here."""
 
 GRACE_S = 5.0
-LEASE_LOST_GRACE_S = 1.0  # the store waits LEASE_MARGIN_S past the lease before it gives the job away: be gone by then
 ARCHIVES_AT_ONCE = 2  # each holds up to two whole logs in memory, and more than the cores would not be faster
-# The system is short of something, the job is not to blame: EAGAIN is the limit of processes.
-_NOT_NOW = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+# The system is short of something, the job is not to blame. EAGAIN: the limit of processes; ETIME: its lease was over already.
+_NOT_NOW = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIME})
 
 logger = logging.getLogger(__name__)
 
@@ -79,25 +83,36 @@ class CommandRunner:
         limits: RunLimits = DEFAULT_LIMITS,
         floor_free_bytes: int | None = None,
         keep: bool = False,
-        spawn: Spawn = spawn,
+        keeper: Keeper | None = None,
+        lease_deadline: Callable[[str], float | None] = lambda lease_id: None,
+        on_keeper_lost: Callable[[KeeperLost], None] = lambda error: None,
     ) -> None:
-        """`any_program_for` names, at each start, the submitter whose jobs may run any program (see DESIGN §4), or None."""
+        """`any_program_for` names, at each start, the submitter whose jobs may run any program (see DESIGN §4), or None.
+
+        `lease_deadline` tells when the attempt with this lease must be over (CLOCK_BOOTTIME), None: never. Without a
+        `keeper` one is made at the first start.
+        """
         floor = {} if floor_free_bytes is None else {"floor_free_bytes": floor_free_bytes}
         self.folders = RunFolders(data, incarnation, **floor)
         self._execs = execs
+        self._environment = base_environment()
         self._incarnation = incarnation
         self._fetch = fetch
         self._any_program_for = any_program_for
         self._limits = limits
         self._keep = keep
-        self._spawn = spawn
-        self._running: set[Process] = set()
+        self._keeper = keeper
+        self._lease_deadline = lease_deadline
+        self._on_keeper_lost = on_keeper_lost
+        self._swept: asyncio.Future[None] | None = None
+        self._running: dict[Kept, str] = {}
+        """The attempts in the keeper's hands, with their leases."""
         self._archiving = asyncio.Semaphore(ARCHIVES_AT_ONCE)
 
     async def run(
         self, attempt: Attempt, stop: asyncio.Future[StopReason], on_started: Callable[[], None] = lambda: None
     ) -> RunResult:
-        """Run one attempt to its end. When it returns, no process of its group is alive.
+        """Run one attempt to its end. When it returns, nothing that it started is alive.
 
         `on_started` is called when the process runs; for an attempt that is refused, never.
         """
@@ -105,10 +120,11 @@ class CommandRunner:
             return RunResult(stopped_outcome(stop.result()))
         try:
             exec_ = choose_exec(self._execs, attempt, self._any_program_for())
-            folder = await asyncio.to_thread(self.folders.create, attempt)
+            quick = self.folders.is_quick(attempt)
+            folder = self.folders.create(attempt) if quick else await asyncio.to_thread(self.folders.create, attempt)
             if not await self._fetch_inputs(attempt, folder, stop):
                 return RunResult(stopped_outcome(stop.result()))
-            command = build_command(exec_, attempt, folder, environment=base_environment(), incarnation=self._incarnation)
+            command = build_command(exec_, attempt, folder, environment=self._environment, incarnation=self._incarnation)
             return await self._run_command(attempt, exec_, command, folder, stop, on_started)
         except Refused as refusal:
             return RunResult(refusal.outcome())
@@ -116,30 +132,63 @@ class CommandRunner:
             raise
         except TasukiError as error:  # an input that is not there or not what was announced
             return RunResult(Outcome(error_code=error.code, message=error.message))
+        except OSError as error:  # a disk that fails, a run folder that somebody removed
+            logger.error("job %s: its run folder cannot be used: %s", attempt.spec.job_id, error)
+            return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {error}"))
 
     async def cleanup(self, attempt: Attempt) -> None:
         """Remove the attempt's folder, unless folders are kept for debugging."""
-        if not self._keep:
+        if not self._keep and not self.folders.recycle(attempt):
             await asyncio.to_thread(_remove, self.folders.at(attempt).path)
 
     async def sweep(self) -> list[Path]:
         """At start: kill what dead workers of this data folder left running, and remove their folders."""
+        if self._keeper is not None:
+            level = await self.keeper_level()
+            logger.info("keeper %d: level %s (%s), limits %s", self._keeper.pid, level.level, level.detail, level.limits)
         return await asyncio.to_thread(self.folders.sweep, self._dispose)
 
     def _dispose(self, path: Path) -> None:
-        if killed := kill_marked(path.name):
+        if killed := sweep(path.name, path):
             logger.warning("killed %d processes that outlived their worker %s: %s", len(killed), path.name, killed)
         if not self._keep:
             _remove(path)
 
+    async def keeper_level(self) -> Ready:
+        """How well the keeper holds on to what it starts here."""
+        return await self._hold().ready()
+
+    def renewed(self) -> None:
+        """Deadlines have moved, all at once: pass them on."""
+        if self._running and self._keeper is not None:
+            moved = ((kept, self._lease_deadline(lease_id)) for kept, lease_id in self._running.items())
+            self._keeper.renew((kept, deadline) for kept, deadline in moved if deadline is not None)
+
     def kill_all(self) -> None:
-        """The last resort: SIGKILL to every group, without waiting."""
-        for process in self._running:
-            process.kill()
+        """The last resort: SIGKILL to all that runs, without waiting."""
+        if self._keeper is not None:
+            self._keeper.kill_all()
 
     def close(self) -> None:
-        """Let go of the data folder; nothing may be running."""
+        """Let go of the keeper and of the data folder; nothing may be running."""
+        if self._keeper is not None:
+            self._keeper.close()
         self.folders.close()
+
+    def _hold(self) -> Keeper:
+        if self._keeper is None:
+            self._keeper = Keeper.start(self._incarnation)
+        self._keeper.on_lost = self._keeper_lost
+        return self._keeper
+
+    def _keeper_lost(self, error: KeeperLost) -> None:
+        """What ran is nobody's now. It is ended as far as it is found; the leases run out, and the worker with them."""
+        self._swept = asyncio.ensure_future(self._sweep_own())
+        self._on_keeper_lost(error)
+
+    async def _sweep_own(self) -> None:
+        killed = await asyncio.to_thread(sweep, self._incarnation, self.folders.root)
+        logger.warning("killed %d processes that outlived their keeper: %s", len(killed), killed)
 
     # ------------------------------------------------------------------------------------------------ one attempt
 
@@ -177,66 +226,101 @@ class CommandRunner:
         on_started: Callable[[], None],
     ) -> RunResult:
         with contextlib.ExitStack() as opened:
-            logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
-            started_at, started = time.time(), time.monotonic()
-            async with self._process(command, folder, logs) as process, LogWatch(logs):
+            with disk_full_as_error(folder.path):
+                logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
+            kept = self._start(command, attempt, folder)
+            self._running[kept] = attempt.lease_id
+            try:
+                await self._started(command, kept)
+                started_at, started = time.time(), time.monotonic()
                 on_started()
-                outcome = await self._supervise(process, exec_, command, stop)
+                async with LogWatch(logs):
+                    ended = await self._end_of(kept, command, stop)
+            except KeeperLost as error:
+                if self._swept is not None:  # None: we have closed it ourselves
+                    await self._swept
+                return RunResult(Outcome(error_code=StopReason.SHUTDOWN, message=error.message))
+            finally:
+                await self._let_go(kept)
+                del self._running[kept]
+            outcome = ended_outcome(ended, f"exec {exec_.name!r}", command.timeout_s, command.limits)
+            if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
+                outcome = msgspec.structs.replace(outcome, message=f"{outcome.message}; {shortage}")
             times = Times(started_at, time.time(), time.monotonic() - started)
             if outcome.error_code == StopReason.LEASE_LOST:  # nobody would take the result
                 return RunResult(outcome)
-            try:
-                async with self._archiving:
-                    return await asyncio.to_thread(
-                        build_result, attempt, outcome, folder, logs, exec_.outputs, times, self._limits.outputs
-                    )
-            except DiskFull as error:
-                return RunResult(
-                    Outcome(
-                        exit_code=outcome.exit_code,
-                        error_code=error.code,
-                        message=f"the result could not be written: {error.message}",
-                    )
-                )
+            return await self._archive(attempt, outcome, folder, logs, exec_, times)
 
     def _open_log(self, folder: RunFolder, name: str, opened: contextlib.ExitStack) -> CappedLog:
         log = CappedLog(folder.logs / name, self._limits.log_cap_bytes)
         opened.callback(log.close)
         return log
 
-    @contextlib.asynccontextmanager
-    async def _process(self, command: Command, folder: RunFolder, logs: tuple[CappedLog, CappedLog]) -> AsyncIterator[Process]:
-        """The started process; whatever happens inside, its group is empty afterwards."""
-        stdin = os.open(folder.stdin if folder.stdin.exists() else os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    def _start(self, command: Command, attempt: Attempt, folder: RunFolder) -> Kept:
+        keeper = self._hold()
+        if keeper.lost is not None:
+            raise keeper.lost
+        return keeper.spawn(
+            program=os.fsencode(command.program),
+            argv=tuple(map(os.fsencode, command.argv)),
+            env={os.fsencode(name): os.fsencode(value) for name, value in command.env.items()},
+            cwd=os.fsencode(command.cwd),
+            folder=os.fsencode(folder.path),
+            mark=os.fsencode(command.mark),
+            stdin=os.fsencode(folder.stdin if attempt.spec.payload else os.devnull),
+            stdout=os.fsencode(folder.logs / "stdout"),
+            stderr=os.fsencode(folder.logs / "stderr"),
+            lease_deadline=self._lease_deadline(attempt.lease_id),
+            timeout_s=command.timeout_s,
+            grace_s=self._grace_s(command),
+            limits=command.limits,
+        )
+
+    def _grace_s(self, command: Command) -> float:
+        return self._limits.grace_s if command.stop_grace_s is None else command.stop_grace_s
+
+    async def _started(self, command: Command, kept: Kept) -> None:
         try:
-            process = self._spawn(command, stdin, logs[0].descriptor, logs[1].descriptor)
+            await asyncio.shield(kept.started)
         except OSError as error:
             raise _not_started(command, error) from error
-        finally:
-            os.close(stdin)
-        self._running.add(process)
-        try:
-            yield process
-        finally:
-            await process.end()
-            self._running.discard(process)
 
-    async def _supervise(self, process: Process, exec_: Exec, command: Command, stop: asyncio.Future[StopReason]) -> Outcome:
-        """Wait for the end, or bring it about: TERM, grace, KILL, wait until the group is empty."""
-        await first_of(process.exited, stop, timeout_s=command.timeout_s)
-        if process.exited.done():
-            return exit_outcome(await process.end(), f"exec {exec_.name!r}")
-        outcome = stopped_outcome(stop.result()) if stop.done() else timed_out_outcome(command.timeout_s)
-        lost = outcome.error_code == StopReason.LEASE_LOST
-        grace_s = min(self._limits.grace_s, LEASE_LOST_GRACE_S) if lost else self._limits.grace_s
-        process.terminate()
+    async def _end_of(self, kept: Kept, command: Command, stop: asyncio.Future[StopReason]) -> Ended:
+        """Wait for the end. The keeper knows the time limit and the lease; a stop from here is passed on to it."""
+        assert self._keeper is not None
+        await first_of(kept.ended, stop)
+        if not kept.ended.done():
+            grace_s = self._grace_s(command)
+            if stop.result() is StopReason.LEASE_LOST:
+                grace_s = min(grace_s, LEASE_LOST_GRACE_S)
+            self._keeper.stop(kept, Reason(stop.result().value), grace_s)
+        return await asyncio.shield(kept.ended)
+
+    async def _let_go(self, kept: Kept) -> None:
+        """Whatever happened here, nothing of it goes on."""
+        if not kept.ended.done():
+            assert self._keeper is not None
+            self._keeper.stop(kept, Reason.SHUTDOWN, 0.0)
+            await asyncio.wait([kept.ended])
+
+    async def _archive(
+        self,
+        attempt: Attempt,
+        outcome: Outcome,
+        folder: RunFolder,
+        logs: tuple[CappedLog, CappedLog],
+        exec_: Exec,
+        times: Times,
+    ) -> RunResult:
+        build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.outputs, times, self._limits.outputs)
         try:
-            async with asyncio.timeout(grace_s):
-                await process.emptied()
-        except TimeoutError:
-            logger.info("job %s did not end within %g s of TERM and is killed", command.env["TASUKI_JOB_ID"], grace_s)
-        code = await process.end()
-        return msgspec.structs.replace(outcome, exit_code=exit_outcome(code, "").exit_code)
+            if is_quick(folder, logs):
+                return build()
+            async with self._archiving:
+                return await asyncio.to_thread(build)
+        except DiskFull as error:
+            message = f"the result could not be written: {error.message}"
+            return RunResult(Outcome(exit_code=outcome.exit_code, error_code=error.code, message=message))
 
 
 def _not_started(command: Command, error: OSError) -> Exception:

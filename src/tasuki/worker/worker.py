@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
 import os
 import random
@@ -28,30 +27,31 @@ import msgspec
 
 from tasuki import __version__
 from tasuki.config import data_folder, default_url, find_token, parse_url
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, OnDisconnect, Outcome
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, OnDisconnect, Outcome
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import Message, Welcome
+from tasuki.core.protocol import Ending, HeartbeatAnswer, Welcome
+from tasuki.core.redial import Connect
 from tasuki.core.subject import check_pattern
 from tasuki.core.verbs import Grant, Takes
-from tasuki.core.worker_machine import (
+from tasuki.core.worker_events import (
     ChangePatterns,
     Command,
-    Connect,
     Drain,
     Ended,
     Event,
     Exit,
     Forget,
     GaveBack,
+    Restored,
     Run,
+    Save,
     Started,
     Stop,
     WorkerIdentity,
-    WorkerMachine,
 )
+from tasuki.core.worker_machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError, Unavailable
-from tasuki.net import Link, client_tls, connect
-from tasuki.net.blobs import BlobLine
+from tasuki.net import Line, client_tls
 from tasuki.net.loops import loop_factory, now
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
@@ -66,11 +66,14 @@ from tasuki.worker.attempt import (
 from tasuki.worker.children import Children
 from tasuki.worker.execs import Exec
 from tasuki.worker.handlers import Handler, Handlers
+from tasuki.worker.keeper_client import Keeper
 from tasuki.worker.runner import CommandRunner
+from tasuki.worker.transfers import Transfers
+from tasuki.worker.unreported import Saved, Unreported
 
 TICK_S = 0.05
 ASYNC_CONCURRENCY = 100
-UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
+RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 
 logger = logging.getLogger("tasuki.worker")
@@ -119,18 +122,18 @@ class Worker:
         self._execs = dict(execs or {})
         self._any_program = any_program
         self._data = data
-        self._on_disconnect = OnDisconnect(on_disconnect)
-        self._grace_s = reconnect_grace_s if self._on_disconnect is OnDisconnect.KEEP else 0.0
+        self._on_disconnect, self._grace_s = _cut_off(on_disconnect, reconnect_grace_s)
         self._lease_ttl_s = lease_ttl_s
-        self._tls = client_tls(tls_ca)
         self._drain_timeout_s = drain_timeout_s
         self._handlers = Handlers()
         self._active: dict[str, _Active] = {}
-        self._link: Link | None = None
-        self._link_numbers = itertools.count(1)
-        self._blobs = BlobLine()
+        self._line = Line(self._heard, client_tls(tls_ca))
+        self._transfers = Transfers(self._line.blobs)
+        self._unreported = Unreported(Path(data), self.worker_id) if data is not None and worker_id is not None else None
+        """Only where the next process can be told to be the same worker."""
         self._tasks: set[asyncio.Future[Any]] = set()
         self._children: Children | None = None
+        self._keeper: Keeper | None = None
         self._pumping = False
         self._wall = 0.0
         self._signals = 0
@@ -173,9 +176,9 @@ class Worker:
 
     def run(self) -> None:
         """Work until a signal: the first SIGTERM or SIGINT drains (no new jobs, running ones finish), the second stops them."""
-        if self._handlers.plain:
-            # Forked before the loop and its threads exist: a child that inherits a locked lock would hang.
-            self._children = Children.start(self._handlers.plain)
+        # Forked before the loop and its threads exist: a child that inherits a locked lock would hang.
+        self._children = Children.start(self._handlers.plain) if self._handlers.plain else None
+        self._keeper = Keeper.start(self.incarnation) if self._execs or self._any_program else None
         # This process is ours: without this the collector took a third of its time with a thousand handlers at once.
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
@@ -193,9 +196,9 @@ class Worker:
             raise ConfigError("plain function handlers need Worker.run(); in a running loop use async def handlers")
         if self.url is None:
             self.url = default_url() or f"unix://{data_folder(None).socket}"
-        self._addresses = parse_url(self.url)
-        self._local = all(address.scheme == "unix" for address in self._addresses)
-        remote = any(not address.loopback for address in self._addresses)
+        addresses = parse_url(self.url)
+        self._local = all(address.scheme == "unix" for address in addresses)
+        remote = any(not address.loopback for address in addresses)
         identity = WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -210,18 +213,28 @@ class Worker:
             codecs=CODECS if remote else (),
             takes=self._takes(),
         )
-        self._machine = WorkerMachine(identity, addresses=len(self._addresses), jitter=random.random)
+        self._machine = WorkerMachine(identity, addresses=addresses, jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
         with tempfile.TemporaryDirectory(prefix="tasuki-worker-") as scratch:
             data = Path(self._data) if self._data is not None else Path(scratch)
             self._runner = CommandRunner(
-                data, self._execs, incarnation=self.incarnation, fetch=self._fetch, any_program_for=self._any_program_for
+                data,
+                self._execs,
+                incarnation=self.incarnation,
+                fetch=self._transfers.fetch,
+                any_program_for=self._any_program_for,
+                keeper=self._keeper,
+                lease_deadline=self._machine.lease_deadline,
+                on_keeper_lost=self.stop,
             )
             await self._runner.sweep()
             if signals:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._signaled)
             self._spawn(self._tick())
+            if self._unreported is not None:
+                for saved in await self._unreported.load():
+                    self._spawn(self._offer(saved))
             try:
                 await self._done
             finally:
@@ -233,10 +246,13 @@ class Worker:
         if self._active:
             await asyncio.wait([active.task for active in self._active.values() if active.task], timeout=HARD_STOP_S)
         self._runner.kill_all()
+        self._pump()
+        if self._unreported is not None:
+            for ending in self._machine.unreported:
+                self._unreported.save(ending)
+            await self._unreported.close()
         self._runner.close()
-        self._blobs.close()
-        if self._link is not None:
-            self._link.close()
+        await self._line.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -247,10 +263,10 @@ class Worker:
         if self._drain_timeout_s is not None:
             self._loop.call_later(self._drain_timeout_s, self.stop)
 
-    def stop(self) -> None:
-        """End now: running jobs are stopped, and go to another worker when their leases end."""
+    def stop(self, error: TasukiError | None = None) -> None:
+        """End now, with this error if any: running jobs are stopped, and go to another worker when their leases end."""
         if not self._done.done():
-            self._done.set_result(None)
+            self._done.set_result(None) if error is None else self._done.set_exception(error)
 
     @property
     def connected(self) -> bool:
@@ -309,57 +325,36 @@ class Worker:
             case Forget():
                 self._forget(command)
             case Send():
-                if self._link is not None:
-                    self._link.send(command.message)
+                if self._line.link is not None:
+                    self._line.link.send(command.message)
             case Stop():
                 active = self._active.get(command.lease_id)
                 if active is not None:
                     self._stop_active(active, StopReason(command.reason))
             case Connect():
-                self._spawn(self._dial(command.address))
+                self._line.dial(command)
             case Hangup():
-                if self._link is not None:
-                    self._link.abort(command.error.message if command.error is not None else "hung up")
+                self._line.hang_up(command.error)
+            case Save():
+                if self._unreported is not None:
+                    self._unreported.save(command.ending)
             case Exit():
                 if command.error is not None:
-                    self._blobs.close(command.error)
-                if not self._done.done():
-                    if command.error is not None:
-                        self._done.set_exception(command.error)
-                    else:
-                        self._done.set_result(None)
+                    self._line.blobs.close(command.error)
+                self.stop(command.error)
 
-    async def _dial(self, index: int) -> None:
-        try:
-            link = await connect(self._addresses[index], self._message, self._lost, tls=self._tls)
-        except Unavailable as error:
-            logger.info("%s", error.message)
-            self._apply(Closed(0, error.message))
-            return
-        if link.closed:  # the server hung up while we were still connecting: `_lost` has said so
-            return
-        link.tag = next(self._link_numbers)
-        self._link = link
-        self._apply(Opened(link.tag, link.peer))
-
-    def _message(self, link: Link, message: Message) -> None:
-        if self._blobs.take(message):
-            return
-        if type(message) is Welcome:
-            self._welcome = message
-            if message.codecs:
-                link.codec = message.codecs[0]
-            self._blobs.connected(link)
-            logger.info("connected to %s as %s", link.peer.address, self.worker_id)
-        self._apply(Received(link.tag, message))
-
-    def _lost(self, link: Link, reason: str) -> None:
-        if self._link is link:
-            self._link = None
-            self._blobs.lost()
-            if not self._done.done():
-                logger.warning("connection lost: %s", reason)
-        self._apply(Closed(link.tag or 0, reason))
+    def _heard(self, event: Opened | Received | Closed) -> None:
+        if type(event) is Received and type(event.message) is Welcome and self._line.link is not None:
+            self._welcome = event.message
+            logger.info("connected to %s as %s", self._line.link.peer.address, self.worker_id)
+        elif type(event) is Closed and not self._done.done():
+            if event.conn:
+                logger.warning("connection lost: %s", event.reason)
+            else:
+                logger.info("%s", event.reason)
+        self._apply(event)
+        if type(event) is Received and type(event.message) is HeartbeatAnswer:
+            self._runner.renewed()
 
     # ------------------------------------------------------------------------------------------------ attempts
 
@@ -397,7 +392,7 @@ class Worker:
             ours = limit is not None and limit.expired()
             outcome = timed_out_outcome(timeout_s) if ours else handler_failure(error)
         if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
-            outcome = await self._as_blob(outcome)
+            outcome = await self._transfers.as_blob(outcome, active.stop, lambda: active.stopped)
         self._end(active, outcome)
 
     async def _run_plain(self, active: _Active, handler: Handler | None) -> None:
@@ -413,10 +408,9 @@ class Worker:
         except Unavailable as error:
             # The process that forks our children is gone: nothing plain can run here any more.
             outcome = Outcome(error_code=error.code, message=error.message)
-            if not self._done.done():
-                self._done.set_exception(error)
+            self.stop(error)
         if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
-            outcome = await self._as_blob(outcome)
+            outcome = await self._transfers.as_blob(outcome, active.stop, lambda: active.stopped)
         self._end(active, outcome)
 
     async def _run_command(self, active: _Active) -> None:
@@ -433,8 +427,11 @@ class Worker:
         outcome = result.outcome
         if result.result_file is not None and outcome.result_ref is not None:
             try:
-                await self._upload(active.stop, result.result_file, outcome.result_ref)
+                await self._transfers.bring(result.result_file, outcome.result_ref, active.stop)
             except TasukiError as error:
+                if active.stopped is StopReason.SHUTDOWN and self._unreported is not None:  # for our next process
+                    self._unreported.save(self._ending_of(attempt, outcome), result.result_file)
+                    return
                 outcome = Outcome(error_code=error.code, message=f"the result could not be kept: {error.message}")
         self._end(active, outcome)
 
@@ -453,11 +450,14 @@ class Worker:
             active.task.cancel()
 
     def _forget(self, command: Forget) -> None:
+        if self._unreported is not None:
+            self._unreported.forget(command.lease_id, command.fenced)
         active = self._active.pop(command.lease_id, None)
         if active is None:
             return
         if command.fenced:
-            logger.warning("job %s attempt %d: refused: %s", active.attempt.spec.job_id, active.attempt.attempt, command.fenced)
+            named = (active.attempt.spec.job_id, active.attempt.attempt, command.fenced)
+            logger.warning("job %s attempt %d: refused, its result is dropped: %s", *named)
         if active.attempt.spec.exec:
             self._spawn(self._runner.cleanup(active.attempt))
 
@@ -469,31 +469,31 @@ class Worker:
             return f"uid:{os.getuid()}"
         return None
 
-    async def _fetch(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
-        file = await asyncio.to_thread(target.open, "wb")
-        with file:
-            await self._blobs.get(BlobRef(sha256, size_bytes), job_id, file.write)
+    async def _offer(self, saved: Saved) -> None:
+        """An ending that an earlier process could not report; its large result goes first."""
+        ending = saved.ending
+        logger.info("job %s attempt %d: its saved ending is offered", ending.job_id, ending.attempt)
+        if saved.result_file is not None and ending.outcome.result_ref is not None:
+            try:
+                await self._transfers.bring(saved.result_file, ending.outcome.result_ref, self._loop.create_future())
+            except TasukiError as error:
+                logger.error(
+                    "job %s attempt %d: its saved result cannot be sent: %s", ending.job_id, ending.attempt, error.message
+                )
+                return
+        self._apply(Restored(ending))
 
-    async def _upload(self, stop: asyncio.Future[StopReason], path: Path, ref: BlobRef) -> None:
-        """The command has run: its result waits for the server to have room, for as long as the lease is ours."""
-        file = await asyncio.to_thread(path.open, "rb")
-        with file:
-            while True:
-                try:
-                    await self._blobs.put(file, ref)
-                    return
-                except Unavailable as error:
-                    if stop.done():
-                        raise
-                    logger.warning("a result of %d bytes waits: %s", ref.size_bytes, error.message)
-                    await asyncio.wait([stop], timeout=UPLOAD_RETRY_S)
+    def _ending_of(self, attempt: Attempt, outcome: Outcome) -> Ending:
+        held = self._machine.held.get(attempt.lease_id)
+        started_at = held.started_at if held is not None else None
+        return Ending(attempt.spec.job_id, attempt.lease_id, attempt.attempt, outcome, started_at)
 
-    async def _as_blob(self, outcome: Outcome) -> Outcome:
-        """A handler's large result becomes a blob, durable before the outcome is sent."""
-        assert outcome.result is not None
-        assert outcome.result_sha256 is not None
-        ref = BlobRef(outcome.result_sha256, len(outcome.result))
-        with tempfile.SpooledTemporaryFile() as file:
-            file.write(outcome.result)
-            await self._blobs.put(file, ref)  # type: ignore[arg-type]
-        return msgspec.structs.replace(outcome, result=None, result_ref=ref)
+
+def _cut_off(on_disconnect: str, reconnect_grace_s: float) -> tuple[OnDisconnect, float]:
+    """What a worker does with its jobs when it cannot renew, and how long others wait for it; checked."""
+    if on_disconnect not in list(OnDisconnect):
+        raise ConfigError(f"on_disconnect must be stop or keep, got {on_disconnect!r}")
+    if not 0.0 <= reconnect_grace_s <= RECONNECT_GRACE_MAX_S:
+        raise ConfigError(f"reconnect_grace_s must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace_s:g}")
+    chosen = OnDisconnect(on_disconnect)
+    return chosen, reconnect_grace_s if chosen is OnDisconnect.KEEP else 0.0

@@ -205,19 +205,22 @@ WHERE id = :id AND state = :was_state AND version = :was_version AND attempt = :
 INSERT INTO tasuki_incident (job_id, at, kind, attempt, worker_id, actor, reason) VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}
 
 -- name: count
-INSERT INTO tasuki_counter ("group", state, n) VALUES {rows: (?, ?, ?)}
-ON CONFLICT ("group", state) DO UPDATE SET n = n + excluded.n
+INSERT INTO tasuki_counter (shard, "group", state, n) VALUES {rows: (?1, ?, ?, ?)}
+ON CONFLICT ("group", state, shard) DO UPDATE SET n = n + excluded.n
 
 
 -- ------------------------------------------------------------------------------------------------ the leader
 
 -- name: epoch
+-- Inside a leader's transaction; `epoch_seen` is for whoever just wants to know.
+SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?1
+
+-- name: epoch_seen
 SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?1
 
 -- name: take_over
-INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES (?1, 1, ?2)
-ON CONFLICT (scope) DO UPDATE SET epoch = epoch + 1, holder = excluded.holder
-RETURNING epoch
+INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES (?1, ?2, ?3)
+ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder WHERE epoch < excluded.epoch
 
 -- name: renew_all
 UPDATE tasuki_jobrun SET
@@ -247,9 +250,12 @@ DELETE FROM tasuki_incident WHERE job_id IN (SELECT value FROM json_each(?1))
 -- name: prune_blobs
 DELETE FROM tasuki_jobblob WHERE job_id IN (SELECT value FROM json_each(?1))
 
--- name: prune_counters
--- Only pruning empties a group.
-DELETE FROM tasuki_counter WHERE n = 0 AND "group" IN (SELECT value FROM json_each(?1))
+-- name: still_old
+SELECT id FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)) AND finished_at < ?2
+
+-- name: take_counters
+-- There is one shard: only what is 0 needs to go.
+DELETE FROM tasuki_counter WHERE n = 0 AND "group" IN (SELECT value FROM json_each(?1)) RETURNING "group", state, n
 
 -- name: next_lease_over
 SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL
@@ -261,6 +267,10 @@ SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
 -- ------------------------------------------------------------------------------------------------ readers
 
 -- name: rows_to_judge
+-- `rows_seen` is the same for those who will not write: only where there are several writers does it make a difference.
+SELECT {columns_but_result} FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))
+
+-- name: rows_seen
 SELECT {columns_but_result} FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))
 
 -- name: rows_by_key
@@ -273,8 +283,12 @@ SELECT {columns} FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)
 SELECT at, kind, attempt, worker_id, actor, reason FROM tasuki_incident
 WHERE job_id = (SELECT id FROM tasuki_jobrun WHERE idempotency_key = ?1) ORDER BY id
 
+-- name: alive_among
+SELECT idempotency_key FROM tasuki_jobrun
+WHERE idempotency_key IN (SELECT value FROM json_each(?1)) AND state IN ('PENDING', 'ASSIGNED', 'RUNNING', 'ORPHANED')
+
 -- name: counts
-SELECT "group", state, n FROM tasuki_counter WHERE n <> 0
+SELECT "group", state, sum(n) FROM tasuki_counter GROUP BY "group", state HAVING sum(n) <> 0
 
 -- name: place
 SELECT id, priority, "group", subject, kind FROM tasuki_jobrun WHERE idempotency_key = ?1 AND ready = 1
@@ -292,17 +306,19 @@ WHERE blob.sha256 = ?1 ORDER BY blob.id LIMIT ?2
 SELECT (SELECT min(id) FROM tasuki_jobrun), (SELECT max(id) FROM tasuki_jobrun)
 
 -- name: find_by_array
-SELECT {found} FROM tasuki_jobrun WHERE array_id IS NOT NULL AND array_id = :array_id AND id >= :low AND id < :high {and} ORDER BY id DESC
+SELECT {found} FROM tasuki_jobrun WHERE array_id IS NOT NULL AND array_id = :array_id AND id >= :low AND id < :high {and} ORDER BY id DESC LIMIT :most
 
 -- name: find_failed
 SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_failed WHERE error_code IS NOT NULL AND id < :high {and} ORDER BY id DESC
+LIMIT :most
 
 -- name: find_leased
 -- Sorts, but only the live leases.
-SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_leased WHERE lease_expires_at IS NOT NULL AND id < :high {and} ORDER BY id DESC
+SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_leased WHERE lease_expires_at IS NOT NULL AND id < :high {and}
+ORDER BY id DESC LIMIT :most
 
 -- name: find_by_id
-SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY id DESC
+SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY id DESC LIMIT :most
 
 
 -- ------------------------------------------------------------------------------------------------ tokens
@@ -320,5 +336,68 @@ FROM tasuki_token WHERE sha256 = ?1
 SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by
 FROM tasuki_token ORDER BY id
 
+-- name: unrevoked_among
+SELECT token_id FROM tasuki_token WHERE token_id IN (SELECT value FROM json_each(?1)) AND revoked_at IS NULL
+
+-- name: add_audit
+INSERT INTO tasuki_audit (at, actor, action, target, detail) VALUES (?, ?, ?, ?, ?)
+
+-- name: audit
+SELECT at, actor, action, target, detail FROM tasuki_audit ORDER BY id DESC LIMIT ?1
+
 -- name: revoke_token
 UPDATE tasuki_token SET revoked_at = ?2, revoked_by = ?3 WHERE token_id = ?1 AND revoked_at IS NULL
+
+
+-- ------------------------------------------------------------------------------------------------ blobs
+-- At most one row of a sha256 is not condemned. The columns of a place are sha256, size_bytes, generation, stored.
+
+-- name: stored_blobs
+SELECT sha256 FROM tasuki_blob
+WHERE sha256 IN (SELECT value FROM json_each(?1)) AND stored = 1 AND condemned = 0
+
+-- name: blob_places
+SELECT sha256, size_bytes, generation, stored FROM tasuki_blob
+WHERE sha256 IN (SELECT value FROM json_each(?1)) AND stored = 1 AND condemned = 0
+
+-- name: touch_blobs
+UPDATE tasuki_blob SET touched_at = ?1
+WHERE sha256 IN (SELECT value FROM json_each(?2)) AND condemned = 0
+RETURNING sha256, size_bytes, generation, stored
+
+-- name: place_blobs
+-- ?2 is the lowest generation that bytes may get now.
+INSERT INTO tasuki_blob (touched_at, sha256, size_bytes, generation)
+SELECT ?1, column1, column2, max(?2, ifnull((SELECT max(generation) + 1 FROM tasuki_blob WHERE sha256 = column1), 0))
+FROM (VALUES {rows: (?, ?)}) WHERE true
+ON CONFLICT DO NOTHING
+
+-- name: blobs_stored
+UPDATE tasuki_blob SET stored = 1, touched_at = ?1, size_bytes = CASE stored WHEN 1 THEN size_bytes ELSE column3 END
+FROM (VALUES {rows: (?, ?, ?)}) AS place
+WHERE sha256 = column1 AND generation = column2 AND condemned = 0
+RETURNING sha256, generation
+
+-- name: condemned_blobs
+SELECT sha256, size_bytes, generation, stored FROM tasuki_blob WHERE condemned = 1 ORDER BY touched_at, id LIMIT ?1
+
+-- name: blob_bytes
+SELECT ifnull(sum(size_bytes), 0) FROM tasuki_blob WHERE condemned = 0
+
+-- name: blobs_by_age
+-- The longest untouched after (?1, ?2), and whether somebody refers to them.
+SELECT id, touched_at, size_bytes, EXISTS (SELECT 1 FROM tasuki_jobblob WHERE tasuki_jobblob.sha256 = tasuki_blob.sha256)
+FROM tasuki_blob WHERE condemned = 0 AND (touched_at, id) > (?1, ?2) AND touched_at < ?3 ORDER BY touched_at, id LIMIT ?4
+
+-- name: lock_blobs
+-- One writer: it is enough to look once more.
+SELECT id FROM tasuki_blob WHERE id IN (SELECT value FROM json_each(?1)) AND condemned = 0 AND touched_at < ?2
+
+-- name: condemn_blobs
+UPDATE tasuki_blob SET condemned = 1
+WHERE id IN (SELECT value FROM json_each(?1)) AND condemned = 0
+  AND NOT EXISTS (SELECT 1 FROM tasuki_jobblob WHERE tasuki_jobblob.sha256 = tasuki_blob.sha256)
+RETURNING id, sha256, size_bytes, generation, stored
+
+-- name: forget_blobs
+DELETE FROM tasuki_blob WHERE condemned = 1 AND (sha256, generation) IN (VALUES {rows: (?, ?)})

@@ -1,0 +1,116 @@
+"""Blobs in an S3-compatible bucket: `<prefix>ab/abcdef…`, `<prefix>ab/abcdef….7` for generation 7.
+
+Rows of the tasuki store say which blobs there are; nothing is ever listed here but the unfinished uploads of one blob that is
+being deleted. Credentials come from the usual AWS environment and files. Needs boto3, imported when the first store is opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasuki.blobs.blob import BlobRef, check_sha256, name_of
+from tasuki.blobs.s3_requests import RETRY_S, S3Requests, parse_s3_url
+from tasuki.blobs.s3_transfer import S3Reader, S3Writer
+from tasuki.blobs.whole import Intake, WholeBlobs
+from tasuki.errors import Corrupt, InvalidInput, NotFound
+
+__all__ = ["S3Blobs"]
+
+CHECK_RETRY_S = 20.0  # a server's start waits so long for a bucket that does not answer
+PROBE = "tasuki-probe"
+
+
+class S3Blobs(WholeBlobs):
+    """A `BlobStore` in the bucket of an `s3://bucket/prefix?endpoint=…&region=…` url. Opening it sends nothing; see `check`."""
+
+    threads = 8  # each may stand in a request for minutes while the server is away
+
+    def __init__(self, url: str, *, max_blob_bytes: int, retry_s: float = RETRY_S) -> None:
+        self.address = parse_s3_url(url)
+        self.max_blob_bytes = max_blob_bytes
+        self._requests = S3Requests(self.address, retry_s=retry_s)
+
+    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> S3Writer:
+        intake = Intake(sha256, size_bytes, self.max_blob_bytes)
+        return S3Writer(self._requests, intake, lambda found: self._key(found, generation))
+
+    def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> S3Reader:
+        sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
+        if offset < 0:
+            raise InvalidInput(f"offset {offset} is outside of blob {sha256}")
+        try:
+            reader = S3Reader(self._requests, self._key(sha256, generation), sha256, offset)
+        except NotFound as error:
+            raise self._not_found(sha256, generation) from error
+        if isinstance(blob, BlobRef) and blob.size_bytes != reader.size_bytes:
+            reader.close()
+            raise Corrupt(f"blob {sha256} has {reader.size_bytes} bytes in {self.address}, its reference says {blob.size_bytes}")
+        if offset > reader.size_bytes:
+            reader.close()
+            raise InvalidInput(f"offset {offset} is outside of blob {sha256}, which has {reader.size_bytes} bytes")
+        return reader
+
+    def size(self, sha256: str, generation: int = 0) -> int:
+        try:
+            return int(self._requests.send("head_object", Key=self._key(sha256, generation))["ContentLength"])
+        except NotFound as error:
+            raise self._not_found(sha256, generation) from error
+
+    def has(self, sha256: str, generation: int = 0) -> bool:
+        try:
+            self.size(sha256, generation)
+        except NotFound:
+            return False
+        return True
+
+    def delete(self, sha256: str, generation: int = 0) -> bool:
+        key = self._key(sha256, generation)
+        was_there = self.has(sha256, generation)
+        if was_there:
+            self._requests.send("delete_object", Key=key)
+        for upload in self._requests.send("list_multipart_uploads", Prefix=key).get("Uploads", ()):
+            if upload["Key"] == key:  # the prefix of generation 0 is also that of 7
+                self._abort(key, upload["UploadId"])
+        return was_there
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        try:
+            self._requests.send("abort_multipart_upload", Key=key, UploadId=upload_id)
+        except NotFound:
+            return  # its writer has just ended it
+
+    def check_space(self, size_bytes: int = 0) -> None:
+        """A bucket does not say how much room it has; it says so when it is full."""
+
+    def local_path(self, sha256: str, generation: int = 0) -> Path | None:
+        self.size(sha256, generation)
+        return None
+
+    def check(self) -> None:
+        """Write, delete, read, and list uploads: whatever is not allowed shows now and not in the middle of somebody's job."""
+        key = self.address.prefix + PROBE
+        self._requests.send("put_object", retry_s=CHECK_RETRY_S, Key=key, Body=b"")
+        self._requests.send("delete_object", retry_s=CHECK_RETRY_S, Key=key)
+        self._requests.send("list_multipart_uploads", retry_s=CHECK_RETRY_S, Prefix=key, MaxUploads=1)
+        try:
+            self._requests.send("head_object", retry_s=CHECK_RETRY_S, Key=key)
+        except NotFound:
+            return  # as it should be, unless another server checks in this moment
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def presigned(self, sha256: str, generation: int = 0, method: str = "GET", expires_s: float = 300.0) -> str:
+        """A url by which whoever has it may GET (or PUT) the bytes straight from the bucket, for that long.
+
+        They are not verified on that way: whoever uses it compares the sha256.
+        """
+        if method not in ("GET", "PUT"):
+            raise InvalidInput(f"a presigned url is for GET or PUT, not {method!r}")
+        return self._requests.presigned(self._key(sha256, generation), method, expires_s)
+
+    def _key(self, sha256: str, generation: int) -> str:
+        return f"{self.address.prefix}{sha256[:2]}/{name_of(sha256, generation)}"
+
+    def _not_found(self, sha256: str, generation: int) -> NotFound:
+        return NotFound(f"no blob {name_of(sha256, generation)} in {self.address}")

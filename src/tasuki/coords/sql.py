@@ -1,0 +1,179 @@
+"""Coordination in PostgreSQL, on a connection of its own: neither a long turn of the store nor a full pool delays a beat.
+
+Touches the tables tasuki_member, tasuki_scopelease and tasuki_detached, and no Django: the models that make them are in
+`tasuki/django/models.py`. The statements are in `statements/coordination.sql`. psycopg is imported when the first object is made.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from tasuki.coords.coordination import (
+    FORGET_AFTER_S,
+    FORGET_BATCH,
+    LOCK_TTL_MAX_S,
+    MEMBER_TIMEOUT_S,
+    Busy,
+    LiveMember,
+    Locked,
+    Member,
+    View,
+    check_ttl,
+)
+from tasuki.core.conninfo import with_deadlines, without_secrets
+from tasuki.core.term import LOCK_TTL_S
+from tasuki.errors import ConfigError, TasukiError, Unavailable
+
+if TYPE_CHECKING:
+    import psycopg
+
+TIMEOUT_SHARE = 0.4  # of the lock's ttl: a statement that hangs is over while there is time for one more renewal
+CLOSE_TIMEOUT_S = 1.0
+
+_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+_NOW = "extract(epoch FROM clock_timestamp())::float8"
+_SESSION = b"""SELECT set_config('statement_timeout', %(ms)s, false), set_config('lock_timeout', %(ms)s, false),
+set_config('idle_in_transaction_session_timeout', %(ms)s, false)"""
+
+
+class SqlCoordination:
+    """`url` is one of libpq's (`postgresql://…`); `ttl_s` is that of the locks that will be asked for."""
+
+    def __init__(self, url: str, *, ttl_s: float = LOCK_TTL_S) -> None:
+        self._parameters = _parameters(url, TIMEOUT_SHARE * ttl_s)
+        self._timeout_ms = str(int(TIMEOUT_SHARE * ttl_s * 1000))
+        self._mutex = threading.Lock()
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._closed = False
+
+    # -- members --------------------------------------------------------------------------------------------------
+    def beat(self, me: Member, *, seen: Mapping[str, int]) -> View:
+        mine = {"member_id": me.member_id, "incarnation": me.incarnation, "version": me.version}
+        if not self._change("beat_again", mine):
+            self._change("beat_anew", {**mine, "kind": me.kind, "schema_version": me.schema_version, "info": me.info})
+        self._change("forget", {"forget_after_s": FORGET_AFTER_S, "limit": FORGET_BATCH})
+        known = {"seen_ids": list(seen), "seen_versions": list(seen.values()), "timeout_s": MEMBER_TIMEOUT_S}
+        return View(tuple(_live(row) for row in self._rows("live", known)), self.detached())
+
+    def leave(self, member_id: str, incarnation: str) -> None:
+        self._change("leave", {"member_id": member_id, "incarnation": incarnation})
+
+    # -- the leader's lock ----------------------------------------------------------------------------------------
+    def acquire(self, scope: str, holder: str, ttl_s: float, floor: int) -> Locked | Busy:
+        check_ttl(ttl_s)
+        asked = {"scope": scope, "holder": holder, "ttl_s": ttl_s, "floor": floor, "lock_max_s": LOCK_TTL_MAX_S}
+        if won := self._rows("acquire", asked):
+            return Locked(won[0][0])
+        # Another statement: the lock may have been given back meanwhile, and then nothing is left of it.
+        found = self._rows("holder", {"scope": scope})
+        return Busy(found[0][0], max(0.0, found[0][1])) if found else Busy("", 0.0)
+
+    def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
+        check_ttl(ttl_s)
+        return self._set_expiry(scope, holder, epoch, ttl_s)
+
+    def release(self, scope: str, holder: str, epoch: int) -> bool:
+        return self._set_expiry(scope, holder, epoch, 0.0)
+
+    def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
+        ours = {"scope": scope, "holder": holder, "epoch": epoch, "ttl_s": ttl_s, "lock_max_s": LOCK_TTL_MAX_S}
+        return self._change("set_expiry", ours) == 1
+
+    # -- workers that get no more work ----------------------------------------------------------------------------
+    def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
+        row = {"worker_id": worker_id, "actor": actor, "reason": reason}
+        return self._change("detach" if detached else "attach", row) == 1
+
+    def detached(self) -> frozenset[str]:
+        return frozenset(row[0] for row in self._rows("detached", {}))
+
+    # -- the connection -------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        self._closed = True
+        # A call that hangs on a frozen database is not waited for: the connection then ends with its thread or the process.
+        if self._mutex.acquire(timeout=CLOSE_TIMEOUT_S):
+            try:
+                self._drop()
+            finally:
+                self._mutex.release()
+
+    def _rows(self, name: str, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
+        return self._execute(name, values)[0]
+
+    def _change(self, name: str, values: Mapping[str, object]) -> int:
+        """How many rows the statement changed."""
+        return self._execute(name, values)[1]
+
+    def _execute(self, name: str, values: Mapping[str, object]) -> tuple[list[tuple[Any, ...]], int]:
+        import psycopg
+
+        with self._mutex:
+            if self._closed:
+                raise Unavailable("this coordination was closed; make a new one")
+            try:
+                with self._connected().execute(_statements()[name], values) as cursor:
+                    return (cursor.fetchall() if cursor.description else []), cursor.rowcount
+            except psycopg.Error as error:
+                # The text is kept, without secrets; the cause would bring them back into every traceback.
+                raise self._told(error) from None
+
+    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
+        import psycopg
+
+        if self._connection is None:
+            # No prepared statements: they would break behind a pooler, and at one call a second save nothing.
+            self._connection = psycopg.connect(**self._parameters, autocommit=True, prepare_threshold=None)
+            self._connection.execute(_SESSION, {"ms": self._timeout_ms})
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _told(self, error: psycopg.Error) -> TasukiError:
+        from psycopg import errors
+
+        if not isinstance(error, errors.QueryCanceled | errors.LockNotAvailable):
+            self._drop()
+        text = without_secrets(str(error), self._parameters)
+        if isinstance(error, errors.UndefinedTable | errors.UndefinedColumn):
+            return ConfigError(f"the database lacks tasuki's tables ({text}); run: tasuki migrate")
+        if isinstance(error, errors.InsufficientPrivilege):
+            return ConfigError(f"the database user may not work on tasuki's tables: {text}")
+        return Unavailable(f"coordination: {text or type(error).__name__}")
+
+
+@lru_cache
+def _statements() -> dict[str, bytes]:
+    text = files("tasuki.coords").joinpath("statements", "coordination.sql").read_text("utf-8")
+    parts = _NAME.split(text)[1:]
+    return {name: block.replace("{now}", _NOW).encode() for name, block in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _parameters(url: str, timeout_s: float) -> dict[str, Any]:
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        return with_deadlines(conninfo_to_dict(url), timeout_s)
+    except psycopg.ProgrammingError:
+        # libpq's own text quotes the address, password included.
+        raise ConfigError("the address of the database is not understood; use postgresql://user@host:5432/database") from None
+
+
+def _live(row: tuple[Any, ...]) -> LiveMember:
+    member_id, kind, incarnation, schema_version, version, info = row
+    return LiveMember(
+        member_id=member_id,
+        kind=kind,
+        incarnation=incarnation,
+        schema_version=schema_version,
+        version=version,
+        info=None if info is None else bytes(info),
+    )

@@ -1,0 +1,111 @@
+"""What a server tells the others after a commit, so that they look at once instead of a little later. Pure.
+
+A hint carries no truth. It may be lost, doubled, late, or about something that has changed since: whoever hears one asks the
+store, and whoever hears none asks too, on its own beat. So a sender may always say less in detail and more in general:
+`everything` means "look at everything that you wait for".
+
+On the wire a hint is JSON, because the narrowest carrier (a payload of PostgreSQL's NOTIFY) is text of less than 8000
+bytes. `split` cuts a hint into pieces of such a size. Each piece is a hint of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.subject import SUBJECT_MAX_BYTES
+from tasuki.errors import InvalidInput, TooLarge
+
+PIECE_MAX_BYTES = 7_900  # NOTIFY takes less than 8000
+PIECES_MAX = 8  # some 1,500 ids; reading more of them one by one is dearer than looking at everything
+DECODE_MAX_BYTES = 64 * 1024
+
+_Id = Annotated[str, msgspec.Meta(max_length=128)]
+_Subject = Annotated[str, msgspec.Meta(max_length=SUBJECT_MAX_BYTES)]
+
+
+class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What may have become interesting. A field that a newer server adds is skipped by an older one."""
+
+    server_id: _Id = ""
+    """Who tells; it ignores what it told itself. Empty: nobody in particular."""
+    everything: bool = False
+    """Look at everything: more happened than is listed, or something was missed."""
+    tokens: tuple[_Id, ...] = ()
+    """token_ids that were revoked."""
+    canceled: tuple[tuple[_Id, _Id], ...] = ()
+    """(worker_id, lease_id) for which a cancel was requested."""
+    moved: tuple[tuple[_Id, _Id], ...] = ()
+    """(worker_id, incarnation) that have just connected to the sender."""
+    ended: tuple[_Id, ...] = ()
+    """job_ids that became terminal."""
+    ready: tuple[_Subject, ...] = ()
+    """Subjects that have new ready jobs."""
+
+    @property
+    def empty(self) -> bool:
+        """It tells nothing; not worth sending."""
+        return not (self.everything or any(getattr(self, name) for name in _LISTS))
+
+
+_LISTS = ("tokens", "canceled", "moved", "ended", "ready")
+_NAMES_BYTES = sum(len(f',"{name}":[]') for name in _LISTS)
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Hint).decode
+
+
+def split(hint: Hint, max_bytes: int = PIECE_MAX_BYTES) -> list[bytes]:
+    """The hint in as few pieces as its order allows; none if it is empty.
+
+    Where that would be more than PIECES_MAX, subjects and ended jobs are left out first: `everything` makes the others look
+    for these. Revocations, cancels and moves are named as long as they fit.
+    """
+    if hint.empty:
+        return []
+    whole = _encode(hint)
+    if len(whole) <= max_bytes:
+        return [whole]
+    shorter = replace(hint, everything=True, ended=(), ready=())
+    return _pieces(hint, max_bytes) or _pieces(shorter, max_bytes) or [everything(hint.server_id)]
+
+
+def everything(server_id: str = "") -> bytes:
+    """The shortest hint, which is never wrong."""
+    return _encode(Hint(server_id=server_id, everything=True))
+
+
+def decode(data: bytes) -> Hint:
+    """One piece; InvalidInput for what is none."""
+    if len(data) > DECODE_MAX_BYTES:
+        raise TooLarge(f"a hint of {len(data)} bytes; at most {DECODE_MAX_BYTES} are allowed")
+    try:
+        return _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"these {len(data)} bytes are not a hint: {error}") from error
+
+
+def _pieces(hint: Hint, max_bytes: int) -> list[bytes] | None:
+    """The items in their order, each piece as full as it goes; None if there are too many, or one is too large for any piece."""
+    head = Hint(server_id=hint.server_id, everything=hint.everything)
+    room = max_bytes - len(_encode(head)) - _NAMES_BYTES
+    pieces: list[bytes] = []
+    taken: dict[str, list[object]] = {}
+    left = room
+    for name in _LISTS:
+        for item in getattr(hint, name):
+            size = len(_encode(item)) + 1
+            if size > left:
+                if size > room or len(pieces) + 1 >= PIECES_MAX:
+                    return None
+                pieces.append(_piece(head, taken))
+                head, taken, left = replace(head, everything=False), {}, room
+            taken.setdefault(name, []).append(item)
+            left -= size
+    return [*pieces, _piece(head, taken)]
+
+
+def _piece(head: Hint, taken: dict[str, list[object]]) -> bytes:
+    return _encode(replace(head, **{name: tuple(items) for name, items in taken.items()}))

@@ -1,0 +1,342 @@
+"""The election of the one server that does the duties: `apply(event, now) -> commands`. Pure; one `Term` per server.
+
+Theory of operation. The coordination keeps a lock with a ttl, judged by its own clock; whoever gets the lock gets an epoch,
+higher than all before. That is a right to try, not yet to lead: the epoch counts when the store has registered it
+(`TakeOver`). The lock keeps two servers from *trying* to lead at once. That two cannot *write* as leaders at once is the
+store's business alone: it refuses every epoch but the one registered last. So nothing here has to be right about time for
+the promise to hold. It has to be right so that there is a leader, and so that it rarely hears a refusal.
+
+A holder counts its time from *before* it asked, on its own clock, minus a margin; the coordination counts from when it
+answered. So the holder's time is over first, and then it steps down by itself, whether or not anybody answers. A question that
+failed may have been carried out, or may yet be: the machine then acts as if it was not, and the ttl ends what it may have been.
+
+One question is out at a time. The driver carries commands out in their order, and answers every Acquire, TakeOver and Renew
+with exactly one event, however long it takes (TakeOver with TookOver or Fenced); Release has no answer.
+
+    state        Ticked            Acquired           TookOver          Renewed             Fenced       Resign
+    ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    Following    due: Acquire                                                                            → Resigned
+                 → Acquiring
+    Acquiring                      Locked: TakeOver                                                      the answer
+                                   → TakingOver                                                          is awaited
+                                   Busy, error:
+                                   → Following
+    TakingOver                                        True: Lead                            as refused   the answer
+                                                      → Leading                                          is awaited
+                                                      False, error,
+                                                      too late: Release
+                                                      → Following
+    Leading      due: Renew                                             True: longer        StepDown     StepDown
+                 over: StepDown                                         error: soon again   Release      Release
+                 → Following                                            False: StepDown     → Following  → Resigned
+                                                                        → Following
+    Awaiting                                                            True, error:
+                                                                        Release
+                                                                        → Following
+    Resigned     (asks nothing any more)
+
+`Leading` has a renewal under way or not. Where it ends with one under way, it becomes `Awaiting` that answer instead of
+`Following` or `Resigned`: a lock that may have been renewed after all is given back. Every event looks at the time first: a
+leader whose time is over steps down before it hears anything else. `Fenced` of another epoch than the present one is old news,
+and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.machine import Ticked
+from tasuki.errors import ConfigError, InvalidTransition
+
+LOCK_TTL_S = 10.0
+LOCK_TTL_MAX_S = 60.0  # no lock lasts longer: one that seems to was written before the coordination's clock was set back
+MARGIN_MAX_S = 1.0  # how much sooner than the coordination a holder lets go; a tenth of the ttl, if that is less
+ASK_MIN_S = 0.2  # a lock that ends any moment is not asked for in a hot loop
+ASK_MAX_S = 1.0  # a follower asks at least this often: the holder may have given the lock back
+
+
+# -------------------------------------------------------------------------------------------- the coordination's answers
+class Locked(msgspec.Struct, frozen=True):
+    """The lock is yours, under this epoch."""
+
+    epoch: int
+
+
+class Busy(msgspec.Struct, frozen=True):
+    """Somebody has the lock."""
+
+    holder: str
+    left_s: float
+    """How long it lasts, unless it is renewed."""
+
+
+# ------------------------------------------------------------------------------------------------------------------ events
+class Acquired(msgspec.Struct, frozen=True):
+    """The answer to Acquire; None: an error."""
+
+    answer: Locked | Busy | None
+    asked_at: float
+    """Read from the driver's clock before it asked."""
+
+
+class TookOver(msgspec.Struct, frozen=True):
+    """The answer to TakeOver: the store registered the epoch, or refused it; None: an error."""
+
+    epoch: int
+    done: bool | None
+
+
+class Renewed(msgspec.Struct, frozen=True):
+    """The answer to Renew: False, the lock is not ours any more; None: an error."""
+
+    done: bool | None
+    asked_at: float
+
+
+class Fenced(msgspec.Struct, frozen=True):
+    """The store refused a write under this epoch: a newer one is registered. Final for that epoch."""
+
+    epoch: int
+
+
+class Resign(msgspec.Struct, frozen=True):
+    """This server is going down: let go, and do not ask again."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- commands
+class Acquire(msgspec.Struct, frozen=True):
+    """Ask the coordination for the lock, with the store's highest epoch as the floor; report Acquired."""
+
+
+class TakeOver(msgspec.Struct, frozen=True):
+    """Register this epoch in the store; report TookOver."""
+
+    epoch: int
+
+
+class Renew(msgspec.Struct, frozen=True):
+    """Ask the coordination to prolong the lock; report Renewed."""
+
+    epoch: int
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Give the lock back if it is still ours. Without it, it ends by itself."""
+
+    epoch: int
+
+
+class Lead(msgspec.Struct, frozen=True):
+    """From now on the duties are ours, under this epoch."""
+
+    epoch: int
+
+
+class StepDown(msgspec.Struct, frozen=True):
+    """The duties are not ours any more."""
+
+    epoch: int
+    reason: str
+
+
+# ------------------------------------------------------------------------------------------------------------------ states
+class Following(msgspec.Struct, frozen=True):
+    """Somebody else leads, or nobody."""
+
+    ask_at: float
+
+
+class Acquiring(msgspec.Struct, frozen=True):
+    """The coordination was asked for the lock."""
+
+
+class TakingOver(msgspec.Struct, frozen=True):
+    """The lock is ours, and the store was asked to register its epoch."""
+
+    epoch: int
+    asked_at: float
+    """For the lock."""
+
+
+class Leading(msgspec.Struct, frozen=True):
+    """The duties are ours."""
+
+    epoch: int
+    until: float
+    """When our time is over, unless the lock is renewed before."""
+    renew_at: float
+    renewing: bool = False
+
+
+class Awaiting(msgspec.Struct, frozen=True):
+    """Led until a moment ago; the answer to the last renewal is still out."""
+
+    epoch: int
+
+
+class Resigned(msgspec.Struct, frozen=True):
+    """Asks nothing any more."""
+
+
+Event = Ticked | Acquired | TookOver | Renewed | Fenced | Resign
+Command = Acquire | TakeOver | Renew | Release | Lead | StepDown
+State = Following | Acquiring | TakingOver | Leading | Awaiting | Resigned
+
+
+class Term:
+    """`now` is always the driver's monotonic clock (CLOCK_BOOTTIME), in seconds."""
+
+    def __init__(self, holder: str, ttl_s: float = LOCK_TTL_S) -> None:
+        if not 0 < ttl_s <= LOCK_TTL_MAX_S:
+            raise ConfigError(f"a leader's lock of {ttl_s} s: use more than 0 and at most {LOCK_TTL_MAX_S:g} s")
+        self.holder = holder
+        self.ttl_s = ttl_s
+        self.margin_s = min(MARGIN_MAX_S, ttl_s / 10)
+        self.state: State = Following(ask_at=0.0)
+        self._resigning = False
+
+    # ------------------------------------------------------------------------------------------------ for the driver
+
+    @property
+    def next_at(self) -> float | None:
+        """When to tick next; None: not before an answer came."""
+        match self.state:
+            case Following(ask_at=ask_at):
+                return ask_at
+            case Leading(until=until, renew_at=renew_at, renewing=renewing):
+                return until if renewing else min(until, renew_at)
+            case _:
+                return None
+
+    @property
+    def asking(self) -> bool:
+        """A question is out. Whoever closes down waits for its answer, for a while: a lock that it brings can be given back."""
+        match self.state:
+            case Acquiring() | TakingOver() | Awaiting():
+                return True
+            case Leading(renewing=renewing):
+                return renewing
+            case _:
+                return False
+
+    def leads(self, now: float) -> int:
+        """The epoch under which we may act as the leader now; 0: we may not."""
+        return self.state.epoch if isinstance(self.state, Leading) and now < self.state.until else 0
+
+    # ----------------------------------------------------------------------------------------------------- the table
+
+    def apply(self, event: Event, now: float) -> list[Command]:
+        """What follows from the event."""
+        commands: list[Command] = []
+        if isinstance(self.state, Leading) and now >= self.state.until:
+            commands += self._step_down(now, "the lock could not be renewed in time")
+        match event:
+            case Ticked():
+                commands += self._ticked(now)
+            case Acquired(answer=answer, asked_at=asked_at):
+                commands += self._acquired(answer, asked_at, now)
+            case TookOver():
+                commands += self._took_over(event, now)
+            case Renewed():
+                commands += self._renewed(event, now)
+            case Fenced(epoch=epoch):
+                commands += self._fenced(epoch, now)
+            case Resign():
+                commands += self._resign(now)
+        return commands
+
+    def _ticked(self, now: float) -> list[Command]:
+        state = self.state
+        if isinstance(state, Following) and now >= state.ask_at:
+            self.state = Acquiring()
+            return [Acquire()]
+        if isinstance(state, Leading) and now >= state.renew_at and not state.renewing:
+            self.state = replace(state, renewing=True)
+            return [Renew(state.epoch)]
+        return []
+
+    def _acquired(self, answer: Locked | Busy | None, asked_at: float, now: float) -> list[Command]:
+        if not isinstance(self.state, Acquiring):
+            self._nobody_asked("Acquired")
+        match answer:
+            case Locked(epoch=epoch) if not self._resigning:
+                self.state = TakingOver(epoch, asked_at)
+                return [TakeOver(epoch)]
+            case Locked(epoch=epoch):
+                self._follow(now)
+                return [Release(epoch)]
+            case Busy(left_s=left_s):
+                self._follow(now, wait_s=min(max(left_s, ASK_MIN_S), ASK_MAX_S))
+            case None:
+                self._follow(now)
+        return []
+
+    def _took_over(self, event: TookOver, now: float) -> list[Command]:
+        state = self.state
+        if not isinstance(state, TakingOver) or state.epoch != event.epoch:
+            self._nobody_asked(f"TookOver for epoch {event.epoch}")
+        until = self._until(state.asked_at)
+        if event.done and now < until and not self._resigning:
+            self.state = Leading(state.epoch, until, renew_at=state.asked_at + self.ttl_s / 3)
+            return [Lead(state.epoch)]
+        self._follow(now)
+        return [Release(state.epoch)]
+
+    def _renewed(self, event: Renewed, now: float) -> list[Command]:
+        state = self.state
+        if isinstance(state, Awaiting):
+            self._follow(now)
+            return [] if event.done is False else [Release(state.epoch)]
+        if not isinstance(state, Leading) or not state.renewing:
+            self._nobody_asked("Renewed")
+        if event.done is False:
+            self.state = replace(state, renewing=False)
+            return self._step_down(now, "the lock is not ours any more")
+        if event.done:
+            self.state = Leading(state.epoch, self._until(event.asked_at), renew_at=event.asked_at + self.ttl_s / 3)
+        else:
+            self.state = replace(state, renewing=False, renew_at=now + self.margin_s)
+        return []
+
+    def _fenced(self, epoch: int, now: float) -> list[Command]:
+        match self.state:
+            case Leading(epoch=current) if current == epoch:
+                return self._step_down(now, "a newer epoch is registered", release=True)
+            case TakingOver(epoch=current) if current == epoch:
+                # Nothing else was written under it yet: this is what came of registering it.
+                return self._took_over(TookOver(epoch, False), now)
+            case _:
+                return []
+
+    def _resign(self, now: float) -> list[Command]:
+        self._resigning = True
+        if isinstance(self.state, Leading):
+            return self._step_down(now, "this server is going down", release=True)
+        if isinstance(self.state, Following):
+            self.state = Resigned()
+        return []
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def _until(self, asked_at: float) -> float:
+        return asked_at + self.ttl_s - self.margin_s
+
+    def _step_down(self, now: float, reason: str, *, release: bool = False) -> list[Command]:
+        state = self.state
+        assert isinstance(state, Leading)
+        commands: list[Command] = [StepDown(state.epoch, reason)]
+        if state.renewing:
+            self.state = Awaiting(state.epoch)
+        else:
+            self._follow(now)
+            commands += [Release(state.epoch)] if release else []
+        return commands
+
+    def _follow(self, now: float, wait_s: float = ASK_MAX_S) -> None:
+        self.state = Resigned() if self._resigning else Following(now + wait_s)
+
+    def _nobody_asked(self, what: str) -> NoReturn:
+        raise InvalidTransition(f"{what} came to {self.holder!r} in {self.state!r}, where no such question is out")

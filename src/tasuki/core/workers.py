@@ -1,0 +1,119 @@
+"""What workers tell a broker: credit, starts, ends, heartbeats. Part of the broker; pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tasuki.core import greeting, requests
+from tasuki.core.broker_events import BlobPiece, SendBlob
+from tasuki.core.draft import Slice
+from tasuki.core.machine import Send
+from tasuki.core.protocol import (
+    BlobGet,
+    BlobPut,
+    Chunk,
+    Claim,
+    GiveCredit,
+    Heartbeat,
+    JobsFinished,
+    JobsReleased,
+    JobsStarted,
+    Message,
+    Reply,
+    Subscribe,
+)
+from tasuki.core.reports import check_attempts, storable
+from tasuki.core.sessions import Delivery, WorkerSession
+from tasuki.core.verbs import Held, Report
+from tasuki.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from tasuki.core.broker import Broker
+    from tasuki.core.broker_events import Command
+
+
+def received(broker: Broker, worker: WorkerSession, message: Message) -> list[Command]:
+    draft = broker.draft
+    match message:
+        case JobsFinished():
+            _finished(broker, worker, message)
+        case GiveCredit():
+            worker.account.give(message.credit)
+            broker.look(worker, backlog=True)
+        case JobsStarted():
+            start = len(draft.start)
+            draft.start.extend(_held(worker, message.claims))
+            draft.start_routes.append(Slice(worker.conn, start, len(draft.start)))
+        case Heartbeat():
+            if worker.resuming:
+                _resume(broker, worker, message.claims)
+            start = len(draft.renew)
+            draft.renew.extend(_held(worker, message.claims))
+            draft.renew_routes.append(Slice(worker.conn, start, len(draft.renew), message.msg_id))
+        case JobsReleased():
+            _released(broker, worker, message)
+        case Subscribe():
+            assert worker.identity is not None
+            broker.change_patterns(worker, greeting.checked_patterns(worker.identity, message.patterns))
+            return [Send(worker.conn, Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
+        case BlobPut():
+            return requests.put_blob(broker, worker.conn, message)
+        case Chunk():
+            return [BlobPiece(worker.conn, message)]
+        case BlobGet():
+            assert worker.identity is not None
+            return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
+        case _:
+            raise ProtocolError(f"a worker may not send {type(message).__name__}")
+    return []
+
+
+def _finished(broker: Broker, worker: WorkerSession, message: JobsFinished) -> None:
+    draft, worker_id, deliveries = broker.draft, worker.worker_id, worker.deliveries
+    finish, fail = draft.finish, draft.fail
+    finish_start, fail_start = len(finish), len(fail)
+    check_attempts(message.endings)
+    known, reading, size_bytes = 0, worker.reading, 0
+    for ending in message.endings:
+        known += deliveries.pop(ending.lease_id, None) is not None
+        if reading:
+            worker.settled.add(ending.lease_id)
+        outcome = storable(ending)
+        size_bytes += len(outcome.result or b"")
+        report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at)
+        (finish if outcome.error_code is None else fail).append(report)
+    worker.account.ended(known)
+    draft.size_bytes += size_bytes
+    if len(finish) > finish_start:
+        draft.finish_routes.append(Slice(worker.conn, finish_start, len(finish)))
+    if len(fail) > fail_start:
+        draft.fail_routes.append(Slice(worker.conn, fail_start, len(fail)))
+
+
+def _released(broker: Broker, worker: WorkerSession, message: JobsReleased) -> None:
+    known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
+    worker.account.ended(len(known) - known.count(None))
+    if worker.reading:
+        worker.settled.update(claim.lease_id for claim in message.claims)
+    broker.draft.release.extend(_held(worker, message.claims))
+    broker.look_everywhere()
+
+
+def _resume(broker: Broker, worker: WorkerSession, claims: list[Claim]) -> None:
+    """What it names it has. What the store has for it besides never reached it, or was given back unheard."""
+    worker.resuming = False
+    for claim in claims:
+        worker.deliveries.setdefault(claim.lease_id, Delivery(claim, worker.heard_at, acked=True))
+    worker.account.running = len(worker.deliveries)
+    broker.read_back(worker)
+
+
+def _held(worker: WorkerSession, claims: list[Claim]) -> list[Held]:
+    check_attempts(claims)
+    held = []
+    for claim in claims:
+        delivery = worker.deliveries.get(claim.lease_id)
+        if delivery is not None:
+            delivery.acked = True
+        held.append(Held(claim.job_id, worker.worker_id, worker.incarnation, claim.lease_id, claim.attempt, worker.ttl_s))
+    return held

@@ -1,0 +1,82 @@
+"""The one connection that a client or worker has at a time, to whichever server its machine chose, with the blobs on it.
+
+The machine decides where and when; this dials, and tells it what happened (`Opened`, `Received`, `Closed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import ssl
+from collections.abc import Callable
+
+from tasuki.core.machine import Closed, Opened, Received
+from tasuki.core.protocol import Message, Welcome
+from tasuki.core.redial import Connect
+from tasuki.errors import TasukiError, Unavailable
+from tasuki.net.blobs import BlobLine
+from tasuki.net.link import Link, connect
+
+
+class Line:
+    """`tell` passes an event to the machine; Closed of connection 0: none was made."""
+
+    def __init__(self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None) -> None:
+        self.link: Link | None = None
+        self.blobs = BlobLine()
+        self._tell = tell
+        self._tls = tls
+        self._numbers = itertools.count(1)
+        self._dialing: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def dial(self, wanted: Connect) -> None:
+        """Begin to connect; the machine hears of the end."""
+        self._dialing = asyncio.ensure_future(self._dial(wanted))
+
+    async def _dial(self, wanted: Connect) -> None:
+        try:
+            link = await connect(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+        except Unavailable as error:
+            self._tell(Closed(0, error.message))
+            return
+        if self._closed:
+            link.abort("closed while connecting")
+            return
+        if link.closed:  # the server hung up before we were told of the connection; `_lost` has told the machine
+            return
+        link.tag = next(self._numbers)
+        self.link = link
+        self._tell(Opened(link.tag, link.peer))
+
+    def _message(self, link: Link, message: Message) -> None:
+        if self.blobs.take(message):
+            return
+        if type(message) is Welcome:
+            if message.codecs:
+                link.codec = message.codecs[0]
+            self.blobs.connected(link)
+        self._tell(Received(link.tag, message))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        if self._closed:
+            return
+        if self.link is link:
+            self.link = None
+            self.blobs.lost()
+        self._tell(Closed(link.tag or 0, reason))
+
+    def hang_up(self, error: TasukiError | None) -> None:
+        """Leave this server without another word; the machine hears Closed."""
+        if self.link is not None:
+            self.link.abort(error.message if error is not None else "hung up")
+
+    async def close(self) -> None:
+        """For good: what is queued is still sent, and the machine hears nothing any more."""
+        self._closed = True
+        self.blobs.close()
+        if self.link is not None:
+            self.link.close()
+        if self._dialing is not None:
+            self._dialing.cancel()
+            await asyncio.gather(self._dialing, return_exceptions=True)

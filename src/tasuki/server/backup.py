@@ -1,0 +1,156 @@
+"""Making a backup: a consistent copy of a data folder's database, and the blobs that it refers to, in one file.
+
+Only reads the data folder (its server may be running); writes only beside the file that it makes. The file appears whole or not
+at all. The database has tokens as hashes only; the folder's own `token` file is not part of a backup.
+
+Between the copy and the reading of a blob the server may have collected it, because its job was pruned or ran again. Then a newer
+copy is taken, which no longer refers to it; what was read before stays in the file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tasuki import __version__
+from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
+from tasuki.blobs.disk import disk_full_as_error, sync_folder
+from tasuki.blobs.folder import FolderBlobs
+from tasuki.config import DataFolder
+from tasuki.core.verbs import BlobPlace
+from tasuki.errors import Corrupt, InvalidInput, NotFound
+from tasuki.server.archive import DATABASE_NAME, ArchiveWriter, Manifest, blob_name
+
+COPIES_MAX = 3
+
+Tell = Callable[[str], None]
+"""What is going on, for people."""
+
+
+def back_up(folder: DataFolder, target: Path, *, with_blobs: bool = True, tell: Tell = lambda text: None) -> Manifest:
+    """Make the file `target`; what is in it."""
+    from tasuki.server.publish import finish_publishing
+
+    if not target.parent.is_dir():
+        raise InvalidInput(f"the folder of {str(target)!r} does not exist; make it first, or choose another file")
+    finish_publishing(folder)
+    if not folder.database.is_file():
+        raise NotFound(
+            f"there is no SQLite store in {folder.root}; name its folder with --data. "
+            "A store in PostgreSQL is backed up with pg_dump, see docs/operate/backup.md"
+        )
+    with disk_full_as_error(target), _new_file(target) as archive, _new_file(target) as copy:
+        manifest = _Backup(folder, archive, copy, tell).write(with_blobs=with_blobs)
+        os.replace(archive, target)  # noqa: PTH105 - reads as what it is: the moment at which the backup exists
+        sync_folder(target.parent)
+    return manifest
+
+
+@contextmanager
+def _new_file(target: Path) -> Iterator[Path]:
+    """A file of our own beside the target, mode 0600; gone afterwards, unless it was renamed."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{target.name}.", suffix=".new", dir=target.parent)
+    os.close(descriptor)
+    path = Path(name)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class _Backup:
+    """One run: the archive being written, the latest copy of the database, and what was found on the way."""
+
+    def __init__(self, folder: DataFolder, archive: Path, copy: Path, tell: Tell) -> None:
+        self._folder = folder
+        self._archive = archive
+        self._copy = copy
+        self._tell = tell
+        self._done: dict[tuple[str, int], int] = {}
+        self._blobs: FolderBlobs | None = None
+
+    def write(self, *, with_blobs: bool) -> Manifest:
+        if with_blobs and self._folder.blobs.is_dir():
+            self._blobs = FolderBlobs(self._folder.blobs, max_blob_bytes=0, floor_free_bytes=0)
+        with self._archive.open("wb") as file:
+            writer = ArchiveWriter(file)
+            missing = self._copy_until_whole(writer) if with_blobs else self._copy_database()
+            size_bytes = self._copy.stat().st_size
+            sha256 = writer.add(DATABASE_NAME, size_bytes, _pieces(self._copy))
+            manifest = self._manifest(size_bytes, sha256, with_blobs, missing)
+            writer.close(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        return manifest
+
+    def _copy_until_whole(self, writer: ArchiveWriter) -> list[tuple[str, int]]:
+        """The database, and every blob that it refers to; those that are not there even after another look."""
+        missing: list[tuple[str, int]] = []
+        for _ in range(COPIES_MAX):
+            self._copy_database()
+            missing = self._add_blobs(writer)
+            if not missing:
+                break
+        return missing
+
+    def _copy_database(self) -> list[tuple[str, int]]:
+        from tasuki.stores.sqlite_backup import snapshot
+
+        self._copy.unlink(missing_ok=True)
+        self._copy.touch(mode=0o600)
+        snapshot(self._folder.database, self._copy, lambda done, whole: self._tell(f"database: {done:,} of {whole:,} bytes"))
+        return []
+
+    def _add_blobs(self, writer: ArchiveWriter) -> list[tuple[str, int]]:
+        from tasuki.stores.sqlite_backup import blobs_of
+
+        places = blobs_of(self._copy)
+        missing = []
+        for number, place in enumerate(places, 1):
+            key = (place.sha256, place.generation)
+            if key not in self._done and not self._add_blob(writer, place):
+                missing.append(key)
+            if number % 100 == 0:
+                self._tell(f"blobs: {number:,} of {len(places):,}")
+        return missing
+
+    def _add_blob(self, writer: ArchiveWriter, place: BlobPlace) -> bool:
+        """False if its bytes are gone or not what they should be; then the archive is as it was before."""
+        if self._blobs is None:
+            return False
+        try:
+            with self._blobs.open(BlobRef(place.sha256, place.size_bytes), generation=place.generation) as reader:
+                writer.add(blob_name(place.sha256, place.generation), place.size_bytes, reader)
+        except (NotFound, Corrupt):
+            return False
+        self._done[place.sha256, place.generation] = place.size_bytes
+        return True
+
+    def _manifest(self, size_bytes: int, sha256: str, with_blobs: bool, missing: list[tuple[str, int]]) -> Manifest:
+        from tasuki.stores.sqlite_backup import facts_of
+
+        facts = facts_of(self._copy)
+        return Manifest(
+            tasuki=__version__,
+            made_at=time.time(),
+            schema_version=facts.schema_version,
+            migrations=list(facts.migrations),
+            epoch=facts.epoch,
+            holder=facts.holder,
+            jobs=facts.jobs,
+            database_bytes=size_bytes,
+            database_sha256=sha256,
+            with_blobs=with_blobs,
+            blobs=[(blob, generation, bytes_) for (blob, generation), bytes_ in self._done.items()],
+            missing=missing,
+        )
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            yield piece

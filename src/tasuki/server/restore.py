@@ -1,0 +1,220 @@
+"""Restoring a backup into a data folder, or only checking it.
+
+Everything is verified before anything is seen: names, sizes and hashes while the archive is read, then the database itself, in
+a folder of its own inside the data folder. Then the database begins a new life (epoch and attempts raised, leases ended:
+`stores/sqlite_backup.py`), and takes its place (`publish.py`). Touches the data folder only, as the holder of its owner lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
+from tasuki.blobs.folder import FolderBlobs
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder
+from tasuki.errors import ConfigError, Corrupt, InvalidInput
+from tasuki.server.archive import DATABASE_NAME, MANIFEST_NAME, ArchiveReader, Manifest, Member, read_manifest
+from tasuki.server.publish import carry_out, decide, finish_publishing, staging_of, store_names, withdraw
+
+WORD_BYTES = 16 * 1024 * 1024  # between two words of progress
+
+Tell = Callable[[str], None]
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a restore came to."""
+
+    data: str
+    manifest: Manifest
+    epoch: int
+    given_back: int
+    """Jobs that were with a worker when the backup was made, and wait again."""
+    canceled: int
+    replaced: str | None
+    """Where the store that was there before is now."""
+
+
+def check_backup(file: Path, *, tell: Tell = lambda text: None) -> Manifest:
+    """Verify a backup as `restore` does, and leave nothing behind."""
+    from tasuki.stores.sqlite_backup import check_copy
+
+    with tempfile.TemporaryDirectory(prefix="tasuki-check-") as folder, disk_full_as_error(folder):
+        manifest, _ = _unpack(file, Path(folder), None, tell)
+        tell("checking the database")
+        check_copy(Path(folder) / DATABASE_NAME)
+    return manifest
+
+
+def restore(
+    file: Path,
+    folder: DataFolder,
+    *,
+    force: bool = False,
+    tell: Tell = lambda text: None,
+    fault: Callable[[str], None] = lambda point: None,
+) -> Restored:
+    """Put the store of a backup into a data folder that has none. With `force` the one that is there is moved aside."""
+    from tasuki.stores.sql_sqlite import OwnerLock
+
+    size_bytes = _size_of(file)
+    try:
+        folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the data folder {folder.root} cannot be made: {error.strerror or error}") from None
+    finish_publishing(folder)
+    lock = OwnerLock(folder.database)
+    try:
+        there = [name for name in store_names(folder) if (folder.root / name).exists()]
+        if there and not force:
+            raise ConfigError(
+                f"{folder.root} has a store already ({', '.join(there)}); "
+                "choose an empty folder, or --force to have it moved aside"
+            )
+        check_free(folder.root, size_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
+        with disk_full_as_error(folder.root):
+            return _restore(file, folder, bool(there), tell, fault)
+    finally:
+        lock.release()
+
+
+def _restore(file: Path, folder: DataFolder, has_store: bool, tell: Tell, fault: Callable[[str], None]) -> Restored:
+    from tasuki.stores.sqlite_backup import begin_new_life, check_copy
+
+    staging = staging_of(folder)
+    withdraw(folder)  # what a restore left that was killed before it was decided
+    staging.mkdir(mode=0o700)
+    try:
+        blobs = FolderBlobs(staging / folder.blobs.name, max_blob_bytes=2**63, floor_free_bytes=DISK_FLOOR_BYTES)
+        manifest, places = _unpack(file, staging, blobs, tell)
+        fault("restore.unpacked")
+        tell("checking the database")
+        database = staging / DATABASE_NAME
+        check_copy(database)
+        life = begin_new_life(database, now=time.time(), present=places if manifest.with_blobs else None)
+        for sha256, generation in life.unknown_blobs:
+            blobs.delete(sha256, generation)
+        if not manifest.with_blobs:
+            shutil.rmtree(blobs.root)  # so that the bytes can be brought back by one rename
+        _sync_file(database)
+        aside = _free_name(folder.root, f"replaced-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        decide(folder, aside, fault)
+    except BaseException:
+        withdraw(folder)
+        raise
+    carry_out(folder, fault)
+    return Restored(
+        data=str(folder.root),
+        manifest=manifest,
+        epoch=life.epoch,
+        given_back=life.given_back,
+        canceled=life.canceled,
+        replaced=str(folder.root / aside) if has_store else None,
+    )
+
+
+def _free_name(root: Path, name: str) -> str:
+    number, free = 1, name
+    while (root / free).exists():
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise InvalidInput(f"the backup {str(file)!r} cannot be read: {error.strerror or error}") from None
+
+
+def _unpack(file: Path, staging: Path, blobs: BlobStore | None, tell: Tell) -> tuple[Manifest, list[tuple[str, int]]]:
+    """Read the whole archive, the database into `staging`, the blobs into `blobs` or nowhere; all verified."""
+    try:
+        with file.open("rb") as source:
+            return _Unpacking(staging, blobs, tell, os.fstat(source.fileno()).st_size).run(source)
+    except IsADirectoryError:
+        raise InvalidInput(f"{str(file)!r} is a folder, not a file that tasuki backup made") from None
+    except PermissionError as error:
+        raise InvalidInput(f"the backup {str(file)!r} cannot be read: {error.strerror}") from None
+
+
+class _Unpacking:
+    """One reading of an archive, and what was found in it."""
+
+    def __init__(self, staging: Path, blobs: BlobStore | None, tell: Tell, archive_bytes: int) -> None:
+        self._staging = staging
+        self._blobs = blobs
+        self._tell = tell
+        self._archive_bytes = archive_bytes
+        self._next_word_bytes = 0
+        self._found: list[tuple[str, int, int]] = []
+        self._database = (-1, "")
+        self._manifest: Manifest | None = None
+
+    def run(self, source: BinaryIO) -> tuple[Manifest, list[tuple[str, int]]]:
+        reader = ArchiveReader(source)
+        for member in reader:
+            self._tell_of(source.tell())
+            if member.blob is not None:
+                self._take_blob(member, member.blob, reader.pieces())
+            elif member.name == MANIFEST_NAME:
+                self._manifest = read_manifest(b"".join(reader.pieces()))
+            else:
+                self._take_database(member, reader.pieces())
+        assert self._manifest is not None, "the reader ends only after it"
+        self._compare(self._manifest)
+        return self._manifest, [(sha256, generation) for sha256, generation, _ in self._found]
+
+    def _tell_of(self, read_bytes: int) -> None:
+        if read_bytes >= self._next_word_bytes:
+            self._next_word_bytes = read_bytes + WORD_BYTES
+            self._tell(f"reading: {read_bytes:,} of {self._archive_bytes:,} bytes")
+
+    def _take_blob(self, member: Member, blob: tuple[str, int], pieces: Iterable[bytes]) -> None:
+        sha256, generation = blob
+        if self._blobs is None:
+            digest = hashlib.sha256()
+            for piece in pieces:
+                digest.update(piece)
+            if digest.hexdigest() != sha256:
+                raise Corrupt(f"{member.name} in the backup reads as sha256 {digest.hexdigest()}; use another backup")
+        else:
+            with self._blobs.begin(sha256, member.size_bytes, generation) as writer:
+                for piece in pieces:
+                    writer.write(piece)
+                writer.commit()
+        self._found.append((sha256, generation, member.size_bytes))
+
+    def _take_database(self, member: Member, pieces: Iterable[bytes]) -> None:
+        digest = hashlib.sha256()
+        descriptor = os.open(self._staging / member.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+        self._database = (member.size_bytes, digest.hexdigest())
+
+    def _compare(self, manifest: Manifest) -> None:
+        if self._database != (manifest.database_bytes, manifest.database_sha256):
+            raise Corrupt("the database in the backup is not the one that its manifest names; use another backup")
+        if sorted(self._found) != sorted(manifest.blobs):
+            raise Corrupt("the blobs in the backup are not those that its manifest names; use another backup")
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    sync_folder(path.parent)

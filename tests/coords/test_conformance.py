@@ -1,0 +1,52 @@
+"""Both back ends of the coordination keep its contract."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tasuki.coords.coordination import Coordination
+from tasuki.coords.memory import MemoryCoordination
+from tasuki.coords.sql import SqlCoordination
+from tasuki.testing.clocks import FakeClock
+from tasuki.testing.coords_suite import CoordinationSuite
+from tests.services import PostgresService
+
+
+class TestMemoryCoordination(CoordinationSuite):
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        return FakeClock()
+
+    @pytest.fixture
+    def make_coordination(self, clock: FakeClock) -> Callable[[], Coordination]:
+        shared = MemoryCoordination(clock.wall)
+        return lambda: shared
+
+    @pytest.fixture
+    def let_pass(self, clock: FakeClock) -> Callable[[float], None]:
+        return clock.jump_wall
+
+
+class TestSqlCoordination(CoordinationSuite):
+    """Time passes by moving what is stored into the past: the database's own clock is nobody's to turn."""
+
+    @pytest.fixture
+    def make_coordination(self, postgres_url: str) -> Iterator[Callable[[], Coordination]]:
+        opened: list[SqlCoordination] = []
+
+        def make() -> Coordination:
+            opened.append(SqlCoordination(postgres_url))
+            return opened[-1]
+
+        yield make
+        for coordination in opened:
+            coordination.close()
+
+    @pytest.fixture
+    def let_pass(self, postgres: PostgresService, postgres_url: str) -> Callable[[float], None]:
+        def let_pass(seconds: float) -> None:
+            with postgres.connect(postgres_url) as connection:
+                connection.execute("UPDATE tasuki_scopelease SET expires_at = expires_at - %s", (seconds,))
+                connection.execute("UPDATE tasuki_member SET beat_at = beat_at - %s", (seconds,))
+
+        return let_pass

@@ -1,0 +1,229 @@
+"""Several brokers on one store: what each hints at, what it hears, and what it looks for by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasuki.core.broker_events import AskEnded, AskRevoked, Hinted, Met, Publish, SomeEnded, SomeRevoked
+from tasuki.core.fellows import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX
+from tasuki.core.hints import Hint
+from tasuki.core.job import JobSpec, State
+from tasuki.core.protocol import CancelJobs, CancelLeases, HelloClient, JobsFinished, Results, SubmitJobs, Welcome
+from tasuki.errors import ProtocolError, Unauthorized
+from tests.core.desk import UNIX, Desk, ending
+
+
+class Pair:
+    """Two servers, `a` and `b`, that know of each other."""
+
+    def __init__(self) -> None:
+        self.a = Desk(shared=True, server_id="a", host="one")
+        self.b = Desk(beside=self.a, shared=True, server_id="b", host="two")
+        self.a.broker.addresses, self.b.broker.addresses = ("tcp://a:7000",), ("tcp://b:7000",)
+        self.meet()
+
+    def meet(self, detached: frozenset[str] = frozenset()) -> None:
+        both = Met((self.a.broker.info, self.b.broker.info), detached)
+        self.a.apply(both)
+        self.b.apply(both)
+
+    def hints(self, desk: Desk) -> list[Hint]:
+        found = [command.hint for command in desk.others if isinstance(command, Publish)]
+        desk.others = [command for command in desk.others if not isinstance(command, Publish)]
+        return found
+
+    def carry(self) -> None:
+        """Every hint reaches the other side, and what follows from it happens."""
+        for sender, receiver in ((self.a, self.b), (self.b, self.a)):
+            for hint in self.hints(sender):
+                receiver.apply(Hinted(hint))
+                receiver.turns()
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def asked(desk: Desk, kind: Any) -> list[Any]:
+    found = [command for command in desk.others if isinstance(command, kind)]
+    desk.others = [command for command in desk.others if not isinstance(command, kind)]
+    return found
+
+
+def test_a_job_submitted_here_is_taken_by_a_worker_there(pair: Pair) -> None:
+    client, worker = pair.a.client(), pair.b.worker(credit=1)
+    pair.a.submit(client, "job")
+    assert pair.b.grants(worker) == []
+    pair.carry()
+    assert [grant.job_id for grant in pair.b.grants(worker)] == ["job"]
+
+
+def test_a_result_reported_there_reaches_the_client_here(pair: Pair) -> None:
+    client, worker = pair.a.client(), pair.b.worker(credit=1)
+    pair.a.submit(client, "job")
+    pair.carry()
+    [grant] = pair.b.grants(worker)
+    pair.b.ask(worker, JobsFinished([ending(grant, result=b"42")]))
+    assert pair.a.all(client, Results) == []
+    pair.carry()
+    [item] = pair.a.last(client, Results).items
+    assert (item.job_id, item.state, item.outcome.result) == ("job", State.SUCCEEDED, b"42")
+
+
+def test_what_stays_within_one_server_is_not_told(pair: Pair) -> None:
+    client, worker = pair.a.client(), pair.a.worker(credit=1)
+    pair.hints(pair.a)  # that the worker came
+    pair.a.submit(client, "job")
+    [grant] = pair.a.grants(worker)
+    pair.a.ask(worker, JobsFinished([ending(grant)]))
+    assert pair.hints(pair.a) == []
+
+
+def test_a_server_that_is_alone_tells_nobody_and_remembers_nothing() -> None:
+    desk = Desk(shared=True)
+    client = desk.client()
+    desk.submit(client, "job")
+    assert asked(desk, Publish) == []
+    assert desk.broker.fellows.ready == set()
+
+
+def test_a_lost_hint_of_an_end_is_made_good_by_asking(pair: Pair) -> None:
+    client, worker = pair.a.client(), pair.b.worker(credit=1)
+    pair.a.submit(client, "job")
+    pair.carry()
+    [grant] = pair.b.grants(worker)
+    pair.b.ask(worker, JobsFinished([ending(grant)]))
+    pair.hints(pair.b)  # lost
+    # When time passes, the watched job is asked for
+    pair.a.pass_time(POLL_INTERVAL_S)
+    [ask] = asked(pair.a, AskEnded)
+    assert ask.job_ids == ["job"]
+    pair.a.apply(SomeEnded(pair.a.store.ended_among(ask.job_ids)))
+    pair.a.turns()
+    assert [item.job_id for item in pair.a.last(client, Results).items] == ["job"]
+
+
+def test_many_watched_jobs_are_asked_for_in_turns(pair: Pair) -> None:
+    client = pair.a.client()
+    for start in range(0, POLLED_JOBS + 1000, 1000):
+        pair.a.submit(client, *(f"job-{n}" for n in range(start, start + 1000)))
+    looked: set[str] = set()
+    for _ in range(2):
+        pair.a.pass_time(POLL_INTERVAL_S)
+        for ask in asked(pair.a, AskEnded):
+            assert len(ask.job_ids) <= POLLED_JOBS
+            looked.update(ask.job_ids)
+    assert len(looked) == POLLED_JOBS + 1000
+
+
+def test_a_cancel_here_reaches_the_worker_there_at_once(pair: Pair) -> None:
+    client, worker = pair.a.client(), pair.b.worker(credit=1)
+    pair.a.submit(client, "job")
+    pair.carry()
+    [grant] = pair.b.grants(worker)
+    pair.a.ask(client, CancelJobs(77, ["job"]))
+    pair.carry()
+    assert pair.b.last(worker, CancelLeases).lease_ids == [grant.lease_id]
+
+
+def test_a_worker_that_moved_leaves_no_second_self_behind(pair: Pair) -> None:
+    old = pair.a.worker("w1")
+    pair.carry()
+    pair.b.worker("w1", resumed=True)
+    pair.carry()
+    assert isinstance(pair.a.hung_up[old], ProtocolError)
+    assert "w1" not in pair.a.broker.workers
+    assert "w1" in pair.b.broker.workers
+
+
+def test_another_start_of_a_worker_elsewhere_does_not_end_this_one(pair: Pair) -> None:
+    old = pair.a.worker("w1", incarnation="first")
+    pair.b.worker("w1", incarnation="second")
+    pair.carry()
+    assert old not in pair.a.hung_up
+
+
+def test_a_token_revoked_there_ends_its_connections_here(pair: Pair) -> None:
+    victim = pair.a.client(token_id="victim")
+    admin = pair.b.client("admin", "root")
+    pair.b.request(admin, "token.revoke", token_id="victim")
+    pair.carry()
+    assert isinstance(pair.a.hung_up[victim], Unauthorized)
+
+
+def test_a_revocation_whose_hint_was_lost_is_found_within_two_seconds(pair: Pair) -> None:
+    victim = pair.a.client(token_id="victim")
+    pair.a.store.revoke_token("victim", actor="root")
+    pair.a.pass_time(POLL_INTERVAL_S)
+    [ask] = asked(pair.a, AskRevoked)
+    assert ask.token_ids == ["victim"]
+    pair.a.apply(SomeRevoked(pair.a.store.revoked_among(ask.token_ids)))
+    assert isinstance(pair.a.hung_up[victim], Unauthorized)
+    assert POLL_INTERVAL_S < 2
+
+
+def test_a_job_addressed_to_a_worker_there_is_left_for_it(pair: Pair) -> None:
+    here, there = pair.a.worker("w1", credit=1), pair.b.worker("w2", credit=1)
+    pair.meet()
+    client = pair.a.client()
+    pair.a.submit(client, "job", subject="job.assign.x.w2")
+    assert pair.a.grants(here) == []
+    pair.carry()
+    assert [grant.job_id for grant in pair.b.grants(there)] == ["job"]
+
+
+def test_when_its_server_is_gone_a_job_addressed_to_a_worker_goes_to_another(pair: Pair) -> None:
+    here = pair.a.worker("w1", credit=1)
+    pair.b.worker("w2", credit=1)
+    pair.meet()
+    pair.a.submit(pair.a.client(), "job", subject="job.assign.x.w2")
+    pair.a.apply(Met((pair.a.broker.info,)))
+    pair.a.pass_time(1.0)
+    assert [grant.job_id for grant in pair.a.grants(here)] == ["job"]
+
+
+def test_a_detached_worker_gets_nothing_and_work_again_when_it_is_attached(pair: Pair) -> None:
+    worker = pair.a.worker("w1", credit=1)
+    pair.meet(detached=frozenset({"w1"}))
+    pair.a.submit(pair.a.client(), "job")
+    pair.a.pass_time(1.0)
+    assert pair.a.grants(worker) == []
+    pair.meet()
+    pair.a.turns()
+    assert [grant.job_id for grant in pair.a.grants(worker)] == ["job"]
+
+
+def test_a_welcome_lists_all_live_servers(pair: Pair) -> None:
+    conn = pair.a.client()
+    assert pair.a.last(conn, Welcome).servers == ("tcp://a:7000", "tcp://b:7000")
+
+
+def test_many_new_subjects_are_told_as_everything(pair: Pair) -> None:
+    client = pair.a.client()
+    specs = [JobSpec(job_id=f"job-{n}", subject=f"s.{n}") for n in range(READY_SUBJECTS_MAX + 1)]
+    pair.a.ask(client, SubmitJobs(5, specs))
+    [hint] = pair.hints(pair.a)
+    assert hint.everything
+    assert hint.ready == ()
+
+
+def test_the_own_user_of_one_machine_is_not_that_of_another(pair: Pair) -> None:
+    names = []
+    for desk in (pair.a, pair.b):
+        conn = desk.open(UNIX)
+        desk.ask(conn, HelloClient(msg_id=1, client_id="me"))
+        names.append(desk.last(conn, Welcome).identity)
+    assert names == ["node:one:1000", "node:two:1000"]
+
+
+def test_servers_and_workers_of_all_are_described(pair: Pair) -> None:
+    pair.b.worker("w2")
+    pair.meet()
+    admin = pair.a.client("admin", "root")
+    servers = pair.a.request(admin, "servers").body  # type: ignore[union-attr]
+    workers = pair.a.request(admin, "workers").body  # type: ignore[union-attr]
+    assert [server["server_id"] for server in servers] == ["a", "b"]
+    assert [(worker["server_id"], worker["worker_id"]) for worker in workers] == [("b", "w2")]

@@ -1,0 +1,254 @@
+"""Several servers in this process on one store and one coordination: who leads, who knows whom, what happens when one goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tasuki.blobs.folder import FolderBlobs
+from tasuki.coords.coordination import Coordination, Member
+from tasuki.coords.memory import MemoryCoordination
+from tasuki.core.hints import everything
+from tasuki.core.job import JobSpec
+from tasuki.core.members import ServerInfo
+from tasuki.core.protocol import AssignJobs, GiveCredit, Reply, Request, SubmitJobs
+from tasuki.errors import Unavailable
+from tasuki.server.app import Server, ServerConfig
+from tasuki.server.together import Together
+from tasuki.stores.clock import SystemClock
+from tasuki.stores.memory import MemoryStore
+from tasuki.stores.store import Feature
+from tests.server.peers import PATIENCE_S, client, worker
+
+LOCK_TTL_S = 0.6
+
+
+class SharedStore(MemoryStore):
+    """One that the threads of several servers may use, a turn each at a time."""
+
+    features = MemoryStore.features | {Feature.SHARED}
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock, super().turn():
+            yield
+
+    def close(self) -> None:
+        pass
+
+
+class Grapevine:
+    """Hints between the servers of this process. While `cut` nothing arrives."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[bytes], None]] = []
+        self.cut = False
+
+
+class LocalWakeups:
+    def __init__(self, grapevine: Grapevine) -> None:
+        self._grapevine = grapevine
+
+    async def start(self, on_hint: Callable[[bytes], None]) -> None:
+        self._mine = on_hint
+        self._grapevine.listeners.append(on_hint)
+
+    def publish(self, pieces: Sequence[bytes]) -> None:
+        if not self._grapevine.cut:
+            loop = asyncio.get_running_loop()
+            for listener in self._grapevine.listeners:
+                for piece in pieces:
+                    loop.call_soon(listener, piece)
+
+    async def close(self) -> None:
+        self._grapevine.listeners.remove(self._mine)
+
+
+class Frail(MemoryCoordination):
+    """A coordination that can be out of order for one of its users."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock().lease)
+        self.deaf_to: set[str] = set()
+
+    def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
+        if holder in self.deaf_to:
+            raise Unavailable("out of order")
+        return super().renew(scope, holder, epoch, ttl_s)
+
+    def acquire(self, scope: str, holder: str, ttl_s: float, floor: int):  # type: ignore[no-untyped-def]
+        if holder in self.deaf_to:
+            raise Unavailable("out of order")
+        return super().acquire(scope, holder, ttl_s, floor)
+
+
+class World:
+    """What the servers share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = SharedStore()
+        self.coordination = Frail()
+        self.grapevine = Grapevine()
+
+    def make(self, name: str) -> Server:
+        blobs = FolderBlobs(self.folder / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
+        config = ServerConfig(server_id=name, data=self.folder, disk_floor_bytes=0, disk_floor_inodes=0)
+        coordination: Coordination = self.coordination
+        company = Together(
+            lambda: coordination, LocalWakeups(self.grapevine), incarnation=f"{name}-1", schema_version=1, lock_ttl_s=LOCK_TTL_S
+        )
+        return Server(config, lambda: self.store, lambda: self.store, blobs, company)
+
+    @contextlib.asynccontextmanager
+    async def servers(self, *names: str) -> AsyncIterator[list[Server]]:
+        servers = [self.make(name) for name in names]
+        for server in servers:
+            await server.start()
+        try:
+            yield servers
+        finally:
+            for server in servers:
+                if not server._stopping:  # a test may have stopped it
+                    await server.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - nobody signals what happens inside a server
+            await asyncio.sleep(0.01)
+
+
+def leaders(servers: list[Server]) -> list[Server]:
+    return [server for server in servers if server.broker.duties.epoch]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(work())  # type: ignore[arg-type]
+
+
+def test_exactly_one_leads_and_all_know_each_other(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b", "c") as servers:
+            await until(lambda: leaders(servers))
+            await until(lambda: all(len(server.broker.fellows.servers) == 2 for server in servers))
+            assert len(leaders(servers)) == 1
+            [leader] = leaders(servers)
+            assert world.store.epoch() == (leader.broker.duties.epoch, leader.config.server_id)
+
+    run(work)
+
+
+def test_a_leader_that_stops_hands_over_without_waiting_for_its_ttl(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            await until(lambda: leaders(servers))
+            [first] = leaders(servers)
+            epoch = first.broker.duties.epoch
+            [second] = [server for server in servers if server is not first]
+            await first.stop()
+            await until(lambda: second.broker.duties.epoch > epoch)
+            await until(lambda: not second.broker.fellows.servers)
+
+    run(work)
+
+
+def test_a_leader_that_cannot_renew_steps_down_by_itself_and_another_takes_over(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            await until(lambda: leaders(servers))
+            [first] = leaders(servers)
+            [second] = [server for server in servers if server is not first]
+            epoch = first.broker.duties.epoch
+            world.coordination.deaf_to.add(first.config.server_id)
+            await until(lambda: second.broker.duties.epoch)
+            assert not first.broker.duties.epoch
+            assert second.broker.duties.epoch > epoch
+
+    run(work)
+
+
+def test_an_epoch_that_the_store_refuses_deposes_the_leader(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a") as [server]:
+            await until(lambda: server.broker.duties.epoch)
+            epoch = server.broker.duties.epoch
+            # When somebody else has taken over in the store, whatever the lock says
+            world.store.take_over("usurper", epoch + 5)
+            await until(lambda: server.broker.duties.epoch != epoch)
+            # Then it leads again only under an epoch above that
+            await until(lambda: server.broker.duties.epoch)
+            assert server.broker.duties.epoch > epoch + 5
+
+    run(work)
+
+
+def test_a_job_submitted_at_one_server_runs_at_the_other(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            await until(lambda: all(server.broker.fellows.servers for server in servers))
+            (mine, _), (its, runner) = await client(servers[0]), await worker(servers[1])
+            servers[1].received(its, GiveCredit(1))
+            await until(lambda: servers[1].broker.workers["w1"].account.available)
+            servers[0].received(mine, SubmitJobs(5, [JobSpec(job_id="job")]))
+            assert (await runner.wait_for(AssignJobs)).grants[0].job_id == "job"
+
+    run(work)
+
+
+def test_without_hints_the_job_is_found_by_looking(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as servers:
+            world.grapevine.cut = True
+            (mine, _), (its, runner) = await client(servers[0]), await worker(servers[1])
+            servers[1].received(its, GiveCredit(1))
+            servers[0].received(mine, SubmitJobs(5, [JobSpec(job_id="job")]))
+            assert (await runner.wait_for(AssignJobs)).grants[0].job_id == "job"
+
+    run(work)
+
+
+def test_a_worker_detached_at_one_server_gets_nothing_at_the_other(world: World) -> None:
+    async def work() -> None:
+        async with world.servers("a", "b") as [first, second]:
+            await worker(second)
+            conn, admin = await client(first)
+            first.received(conn, Request(7, "detach", {"worker_id": "w1", "reason": "its disk is failing"}))
+            assert (await admin.wait_for(Reply)).body == {"worker_id": "w1", "changed": True}
+            await until(lambda: "w1" in second.broker.fellows.detached)
+            first.received(conn, Request(8, "detach", {"worker_id": "w1"}))
+            assert (await admin.wait_for(Reply, 2)).body == {"worker_id": "w1", "changed": False}
+            first.received(conn, Request(9, "attach", {"worker_id": "w1"}))
+            await until(lambda: not second.broker.fellows.detached)
+
+    run(work)
+
+
+def test_what_is_no_hint_and_what_is_no_server_does_no_harm(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with world.servers("a") as [server]:
+            await until(lambda: server.broker.duties.epoch)
+            strange = Member(member_id="future", incarnation="x", version=1, info=b"\xc1 not msgpack")
+            world.coordination.beat(strange, seen={})
+            for listener in world.grapevine.listeners:
+                listener(b"{ this is no hint")
+                listener(everything("elsewhere"))
+            await until(lambda: "is not understood" in caplog.text)
+            assert server.broker.fellows.servers == {"future": ServerInfo(server_id="future")}
+            assert server.broker.duties.epoch
+
+    run(work)

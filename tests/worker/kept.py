@@ -1,0 +1,88 @@
+"""What the tests of the keeper share: orders for it, and a look at what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tasuki.worker.keeper import now
+from tasuki.worker.keeper_client import Keeper, Kept
+from tests.worker.runs import DEADLINE_S, alive, until
+
+ESCAPE = Path(__file__).with_name("escape.py")
+
+
+class Stage:
+    """A keeper, a folder for its jobs, and the numbers that those wrote down."""
+
+    def __init__(self, tmp_path: Path, keeper: Keeper) -> None:
+        self.folder = tmp_path / "job"
+        self.pids = tmp_path / "pids"
+        self.keeper = keeper
+        self.folder.mkdir(exist_ok=True)
+        self.pids.touch()
+
+    def spawn(self, program: str, *arguments: str, **fields: Any) -> Kept:
+        for name in ("stdout", "stderr"):
+            (self.folder / name).touch()
+        given = {
+            "program": os.fsencode(program),
+            "argv": (os.fsencode(program), *map(os.fsencode, arguments)),
+            "env": {b"PATH": b"/usr/bin:/bin", b"TASUKI_MARK": b"incarnation/lease"},
+            "cwd": os.fsencode(self.folder),
+            "folder": os.fsencode(self.folder),
+            "mark": b"incarnation/lease",
+            "stdin": b"/dev/null",
+            "stdout": os.fsencode(self.folder / "stdout"),
+            "stderr": os.fsencode(self.folder / "stderr"),
+            "grace_s": 0.2,
+        }
+        return self.keeper.spawn(**{**given, **fields})
+
+    def shell(self, script: str, **fields: Any) -> Kept:
+        return self.spawn("/bin/sh", "-c", script, **fields)
+
+    def python(self, script: str, *arguments: str, **fields: Any) -> Kept:
+        return self.spawn(sys.executable, "-I", "-S", "-c", script, *arguments, **fields)
+
+    async def escape(self, *words: str, **fields: Any) -> tuple[Kept, list[int]]:
+        """A job that hides, once it is hidden, and its two process numbers."""
+        kept = self.spawn(sys.executable, "-I", "-S", str(ESCAPE), str(self.pids), *words, **fields)
+        await until(lambda: len(self.numbers()) == 2, "the job has hidden its second process")
+        return kept, self.numbers()
+
+    def numbers(self) -> list[int]:
+        return [int(line) for line in self.pids.read_text().split()]
+
+    def output(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    def living(self) -> list[int]:
+        return [pid for pid in self.numbers() if alive(pid)]
+
+
+@contextmanager
+def keeper_for(incarnation: str, *, cgroup: bool) -> Iterator[Keeper]:
+    keeper = Keeper.start(incarnation, cgroup=cgroup)
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+def play(scenario: Callable[[], Awaitable[Any]]) -> Any:
+    """Run it in a loop of its own; a keeper that forgets to answer fails the test."""
+
+    async def limited() -> Any:
+        return await asyncio.wait_for(scenario(), DEADLINE_S)
+
+    return asyncio.run(limited())
+
+
+def in_s(seconds: float) -> float:
+    return now() + seconds

@@ -1,0 +1,31 @@
+"""What a worker is told at its start: checked, with words that name the value and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasuki import Worker
+from tasuki.errors import ConfigError
+
+
+@pytest.mark.parametrize("value", ["", "maybe", "STOP"])
+def test_on_disconnect_is_stop_or_keep(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"on_disconnect must be stop or keep, got '{value}'"):
+        Worker("tcp://127.0.0.1:1", on_disconnect=value)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 3601.0, float("nan"), float("inf")])
+def test_the_grace_has_bounds(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"reconnect_grace_s must be 0 to 3600 seconds, got"):
+        Worker("tcp://127.0.0.1:1", on_disconnect="keep", reconnect_grace_s=seconds)
+
+
+def test_the_grace_means_nothing_without_keep() -> None:
+    assert Worker("tcp://127.0.0.1:1", reconnect_grace_s=60.0)._grace_s == 0.0
+    assert Worker("tcp://127.0.0.1:1", on_disconnect="keep")._grace_s == 60.0
+
+
+def test_endings_are_saved_only_where_the_next_process_can_be_the_same_worker(tmp_path) -> None:
+    assert Worker("tcp://127.0.0.1:1", worker_id="w1", data=tmp_path)._unreported is not None
+    assert Worker("tcp://127.0.0.1:1", worker_id="w1")._unreported is None
+    assert Worker("tcp://127.0.0.1:1", data=tmp_path)._unreported is None
