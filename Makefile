@@ -31,7 +31,7 @@ up: $(STAMP) ## Start a server and local workers here, until Ctrl-C
 	@$(BIN)/tasuki up
 
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(TESTARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TESTARGS)
 
 soak: $(STAMP) ## Run the tests that take minutes
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 1800 $(TESTARGS)

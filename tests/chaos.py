@@ -117,7 +117,15 @@ class Scene:
             self.workers.append(stack.enter_context(worker))
         env = {"TASUKI_TOKEN": self.servers[0].create_token("client")}
         for n in range(1, plan.clients + 1):
-            command = [sys.executable, CLIENT, url_of(self.servers), "--name", f"c{n}", "--jobs", str(self.jobs_of(n))]
+            command: list[str | Path] = [
+                sys.executable,
+                CLIENT,
+                url_of(self.servers),
+                "--name",
+                f"c{n}",
+                "--jobs",
+                str(self.jobs_of(n)),
+            ]
             command += ["--history", self.history_file(n), "--seed", str(plan.seed + n), "--pause", str(plan.pause_s)]
             command += ["--large-every", str(plan.large_every)]
             self.clients.append(stack.enter_context(ChildProcess(command, self.folder / f"client-{n}.log", env)))

@@ -90,7 +90,7 @@ def gather(scene: Scene) -> Evidence:
         jobs={row.job_id: row for row in rows},
         stories=stories,
         counters={state: int(n) for state, n in postgres.execute(_COUNTERS, (GROUP,), url=url)},
-        references={job_id: tuple(rest) for job_id, *rest in postgres.execute(_REFERENCES, url=url)},  # type: ignore[misc]
+        references={row[0]: row[1:] for row in postgres.execute(_REFERENCES, url=url)},
         runs=runs,
         results=results,
     )

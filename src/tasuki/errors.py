@@ -19,6 +19,7 @@
     ├── Unavailable         UNAVAILABLE        try again: connection lost, server going down, store busy
     │   ├── DiskFull        DISK_FULL          try again when there is space
     │   └── Overloaded      OVERLOADED         a bounded queue is full
+    ├── InternalError       INTERNAL           a defect of ours; saying it again would be no better
     └── DeadlineExceeded    DEADLINE           the caller's own time ran out; the operation may still happen
 
 Whether a caller may simply try again is the type's business (`retryable`). Messages name the value and the way out,
@@ -158,6 +159,12 @@ class JobFailed(TasukiError):
     def __init__(self, message: str, outcome: Any = None) -> None:
         super().__init__(message)
         self.outcome = outcome
+
+
+class InternalError(TasukiError):
+    """A defect of tasuki itself. The same request would meet it again."""
+
+    code = "INTERNAL"
 
 
 class Unavailable(TasukiError):

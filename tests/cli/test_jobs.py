@@ -26,6 +26,30 @@ def test_a_submitted_job_is_told_by_its_id_and_its_result_can_be_had_later(serve
         assert archive.read("stdout.log") == b"hello\n"
 
 
+def test_a_job_that_nobody_starts_in_time_is_skipped_and_says_why(served: Served) -> None:
+    user, _ = served
+    words = ("--subject", "nobody.here", "--not-after", "+0.5", "--json", "-")
+
+    done = user.run("submit", "--job-id", "late", "--wait", *words)
+
+    assert (json.loads(done.stdout)["state"], done.returncode) == ("SKIPPED", 1)
+    told = user.json("explain", "--json", "late")
+    assert (told["facts"]["why"], [entry["kind"] for entry in told["story"]]) == ("TOO_LATE", ["skipped"])
+    assert user.run("run", *words).returncode == 125
+
+
+def test_a_jobs_own_exit_codes_decide_what_is_tried_again(served: Served) -> None:
+    user, _ = served
+    words = ("submit", "--wait", "--json", "--retries", "5")
+
+    user.run(*words, "--job-id", "hopeless", "--permanent-exit", "3,4", "sh", "-c", "exit 3")
+    user.run(*words, "--job-id", "other-code", "--retry-exit", "75", "sh", "-c", "exit 3")
+
+    for job_id in ("hopeless", "other-code"):
+        [view] = user.json("status", "--json", job_id)
+        assert (view["state"], view["attempt"]) == ("FAILED", 1)
+
+
 def test_asking_again_with_the_same_id_says_that_it_existed(served: Served) -> None:
     user, _ = served
     words = ("submit", "--json", "--job-id", "twice", "true")
@@ -107,17 +131,79 @@ def test_a_running_job_is_canceled_by_its_worker(served: Served, tmp_path: Path)
     assert (json.loads(ended.stdout)["state"], ended.returncode) == ("CANCELED", 1)
 
 
-def test_logs_of_a_running_job_are_told_to_come_later(served: Served, tmp_path: Path) -> None:
+def test_logs_of_a_running_job_are_what_it_has_written(served: Served, tmp_path: Path) -> None:
     user, _ = served
     os.mkfifo(tmp_path / "started")
-    user.run("submit", "--job-id", "no-logs-yet", "sh", "-c", f"echo go > {tmp_path}/started; exec sleep 600")
+    script = f"echo so far; echo trouble >&2; echo go > {tmp_path}/started; exec sleep 600"
+    user.run("submit", "--job-id", "still-running", "sh", "-c", script)
     read_fifo(tmp_path / "started")
 
-    done = user.run("logs", "no-logs-yet")
-    user.run("cancel", "no-logs-yet")
+    done = user.run("logs", "still-running")
+    user.run("cancel", "still-running")
 
-    assert done.returncode == 5
-    assert "not available yet" in done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "so far\n", "trouble\n")
+
+
+def test_logs_are_followed_to_the_end_of_the_job(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    script = f"echo first; until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo last; exit 3"
+    user.run("submit", "--job-id", "followed", "--retries", "0", "sh", "-c", script)
+    following = user.start("logs", "-f", "followed")
+    assert following.stdout is not None
+
+    first = following.stdout.readline()
+    (tmp_path / "go").touch()
+    rest, errors = following.communicate(timeout=DEADLINE_S)
+
+    assert (first, rest, errors, following.returncode) == ("first\n", "last\n", "", 0)
+
+
+def test_ctrl_c_ends_following_and_not_the_job(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--job-id", "left-alone", "sh", "-c", "echo first; exec sleep 600")
+    following = user.start("logs", "-f", "left-alone")
+    assert following.stdout is not None
+    following.stdout.readline()
+
+    following.send_signal(signal.SIGINT)
+    _, errors = following.communicate(timeout=DEADLINE_S)
+    state = user.json("status", "--json", "left-alone")[0]["state"]
+    user.run("cancel", "left-alone")
+
+    assert (following.returncode, errors, state) == (130, "", "RUNNING")
+
+
+def test_pieces_of_a_followed_log_are_lines_of_json(served: Served) -> None:
+    user, _ = served
+    user.run("submit", "--wait", "--job-id", "pieces", "printf", "0123456789")
+
+    done = user.run("logs", "-f", "--json", "--stream", "stdout", "--tail", "4", "pieces")
+
+    assert json.loads(done.stdout) == {
+        "job_id": "pieces",
+        "stream": "stdout",
+        "attempt": 1,
+        "offset": 6,
+        "cut_bytes": 0,
+        "data": "6789",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--stream", "stdlog"), "--stream must be"),
+        (("--offset", "-1"), "must be 0 or more"),
+        (("--tail", "-1"), "must be 0 or more"),
+        (("--tail", "1", "--offset", "1"), "choose one"),
+    ],
+)
+def test_impossible_options_of_logs_are_refused(served: Served, options: tuple[str, ...], says: str) -> None:
+    user, _ = served
+
+    done = user.run("logs", *options, "any")
+
+    assert (done.returncode, says in done.stderr) == (2, True)
 
 
 def test_logs_keep_the_two_streams_apart(served: Served) -> None:
@@ -125,7 +211,8 @@ def test_logs_keep_the_two_streams_apart(served: Served) -> None:
     user.run("submit", "--wait", "--job-id", "streams", "sh", "-c", "echo out; echo err >&2")
 
     assert (user.run("logs", "streams").stdout, user.run("logs", "streams").stderr) == ("out\n", "err\n")
-    assert (user.run("logs", "--stderr", "streams").stdout, user.run("logs", "--stderr", "streams").stderr) == ("", "err\n")
+    only = user.run("logs", "--stream", "stderr", "streams")
+    assert (only.stdout, only.stderr) == ("", "err\n")
     assert user.json("logs", "--json", "streams") == {"job_id": "streams", "stdout": "out\n", "stderr": "err\n"}
 
 

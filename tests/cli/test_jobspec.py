@@ -1,10 +1,22 @@
 """From words to jobs: ranges, lines, environment, payload."""
 
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from tasuki.cli.jobspec import array_elements, check_files, line_elements, open_lines, parse_array, parse_env, read_payload
+from tasuki.cli.jobspec import (
+    array_elements,
+    check_files,
+    line_elements,
+    open_lines,
+    parse_array,
+    parse_codes,
+    parse_env,
+    parse_time,
+    read_payload,
+)
 from tasuki.errors import InvalidInput, TooLarge
 
 
@@ -70,3 +82,30 @@ def test_a_payload_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(read, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no-such"):
         read(str(tmp_path / "no-such"))
+
+
+def test_a_time_is_given_from_now_on_as_a_date_or_as_a_unix_time() -> None:
+    before = time.time()
+    assert before + 90 <= (parse_time("--not-after", "+90") or 0) <= time.time() + 90
+    assert parse_time("--not-after", "1767225600.5") == 1767225600.5
+    assert parse_time("--not-after", "2026-01-31T06:00Z") == datetime(2026, 1, 31, 6, tzinfo=UTC).timestamp()
+    assert parse_time("--not-after", "2026-01-31T06:00") == datetime(2026, 1, 31, 6).timestamp()  # noqa: DTZ001 - local time
+    assert parse_time("--not-after", None) is None
+
+
+@pytest.mark.parametrize("text", ["", "+", "soon", "+1h", "-5", "2026-13-01"])
+def test_a_time_that_is_none_is_refused_with_its_option(text: str) -> None:
+    with pytest.raises(InvalidInput, match="--not-after"):
+        parse_time("--not-after", text)
+
+
+def test_exit_codes_stand_with_commas_between() -> None:
+    assert parse_codes("--retry-exit", "75") == (75,)
+    assert parse_codes("--retry-exit", "3, 4,3") == (3, 4)
+    assert parse_codes("--retry-exit", None) == ()
+
+
+@pytest.mark.parametrize("text", ["", "x", "3;4", "3,"])
+def test_exit_codes_that_are_none_are_refused_with_their_option(text: str) -> None:
+    with pytest.raises(InvalidInput, match="--retry-exit"):
+        parse_codes("--retry-exit", text)

@@ -54,6 +54,40 @@ def test_output_and_exit_code_are_the_jobs_own(served: Served) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("out\n", "err\n", 7)
 
 
+def test_output_comes_while_the_job_runs_and_none_of_it_twice(served: Served, tmp_path: Path) -> None:
+    user, _ = served
+    script = f"echo first; echo trouble >&2; until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo last; exit 7"
+    process = user.start("run", "sh", "-c", script)
+    assert process.stdout is not None
+    assert process.stderr is not None
+
+    first, trouble = process.stdout.readline(), process.stderr.readline()
+    (tmp_path / "go").touch()
+    rest, errors = process.communicate(timeout=DEADLINE_S)
+
+    assert (first, trouble) == ("first\n", "trouble\n")
+    assert (rest, errors, process.returncode) == ("last\n", "", 7)
+
+
+def test_without_streaming_the_output_comes_at_the_end(served: Served) -> None:
+    user, _ = served
+    done = user.run("run", "--no-stream", "sh", "-c", "echo out; echo err >&2; exit 7")
+
+    assert (done.stdout, done.stderr, done.returncode) == ("out\n", "err\n", 7)
+
+
+def test_a_job_whose_output_nobody_reads_any_more_is_ended(served: Served) -> None:
+    user, _ = served
+    process = user.start("run", "--quiet", "--job-id", "unread", "yes")
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    process.stdout.close()
+
+    assert process.wait(DEADLINE_S) == 141
+    assert user.json("status", "--json", "unread")[0]["state"] == "CANCELED"
+
+
 def test_what_looks_like_our_option_after_the_exec_belongs_to_the_job(served: Served) -> None:
     user, _ = served
     done = user.run("run", "echo", "--json", "--help", "-o", "x", "--", "y")

@@ -11,15 +11,18 @@ from tasuki.core.broker_events import (
     DeleteBlobs,
     Deposed,
     Elected,
+    Met,
+    Publish,
     ReceiveBlob,
     TookOver,
     TurnDone,
     TurnFailed,
     Won,
 )
-from tasuki.core.duties import COLLECT_INTERVAL_S, DUTY_INTERVAL_S, REAP_BATCH, SQUEEZED_GRACE_S
+from tasuki.core.duties import COLLECT_INTERVAL_S, DUTY_INTERVAL_S, REAP_BATCH, SKIP_BATCH, SQUEEZED_GRACE_S
 from tasuki.core.job import InputFile, State
-from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply
+from tasuki.core.members import ServerInfo
+from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
 from tasuki.core.verbs import Turn
 from tasuki.errors import StaleEpoch, Unavailable
 from tasuki.stores.batching import execute
@@ -294,3 +297,34 @@ def test_bytes_that_were_condemned_while_they_came_in_are_deleted_and_asked_for_
     desk.turns()
     assert desk.last(client, ErrorMessage).code == "UNAVAILABLE"
     assert deletes(desk) == [DeleteBlobs(0, (receive.place,))]
+
+
+def test_whoever_waits_for_a_job_that_was_skipped_is_told_and_so_are_the_other_servers() -> None:
+    # Given a client that waits for a job, which may only start within a second
+    desk = Desk(shared=True)
+    desk.apply(Won(1))
+    desk.turns()
+    desk.apply(Elected(1))
+    desk.apply(Met((ServerInfo(server_id="other"),)))
+    client = desk.client()
+    desk.submit(client, "a", not_after=desk.clock.wall() + 1)
+    # When nobody takes it
+    desk.pass_time(2)
+    # Then it has ended, and everybody knows
+    [ended] = [item for results in desk.all(client, Results) for item in results.items]
+    assert (ended.job_id, ended.state, ended.outcome.error_code) == ("a", State.SKIPPED, "TOO_LATE")
+    assert "a" in [job_id for told in desk.others if isinstance(told, Publish) for job_id in told.hint.ended]
+
+
+def test_a_full_batch_of_skipped_jobs_is_followed_by_the_next_at_once() -> None:
+    desk = Desk()
+    client = desk.client()
+    not_after = desk.clock.wall() + 1
+    for half in (range(SKIP_BATCH // 2), range(SKIP_BATCH // 2, SKIP_BATCH + 1)):
+        desk.submit(client, *(f"late-{number}" for number in half), not_after=not_after)
+    desk.clock.advance(2)
+    first = next_duty(desk)
+    desk.apply(TurnDone(first, execute(desk.store, first)))
+    second = next_duty(desk)
+    assert second.skip == SKIP_BATCH
+    assert len(execute(desk.store, second).skip) == 1

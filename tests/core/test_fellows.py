@@ -10,7 +10,17 @@ from tasuki.core.broker_events import AskEnded, AskRevoked, Hinted, Met, Publish
 from tasuki.core.fellows import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX
 from tasuki.core.hints import Hint
 from tasuki.core.job import JobSpec, State
-from tasuki.core.protocol import CancelJobs, CancelLeases, HelloClient, JobsFinished, Results, SubmitJobs, Welcome
+from tasuki.core.protocol import (
+    CancelJobs,
+    CancelLeases,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloClient,
+    JobsFinished,
+    Results,
+    SubmitJobs,
+    Welcome,
+)
 from tasuki.errors import ProtocolError, Unauthorized
 from tests.core.desk import UNIX, Desk, ending
 
@@ -227,3 +237,16 @@ def test_servers_and_workers_of_all_are_described(pair: Pair) -> None:
     workers = pair.a.request(admin, "workers").body  # type: ignore[union-attr]
     assert [server["server_id"] for server in servers] == ["a", "b"]
     assert [(worker["server_id"], worker["worker_id"]) for worker in workers] == [("b", "w2")]
+
+
+@pytest.mark.parametrize("role", ["client", "worker"])
+def test_a_server_that_comes_later_is_told_with_the_next_heartbeat_once(role: str) -> None:
+    first = Desk(shared=True, server_id="a")
+    first.broker.addresses = ("tcp://a:7000",)
+    conn = first.client() if role == "client" else first.worker()
+    second = Desk(beside=first, shared=True, server_id="b")
+    second.broker.addresses = ("tcp://b:7000",)
+    first.apply(Met((first.broker.info, second.broker.info)))
+    for msg_id in (41, 42):
+        first.ask(conn, Heartbeat(msg_id))
+    assert [answer.servers for answer in first.all(conn, HeartbeatAnswer)] == [("tcp://a:7000", "tcp://b:7000"), ()]

@@ -16,6 +16,7 @@ from tasuki.core.job import (
     BUDGET_MAX,
     ENV_MAX,
     EXEC_MAX_CHARS,
+    EXIT_CODES_MAX,
     FILES_MAX,
     HEADERS_MAX,
     LEASED,
@@ -58,6 +59,9 @@ AT_THE_LIMIT: list[dict[str, Any]] = [
     {"timeout_s": 0.001},
     {"timeout_s": TIMEOUT_MAX_S},
     {"not_before": 0.0},
+    {"not_after": 0.0},
+    {"not_before": 5.0, "not_after": 5.5},
+    {"permanent_exit_codes": (1, 255), "retry_exit_codes": tuple(range(2, 2 + EXIT_CODES_MAX))},
     {"array_id": "array-1"},
     {"args": ("",) * ARGS_MAX},
     {"args": ("x" * TEXT_MAX_BYTES,)},
@@ -94,6 +98,15 @@ PAST_THE_LIMIT: list[tuple[type[InvalidInput], str, dict[str, Any]]] = [
     (InvalidInput, "not_before", {"not_before": -1.0}),
     (InvalidInput, "not_before", {"not_before": 1.7e12}),
     (InvalidInput, "not_before", {"not_before": float("nan")}),
+    (InvalidInput, "not_after", {"not_after": -1.0}),
+    (InvalidInput, "not_after", {"not_after": 1.7e12}),
+    (InvalidInput, "not_after", {"not_after": float("nan")}),
+    (InvalidInput, "later than not_before", {"not_before": 5.0, "not_after": 5.0}),
+    (InvalidInput, "permanent_exit_codes has 0", {"permanent_exit_codes": (0,)}),
+    (InvalidInput, "permanent_exit_codes has 256", {"permanent_exit_codes": (3, 256)}),
+    (InvalidInput, "retry_exit_codes has -9", {"retry_exit_codes": (-9,)}),
+    (InvalidInput, "retry_exit_codes has 65", {"retry_exit_codes": tuple(range(1, 2 + EXIT_CODES_MAX))}),
+    (InvalidInput, "both have 4", {"permanent_exit_codes": (3, 4), "retry_exit_codes": (4, 5)}),
     (InvalidInput, "job_id", {"array_id": ".hidden"}),
     (TooLarge, "args", {"args": ("",) * (ARGS_MAX + 1)}),
     (TooLarge, "argument", {"args": ("x" * (TEXT_MAX_BYTES + 1),)}),
@@ -209,7 +222,16 @@ def test_every_field_of_the_body_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"job_id": "b"}, {"priority": 9}, {"not_before": 5.0}, {"headers": {"a": "b"}}, {"array_id": "array"}],
+    [
+        {"job_id": "b"},
+        {"priority": 9},
+        {"not_before": 5.0},
+        {"not_after": 5.0},
+        {"permanent_exit_codes": (3,)},
+        {"retry_exit_codes": (75,)},
+        {"headers": {"a": "b"}},
+        {"array_id": "array"},
+    ],
     ids=str,
 )
 def test_nothing_else_counts(fields: dict[str, Any]) -> None:
@@ -218,7 +240,8 @@ def test_nothing_else_counts(fields: dict[str, Any]) -> None:
 
 
 def test_the_body_and_the_rest_are_all_fields() -> None:
-    rest = {"job_id", "priority", "not_before", "headers", "array_id"}
+    times, codes = {"not_before", "not_after"}, {"permanent_exit_codes", "retry_exit_codes"}
+    rest = {"job_id", "priority", "headers", "array_id"} | times | codes
 
     assert set(BODY) | rest == set(JobSpec.__struct_fields__)
 

@@ -33,6 +33,7 @@ EXPECTED = {
     Event.TIME_OUT: dict.fromkeys(("ASSIGNED", "RUNNING", "ORPHANED"), "TIMED_OUT"),
     Event.LOSE: dict.fromkeys(("ASSIGNED", "RUNNING"), "PENDING"),
     Event.ORPHAN: dict.fromkeys(("ASSIGNED", "RUNNING"), "ORPHANED"),
+    Event.RESUME: {"ORPHANED": "RUNNING"},
     Event.CANCEL: dict.fromkeys(("PENDING", "ASSIGNED", "RUNNING", "ORPHANED"), "CANCELED"),
     Event.SKIP: dict.fromkeys(("PENDING", "ORPHANED"), "SKIPPED"),
     Event.REQUEUE: dict.fromkeys(("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED"), "PENDING"),

@@ -284,13 +284,16 @@ def test_a_worker_that_kept_a_job_is_not_given_the_same_job_again(memory_world: 
     # when: it is back
     world.dial = dial  # type: ignore[method-assign]
     world.run_for(10.0)
-    # then: it still has its one run, and then room for more
+    # then: its one run goes on, nobody else is given it, and there is room for more
     assert worker.runs == [("a", 1)]
-    worker.finish("a", b"kept")
+    assert world.job("a").state is State.RUNNING
+    other = world.worker("other")
     client.submit_ids("b")
     world.run_for(1.0)
+    assert sorted([*worker.jobs, *other.jobs]) == ["a", "b"]
+    worker.finish("a", b"kept")
+    world.run_for(1.0)
     assert client.result("a").outcome.result == b"kept"
-    assert worker.jobs == ["b"]
 
 
 def test_keep_loses_to_who_took_the_job_and_drops_its_result(memory_world: World) -> None:

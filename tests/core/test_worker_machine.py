@@ -401,15 +401,17 @@ def test_a_fenced_ending_is_forgotten_with_its_reason(bench: Bench) -> None:
     ]
 
 
-def test_a_run_that_was_kept_past_its_deadline_keeps_back_the_credit_that_could_run_its_job_again() -> None:
+def test_a_run_that_was_kept_past_its_deadline_is_shown_before_credit_could_run_its_job_again() -> None:
     bench = Bench(on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=60.0)
     bench.answer_beats(bench.connect())
     bench.hear(assign())
+    bench.do(Started("lease-a-1"))
     bench.lose()
     bench.after(2 * TTL_S)
-    commands = [*bench.connect(), *bench.run_answered(TTL_S), *bench.do(Ended("lease-a-1", Outcome()))]
-    assert sent(commands, GiveCredit) == []
-    assert sent(bench.hear(JobsRecorded(["lease-a-1"])), GiveCredit) == [GiveCredit(2)]
+    messages = [command.message for command in bench.connect() if isinstance(command, Send)]
+    [started], [beat] = ([message for message in messages if isinstance(message, kind)] for kind in (JobsStarted, Heartbeat))
+    assert [claim.lease_id for claim in started.claims] == [claim.lease_id for claim in beat.claims] == ["lease-a-1"]
+    assert messages.index(beat) < messages.index(GiveCredit(1))
 
 
 def test_an_ending_that_nobody_takes_is_saved_once_and_forgotten_when_it_is_recorded(bench: Bench) -> None:
@@ -471,6 +473,16 @@ def test_the_start_of_a_command_is_told_at_once_and_again_after_a_reconnect(benc
     assert len(sent(bench.do(Started("lease-a-1")), JobsStarted)) == 1
     bench.lose()
     assert len(sent(bench.connect(), JobsStarted)) == 1
+
+
+def test_the_start_of_what_has_ended_in_the_same_turn_of_the_loop_is_told_by_its_ending(bench: Bench) -> None:
+    bench.hear(assign(grant("a"), grant("b")))
+    bench.machine.apply(Started("lease-a-1"), bench.now)
+    bench.machine.apply(Started("lease-b-1"), bench.now)
+    commands = bench.do(Ended("lease-a-1", Outcome()))
+    assert [claim.lease_id for told in sent(commands, JobsStarted) for claim in told.claims] == ["lease-b-1"]
+    [report] = sent(commands, JobsFinished)
+    assert report.endings[0].started_at == bench.now.wall
 
 
 def test_the_start_of_a_handler_is_told_only_if_it_takes_longer(bench: Bench) -> None:

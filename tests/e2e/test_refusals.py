@@ -11,7 +11,7 @@ from tasuki import Client
 from tests.e2e.stage import SOON_S, shared_sqlite_only, stdout_of
 from tests.processes import ServerProcess, start_worker
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("refusals"), shared_sqlite_only]
+pytestmark = [pytest.mark.e2e, shared_sqlite_only]
 
 EXECS = """
 [exec.fixed]

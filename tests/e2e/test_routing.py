@@ -10,7 +10,7 @@ from tasuki import Client
 from tests.e2e.stage import SOON_S, Ledger, jobs_worker
 from tests.processes import ServerProcess, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("routing")]
+pytestmark = pytest.mark.e2e
 
 
 def test_a_worker_on_one_subject_never_sees_another(shared_server: ServerProcess, shared_client: Client, ledger: Ledger) -> None:

@@ -12,7 +12,7 @@ from tasuki.errors import Conflict, NotFound
 from tests.e2e.stage import SOON_S, Ledger, jobs_worker
 from tests.processes import ServerProcess
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("same_id")]
+pytestmark = pytest.mark.e2e
 
 CONNECTIONS, SUBMITS_EACH = 50, 20
 

@@ -82,6 +82,7 @@ def test_killing_the_server_at_random_moments_under_load_loses_and_repeats_nothi
     kill_under_load(tmp_path, store_url, ledger, kills=3, clients=3, seed=random.randrange(1 << 30))
 
 
+@postgresql_in_soak
 def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     # given: a handler and a command that run, both behind a gate
     gate = tmp_path / "gate"

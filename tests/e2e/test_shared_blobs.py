@@ -21,7 +21,7 @@ from tests.processes import ServerProcess, WorkerProcess, start_server, start_se
 from tests.services import PostgresService
 from tests.services_s3 import BUCKET, S3Service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("s3")]
+pytestmark = pytest.mark.e2e
 
 MIB = 1 << 20
 LARGE_BYTES = 30 * MIB

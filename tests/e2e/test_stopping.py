@@ -10,7 +10,7 @@ from tasuki import Client
 from tests.e2e.stage import SOON_S, Ledger, command_worker, jobs_worker, shared_postgresql_in_soak, story
 from tests.processes import ServerProcess, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("stopping"), shared_postgresql_in_soak]
+pytestmark = [pytest.mark.e2e, shared_postgresql_in_soak]
 
 
 def alive(pid: int) -> bool:

@@ -19,6 +19,8 @@ TESTED = {
     "execs.sh",
     "execs.toml",
     "lines.sh",
+    "prices.py",
+    "prices.sh",
     "primes_client.py",
     "primes_worker.py",
     "square_client.py",
@@ -101,3 +103,9 @@ def test_a_worker_runs_what_its_file_allows_and_nothing_else(tmp_path: Path) -> 
     assert told[0].startswith("4 ")
     assert told[1:4] == ["apple", "fig", "pear"]
     assert told[4:] == ["refused: exit 125"] * 2
+
+
+def test_a_python_function_is_imported_once_and_called_for_each_job(tmp_path: Path) -> None:
+    told = output_of(["sh", EXAMPLES / "prices.sh"], environment(tmp_path), tmp_path).splitlines()
+
+    assert told == ["119.00", "11.89", "1375.00", "no rate for 'xx'", "exit 2"]

@@ -81,6 +81,23 @@ def test_a_stranger_that_begins_with_an_unknown_frame_type_is_hung_up_on() -> No
     run(test)
 
 
+def test_messages_that_are_sent_together_leave_in_one_write() -> None:
+    async def test(here: End, there: End) -> None:
+        # Given a link whose writes are counted
+        assert here.link.transport is not None
+        writes: list[bytes] = []
+        write = here.link.transport.write
+        here.link.transport.write = lambda data: (writes.append(bytes(data)), write(data))[1]  # type: ignore[method-assign,func-returns-value]
+        # When several messages are sent together, and nothing in another case
+        here.link.send_together([])
+        here.link.send_together([Heartbeat(1), Heartbeat(2)])
+        # Then they were written as one before anything else could happen, and arrive as they are
+        assert len(writes) == 1
+        assert [await there.next(), await there.next()] == [Heartbeat(1), Heartbeat(2)]
+
+    run(test)
+
+
 def test_input_is_taken_again_only_when_every_reason_for_a_pause_is_over() -> None:
     async def test(here: End, there: End) -> None:
         # Given a link that is paused for two reasons

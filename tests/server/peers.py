@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from tasuki.core.machine import Peer
@@ -23,6 +23,7 @@ class FakeConnection:
         self.peer = Peer("unix", os.getuid(), "unix socket")
         self.codec: str | None = None
         self.said: list[Message] = []
+        self.writes: list[list[Message]] = []
         self.max_bytes = 0
         self.closed: TasukiError | str | None = ""
         self.paused: set[object] = set()
@@ -36,7 +37,11 @@ class FakeConnection:
 
     # -- the server's side ----------------------------------------------------------------------------------------
     def send(self, message: Message) -> None:
-        self.said.append(message)
+        self.send_together([message])
+
+    def send_together(self, messages: Iterable[Message]) -> None:
+        self.writes.append(list(messages))
+        self.said += self.writes[-1]
         self._heard.set()
 
     def trust(self, max_bytes: int) -> None:

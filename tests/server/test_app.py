@@ -87,6 +87,24 @@ def test_a_job_goes_from_submit_to_result(tmp_path: Path, store: GatedStore) -> 
     serve(tmp_path, store, work)
 
 
+def test_a_worker_hears_what_was_recorded_and_what_it_gets_next_in_one_write(tmp_path: Path, store: GatedStore) -> None:
+    async def work(server: Server) -> None:
+        # Given a worker with one place, and two jobs
+        (mine, link), (its, runner) = await client(server), await worker(server)
+        server.received(mine, SubmitJobs(5, [JobSpec(job_id="a"), JobSpec(job_id="b")]))
+        await link.wait_for(Accepted)
+        server.received(its, GiveCredit(1))
+        [grant] = (await runner.wait_for(AssignJobs)).grants
+        # When it reports the first, and has room for the next
+        server.received(its, JobsFinished([Ending(grant.job_id, grant.lease_id, grant.attempt, Outcome())]))
+        server.received(its, GiveCredit(1))
+        await runner.wait_for(AssignJobs, 2)
+        # Then one turn of the store was enough, and one write
+        assert [type(message) for message in runner.writes[-1]] == [JobsRecorded, AssignJobs]
+
+    serve(tmp_path, store, work)
+
+
 def test_what_arrives_while_the_store_is_busy_shares_the_next_transaction(tmp_path: Path, store: GatedStore) -> None:
     batches: list[int] = []
     plain = store.submit

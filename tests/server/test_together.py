@@ -38,7 +38,7 @@ class SharedStore(MemoryStore):
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, *, lasting: bool = True) -> Iterator[None]:
         with self._lock, super().turn():
             yield
 

@@ -24,7 +24,10 @@ AWAITING = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 ENVIRONMENT_ALLOWED = ("config.py", "cli/*")
 # Files that hand an environment on to a job's process: file -> why.
-JOB_ENVIRONMENT: dict[str, str] = {"worker/environment.py": "hands PATH, HOME, LANG, LC_ALL and TZ on to jobs"}
+JOB_ENVIRONMENT: dict[str, str] = {
+    "worker/environment.py": "hands PATH, HOME, LANG, LC_ALL and TZ on to jobs",
+    "worker/warm.py": "is a program of its own, and becomes the job: its environment is then the job's",
+}
 
 # multiprocessing is here because its queues, pools and connections pickle what they carry.
 PICKLING = ("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve")

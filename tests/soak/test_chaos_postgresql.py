@@ -19,7 +19,7 @@ SEEDS = [int(seed) for seed in os.environ.get("CHAOS_SEEDS", "").split()] or [ra
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_storm_over_three_servers_leaves_one_finish_each(
-    tmp_path: Path, postgres: PostgresService, postgres_url: str, seed: int
+    tmp_path: Path, postgres: PostgresService, postgres_url: str, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = Plan(
         seed=seed,
@@ -33,7 +33,10 @@ def test_a_storm_over_three_servers_leaves_one_finish_each(
         large_every=50,
         ends_within_s=180.0,
     )
+    print(f"seed {seed}")
     with Scene(plan, tmp_path, postgres, postgres_url) as scene:
         scene.storm()
         scene.calm()
-        print(check(scene))
+        figures = check(scene)
+    with capsys.disabled():
+        print(f"\n{figures}")

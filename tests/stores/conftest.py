@@ -2,5 +2,5 @@
 
 import pytest
 
-for module in ("stage", "submitters", "leases", "reports", "leader", "readers", "blobs", "machine", "invariants"):
+for module in ("stage", "submitters", "leases", "reports", "leader", "late", "readers", "blobs", "machine", "invariants"):
     pytest.register_assert_rewrite(f"tasuki.testing.store_{module}")

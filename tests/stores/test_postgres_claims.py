@@ -95,6 +95,7 @@ def test_no_job_is_leased_twice_by_eight_processes(postgres: PostgresService, jo
             [sys.executable, "-c", CLAIMER, url, f"w{number}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
             text=True,
         )
@@ -108,7 +109,9 @@ def test_no_job_is_leased_twice_by_eight_processes(postgres: PostgresService, jo
         assert claimer.stdin is not None
         claimer.stdin.write("go\n")
         claimer.stdin.flush()
-    got = [json.loads(claimer.communicate(timeout=500)[0]) for claimer in claimers]
+    said = [claimer.communicate(timeout=500) for claimer in claimers]
+    assert [claimer.returncode for claimer in claimers] == [0] * PROCESSES, [errors for _, errors in said]
+    got = [json.loads(answer) for answer, _ in said]
 
     leased = Counter(job_id for found in got for job_id, _, _ in found)
     assert len(leased) == jobs

@@ -116,7 +116,7 @@ def test_two_turns_of_one_leader_do_not_wait_for_each_other(old: Stage, new: Sql
         assert new.reap(epoch=5) == []  # what the first has in hand is skipped
 
 
-@pytest.mark.parametrize("verb", ["reap", "promote", "prune", "assign"])
+@pytest.mark.parametrize("verb", ["reap", "skip", "promote", "prune", "assign"])
 def test_the_fence_is_the_first_lock_of_every_leader_verb(
     postgres: PostgresService, postgres_url: str, old: Stage, verb: str
 ) -> None:

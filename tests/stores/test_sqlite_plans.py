@@ -31,14 +31,15 @@ INDEX_OF = {
     "find_leased": "tasuki_job_leased",
     "delayed_due": "tasuki_job_delayed",
     "next_delayed": "tasuki_job_delayed",
+    "late": "tasuki_job_late",
     "find_failed": "tasuki_job_failed",
     "find_by_array": "tasuki_job_array",
 }
 
 HOT = [
     "submit_plain", "submit_full", "band", "groups", "subjects", "oldest_of_queue", "grant", "leased_groups",
-    "finish_plain", "finish_full", "start", "renew", "release", "settle", "leases_over", "delayed_due", "promote",
-    "next_lease_over", "next_delayed", "old",
+    "finish_plain", "finish_full", "start", "renew", "release", "settle", "resume", "leases_over", "late", "delayed_due",
+    "promote", "next_lease_over", "next_delayed", "old",
 ]  # fmt: skip
 
 
@@ -93,6 +94,7 @@ def test_the_plans_do_not_depend_on_statistics(store: SqlStore) -> None:
         ("finish_full", Event.LOSE),
         ("start", Event.START),
         ("release", Event.RELEASE),
+        ("resume", Event.RESUME),
         ("requeue", Event.REQUEUE),
     ],
 )

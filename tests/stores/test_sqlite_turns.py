@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import Filter, LeaseRequest, Report, Submission
+from tasuki.core.verbs import Filter, Held, LeaseRequest, Report, Submission, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
+from tasuki.stores.batching import execute_surely
 from tasuki.stores.sql import FAULT_POINTS, SqlStore
 from tests.conftest import Require
 
@@ -253,4 +254,30 @@ def test_in_one_batch_the_good_reports_count_and_the_stale_ones_do_not(path: Pat
     assert [job.state.value for job in store.find(Filter(states=(State.SUCCEEDED,))).jobs] == ["SUCCEEDED"] * 2
     assert (store.counts()["render"].succeeded, store.counts()["render"].active) == (2, 4)
     assert [incident.kind for incident in store.incidents("job-1")] == ["fenced"]
+    store.close()
+
+
+def test_only_a_turn_of_starts_alone_does_not_wait_for_the_disk(path: Path) -> None:
+    # Given a store that notes, before each commit, how much SQLite syncs then
+    levels: list[object] = []
+
+    def note(point: str) -> None:
+        if point == "turn.before_commit":
+            levels.append(asked(store, "PRAGMA synchronous")[0][0])
+
+    store = SqlStore.open_sqlite(path, fault=note)
+    store.submit([submission("a"), submission("b")])
+    grants = store.lease([request(2)])[0]
+    first, second = (Held(grant.job_id, "w1", "w1/1", grant.lease_id, grant.attempt, 15.0) for grant in grants)
+    ending = Report(first.job_id, "w1", first.lease_id, 1, Outcome())
+    levels.clear()
+
+    # When a start comes alone, then one with a finish, then a verb of its own
+    for turn in (Turn(start=[first]), Turn(finish=[ending], start=[second])):
+        execute_surely(store, turn, lambda wait_s: False)
+    store.renew([second])
+
+    # Then the first is NORMAL, which a power cut may take back, and all that follow are FULL
+    assert levels == [1, 2, 2]
+    assert [job.state for job in store.find(Filter()).jobs if job is not None] == [State.RUNNING, State.SUCCEEDED]
     store.close()

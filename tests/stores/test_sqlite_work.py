@@ -53,18 +53,36 @@ def test_a_worker_gives_all_its_jobs_back_in_a_few_statements(store: SqlStore, s
     assert stage.kinds("job-7") == ["released"]
 
 
-def test_reaping_a_lost_worker_takes_one_statement_a_job(store: SqlStore, stage: Stage, grants: list[Grant]) -> None:
+def test_reaping_a_lost_worker_takes_a_few_statements(store: SqlStore, stage: Stage, grants: list[Grant]) -> None:
     stage.clock.advance(PAST_LEASE_S)
 
-    assert statements(store, stage.reap) < JOBS + 10
-
+    assert statements(store, stage.reap) < 12
     assert store.counts() == {"render": GroupCounts(pending=JOBS)}
 
 
-def test_failures_take_one_statement_a_job(store: SqlStore, stage: Stage, grants: list[Grant]) -> None:
+def test_what_many_jobs_come_to_is_written_in_a_few_statements(store: SqlStore, stage: Stage, grants: list[Grant]) -> None:
+    ids = [grant.job_id for grant in grants]
     reports = [stage.report(grant, error_code="EXIT_CODE") for grant in grants]
 
-    assert statements(store, lambda: store.fail(reports)) < JOBS + 10
+    assert statements(store, lambda: store.cancel(ids, actor="alice")) < 10  # asks their workers
+    assert statements(store, lambda: store.fail(reports)) < 10
+    assert statements(store, lambda: store.requeue(ids, actor="alice")) < 10
+    assert statements(store, lambda: store.cancel(ids, actor="alice")) < 10  # ends them at once
+    assert store.counts() == {"render": GroupCounts(canceled=JOBS)}
+
+
+def test_what_is_too_late_is_skipped_in_a_few_statements(store: SqlStore, stage: Stage) -> None:
+    stage.add(*(f"late-{number}" for number in range(JOBS)), not_after=stage.clock.wall() + 1)
+    stage.clock.advance(2)
+
+    assert statements(store, stage.skip) < 12
+    assert store.counts() == {"render": GroupCounts(skipped=JOBS)}
+
+
+def test_failures_take_a_few_statements(store: SqlStore, stage: Stage, grants: list[Grant]) -> None:
+    reports = [stage.report(grant, error_code="EXIT_CODE") for grant in grants]
+
+    assert statements(store, lambda: store.fail(reports)) < 10
 
     assert stage.kinds("job-7") == ["failed"]
 

@@ -27,7 +27,7 @@ LONG = settings(max_examples=120, stateful_step_count=50, deadline=None, suppres
 # A step on PostgreSQL with all that is compared after it is some fifty statements: 20 histories take about as long.
 SHORT = settings(LONG, max_examples=20, stateful_step_count=40)
 # Planted faults must be found the same way on every run, and need no shrinking to be found.
-HUNT = settings(LONG, max_examples=300, derandomize=True, database=None, phases=[Phase.generate])
+HUNT = settings(LONG, max_examples=600, derandomize=True, database=None, phases=[Phase.generate])
 
 
 class SqliteMachine(StoreMachine):
@@ -136,6 +136,20 @@ class PromotesTooEarly(MemoryStore):
         return False
 
 
+class GrantsTooLate(MemoryStore):
+    """Leaves it to the leader to keep jobs from starting after their time."""
+
+    def _is_late(self, record: Record) -> bool:
+        return False
+
+
+class LeavesOrphansOpen(MemoryStore):
+    """Tells a worker that came back to go on, and gives its job to others all the same."""
+
+    def _resume(self, record: Record, claim: Held) -> Record:
+        return record
+
+
 class GrantsMoreThanAsked(MemoryStore):
     """Takes the limit for a hint."""
 
@@ -147,7 +161,7 @@ class KeepsHalfATurn(MemoryStore):
     """Takes nothing back."""
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, *, lasting: bool = True) -> Iterator[None]:
         yield
 
 
@@ -166,6 +180,8 @@ FAULTY = [
     ForgetsTheIncarnation,
     RetriesForEver,
     PromotesTooEarly,
+    GrantsTooLate,
+    LeavesOrphansOpen,
     GrantsMoreThanAsked,
     KeepsHalfATurn,
     FencesARepeatAfterARequeue,

@@ -53,7 +53,8 @@ def test_every_frame_of_version_1_is_still_read_as_what_it_was(vector: dict[str,
 def test_what_version_1_refused_from_a_stranger_is_still_refused(vector: dict[str, Any]) -> None:
     with pytest.raises(TasukiError) as refused:
         decode_all(bytes.fromhex(vector["hex"]), vector["limit"])
-    assert refused.value.code == vector["code"]
+    given_since = vector["name"] == "unknown_type_next"  # version 2 has a message of that number, with fields
+    assert refused.value.code == ("PROTOCOL" if given_since else vector["code"])
 
 
 @pytest.mark.parametrize("vector", V1["body_hash"], ids=lambda vector: vector["name"])

@@ -20,6 +20,7 @@ from tasuki.core.job import RESULT_INLINE_MAX_BYTES, InputFile, body_hash
 from tasuki.errors import DiskFull, Unavailable
 from tasuki.worker.attempt import Attempt, StopReason
 from tasuki.worker.keeper_client import Keeper, Kept
+from tasuki.worker.logs import LogCaps
 from tasuki.worker.runner import CommandRunner, RunLimits
 from tests.worker.runs import (
     OWNER,
@@ -59,10 +60,10 @@ def test_a_command_succeeds_with_its_logs_report_and_outputs(tmp_path: Path) -> 
     report = report_of(result)
     assert (report["job_id"], report["attempt"], report["exit_code"]) == ("job-1", 3, 0)
     assert report["input_hash"] == body_hash(attempt.spec).hex()
-    assert report["outputs"] == [{"name": "out/a.txt", "size_bytes": 5}, {"name": "out/deep/b.txt", "size_bytes": 5}]
+    assert [(output["name"], output["size_bytes"]) for output in report["outputs"]] == [("out/a.txt", 5), ("out/deep/b.txt", 5)]
     assert report["started_at"] <= report["finished_at"]
     assert report["host"]
-    assert report["cut_bytes"] == {}
+    assert report["cut_logs"] == {}
 
 
 def test_a_command_runs_on_uvloop_too(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_a_job_sees_nothing_of_the_workers_environment(tmp_path: Path, monkeypat
     seen = dict(entry.split("=", 1) for entry in text_of(result).split("\0") if entry)
     assert set(seen) <= {
         *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "THREADS", "SEED"),
-        *("TASUKI_JOB_ID", "TASUKI_ATTEMPT", "TASUKI_IN", "TASUKI_OUT", "TASUKI_MARK"),
+        *("TASUKI_JOB_ID", "TASUKI_ATTEMPT", "TASUKI_IN", "TASUKI_OUT", "TASUKI_MARK", "TASUKI_PROGRESS_FD"),
     }
     assert (seen["THREADS"], seen["SEED"]) == ("4", "7")
     assert (seen["TASUKI_JOB_ID"], seen["TASUKI_ATTEMPT"]) == ("job-1", "3")
@@ -204,7 +205,7 @@ def test_no_descriptor_of_the_worker_is_passed_on(tmp_path: Path) -> None:
         os.set_inheritable(opened.fileno(), True)
         result = run(runner_in(tmp_path), attempt_of(exec="ls", args=("/proc/self/fd",)))
 
-    assert len(text_of(result).split()) == 4  # 0, 1, 2, and the one ls itself reads the folder with
+    assert len(text_of(result).split()) == 5  # 0, 1, 2, that for progress, and the one ls itself reads the folder with
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
@@ -485,30 +486,28 @@ def test_many_jobs_at_once_need_no_thread_each(tmp_path: Path) -> None:
 
 
 def test_endless_output_is_cut_and_the_cut_is_marked(tmp_path: Path) -> None:
-    cap_bytes = 64 * 1024
-    largest = 0
+    caps = LogCaps(head_bytes=48 * 1024, tail_bytes=16 * 1024)
 
-    def shrank(size_bytes: int) -> bool:
-        nonlocal largest
-        largest = max(largest, size_bytes)
-        return size_bytes < largest
+    def is_cut(log: Path) -> bool:
+        size = log.stat()
+        return size.st_blocks * 512 < size.st_size
 
     async def watch(runner: CommandRunner, stop: Stop) -> None:
         log = runner.folders.at(attempt).logs / "stdout"
         await until(log.exists, "the log is there")
-        await until(lambda: shrank(log.stat().st_size), "the log is cut back while the job writes on")
+        await until(lambda: is_cut(log), "the log is cut while the job writes on")
         stop.set_result(StopReason.CANCELED)
 
     attempt = shell("echo first; while :; do echo and on and on and on; done")
-    result = run(runner_in(tmp_path, limits=RunLimits(log_cap_bytes=cap_bytes, grace_s=0.3)), attempt, watch)
+    result = run(runner_in(tmp_path, limits=RunLimits(log_caps=caps, grace_s=0.3)), attempt, watch)
 
     text = text_of(result)
-    cut_bytes = report_of(result)["cut_bytes"]["stdout"]
+    cut_bytes = report_of(result)["cut_logs"]["stdout"]["cut_bytes"]
     assert text.startswith("first\n")
     assert text.endswith("and on\n")
     assert f"[tasuki: {cut_bytes} bytes were cut here]" in text
     assert cut_bytes > 0
-    assert len(text) <= cap_bytes + 100
+    assert len(text) <= caps.cap_bytes + 100
 
 
 @pytest.mark.parametrize("extra_bytes", [0, 1])
@@ -596,8 +595,12 @@ class RefusingKeeper(Keeper):
     """One whose every start fails with the same error number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(socket.socket(), 0)
+        super().__init__(socket.socket(), os.getpid())
         self._number = number
+
+    def close(self) -> None:
+        """There is no process to end."""
+        self._control.close()
 
     def spawn(self, **_: object) -> Kept:
         kept = Kept(1, asyncio.get_running_loop())
@@ -609,5 +612,5 @@ def test_the_report_is_json_that_anyone_can_read(tmp_path: Path) -> None:
     result = run(runner_in(tmp_path), shell("touch 'out/b\\a'"))
 
     report = json.loads(text_of(result, "result.json"))
-    assert [entry["name"] for entry in report["skipped"]] == ["out/b\\a"]
-    assert result.outcome.meta["skipped"] == 1
+    assert [entry["name"] for entry in report["left_out"]] == ["out/b\\a"]
+    assert result.outcome.meta["left_out"] == 1

@@ -28,6 +28,7 @@ from tasuki.errors import InvalidInput
 __all__ = [
     "ByteSink",
     "FileUnder",
+    "Pieces",
     "ZipEntryInfo",
     "ZipLimits",
     "ZipMember",
@@ -47,11 +48,20 @@ class FileUnder(msgspec.Struct, frozen=True):
     relative: str
 
 
+class Pieces(msgspec.Struct, frozen=True):
+    """Bytes that come one after another while they are written, at most so many; for who reads a file in a way of their own."""
+
+    max_bytes: int
+    pieces: Iterable[bytes]
+    stored: bool = False
+    """Do not compress."""
+
+
 class ZipMember(msgspec.Struct, frozen=True):
     """What is to be written: a name, and bytes, a file, or None for a folder (its name ends with `/`)."""
 
     name: str
-    content: bytes | Path | FileUnder | None
+    content: bytes | Path | FileUnder | Pieces | None
 
 
 class ByteSink(Protocol):
@@ -129,6 +139,12 @@ def _write_member(archive: zipfile.ZipFile, member: ZipMember, modified_at: tupl
             _write_file(archive, info, FileUnder(path.parent, path.name))
         case FileUnder() as file:
             _write_file(archive, info, file)
+        case Pieces() as some:
+            info.file_size = some.max_bytes
+            info.compress_type = zipfile.ZIP_STORED if some.stored else zipfile.ZIP_DEFLATED
+            with archive.open(info, "w") as entry:
+                for piece in some.pieces:
+                    entry.write(piece)
 
 
 def _write_file(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: FileUnder) -> None:

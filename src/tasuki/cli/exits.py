@@ -28,6 +28,7 @@ CONFLICT = 6
 TIME_LIMIT = 124
 COULD_NOT_RUN = 125
 INTERRUPTED = 130
+BROKEN_PIPE = 141  # what a program gets that is ended by SIGPIPE
 
 MEANINGS: dict[int, str] = {
     OK: "done",

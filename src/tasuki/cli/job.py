@@ -98,6 +98,8 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
     worker = plain(view["assigned_worker_id"])
     yield f"  attempt {view['attempt']}, {view['failures']} failed, {view['losses']} lost; worker {worker}"
     yield f"  created {when(view['created_at'])}, started {when(view['started_at'])}, finished {when(view['finished_at'])}"
+    if view["progress"] is not None:
+        yield f"  progress {progress_of(view)} {plain(view['progress_text'])}"
     outcome = view["outcome"]
     if outcome is not None:
         how = outcome["error_code"] or "success"
@@ -131,7 +133,7 @@ def list_jobs(
         Place(to, data, token_file, tls_ca), lambda client: find_all(client, filter, limit=limit, cursor=cursor)
     )
     output = Output(json=json, quiet=quiet)
-    head = ("JOB", "STATE", "SUBJECT", "EXEC", "ATTEMPT", "CREATED", "ERROR")
+    head = ("JOB", "STATE", "SUBJECT", "EXEC", "ATTEMPT", "PROGRESS", "CREATED", "ERROR")
 
     def human() -> list[str]:
         return table(head, (_row(view) for view in jobs))
@@ -143,7 +145,13 @@ def list_jobs(
 
 def _row(view: dict[str, Any]) -> tuple[object, ...]:
     error = (view["outcome"] or {}).get("error_code")
-    return (view["job_id"], view["state"], view["subject"], view["exec"], view["attempt"], when(view["created_at"]), error)
+    what = (view["job_id"], view["state"], view["subject"], view["exec"], view["attempt"])
+    return (*what, progress_of(view), when(view["created_at"]), error)
+
+
+def progress_of(view: dict[str, Any]) -> str | None:
+    """How far the job said it is, as people read it."""
+    return f"{view['progress']:.0%}" if view["progress"] is not None else None
 
 
 def _states(given: list[str] | None) -> list[str]:

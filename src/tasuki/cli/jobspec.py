@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +17,7 @@ from tasuki.errors import InvalidInput, TooLarge
 INDEX, LINE = "{i}", "{line}"
 ARRAY_MAX = 1_000_000
 PIPE_S = 0.2
+_NUMBER = re.compile(r"\d+(\.\d*)?")
 _RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12})(?::(\d{1,12}))?)?")
 
 
@@ -28,6 +31,10 @@ def job_fields(
     retries: int,
     priority: int,
     payload_file: str | None,
+    not_before: str | None = None,
+    not_after: str | None = None,
+    permanent_exit: str | None = None,
+    retry_exit: str | None = None,
 ) -> dict[str, Any]:
     """The fields that all jobs of one command have in common, named as in JobSpec. `-` as exec: a handler's job."""
     fields: dict[str, Any] = {
@@ -38,6 +45,10 @@ def job_fields(
         "max_retries": retries,
         "priority": priority,
         "payload": read_payload(payload_file),
+        "not_before": parse_time("--not-before", not_before),
+        "not_after": parse_time("--not-after", not_after),
+        "permanent_exit_codes": parse_codes("--permanent-exit", permanent_exit),
+        "retry_exit_codes": parse_codes("--retry-exit", retry_exit),
     }
     if subject:
         fields["subject"] = subject
@@ -53,6 +64,26 @@ def parse_env(pairs: Sequence[str]) -> dict[str, str]:
             raise InvalidInput(f"--env {name[:40]!r} has no '='; write --env NAME=VALUE")
         found[name] = value
     return found
+
+
+def parse_time(option: str, text: str | None) -> float | None:
+    """`+90` seconds from now, a Unix time, or a date and time as in 2026-01-31T06:00 (local, unless it names its zone)."""
+    if text is None:
+        return None
+    try:
+        if text.startswith("+"):
+            return time.time() + float(text[1:])
+        return float(text) if _NUMBER.fullmatch(text) else datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise InvalidInput(f"{option} {text[:40]!r} is no time; write +SECONDS, 2026-01-31T06:00, or a Unix time") from None
+
+
+def parse_codes(option: str, text: str | None) -> tuple[int, ...]:
+    """Exit codes with commas between."""
+    try:
+        return tuple(dict.fromkeys(int(code) for code in text.split(","))) if text is not None else ()
+    except ValueError:
+        raise InvalidInput(f"{option} {(text or '')[:40]!r}: write exit codes with commas between, as in 3,4") from None
 
 
 def read_payload(path: str | None) -> bytes:

@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "list": ("job", "Jobs, newest first."),
     "explain": ("job", "Why a job stands where it stands, and what befell it."),
     "result": ("result", "Wait for a job's end and save its result."),
-    "logs": ("result", "What a command that has ended wrote."),
+    "logs": ("logs", "What a command writes, while it runs and afterwards."),
     "cancel": ("job", "Stop jobs."),
     "retry": ("job", "Set jobs going again that have ended."),
     "stats": ("stats", "Jobs by group and state, and the workers that are connected."),

@@ -61,6 +61,21 @@ Environment = Annotated[
 ]
 Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Time limit of one attempt.")]
 Priority = Annotated[int, typer.Option("--priority", metavar="0-9", help="Higher first.")]
+NotBefore = Annotated[
+    str | None,
+    typer.Option("--not-before", metavar="TIME", help="Do not start before: +SECONDS, 2026-01-31T06:00, or a Unix time."),
+]
+NotAfter = Annotated[
+    str | None, typer.Option("--not-after", metavar="TIME", help="Do not start after: a job that still waits then is SKIPPED.")
+]
+PermanentExit = Annotated[
+    str | None,
+    typer.Option("--permanent-exit", metavar="CODES", help="Exit codes not worth a retry, as in 3,4. Default: the exec's own."),
+]
+RetryExit = Annotated[
+    str | None,
+    typer.Option("--retry-exit", metavar="CODES", help="The only exit codes worth a retry. Default: the exec's own."),
+]
 PayloadFile = Annotated[
     str | None,
     typer.Option("--payload-file", metavar="FILE", help="Standard input of the job, or a handler's payload; - for stdin."),

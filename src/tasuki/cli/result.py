@@ -1,4 +1,4 @@
-"""`tasuki result` and `tasuki logs`: what a job left behind."""
+"""`tasuki result`: what a job left behind."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from tasuki.cli import exits, options
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place, with_client
 from tasuki.cli.output import Output
-from tasuki.errors import InvalidInput, NotFound, Unavailable
+from tasuki.errors import InvalidInput
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient
 
-ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED")
-
 
 def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
+    """Register the command."""
     command(
         app,
         "result",
@@ -33,7 +31,6 @@ def add_to(app: typer.Typer) -> None:
             "tasuki result --stdout JOB | wc -c",
         ],
     )(result)
-    command(app, "logs", examples=["tasuki logs JOB", "tasuki logs --stderr JOB 2> errors.txt"])(logs)
 
 
 def result(
@@ -107,49 +104,3 @@ async def _result(
     if not succeeded:
         output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
     return exits.OK if succeeded else exits.FAILED
-
-
-def logs(
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id.")],
-    stdout: Annotated[bool, typer.Option("--stdout", help="Only what it wrote to stdout.")] = False,
-    stderr: Annotated[bool, typer.Option("--stderr", help="Only what it wrote to stderr.")] = False,
-    to: options.To = None,
-    data: options.Data = None,
-    token_file: options.TokenFile = None,
-    tls_ca: options.TlsCa = None,
-    json: options.Json = False,
-) -> None:
-    """What a command that has ended wrote.
-
-    Its stdout goes to stdout, its stderr to stderr. Logs come with the result: a job that still runs has none to show yet.
-    """
-    kept = with_client(Place(to, data, token_file, tls_ca), lambda client: _logs(client, job_id))
-    both = stdout == stderr
-    texts = {"stdout": kept[0] if stdout or both else b"", "stderr": kept[1] if stderr or both else b""}
-    if json:
-        answer = {name: text.decode("utf-8", "replace") for name, text in texts.items()}
-        Output(json=True).show({"job_id": job_id, **answer}, list)
-        return
-    for stream, text in ((sys.stdout.buffer, texts["stdout"]), (sys.stderr.buffer, texts["stderr"])):
-        stream.write(text)
-        stream.flush()
-
-
-async def _logs(client: AsyncClient, job_id: str) -> tuple[bytes, bytes]:
-    from tasuki.cli import archive
-
-    view = await client.status(job_id)
-    if view["state"] not in ENDED:
-        raise Unavailable(
-            f"job {job_id!r} is {view['state']}; its logs come with its result when it has ended "
-            f"(logs of running jobs are not available yet). Wait with: tasuki result {job_id}"
-        )
-    ended = await client.job(job_id).outcome()
-    if not view["exec"] or not archive.has_result(ended):
-        raise NotFound(f"job {job_id!r} left no logs: {'a handler has none' if not view['exec'] else 'it never ran'}")
-    stdout, stderr = bytearray(), bytearray()
-    with archive.scratch_file() as path:
-        await archive.fetch(client, ended, path)
-        with path.open("rb") as source:
-            archive.copy_logs(source, stdout.extend, stderr.extend)
-    return bytes(stdout), bytes(stderr)

@@ -1,6 +1,8 @@
 """`tasuki run`: one job, from start to end, as if its program had been started here.
 
-The job's stdout, stderr and exit code become our own. Ctrl-C cancels the job and waits for its end; a second one leaves.
+The job's stdout, stderr and exit code become our own, the two streams as they come: what was not heard of while the job ran
+is read from its result. Ctrl-C cancels the job and waits for its end; a second one leaves. So does the end of whoever read our
+stdout, as it would have ended the program.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from tasuki.errors import TasukiError, Unavailable
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient, AsyncJobHandle
+    from tasuki.client.logs import LogFollower
     from tasuki.core.protocol import JobResult
 
 PROGRESS_S = 0.5
@@ -66,6 +69,10 @@ def run(
     timeout: options.Timeout = None,
     retries: Annotated[int, typer.Option("--retries", metavar="N", help="How often a failure is tried again.")] = 0,
     priority: options.Priority = 5,
+    not_before: options.NotBefore = None,
+    not_after: options.NotAfter = None,
+    permanent_exit: options.PermanentExit = None,
+    retry_exit: options.RetryExit = None,
     output_file: Annotated[
         Path | None,
         typer.Option(
@@ -76,6 +83,7 @@ def run(
     data: options.Data = None,
     token_file: options.TokenFile = None,
     tls_ca: options.TlsCa = None,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the output when the job has ended.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No words of tasuki's own.")] = False,
     json: options.Json = False,
 ) -> int:
@@ -100,30 +108,43 @@ def run(
         retries=retries,
         priority=priority,
         payload_file=payload_file,
+        not_before=not_before,
+        not_after=not_after,
+        permanent_exit=permanent_exit,
+        retry_exit=retry_exit,
     )
     fields.update(job_id=job_id, files=check_files(files))
     if payload_file is None and token_file != STDIN:
         fields["payload"] = piped_payload(output.hint)
     output.progress("connecting …")
-    return with_client(Place(to, data, token_file, tls_ca), lambda client: _run(client, fields, output_file, output))
+    stream = not (no_stream or json)
+    place = Place(to, data, token_file, tls_ca)
+    return with_client(place, lambda client: _run(client, fields, output_file, output, stream=stream))
 
 
-async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | None, output: Output) -> int:
+async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | None, output: Output, *, stream: bool) -> int:
     from tasuki.cli.waiting import telling_why_pending
 
     stop = _Interrupts()
     job_id = fields["job_id"] or client.new_id()
+    streaming: _Streaming | None = None
     try:
         handle = await _submit(client, {**fields, "job_id": job_id}, stop, output)
         if handle is None:
             return exits.INTERRUPTED
+        ending = asyncio.ensure_future(handle.outcome())
+        if stream and fields["exec"]:
+            streaming = _Streaming(client, job_id, ending, stop, output)
         with telling_why_pending(client, lambda: job_id, output):
-            ended = await _wait(client, handle, stop, output)
+            ended = await _wait(client, handle, ending, stop, output)
+        if ended is not None:
+            code = await _deliver(client, ended, output_file, output, streaming, is_command=bool(fields["exec"]))
+            return exits.BROKEN_PIPE if stop.broken_pipe else code
+        return exits.INTERRUPTED
     finally:
         stop.close()
-    if ended is None:
-        return exits.INTERRUPTED
-    return await _deliver(client, ended, output_file, output, is_command=bool(fields["exec"]))
+        if streaming is not None:
+            await streaming.close()
 
 
 class _Interrupts:
@@ -131,6 +152,8 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
+        self.broken_pipe = False
+        """Nobody reads our stdout any more."""
         self.changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -140,9 +163,54 @@ class _Interrupts:
         self.count += 1
         self.changed.set()
 
+    def note_broken_pipe(self) -> None:
+        """A program would have been ended by SIGPIPE: its job is, too."""
+        self.broken_pipe = True
+        self._note()
+
     def close(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.remove_signal_handler(number)
+
+
+class _Streaming:
+    """Passes on what the job writes, as it comes. Where that fails, the rest is left for its end."""
+
+    def __init__(
+        self, client: AsyncClient, job_id: str, ending: asyncio.Future[JobResult], stop: _Interrupts, output: Output
+    ) -> None:
+        from tasuki.cli.logs import BOTH, Told
+        from tasuki.client.logs import LogFollower
+
+        self._told = Told(output)
+        self._stop = stop
+        self._followers = [LogFollower(client, job_id, name, on_progress=self._told.progress) for name in BOTH]
+        self._tasks = [asyncio.ensure_future(self._follow(follower, ending)) for follower in self._followers]
+
+    async def _follow(self, follower: LogFollower, ending: asyncio.Future[JobResult]) -> None:
+        try:
+            async for part in follower.live(ending):
+                await self._told.part(part)
+        except TasukiError as error:
+            self._told.output.hint(f"tasuki: {follower.stream} comes at the job's end: {error.message}")
+        except BrokenPipeError:
+            self._stop.note_broken_pipe()
+
+    async def finish(self, path: Path | None, attempt: int) -> None:
+        """The job has ended: what was not passed on yet, from the result at `path`."""
+        await asyncio.gather(*self._tasks)
+        if path is None or self._stop.broken_pipe:
+            return
+        for follower in self._followers:
+            async for part in follower.rest_in(path, attempt):
+                await self._told.part(part)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for follower in self._followers:
+            await follower.close()
 
 
 async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts, output: Output) -> AsyncJobHandle | None:
@@ -165,14 +233,15 @@ async def _submit(client: AsyncClient, fields: dict[str, Any], stop: _Interrupts
         submitting.cancel()
 
 
-async def _wait(client: AsyncClient, handle: AsyncJobHandle, stop: _Interrupts, output: Output) -> JobResult | None:
+async def _wait(
+    client: AsyncClient, handle: AsyncJobHandle, ending: asyncio.Future[JobResult], stop: _Interrupts, output: Output
+) -> JobResult | None:
     """The end of the job, or None if the user does not want to wait for it any more."""
     from tasuki.cli.waiting import ConnectionNotice
 
     loop = asyncio.get_running_loop()
     began = loop.time()
     notice = ConnectionNotice(client, output)
-    ending = asyncio.ensure_future(handle.outcome())
     canceling: asyncio.Task[bool] | None = None
     try:
         while not ending.done():
@@ -217,8 +286,16 @@ async def _cancel(client: AsyncClient, job_id: str) -> bool:
     return True
 
 
-async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | None, output: Output, *, is_command: bool) -> int:
-    """Give out what the job left: a command's logs, or a handler's bytes."""
+async def _deliver(
+    client: AsyncClient,
+    ended: JobResult,
+    output_file: Path | None,
+    output: Output,
+    streaming: _Streaming | None,
+    *,
+    is_command: bool,
+) -> int:
+    """Give out what the job left: the rest of a command's logs, or a handler's bytes."""
     from tasuki.cli import archive
 
     code = exit_code_of(ended)
@@ -226,8 +303,12 @@ async def _deliver(client: AsyncClient, ended: JobResult, output_file: Path | No
     output.end_progress()
     with archive.scratch_file() as scratch:
         path = output_file or scratch
-        if archive.has_result(ended):
+        left = archive.has_result(ended)
+        if left:
             await archive.fetch(client, ended, path)
+        if streaming is not None:
+            await streaming.finish(path if left else None, ended.attempt)
+        elif left:
             stdout, stderr = (sys.stdout.buffer.write, sys.stderr.buffer.write)
             if output.json:
                 stdout, stderr = logs["stdout"].extend, logs["stderr"].extend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("pending", "active", "orphaned", "succeeded", "failed", "timed_out", "canceled", "skipped")
 HOME_AND_CLEAR = "\033[H\033[2J"
+PROGRESS_LOOKED_AT = 1000  # running jobs
 
 
 def add_to(app: typer.Typer) -> None:
@@ -48,9 +50,11 @@ def stats(
     async def work(client: AsyncClient) -> None:
         while True:
             groups, workers = await asyncio.gather(client.counts(), client.workers())
+            progress = await _progress(client) if json else []
             if watch and not json and sys.stdout.isatty():
                 print(HOME_AND_CLEAR, end="")
-            _show(output, groups, workers)
+            answer = {"groups": groups, "workers": workers, "progress": progress}
+            output.show(answer, functools.partial(_lines, groups, workers))
             if not watch:
                 return
             await asyncio.sleep(interval)
@@ -58,8 +62,11 @@ def stats(
     with_client(Place(to, data, token_file, tls_ca), work)
 
 
-def _show(output: Output, groups: dict[str, dict[str, int]], workers: list[dict[str, Any]]) -> None:
-    output.show({"groups": groups, "workers": workers}, lambda: _lines(groups, workers))
+async def _progress(client: AsyncClient) -> list[dict[str, Any]]:
+    """The running jobs that tell how far they are."""
+    running = (await client.find(states=["RUNNING"], limit=PROGRESS_LOOKED_AT))["jobs"]
+    names = ("job_id", "assigned_worker_id", "progress", "progress_text")
+    return [{name: view[name] for name in names} for view in running if view["progress"] is not None]
 
 
 def _lines(groups: dict[str, dict[str, int]], workers: list[dict[str, Any]]) -> list[str]:

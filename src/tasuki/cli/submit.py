@@ -58,6 +58,10 @@ def submit(
     timeout: options.Timeout = None,
     retries: Annotated[int, typer.Option("--retries", metavar="N", help="How often a failure is tried again.")] = 3,
     priority: options.Priority = 5,
+    not_before: options.NotBefore = None,
+    not_after: options.NotAfter = None,
+    permanent_exit: options.PermanentExit = None,
+    retry_exit: options.RetryExit = None,
     to: options.To = None,
     data: options.Data = None,
     token_file: options.TokenFile = None,
@@ -82,6 +86,10 @@ def submit(
         retries=retries,
         priority=priority,
         payload_file=payload_file,
+        not_before=not_before,
+        not_after=not_after,
+        permanent_exit=permanent_exit,
+        retry_exit=retry_exit,
     )
     inputs = check_files(files)
     output = Output(json=json, quiet=quiet)

@@ -92,6 +92,11 @@ DrainTimeout = Annotated[
     float | None,
     typer.Option("--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."),
 ]
+LogHead = Annotated[
+    str,
+    typer.Option("--log-head", metavar="SIZE", help="How much of the beginning of a long stdout or stderr is kept: 500KB, 4MiB."),
+]
+LogTail = Annotated[str, typer.Option("--log-tail", metavar="SIZE", help="How much of its end.")]
 UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)]
 
 
@@ -107,6 +112,8 @@ def worker(
     reconnect_grace: ReconnectGrace = 60.0,
     lease_ttl: LeaseTtl = None,
     drain_timeout: DrainTimeout = None,
+    log_head: LogHead = "16320KiB",
+    log_tail: LogTail = "64KiB",
     until_stdin_ends: UntilStdinEnds = False,
     log_level: options.LogLevel = "info",
     data: options.Data = None,
@@ -119,9 +126,10 @@ def worker(
     The first SIGTERM or Ctrl-C drains: no new jobs, running ones finish. The second stops them.
     """
     from tasuki.cli import log
-    from tasuki.config import data_folder, default_url
+    from tasuki.config import data_folder, default_url, parse_size
     from tasuki.worker import Worker
-    from tasuki.worker.worker import RECONNECT_GRACE_MAX_S
+    from tasuki.worker.logs import LogCaps
+    from tasuki.worker.settings import RECONNECT_GRACE_MAX_S
 
     log.configure(log_level, json=json)
     if on_disconnect not in ("stop", "keep"):
@@ -143,6 +151,7 @@ def worker(
         lease_ttl_s=lease_ttl,
         tls_ca=tls_ca,
         drain_timeout_s=drain_timeout,
+        log_caps=LogCaps(head_bytes=parse_size(log_head), tail_bytes=parse_size(log_tail)),
     )
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()

@@ -10,7 +10,8 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,7 @@ from typing import Any, Self
 from tasuki import __version__
 from tasuki.client.embedded import ensure_server
 from tasuki.client.handles import AsyncJobHandle
+from tasuki.client.logs import LogFollower
 from tasuki.config import DataFolder, data_folder, default_url, find_token, parse_url
 from tasuki.core.client_machine import (
     Answered,
@@ -49,7 +51,7 @@ from tasuki.core.protocol import (
     Welcome,
     batches,
 )
-from tasuki.core.redial import Connect
+from tasuki.core.redial import Connect, believed
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
 from tasuki.net import Line, client_tls
 from tasuki.net.loops import now
@@ -94,6 +96,7 @@ class AsyncClient:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._closed = False
         self._last_problem = "no address was tried yet"
+        self._tls_ca = tls_ca
         self._line = Line(self._heard, client_tls(tls_ca))
         self._blobs = self._line.blobs
         self._submits = asyncio.Semaphore(SUBMITS_AT_ONCE)
@@ -396,6 +399,25 @@ class AsyncClient:
 
     async def explain(self, job_id: str) -> dict[str, Any]:
         return await self.request("explain", job_id=job_id)
+
+    async def logs(
+        self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """What a command writes to stdout or stderr, as it comes, to the job's end; follow=False: what there is now.
+
+        Where something was cut out of the middle a line says so. A new attempt begins anew. More, such as which attempt and
+        offset a piece is of, tells `tasuki.client.logs.LogFollower`.
+        """
+        async with aclosing(LogFollower(self, job_id, stream, offset=offset).parts(follow=follow)) as parts:
+            async for part in parts:
+                yield part.text
+
+    def beside(self, url: str, connect_timeout_s: float) -> AsyncClient | None:
+        """A second client, not open yet, for a server that ours named; None if its address is not to be believed."""
+        address = believed(url, parse_url(self._url or ""))
+        if address is None:
+            return None
+        return AsyncClient(str(address), token=self._token, tls_ca=self._tls_ca, connect_timeout_s=connect_timeout_s)
 
     async def counts(self) -> dict[str, dict[str, int]]:
         return await self.request("counts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -47,6 +47,10 @@ class JobHandle:
     def result(self, timeout: float | None = None) -> bytes:
         """The result's bytes; JobFailed if it did not succeed, DeadlineExceeded if it takes longer."""
         return self._client.wait(self._handle.result(timeout))
+
+
+async def _closed(pieces: AsyncGenerator[bytes, None]) -> None:
+    await pieces.aclose()
 
 
 class Client:
@@ -138,6 +142,20 @@ class Client:
 
     def explain(self, job_id: str) -> dict[str, Any]:
         return self.wait(self._async.explain(job_id))
+
+    def logs(self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True) -> Iterator[bytes]:
+        """As AsyncClient.logs. Closing the iterator early leaves the job alone."""
+        pieces = self._async.logs(job_id, stream, offset=offset, follow=follow)
+
+        async def following() -> bytes | None:
+            return await anext(pieces, None)
+
+        try:
+            while (piece := self.wait(following())) is not None:
+                yield piece
+        finally:
+            if not self._loop.is_closed():
+                self.wait(_closed(pieces))
 
     def counts(self) -> dict[str, dict[str, int]]:
         return self.wait(self._async.counts())

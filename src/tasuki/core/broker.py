@@ -24,6 +24,7 @@ from tasuki.core.broker_events import (
     Elected,
     Event,
     Hinted,
+    JobSeen,
     Met,
     SendBlob,
     SomeEnded,
@@ -38,6 +39,7 @@ from tasuki.core.draft import BlobRoute, CheckRoute, Draft, LeaseRoute
 from tasuki.core.duties import Duties, DutyConfig
 from tasuki.core.fellows import Fellows, describe
 from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.logs import LogDesk
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.members import ServerInfo
 from tasuki.core.protocol import (
@@ -80,11 +82,14 @@ class Broker:
         self.trie: SubjectTrie[int] = SubjectTrie()
         self.draft = Draft()
         self.disk_problem = ""
+        self.store_problem = ""
+        """Why the last turn was not stored; empty: it was."""
         keep = DutyConfig(
             retention_s=config.retention_s, blob_grace_s=config.blob_grace_s, blob_budget_bytes=config.blob_budget_bytes
         )
         self.duties = Duties(keep, config.epoch)
         self.fellows = Fellows()
+        self.logs = LogDesk()
         self.addresses: tuple[str, ...] = ()
         """Where peers can reach this server; the doors know."""
         self._live_workers: dict[str, tuple[str, ...]] = {}
@@ -113,6 +118,8 @@ class Broker:
                 if event.turn.epoch:
                     return self.duties.failed(event.turn, event.error)
                 return settle.turn_failed(self, event.turn, event.error, now)
+            case JobSeen():
+                return self.logs.seen(self, event, now)
             case _:
                 return self._told(event)
 
@@ -195,7 +202,7 @@ class Broker:
             case SubmitJobs():
                 return requests.submit(self, client, client.identity, message)
             case Heartbeat():
-                return [Send(client.conn, HeartbeatAnswer(message.msg_id))]
+                return [Send(client.conn, HeartbeatAnswer(message.msg_id, servers=greeting.new_servers(self, client)))]
             case Request():
                 return requests.request(self, client, client.identity, message)
             case CancelJobs():
@@ -357,6 +364,7 @@ class Broker:
             self.look_everywhere()
         if self.config.shared:
             commands += self.fellows.poll(self, now)
+        commands += self.logs.ticked(self, now)
         for session in list(self.sessions.values()):
             if session.identity is not None and session.identity.expired(now.wall):
                 commands += self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))

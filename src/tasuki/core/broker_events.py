@@ -6,7 +6,9 @@ import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.hints import Hint
+from tasuki.core.job import Job
 from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.logs import LogQuestion
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.members import ServerInfo
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk
@@ -109,6 +111,15 @@ class DiskSpace(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class JobSeen(msgspec.Struct, frozen=True):
+    """The driver has read the row of the job whose log a client asks for; the client may see it."""
+
+    conn: int
+    msg_id: int
+    question: LogQuestion
+    job: Job
+
+
 class Query(msgspec.Struct, frozen=True):
     """A read that may be slow: the driver answers it from its reader, with what `identity` may see."""
 
@@ -118,6 +129,10 @@ class Query(msgspec.Struct, frozen=True):
     params: dict[str, object]
     identity: Identity
     workers: list[dict[str, object]]
+    question: LogQuestion | None = None
+    """Of `logs`: the answer goes on to the broker as JobSeen."""
+    trouble: str = ""
+    """Of `explain`: why this server grants nothing at the moment."""
 
 
 class ReceiveBlob(msgspec.Struct, frozen=True):
@@ -195,7 +210,7 @@ class AskRevoked(msgspec.Struct, frozen=True):
 
 
 ToldEvent = DiskSpace | Elected | Won | Met | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
-Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | ToldEvent
+Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | ToldEvent
 Command = (
     Send
     | Hangup

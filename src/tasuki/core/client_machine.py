@@ -245,6 +245,8 @@ class ClientMachine:
             case ErrorMessage():
                 return self._refused(message, now)
             case HeartbeatAnswer():
+                if message.servers:
+                    self._redial.learn(message.servers)
                 return []
             case _:
                 return []  # newer than this client

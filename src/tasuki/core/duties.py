@@ -1,4 +1,5 @@
-"""What the leader does besides: end leases that are over, make delayed jobs ready, delete what is old, collect blobs. Pure.
+"""What the leader does besides: end leases that are over, skip what is too late to start, make delayed jobs ready, delete what
+is old, collect blobs. Pure.
 
 Theory of operation. Duties are turns of their own, which carry the epoch. If the store refuses it (`StaleEpoch`), somebody else
 leads: nothing else was in that turn, nothing is sent again, and this server steps down. Between two turns of duties the broker
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from tasuki.core.broker import Broker
     from tasuki.core.broker_events import Command
 
-DUTY_INTERVAL_S = 0.25  # reaping and promoting: two index seeks when there is nothing to do
+DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
 COLLECT_INTERVAL_S = 30.0
 SQUEEZED_GRACE_S = 300.0  # while the blobs are over their budget, one that was touched longer ago than this may go
 REAP_BATCH = 256
+SKIP_BATCH = 1024
 PROMOTE_BATCH = 1024
 COLLECT_BATCH = 256
 
@@ -96,7 +98,7 @@ class Duties:
         turn = Turn(epoch=self.epoch, routes=self)
         if now.monotonic >= self._duty_at:
             self._duty_at = now.monotonic + DUTY_INTERVAL_S
-            turn.reap, turn.promote = REAP_BATCH, PROMOTE_BATCH
+            turn.reap, turn.skip, turn.promote = REAP_BATCH, SKIP_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._prune_at:
             self._prune_at = now.monotonic + PRUNE_INTERVAL_S
             turn.prune_after_s = self.config.retention_s
@@ -123,10 +125,13 @@ class Duties:
             broker.look_everywhere()
             broker.fellows.ended += ended
             broker.fellows.everything = True
+        if answers.skip:
+            broker.ask_ends(answers.skip)
+            broker.fellows.ended += answers.skip
         if answers.promote.subjects:
             broker.look_for(answers.promote.subjects, backlog=True)
             broker.fellows.ready.update(answers.promote.subjects)
-        if len(answers.reap) >= REAP_BATCH or answers.promote.count >= PROMOTE_BATCH:
+        if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
             self._duty_at = 0.0
         if answers.prune:
             self._prune_at = 0.0

@@ -27,7 +27,7 @@ IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beat
 LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; what a peer does not offer is not used
-FEATURES = ("batch", "blobs", "watch")
+FEATURES = ("batch", "blobs", "logs", "watch")
 
 
 def hello(broker: Broker, session: Session, message: Message, now: Now) -> list[Command]:
@@ -53,7 +53,16 @@ def hello(broker: Broker, session: Session, message: Message, now: Now) -> list[
     return []
 
 
-def _servers_for(broker: Broker, peer: Peer) -> tuple[str, ...]:
+def new_servers(broker: Broker, session: Session) -> tuple[str, ...]:
+    """Where this peer can turn to, if it was last told otherwise; else nothing."""
+    servers = servers_for(broker, session.peer)
+    if servers == session.servers_told:
+        return ()
+    session.servers_told = servers
+    return servers
+
+
+def servers_for(broker: Broker, peer: Peer) -> tuple[str, ...]:
     """Where this peer can turn to. A loopback address means something only on the machine itself."""
     if not broker.fellows.servers:  # alone: the peer has found us, perhaps through a relay that must not be gone round
         return ()
@@ -86,6 +95,7 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
         "opened_at": session.opened_at,
         "heard_at": now.monotonic,
         "identity": identity,
+        "servers_told": servers_for(broker, session.peer),
     }
     ttl_s = broker.config.lease_ttl_s
     commands: list[Command] = []
@@ -108,7 +118,7 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
         server_id=broker.config.server_id,
         identity=identity.name,
         kind=identity.kind,
-        servers=_servers_for(broker, session.peer),
+        servers=common["servers_told"],
         features=FEATURES,
         codecs=tuple(codec for codec in CODECS if codec in hello.codecs)[:1],
         lease_ttl_s=ttl_s,
@@ -140,6 +150,7 @@ def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, iden
         host=hello.host[:200],
         slots=hello.slots,
         takes=hello.takes,
+        version=min(PROTOCOL_VERSION, hello.version),
     )
 
 

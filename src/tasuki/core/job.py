@@ -28,6 +28,10 @@ TEXTS_MAX_BYTES = 512 * 1024  # arguments, environment and headers together; exe
 PRIORITY_MAX = 9
 TIMEOUT_MAX_S = 366 * 86400.0
 BUDGET_MAX = 1_000_000
+EXIT_CODES_MAX = 64
+EXIT_CODE_RANGE = (1, 255)  # of failures, as a shell shows them: 128 + n for signal n
+TIME_END = 1e11  # Unix times in seconds are below this; in milliseconds they would not be
+PROGRESS_TEXT_MAX_CHARS = 200
 
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
@@ -110,7 +114,13 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     priority: int = 5
     """0-9, higher first, strictly. Not part of the body."""
     not_before: float | None = None
-    """Unix time on the store's wall clock. Not part of the body."""
+    """Unix time on the store's wall clock: no attempt is granted before it. Not part of the body."""
+    not_after: float | None = None
+    """Likewise: no attempt is granted after it; a job that still waits then is SKIPPED. Not part of the body."""
+    permanent_exit_codes: tuple[int, ...] = ()
+    """Exit codes that are not worth another attempt. Empty: what the exec says. Not part of the body."""
+    retry_exit_codes: tuple[int, ...] = ()
+    """The only exit codes that are. Empty: what the exec says. Not part of the body."""
     headers: dict[str, str] = {}
     """Free notes for the submitter. Not part of the body."""
     array_id: str | None = None
@@ -147,6 +157,13 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     """Trying again can never help: no retry is used up, the job is FAILED."""
 
 
+class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """How far a running attempt says it is: 0 to 1, and a few words. It never decides anything."""
+
+    fraction: float
+    text: str = ""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that the store knows of one job. A leased state without a lease cannot be built."""
 
@@ -162,6 +179,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int = 0
     priority: int = 5
     not_before: float | None = None
+    not_after: float | None = None
+    """As in the spec; none once somebody set the job going again after that time."""
     lease: Lease | None = None
     assigned_worker_id: str | None = None
     """Who had the latest attempt; stays after the lease is over."""
@@ -173,6 +192,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the finish that made it terminal, or of the latest failed attempt while a retry waits."""
     leader_epoch: int = 0
     scheduled_for: float | None = None
+    progress: Progress | None = None
+    """What the latest attempt said last; a grant clears it."""
 
     def __post_init__(self) -> None:
         if self.state in LEASED and self.lease is None:
@@ -188,7 +209,8 @@ class Incident(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     at: float
     kind: str
-    """failed, lost, fenced, orphaned, released, canceled, cancel_requested, requeued, dead_lettered, taken_over"""
+    """failed, lost, fenced, orphaned, released, canceled, cancel_requested, requeued, dead_lettered, taken_over,
+    resumed, skipped, restored"""
     attempt: int = 0
     worker_id: str = ""
     actor: str = ""
@@ -215,8 +237,10 @@ def check_spec(spec: JobSpec) -> JobSpec:
         raise InvalidInput(f"backoff_s must be 0 to {TIMEOUT_MAX_S:.0f} seconds, got {spec.backoff_s}")
     if spec.timeout_s is not None and not 0 < spec.timeout_s <= TIMEOUT_MAX_S:
         raise InvalidInput(f"timeout_s must be above 0 and at most {TIMEOUT_MAX_S:.0f} seconds, got {spec.timeout_s}")
-    if spec.not_before is not None and not 0 <= spec.not_before < 1e11:
-        raise InvalidInput(f"not_before must be a Unix time in seconds, got {spec.not_before}")
+    if spec.not_before is not None or spec.not_after is not None:
+        _check_times(spec)
+    if spec.permanent_exit_codes or spec.retry_exit_codes:
+        check_exit_codes(spec.permanent_exit_codes, spec.retry_exit_codes)
     if spec.array_id is not None:
         check_job_id(spec.array_id)
     size = len(spec.payload)
@@ -229,6 +253,30 @@ def check_spec(spec: JobSpec) -> JobSpec:
             "upload them as blobs (the client does this by itself for files)"
         )
     return spec
+
+
+def _check_times(spec: JobSpec) -> None:
+    for name, at in (("not_before", spec.not_before), ("not_after", spec.not_after)):
+        if at is not None and not 0 <= at < TIME_END:
+            raise InvalidInput(f"{name} must be a Unix time in seconds, got {at}")
+    if spec.not_before is not None and spec.not_after is not None and spec.not_after <= spec.not_before:
+        raise InvalidInput(
+            f"not_after ({spec.not_after}) must be later than not_before ({spec.not_before}); it could never start"
+        )
+
+
+def check_exit_codes(permanent: tuple[int, ...], retry: tuple[int, ...]) -> None:
+    """Rules on exit codes that can be kept; else InvalidInput."""
+    lowest, highest = EXIT_CODE_RANGE
+    for name, codes in (("permanent_exit_codes", permanent), ("retry_exit_codes", retry)):
+        if len(codes) > EXIT_CODES_MAX:
+            raise InvalidInput(f"{name} has {len(codes)} codes, the limit is {EXIT_CODES_MAX}")
+        for code in codes:
+            if not lowest <= code <= highest:
+                raise InvalidInput(f"{name} has {code}; exit codes of failures are {lowest} to {highest} (128 + n for signal n)")
+    both = sorted(set(permanent) & set(retry))
+    if both:
+        raise InvalidInput(f"permanent_exit_codes and retry_exit_codes both have {both[0]}; a code is one or the other")
 
 
 def _check_lists(spec: JobSpec) -> None:
@@ -304,7 +352,7 @@ _NO_FILES: list[tuple[str, str]] = []
 
 
 def body_hash(spec: JobSpec) -> bytes:
-    """sha256 over what makes two submits of one id 'the same' (DESIGN §1); headers, priority, not_before are not in it."""
+    """sha256 over what makes two submits of one id 'the same' (DESIGN §1); headers, priority, times, exit codes are not in it."""
     files = sorted((file.name, file.identity()) for file in spec.files) if spec.files else _NO_FILES
     return hashlib.sha256(
         _body_encoder.encode(

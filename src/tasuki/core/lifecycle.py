@@ -5,7 +5,8 @@
        ├──release──────────┤                  ├──fail──► FAILED      time_out──► TIMED_OUT
        ├──retry────────────┼──────────────────┤
        ├──lose─────────────┴──────────────────┤──orphan──► ORPHANED ──grant──► ASSIGNED
-       └──requeue── (any terminal state)      └──cancel──► CANCELED
+       ├──requeue── (any terminal state)      │                └──resume──► RUNNING
+       └──skip──► SKIPPED                     └──cancel──► CANCELED
 
 Every store asks this module which transition an event makes; none has a rule of its own. `finish` of an attempt that
 was never reported as started goes straight from ASSIGNED: short handlers spare themselves the extra write.
@@ -39,6 +40,7 @@ class Event(enum.StrEnum):
     TIME_OUT = "time_out"
     LOSE = "lose"
     ORPHAN = "orphan"
+    RESUME = "resume"
     CANCEL = "cancel"
     SKIP = "skip"
     REQUEUE = "requeue"
@@ -60,6 +62,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     **{(state, Event.TIME_OUT): State.TIMED_OUT for state in _HELD},
     **{(state, Event.LOSE): State.PENDING for state in sorted(LEASED)},
     **{(state, Event.ORPHAN): State.ORPHANED for state in sorted(LEASED)},
+    (State.ORPHANED, Event.RESUME): State.RUNNING,
     **{(state, Event.CANCEL): State.CANCELED for state in (*_HELD, State.PENDING)},
     (State.PENDING, Event.SKIP): State.SKIPPED,
     (State.ORPHANED, Event.SKIP): State.SKIPPED,
@@ -146,6 +149,33 @@ def after_loss(
         return Verdict(Event.ORPHAN, after(state, Event.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant")
     delay_s = retry_delay_s(backoff_s, losses - 2) if losses > 1 else 0.0
     return Verdict(Event.LOSE, after(state, Event.LOSE), delay_s, failures, losses, what)
+
+
+def is_late(not_after: float | None, wall: float) -> bool:
+    """Whether a job may not be granted any more. `not_after` itself is the last moment at which it may."""
+    return not_after is not None and not_after < wall
+
+
+def skip_outcome(not_after: float, last: Outcome | None) -> Outcome:
+    """Of a job that waited past its `not_after`; `last` is the outcome of the latest failed attempt, if there was one."""
+    message = f"it was too late to start: not_after was {not_after:.3f}"
+    if last is not None:
+        message += f"; last attempt: {last.message or last.error_code or 'failed'}"
+    return Outcome(error_code="TOO_LATE", message=message)
+
+
+RESUMED = "its worker came back, and nobody else had taken it"
+"""What the story says of a resumed job."""
+
+
+def not_after_again(asked: float | None, wall: float) -> float | None:
+    """The `not_after` of a job that is set going again: whoever does that after the time that was asked for wants it still."""
+    return None if is_late(asked, wall) else asked
+
+
+def was_made(attempt: int) -> bool:
+    """False: no attempt was made yet, or none since the store was restored: the number says only where the next one begins."""
+    return attempt % ATTEMPT_STEP != 0
 
 
 def cancel_is_immediate(state: State) -> bool:

@@ -6,7 +6,8 @@ Who sends what:
     client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat
     server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage
     worker → server   HelloWorker GiveCredit Subscribe JobsStarted JobsFinished JobsReleased Heartbeat BlobPut BlobGet Chunk
-    server → worker   Welcome AssignJobs JobsRecorded CancelLeases HeartbeatAnswer Reply Chunk ErrorMessage
+                      LogPiece
+    server → worker   Welcome AssignJobs JobsRecorded CancelLeases HeartbeatAnswer Reply Chunk ErrorMessage ReadLog
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tasuki.core.job import JobSpec, OnDisconnect, Outcome, State
+from tasuki.core.job import JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.verbs import Grant, Takes
 from tasuki.errors import VersionMismatch
 
@@ -29,6 +30,9 @@ BATCH_BYTES = 1024 * 1024  # about what one frame of ours carries, unless a sing
 META_MAX_BYTES = 16 * 1024  # of an outcome; small facts only
 ITEM_BYTES = 256  # what an item is counted for beside its large parts
 CHUNK_BYTES = 256 * 1024
+LOG_PIECE_MAX_BYTES = 256 * 1024
+LOG_WAIT_MAX_S = 25.0  # how long a question about a log may wait for something new: below every idle time-out on the way
+PROGRESS_MAX = 64  # of one Heartbeat, whose header has 64 KiB; the rest goes with the next
 HANDSHAKE_TIMEOUT_S = 10.0
 
 
@@ -269,18 +273,21 @@ class CancelLeases(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """I am here; a worker also asks for the renewal of these leases."""
+    """I am here; a worker also asks for the renewal of these leases, and tells how far some of them are."""
 
     msg_id: int
     claims: list[Claim] = []
+    progress: dict[str, Progress] = {}
+    """By lease_id; only what changed."""
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True):
-    """Every lease that is not named goes on."""
+    """Every lease that is not named goes on. `servers`: all live ones, if that changed since they were last told."""
 
     corr_id: int
     cancel: list[str] = []
     lost: list[str] = []
+    servers: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------------- large things
@@ -312,6 +319,35 @@ class Chunk(msgspec.Struct, frozen=True):
     last: bool = False
 
 
+# ---------------------------------------------------------------------------------------------------- logs
+
+
+class ReadLog(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What did this attempt write to this stream, from this offset on? Without an answer yet, wait so long for one."""
+
+    msg_id: int
+    lease_id: str
+    stream: str
+    offset: int = 0
+    max_bytes: int = LOG_PIECE_MAX_BYTES
+    wait_s: float = 0.0
+
+
+class LogPiece(msgspec.Struct, frozen=True):
+    """Some of a log. Data that begins behind the offset asked for: what was before it is not kept (`cut_bytes`)."""
+
+    corr_id: int
+    offset: int
+    data: bytes
+    next: int
+    """The offset to ask for next."""
+    end: int
+    """How much was written so far."""
+    cut_bytes: int = 0
+    ended: bool = False
+    """Nothing more comes from this attempt, or nothing is known of it here."""
+
+
 Message = (
     HelloClient
     | HelloWorker
@@ -336,4 +372,6 @@ Message = (
     | BlobPut
     | BlobGet
     | Chunk
+    | ReadLog
+    | LogPiece
 )

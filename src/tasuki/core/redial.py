@@ -28,6 +28,20 @@ LEARNED_MAX = 32
 MISSED_MAX = 3  # an address that so many Welcomes in a row did not name is dropped
 
 
+def believed(text: str, given: Sequence[Address]) -> Address | None:
+    """An address that a server named, if a peer that was given these may turn to it; see above."""
+    if any(address.scheme == "unix" for address in given):
+        return None
+    try:
+        found = parse_url(text)
+    except ConfigError:
+        return None
+    address = found[0]
+    lowers = address.scheme != "tls" and any(known.scheme == "tls" for known in given)
+    elsewhere = address.loopback and not all(known.loopback for known in given)
+    return None if len(found) > 1 or not address.reachable or lowers or elsewhere else address
+
+
 class Connect(msgspec.Struct, frozen=True):
     """Dial this address; report Opened or Closed."""
 
@@ -71,7 +85,7 @@ class Redial:
     def connected(self, now: float, servers: Iterable[str] = ()) -> None:
         """The server took our Hello, and named these."""
         self._connected_at = now
-        self._learn(servers)
+        self.learn(servers)
 
     def lost(self, now: float) -> None:
         """The connection ended, or could not be made."""
@@ -90,8 +104,10 @@ class Redial:
 
     # ------------------------------------------------------------------------------------------------ learning
 
-    def _learn(self, servers: Iterable[str]) -> None:
-        named = [address for text in servers if (address := self._believed(text)) is not None]
+    def learn(self, servers: Iterable[str]) -> None:
+        """The server named these as all that are alive."""
+        found = (believed(text, self._given) for text in servers)
+        named = [address for address in found if address is not None and address not in self._given]
         fresh = dict.fromkeys(named[:LEARNED_MAX], 0)
         for address, missed in self._missed.items():
             if address not in fresh and missed + 1 < MISSED_MAX and len(fresh) < LEARNED_MAX:
@@ -103,20 +119,6 @@ class Redial:
         self._ring = [*added, *(address for address in self._ring if address in known)]
         if added and len(self._ring) > 1:
             self._ring = [*self._shuffled(self._ring[:-1]), self._ring[-1]]
-
-    def _believed(self, text: str) -> Address | None:
-        if any(address.scheme == "unix" for address in self._given):
-            return None
-        try:
-            found = parse_url(text)
-        except ConfigError:
-            return None
-        address = found[0]
-        lowers = address.scheme != "tls" and any(given.scheme == "tls" for given in self._given)
-        elsewhere = address.loopback and not all(given.loopback for given in self._given)
-        if len(found) > 1 or not address.reachable or lowers or elsewhere or address in self._given:
-            return None
-        return address
 
     def _shuffled(self, addresses: Sequence[Address]) -> list[Address]:
         found = list(addresses)

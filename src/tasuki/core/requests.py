@@ -11,6 +11,7 @@ from tasuki.core.broker_events import Detach, Query
 from tasuki.core.draft import BlobRoute, SubmitRoute, TokenRoute
 from tasuki.core.ids import check_name
 from tasuki.core.job import body_hash, check_spec, is_sha256
+from tasuki.core.logs import question_of
 from tasuki.core.machine import Send
 from tasuki.core.protocol import BATCH_MAX, Acceptance, BlobPut, Reply, Request, SubmitJobs
 from tasuki.core.reports import NUMBER_MAX
@@ -80,8 +81,13 @@ def request(broker: Broker, client: ClientSession, identity: Identity, request: 
     """A question or an order by name."""
     verb, params = request.verb, request.params
     if verb in READ_VERBS:
-        workers = broker.describe_workers() if verb == "explain" else []
-        return [Query(client.conn, request.msg_id, verb, params, identity, workers)]
+        if verb == "explain":
+            workers, trouble = broker.describe_workers(), broker.disk_problem or broker.store_problem
+            return [Query(client.conn, request.msg_id, verb, params, identity, workers, trouble=trouble)]
+        return [Query(client.conn, request.msg_id, verb, params, identity, [])]
+    if verb == "logs":
+        question = question_of(params)
+        return [Query(client.conn, request.msg_id, verb, {"job_id": question.job_id}, identity, [], question)]
     if verb in ("watch", "requeue"):
         job_ids = params.get("job_ids")
         if not isinstance(job_ids, list) or not all(isinstance(job_id, str) for job_id in job_ids):
@@ -101,7 +107,7 @@ def request(broker: Broker, client: ClientSession, identity: Identity, request: 
     if verb in TOKEN_VERBS:
         identity.check_admin(verb)
         return _token_order(broker, client, request, identity)
-    verbs = sorted(READ_VERBS | TOKEN_VERBS | {"watch", "requeue", "workers", "servers", "detach", "attach"})
+    verbs = sorted(READ_VERBS | TOKEN_VERBS | {"logs", "watch", "requeue", "workers", "servers", "detach", "attach"})
     raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 
 

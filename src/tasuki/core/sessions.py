@@ -33,6 +33,8 @@ class Session(msgspec.Struct):
     heard_at: float
     identity: Identity | None = None
     hello_seen: bool = False
+    servers_told: tuple[str, ...] = ()
+    """Where else it was told to turn to."""
 
 
 class ClientSession(Session):
@@ -40,6 +42,8 @@ class ClientSession(Session):
 
     client_id: str = ""
     watching: set[str] = msgspec.field(default_factory=set)
+    log_reads: int = 0
+    """Its questions about logs that are at workers."""
 
 
 class WorkerSession(Session, kw_only=True):
@@ -54,6 +58,9 @@ class WorkerSession(Session, kw_only=True):
     host: str = ""
     slots: int = 1
     takes: Takes = Takes.ANY
+    version: int = 1
+    """Of the protocol that both sides speak."""
+    log_reads: int = 0
     account: Account = msgspec.field(default_factory=Account)
     deliveries: dict[str, Delivery] = msgspec.field(default_factory=dict)
     """By lease_id."""

@@ -48,6 +48,7 @@ RESULTS_READ = 256
 
 def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Command]:
     """The commit is durable: acknowledge, assign, deliver."""
+    broker.store_problem = ""
     draft: Draft = turn.routes
     out: list[Command] = []
     results: _Outbox = defaultdict(list)
@@ -213,7 +214,8 @@ def _standing(
             if isinstance(session, WorkerSession) and session.deliveries.pop(claim.lease_id, None) is not None:
                 session.account.ended()
     if msg_id or cancel or lost:
-        out.append(Send(conn, HeartbeatAnswer(msg_id or -1, cancel, lost)))
+        servers = greeting.new_servers(broker, session) if msg_id else ()
+        out.append(Send(conn, HeartbeatAnswer(msg_id or -1, cancel, lost, servers)))
 
 
 def _submitted(broker: Broker, route: SubmitRoute, answers: Answers, out: list[Command]) -> None:
@@ -417,6 +419,7 @@ def _token_done(broker: Broker, route: TokenRoute, answers: Answers, out: list[C
 
 def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> list[Command]:
     """Nothing was acknowledged. What workers reported is tried again by ourselves, everybody else is told."""
+    broker.store_problem = error.message
     draft: Draft = turn.routes
     out: list[Command] = []
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, State
+from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.subject import matches
 from tasuki.errors import Conflict
@@ -100,6 +100,8 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     lease_id: str
     attempt: int
     ttl_s: float = LEASE_TTL_S
+    progress: Progress | None = None
+    """With `renew`: how far it is, if that changed."""
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):
@@ -349,8 +351,8 @@ class Collection(msgspec.Struct, frozen=True, gc=False):
 class Turn(msgspec.Struct, kw_only=True):
     """All that goes to the store in one transaction, in the order of the fields. Answers come back in the same shape.
 
-    A leader's duties (`epoch` > 0: take_over, reap, promote, prune, condemn, forget_blobs) are a turn of their own: if the epoch
-    is stale, all of it is refused, and nothing else with it.
+    A leader's duties (`epoch` > 0: take_over, reap, skip, promote, prune, condemn, forget_blobs) are a turn of their own: if the
+    epoch is stale, all of it is refused, and nothing else with it.
 
     Finishes and renewals stand before submits and leases, so that what a worker already did never waits behind new work; reads
     stand last, so that they see what the turn wrote.
@@ -369,6 +371,8 @@ class Turn(msgspec.Struct, kw_only=True):
     """Register `epoch` for this holder."""
     reap: int = 0
     """How many leases that are over to end; 0: none."""
+    skip: int = 0
+    """How many jobs to end that are too late to start; 0: none."""
     promote: int = 0
     prune_after_s: float | None = None
     """Delete jobs that have been terminal for longer than this."""
@@ -404,6 +408,7 @@ class Answers(msgspec.Struct, kw_only=True):
     cancel: Sequence[Canceled] = ()
     requeue: Sequence[Requeued] = ()
     reap: Sequence[Reaped] = ()
+    skip: Sequence[str] = ()
     took_over: bool = False
     promote: Promoted = Promoted()
     prune: int = 0

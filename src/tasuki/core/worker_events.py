@@ -6,7 +6,7 @@ import msgspec
 
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import Ending
+from tasuki.core.protocol import Ending, ReadLog
 from tasuki.core.redial import Connect
 from tasuki.core.verbs import Grant, Takes
 from tasuki.errors import TasukiError
@@ -78,6 +78,12 @@ class Stop(msgspec.Struct, frozen=True):
     """CANCELED, LEASE_LOST"""
 
 
+class Tail(msgspec.Struct, frozen=True):
+    """A server asks for a piece of a log; answer it with a LogPiece."""
+
+    question: ReadLog
+
+
 class Save(msgspec.Struct, frozen=True):
     """Nobody has taken this ending yet: keep it where it outlives this process, until Forget."""
 
@@ -98,4 +104,4 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 Event = Opened | Received | Closed | Ticked | Started | Ended | GaveBack | Restored | Drain | ChangePatterns
-Command = Connect | Send | Hangup | Run | Stop | Save | Forget | Exit
+Command = Connect | Send | Hangup | Run | Stop | Tail | Save | Forget | Exit

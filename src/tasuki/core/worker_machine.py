@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tasuki.core.address import Address
-from tasuki.core.job import OnDisconnect, Outcome
+from tasuki.core.job import OnDisconnect, Outcome, Progress
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
+    PROGRESS_MAX,
     PROTOCOL_OLDEST,
     PROTOCOL_VERSION,
     AssignJobs,
@@ -41,6 +42,7 @@ from tasuki.core.protocol import (
     JobsReleased,
     JobsStarted,
     Message,
+    ReadLog,
     Reply,
     Subscribe,
     Welcome,
@@ -63,6 +65,7 @@ from tasuki.core.worker_events import (
     Save,
     Started,
     Stop,
+    Tail,
     WorkerIdentity,
 )
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
@@ -109,13 +112,14 @@ class WorkerMachine:
         """Attempts that were delivered, and on which connection."""
         self._seen_order: deque[tuple[float, tuple[str, int]]] = deque()
         self._credit_due = 0
-        self._overdue: set[str] = set()
-        """Runs that were kept past their deadline. For the store their jobs may be anybody's (ORPHANED): no start of them is
-        told any more, and while they last no credit is given, since it could be used to run them here a second time."""
         self._credit_later: deque[float] = deque()
         self._started_due: list[Claim] = []
         self._endings_due: list[Ending] = []
         self._released_due: list[Claim] = []
+        self._progress: dict[str, Progress] = {}
+        """What the attempts said last, by lease_id."""
+        self._progress_due: dict[str, None] = {}
+        """Those whose word no server has been told on this connection."""
         self._drain_id = 0
         self._drained = False
         self._exited = False
@@ -202,6 +206,8 @@ class WorkerMachine:
                 return self._stop(message.lease_ids, "CANCELED")
             case ErrorMessage():
                 return self._refused(message)
+            case ReadLog():
+                return [Tail(message)]
             case Reply():
                 if message.corr_id == self._drain_id:
                     self._drained = True  # nothing is sent to us after this
@@ -223,9 +229,9 @@ class WorkerMachine:
         self._answered_at = self._beats.pop(welcome.corr_id, (now.monotonic, []))[0]
         self._beat_at = now.monotonic  # the leases it already holds are renewed at once
         self._endings_due = self.unreported
+        self._progress_due = dict.fromkeys(self._progress)
         running = [held for held in self.held.values() if held.ending is None]
-        self._overdue = {held.claim.lease_id for held in running if held.deadline <= now.monotonic}
-        self._started_due = [held.claim for held in running if held.reported_start and held.claim.lease_id not in self._overdue]
+        self._started_due = [held.claim for held in running if held.reported_start]
         free = self.identity.capacity - len(running) - len(self._credit_later)
         self._credit_due = 0 if self.draining else max(0, free)
         return self._no_more() if self.draining else []
@@ -282,10 +288,26 @@ class WorkerMachine:
             held.reported_start = True
             self._started_due.append(held.claim)
 
+    def _runs(self, lease_id: str) -> bool:
+        held = self.held.get(lease_id)
+        return held is not None and held.ending is None
+
     def lease_deadline(self, lease_id: str) -> float | None:
         """When this attempt must be over if no later heartbeat is answered; None: it goes on without a lease too."""
         held = self.held.get(lease_id)
         return held.deadline if held is not None and self.identity.on_disconnect is OnDisconnect.STOP else None
+
+    def progressed(self, lease_id: str, progress: Progress) -> None:
+        """How far an attempt says it is; it travels with the next Heartbeat."""
+        if lease_id in self.held:
+            self._progress[lease_id] = progress
+            self._progress_due[lease_id] = None
+
+    def _progress_to_tell(self) -> dict[str, Progress]:
+        self._progress = {lease_id: told for lease_id, told in self._progress.items() if lease_id in self.held}
+        due = [lease_id for lease_id in self._progress_due if lease_id in self._progress]
+        self._progress_due = dict.fromkeys(due[PROGRESS_MAX:])
+        return {lease_id: self._progress[lease_id] for lease_id in due[:PROGRESS_MAX]}
 
     def handler_started(self, lease_id: str, wall: float) -> None:
         """A handler runs in the worker's own loop. The server hears of it only if it takes longer than STARTED_AFTER_S."""
@@ -352,6 +374,8 @@ class WorkerMachine:
         return [*commands, *self._maybe_exit()]
 
     def _answered(self, answer: HeartbeatAnswer) -> list[Command]:
+        if answer.servers:
+            self._redial.learn(answer.servers)
         sent_at, lease_ids = self._beats.pop(answer.corr_id, (None, []))
         if sent_at is not None:
             self._answered_at = max(self._answered_at, sent_at)
@@ -422,22 +446,26 @@ class WorkerMachine:
             commands.append(Send(conn, JobsReleased(self._released_due, "not started")))
             self._released_due = []
         if self._started_due:
-            commands.append(Send(conn, JobsStarted(self._started_due)))
+            # Of what has ended meanwhile the ending says when it started.
+            if running := [claim for claim in self._started_due if self._runs(claim.lease_id)]:
+                commands.append(Send(conn, JobsStarted(running)))
             self._started_due = []
         if self._endings_due:
             for some in batches(self._endings_due, lambda ending: outcome_bytes(ending.outcome)):
                 commands.append(Send(conn, JobsFinished(list(some))))
             self._endings_due = []
-        self._overdue &= self.held.keys()
-        if self._credit_due and not self._overdue:
-            commands.append(Send(conn, GiveCredit(self._credit_due)))
-            self._credit_due = 0
         if now.monotonic >= self._beat_at:
             self._beat_at = now.monotonic + self._ttl_s / 3
             msg_id = self._next_id()
             ours = [held.claim for held in self.held.values() if not held.restored]
             self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
-            commands.append(Send(conn, Heartbeat(msg_id, ours)))
+            progress = self._progress_to_tell() if self._progress else {}
+            commands.append(Send(conn, Heartbeat(msg_id, ours, progress)))
+        if self._credit_due:
+            # After the heartbeat: a job that was kept past its lease may be anybody's (ORPHANED) until that takes it back, and
+            # credit that came first could be used to give us the same job a second time.
+            commands.append(Send(conn, GiveCredit(self._credit_due)))
+            self._credit_due = 0
         return [*commands, *self._maybe_exit()]
 
     # ------------------------------------------------------------------------------------------------ the end

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tasuki.core import greeting, requests
 from tasuki.core.broker_events import BlobPiece, SendBlob
 from tasuki.core.draft import Slice
+from tasuki.core.job import Progress
+from tasuki.core.logs import checked_progress
 from tasuki.core.machine import Send
 from tasuki.core.protocol import (
     BlobGet,
@@ -18,6 +21,7 @@ from tasuki.core.protocol import (
     JobsFinished,
     JobsReleased,
     JobsStarted,
+    LogPiece,
     Message,
     Reply,
     Subscribe,
@@ -30,6 +34,8 @@ from tasuki.errors import ProtocolError
 if TYPE_CHECKING:
     from tasuki.core.broker import Broker
     from tasuki.core.broker_events import Command
+
+NO_PROGRESS: Mapping[str, Progress] = {}
 
 
 def received(broker: Broker, worker: WorkerSession, message: Message) -> list[Command]:
@@ -48,7 +54,7 @@ def received(broker: Broker, worker: WorkerSession, message: Message) -> list[Co
             if worker.resuming:
                 _resume(broker, worker, message.claims)
             start = len(draft.renew)
-            draft.renew.extend(_held(worker, message.claims))
+            draft.renew.extend(_held(worker, message.claims, checked_progress(message.progress)))
             draft.renew_routes.append(Slice(worker.conn, start, len(draft.renew), message.msg_id))
         case JobsReleased():
             _released(broker, worker, message)
@@ -63,6 +69,8 @@ def received(broker: Broker, worker: WorkerSession, message: Message) -> list[Co
         case BlobGet():
             assert worker.identity is not None
             return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
+        case LogPiece():
+            return broker.logs.arrived(broker, worker, message)
         case _:
             raise ProtocolError(f"a worker may not send {type(message).__name__}")
     return []
@@ -108,12 +116,14 @@ def _resume(broker: Broker, worker: WorkerSession, claims: list[Claim]) -> None:
     broker.read_back(worker)
 
 
-def _held(worker: WorkerSession, claims: list[Claim]) -> list[Held]:
+def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Progress] = NO_PROGRESS) -> list[Held]:
     check_attempts(claims)
     held = []
+    worker_id, incarnation, ttl_s = worker.worker_id, worker.incarnation, worker.ttl_s
     for claim in claims:
-        delivery = worker.deliveries.get(claim.lease_id)
+        lease_id = claim.lease_id
+        delivery = worker.deliveries.get(lease_id)
         if delivery is not None:
             delivery.acked = True
-        held.append(Held(claim.job_id, worker.worker_id, worker.incarnation, claim.lease_id, claim.attempt, worker.ttl_s))
+        held.append(Held(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, progress.get(lease_id)))
     return held

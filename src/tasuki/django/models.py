@@ -21,7 +21,7 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 
-from tasuki.core.job import OnDisconnect, State
+from tasuki.core.job import PROGRESS_TEXT_MAX_CHARS, OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.django.fields import NameField, RowIdField, UnixTimeField
 
@@ -85,6 +85,8 @@ class JobRun(models.Model):
 
     # Budgets and delays.
     not_before = UnixTimeField(null=True)
+    not_after = UnixTimeField(null=True)
+    """Past this it is not granted any more, but SKIPPED. NULL: no such time, or set going again after it."""
     generation = models.IntegerField(db_default=0)
     failures = models.IntegerField(db_default=0)
     losses = models.IntegerField(db_default=0)
@@ -106,6 +108,9 @@ class JobRun(models.Model):
     )
     continuation_check_started_at = UnixTimeField(null=True)
     continuation_check_deadline_at = UnixTimeField(null=True)
+    progress = models.FloatField(null=True)
+    """0 to 1, as the latest attempt said it last; NULL: it said nothing. Written beside renewals, cleared by a grant."""
+    progress_text = models.CharField(max_length=PROGRESS_TEXT_MAX_CHARS, db_default="")
     body_hash = models.BinaryField()
     spec = models.BinaryField()
     """msgpack of the JobSpec, handed to the worker as it is. Last, since it may be long."""
@@ -118,6 +123,8 @@ class JobRun(models.Model):
             models.Index(fields=["lease_expires_at"], condition=Q(lease_expires_at__isnull=False), name="tasuki_job_leased"),
             # Promotion of delayed jobs and retries.
             models.Index(fields=["not_before"], condition=Q(ready=2), name="tasuki_job_delayed"),
+            # Skipping what is too late. Most jobs have no such time, and are not in it.
+            models.Index(fields=["not_after"], condition=Q(not_after__isnull=False, ready__gt=0), name="tasuki_job_late"),
             # `list --state FAILED` among millions that succeeded: all that ended otherwise have an error_code.
             models.Index(fields=["id"], condition=Q(error_code__isnull=False), name="tasuki_job_failed"),
             # The elements of one array.

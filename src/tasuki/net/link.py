@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from tasuki.config import Address
@@ -131,13 +131,21 @@ class Link(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------------ out
 
     def send(self, message: Message) -> None:
-        """Queue a message; it leaves at the end of this turn of the loop."""
+        """It leaves in this turn of the loop: at once, or, if it is not the first, at the turn's end."""
+        self.send_bytes(self._encoded(message))
+
+    def send_together(self, messages: Iterable[Message]) -> None:
+        """These in one write, for a peer that should know all of them before it acts on the first."""
+        if data := b"".join([self._encoded(message) for message in messages]):
+            self.send_bytes(data)
+
+    def _encoded(self, message: Message) -> bytes:
         data = encode(message, self.codec)
         if len(data) > FRAME_MAX_BYTES and isinstance(message, Reply):
             # The peer would hang up, come back and ask the same again.
             error = TooLarge(f"the answer has {len(data)} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
             data = encode(ErrorMessage(message.corr_id, error.code, error.message))
-        self.send_bytes(data)
+        return data
 
     def send_bytes(self, data: bytes) -> None:
         if self._closed or self.transport is None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from tasuki.core.broker_events import (
     Detach,
     DiskSpace,
     Event,
+    JobSeen,
     Publish,
     Query,
     ReceiveBlob,
@@ -49,7 +50,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Resul
 from tasuki.core.sessions import ClientSession, WorkerSession
 from tasuki.core.settle import result_of
 from tasuki.core.verbs import Answers, BlobPlace, Turn
-from tasuki.errors import InvalidInput, TasukiError, Unavailable
+from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable
 from tasuki.server.lanes import Lane
 from tasuki.server.queries import Reader, answer_query
 from tasuki.server.readers import Readers
@@ -80,6 +81,7 @@ class Connection(Protocol):
     def full(self) -> bool: ...
 
     def send(self, message: Message) -> None: ...
+    def send_together(self, messages: Iterable[Message]) -> None: ...
     def trust(self, max_bytes: int) -> None: ...
     def close(self, error: TasukiError | None = None) -> None: ...
     def pause_reading(self, why: object = None) -> None: ...
@@ -174,6 +176,7 @@ class Server:
     def reachable_at(self, addresses: tuple[str, ...]) -> None:
         """The doors are open: where peers, told by this server or another, can reach it."""
         self.broker.addresses = addresses
+        self._company.moved()
 
     async def stop(self) -> None:
         """Answer what is under way, then close the store. New messages are not taken any more."""
@@ -318,17 +321,14 @@ class Server:
             self._perform(commands)
 
     def _perform(self, commands: list[Command]) -> None:
-        for command in commands:
+        told: list[Message] = []
+        for command, following in itertools.zip_longest(commands, commands[1:]):
             match command:
                 case Send():
-                    link = self._links.get(command.conn)
-                    if link is not None:
-                        if type(command.message) is Welcome:
-                            self._welcomed(link, command.message)
-                        if type(command.message) is Results and link.full:
-                            self._send_later(command.conn, link, command.message)
-                        else:
-                            link.send(command.message)
+                    told.append(command.message)
+                    if not _goes_with(command, following):
+                        self._send(command.conn, told)
+                        told = []
                 case Hangup():
                     link = self._links.pop(command.conn, None)
                     if link is not None:
@@ -353,6 +353,18 @@ class Server:
                     self._company.told(command)
                 case Detach():
                     self._spawn(self._detach(command))
+
+    def _send(self, conn: int, messages: list[Message]) -> None:
+        link = self._links.get(conn)
+        if link is None:
+            return
+        first = messages[0]
+        if type(first) is Welcome:
+            self._welcomed(link, first)
+        if type(first) is Results and link.full:
+            self._send_later(conn, link, first)
+        else:
+            link.send_together(messages)
 
     def _welcomed(self, link: Connection, welcome: Welcome) -> None:
         link.trust(self.config.frame_max_bytes)
@@ -420,9 +432,13 @@ class Server:
             link.send(error_message(query.msg_id, error))
         except Exception as error:  # a defect of ours: whoever asked must not wait for ever
             logger.exception("%s failed", query.verb)
-            link.send(error_message(query.msg_id, Unavailable(f"{query.verb} failed: {type(error).__name__}: {error}")))
+            told = InternalError(f"{query.verb} failed: {type(error).__name__}: {error}; please report it, with the server's log")
+            link.send(error_message(query.msg_id, told))
         else:
-            link.send(Reply(query.msg_id, body))
+            if query.question is not None:
+                self.tell(JobSeen(query.conn, query.msg_id, query.question, body))
+            else:
+                link.send(Reply(query.msg_id, body))
 
     async def _ask(self, command: AskEnded | AskRevoked) -> None:
         """What other servers may have done. If the store cannot be asked now, the next look comes in a second."""
@@ -462,3 +478,13 @@ class Server:
             await self._transfers.send(link, job, command, place)
         except TasukiError as error:
             link.send(error_message(command.get.msg_id, error))
+
+
+def _goes_with(first: Send, following: Command | None) -> bool:
+    """Whether both leave in one write: a worker that hears what was recorded and what it gets next is woken once.
+
+    Results do not: behind each of them the peer may turn out to be one that does not read.
+    """
+    if type(following) is not Send or following.conn != first.conn:
+        return False
+    return not isinstance(first.message, Welcome | Results) and not isinstance(following.message, Welcome | Results)

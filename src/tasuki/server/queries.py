@@ -10,7 +10,7 @@ import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.broker_events import Query
-from tasuki.core.explain import explain
+from tasuki.core.explain import Surroundings, explain
 from tasuki.core.job import Incident, Job
 from tasuki.core.subject import check_pattern
 from tasuki.core.verbs import AuditRow, BlobPlace, Filter, GroupCounts, Page
@@ -30,6 +30,7 @@ class Reader(Protocol):
     def incidents(self, job_id: str) -> list[Incident]: ...
     def counts(self) -> dict[str, GroupCounts]: ...
     def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None: ...
+    def top_band(self) -> int | None: ...
     def epoch(self) -> tuple[int, str]: ...
     def ended_among(self, job_ids: Sequence[str]) -> list[str]: ...
     def revoked_among(self, token_ids: Sequence[str]) -> list[str]: ...
@@ -92,7 +93,14 @@ def _explain(reader: Reader, query: Query) -> Any:
     if not isinstance(job_id, str):
         raise InvalidInput("explain needs job_id, a text")
     job = _visible(job_id, reader.get([job_id])[0], query.identity)
-    return explain(job, reader.incidents(job_id), query.workers, reader.ready_ahead(job_id), time.time())
+    around = Surroundings(
+        workers=query.workers,
+        ahead=reader.ready_ahead(job_id),
+        top_band=reader.top_band(),
+        trouble=query.trouble,
+        now_wall=time.time(),
+    )
+    return explain(job, reader.incidents(job_id), around)
 
 
 def _audit(reader: Reader, query: Query) -> Any:
@@ -103,7 +111,13 @@ def _audit(reader: Reader, query: Query) -> Any:
     return [msgspec.structs.asdict(row) for row in reader.audit(limit=limit)]
 
 
-_ANSWERS = {"get": _get, "find": _find, "counts": _counts, "explain": _explain, "token.audit": _audit}
+def _logs(reader: Reader, query: Query) -> Job:
+    """Not an answer yet: whose worker is to be asked."""
+    job_id = str(query.params["job_id"])
+    return _visible(job_id, reader.get([job_id])[0], query.identity)
+
+
+_ANSWERS = {"get": _get, "find": _find, "counts": _counts, "explain": _explain, "logs": _logs, "token.audit": _audit}
 
 _PLAIN = (
     "attempt",
@@ -117,6 +131,7 @@ _PLAIN = (
     "assigned_worker_id",
     "cancel_requested",
     "not_before",
+    "not_after",
     "priority",
     "submitter",
 )
@@ -142,6 +157,8 @@ def describe(job: Job, *, with_result: bool = False) -> dict[str, Any]:
         "array_id": spec.array_id,
     }
     view.update((name, getattr(job, name)) for name in _PLAIN)
+    view["progress"] = job.progress.fraction if job.progress is not None else None
+    view["progress_text"] = job.progress.text if job.progress is not None else ""
     view["outcome"] = None
     if outcome is not None:
         size = outcome.result_ref.size_bytes if outcome.result_ref is not None else len(outcome.result or b"")

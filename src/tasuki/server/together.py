@@ -40,6 +40,10 @@ class Company(Protocol):
     """Whom a server shares its store with."""
 
     async def join(self, server: Server) -> None: ...
+    def moved(self) -> None:
+        """The server can be reached elsewhere: the others hear of it soon."""
+        ...
+
     def tick(self, now: Now) -> None: ...
     def told(self, command: TookOver | Deposed | Publish) -> None: ...
     async def detach(self, command: Detach) -> bool: ...
@@ -52,6 +56,9 @@ class Alone:
     async def join(self, server: Server) -> None:
         self._server = server
         self._detached: frozenset[str] = frozenset()
+
+    def moved(self) -> None:
+        pass
 
     def tick(self, now: Now) -> None:
         pass
@@ -125,6 +132,9 @@ class Together:
         await self._wakeups.close()
         self._thread.submit(self._coordination.close)
         self._thread.shutdown(wait=False)
+
+    def moved(self) -> None:
+        self._beat_at = 0.0
 
     def tick(self, now: Now) -> None:
         self._decide(Ticked())

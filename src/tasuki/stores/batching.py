@@ -12,7 +12,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError, Unavailable
@@ -21,6 +22,11 @@ from tasuki.stores.store import Feature, Store
 
 logger = logging.getLogger("tasuki.store")
 PRUNE_BATCH = 256  # jobs deleted per turn: small, so that pruning never stalls the hot path
+
+T = TypeVar("T")
+
+_NEWS = ("start", "routes")
+_PROMISED = tuple(name for name in Turn.__struct_fields__ if name not in _NEWS)
 
 Pause = Callable[[float], bool]
 """Waits that many seconds; False if it was woken because there is no point in waiting on."""
@@ -32,6 +38,12 @@ def execute(store: Store, turn: Turn) -> Answers:
     with store.turn():
         _fill(answers, store, turn)
     return answers
+
+
+def is_lasting(turn: Turn) -> bool:
+    """Whether it must outlive a power cut. A start alone need not: the lease was durable before, the worker shows it again when
+    it is back, and its finish carries the time. So a short command waits for the disk once less."""
+    return not turn.start or any(getattr(turn, name) for name in _PROMISED)
 
 
 def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
@@ -50,7 +62,7 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
                     return answers
                 was_stored = None
             answers = Answers()
-            with store.turn():
+            with store.turn(lasting=is_lasting(turn)):
                 _fill(answers, store, turn)
             return answers
         except Interrupted as error:
@@ -73,13 +85,15 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
     if turn.release:
         answers.release = store.release(turn.release)
     if turn.cancel:
-        answers.cancel = [store.cancel([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.cancel]
+        answers.cancel = _by_order(store.cancel, turn.cancel)
     if turn.requeue:
-        answers.requeue = [store.requeue([job_id], actor=who, reason=why)[0] for job_id, who, why in turn.requeue]
+        answers.requeue = _by_order(store.requeue, turn.requeue)
     if turn.take_over:
         answers.took_over = store.take_over(turn.take_over, turn.epoch)
     if turn.reap:
         answers.reap = store.reap(epoch=turn.epoch, limit=turn.reap)
+    if turn.skip:
+        answers.skip = store.skip(epoch=turn.epoch, limit=turn.skip)
     if turn.promote:
         answers.promote = store.promote(epoch=turn.epoch, limit=turn.promote)
     if turn.prune_after_s is not None:
@@ -111,6 +125,17 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
         answers.token = [store.token(sha256) for sha256 in turn.token]
     if turn.list_tokens:
         answers.list_tokens = store.tokens()
+
+
+def _by_order(verb: Callable[..., Sequence[T]], orders: Sequence[tuple[str, str, str]]) -> list[T]:
+    """One call for all jobs that one actor named for one reason; the answers in the order of the (job_id, actor, reason)."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for place, (_, actor, reason) in enumerate(orders):
+        places.setdefault((actor, reason), []).append(place)
+    answers: dict[int, T] = {}
+    for (actor, reason), named in places.items():
+        answers.update(zip(named, verb([orders[place][0] for place in named], actor=actor, reason=reason), strict=True))
+    return [answers[place] for place in range(len(orders))]
 
 
 class StoreThread:

@@ -1,7 +1,8 @@
 """The store in plain dictionaries: for tests, for the simulator, and as the model that other stores are compared with.
 
-No rule about states lives here: `core.lifecycle` decides, this file asks it and writes down what it says
-(`memory_records.py` keeps records and indexes). Touches nothing outside its own memory; clock and random bytes are passed in.
+No rule about states lives here: `core.lifecycle` decides, this file asks it and writes down what it says; what workers tell is
+in `memory_reports.py`, records and indexes in `memory_records.py`. Touches nothing outside its own memory; clock and random
+bytes are passed in.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from tasuki.core import subject as subjects
 from tasuki.core.fair import FairTurns
 from tasuki.core.job import (
     LEASED,
-    Incident,
     Job,
     Lease,
-    OnDisconnect,
     Outcome,
     State,
     differing_fields,
@@ -30,54 +29,38 @@ from tasuki.core.job import (
 from tasuki.core.lifecycle import (
     LEASE_MARGIN_S,
     Event,
-    Verdict,
     after,
-    after_failure,
-    after_loss,
     cancel_is_immediate,
-    sources,
+    is_late,
+    not_after_again,
+    skip_outcome,
 )
 from tasuki.core.verbs import (
-    Answer,
     Assignment,
     Canceled,
     Grant,
-    Held,
     LeaseRequest,
     MissingBlobs,
     Promoted,
     Reaped,
-    Recorded,
-    Report,
     Requeued,
-    Standing,
     Submission,
     Submitted,
 )
 from tasuki.errors import Conflict, InvalidInput, StaleEpoch
-from tasuki.stores.memory_blobs import MemoryBlobs
-from tasuki.stores.memory_records import Entry, Record, Said, matches
+from tasuki.stores.memory_records import Entry, Record, matches
+from tasuki.stores.memory_reports import MemoryReports
 from tasuki.stores.store import Clock, Feature
 from tasuki.stores.texts import storable
 
 LEASE_ID_BYTES = 16
-
-_KINDS: dict[Event, str] = {
-    Event.RETRY: "failed",
-    Event.FAIL: "dead_lettered",
-    Event.TIME_OUT: "dead_lettered",
-    Event.LOSE: "lost",
-    Event.ORPHAN: "orphaned",
-    Event.CANCEL: "canceled",
-}
-"""How the story calls what ended an attempt without success."""
 
 Answered = Submitted | Conflict | MissingBlobs
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class MemoryStore(MemoryBlobs):
+class MemoryStore(MemoryReports):
     """See `tasuki.stores.store.Store` for what each verb promises."""
 
     features = frozenset({Feature.FIND_TEXT})
@@ -112,6 +95,7 @@ class MemoryStore(MemoryBlobs):
                 created_at=self.clock.wall(),
                 priority=spec.priority,
                 not_before=spec.not_before,
+                not_after=spec.not_after,
             )
             self._put(spec.job_id, Record(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before)))
             return Submitted(spec.job_id, created=True)
@@ -172,6 +156,7 @@ class MemoryStore(MemoryBlobs):
             failures=0,
             losses=0,
             not_before=job.spec.not_before,
+            not_after=not_after_again(job.spec.not_after, self.clock.wall()),
             started_at=None,
             finished_at=None,
             cancel_requested=False,
@@ -196,8 +181,9 @@ class MemoryStore(MemoryBlobs):
                     groups.setdefault(subjects.group_of(subject), []).append(entries)
 
             def take(group: str, limit: int, waiting: dict[str, list[list[Entry]]] = groups) -> list[Grant]:
-                oldest = list(islice(heapq.merge(*waiting[group]), limit))
-                return [self._grant(self._records[job_id], request) for _, _, job_id in oldest]
+                oldest = (self._records[job_id] for _, _, job_id in heapq.merge(*waiting[group]))
+                in_time = list(islice((record for record in oldest if not self._is_late(record)), limit))
+                return [self._grant(record, request) for record in in_time]
 
             grants += self._turns.fill(groups, request.limit - len(grants), take)
         return grants
@@ -208,9 +194,11 @@ class MemoryStore(MemoryBlobs):
             if len(grants) >= request.limit:
                 break
             record = self._records.get(job_id)
-            if record is not None and record.job.state in LEASED:
+            if record is None or self._is_late(record):
+                continue
+            if record.job.state in LEASED:
                 record = self._take_from_lost(record, request.worker_id) if record.over_at <= self.clock.lease() else None
-            elif record is not None and not record.ready:
+            elif not record.ready:
                 record = None
             if record is not None:
                 grants.append(self._grant(record, request))
@@ -247,6 +235,7 @@ class MemoryStore(MemoryBlobs):
             assigned_at=self.clock.wall(),
             started_at=None,
             outcome=None,
+            progress=None,
             leader_epoch=record.job.leader_epoch if epoch is None else epoch,
         )
         self._change(replace(record, ttl_s=to.ttl_s, said=None), job)
@@ -268,159 +257,6 @@ class MemoryStore(MemoryBlobs):
                 left_s = max(0.0, lease.expires_at - LEASE_MARGIN_S - now)
                 found.append(Grant(job_id, record.spec, job.submitter, lease.lease_id, lease.attempt, left_s))
         return [list(grants[holder]) for holder in holders]
-
-    # -- workers: showing a lease ---------------------------------------------------------------------------------
-    def start(self, claims: Sequence[Held]) -> list[Standing]:
-        with self.turn():
-            return [self._start(claim) for claim in claims]
-
-    def _start(self, claim: Held) -> Standing:
-        record = self._claimed(claim)
-        if record is None or record.job.state not in LEASED:
-            return Standing.LOST
-        job = record.job
-        if job.state is State.ASSIGNED:
-            self._change(record, replace(job, state=after(job.state, Event.START), started_at=self.clock.wall()))
-        return Standing.CANCEL if job.cancel_requested else Standing.GO_ON
-
-    def renew(self, claims: Sequence[Held]) -> list[Standing]:
-        with self.turn():
-            return [self._renew(claim) for claim in claims]
-
-    def _renew(self, claim: Held) -> Standing:
-        record = self._claimed(claim)
-        if record is None:
-            return Standing.LOST
-        if record.job.state in LEASED:
-            self._extend(record, claim.ttl_s)
-        return Standing.CANCEL if record.job.cancel_requested else Standing.GO_ON
-
-    def _extend(self, record: Record, ttl_s: float) -> None:
-        assert record.job.lease is not None
-        lease = replace(record.job.lease, expires_at=self.clock.lease() + ttl_s + LEASE_MARGIN_S)
-        self._put(record.job.job_id, replace(record, job=replace(record.job, lease=lease), ttl_s=ttl_s))
-
-    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
-        with self.turn():
-            return [self._release(claim, reason) for claim in claims]
-
-    def _release(self, claim: Held, reason: str) -> bool:
-        record = self._claimed(claim)
-        if record is None or record.job.state not in sources(Event.RELEASE):
-            return False
-        job = record.job
-        if job.cancel_requested:
-            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
-            incident = self._incident("canceled", job, worker_id=claim.worker_id, reason=reason)
-            self._end(record, job, Event.CANCEL, outcome, incident)
-            return True
-        incident = self._incident("released", job, worker_id=claim.worker_id, reason=reason)
-        self._change(record, replace(job, state=after(job.state, Event.RELEASE), lease=None), incident)
-        return True
-
-    def _claimed(self, claim: Held) -> Record | None:
-        """The record, if the claim shows its current lease."""
-        record = self._records.get(claim.job_id)
-        lease = record.job.lease if record else None
-        if lease is None or (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt) != (
-            claim.worker_id,
-            claim.incarnation,
-            claim.lease_id,
-            claim.attempt,
-        ):
-            return None
-        return record
-
-    # -- workers: reporting ---------------------------------------------------------------------------------------
-    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
-        with self.turn():
-            return [self._report(report, Event.SUCCEED) for report in reports]
-
-    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
-        with self.turn():
-            return [self._report(report, Event.FAIL) for report in reports]
-
-    def _report(self, report: Report, verb: Event) -> Recorded:
-        record = self._records.get(report.job_id)
-        if record is None:
-            return Recorded(Answer.FENCED, None, "there is no such job")
-        job, lease = record.job, record.job.lease
-        shown = (report.worker_id, report.lease_id, report.attempt)
-        if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt):
-            return self._repeated_or_fenced(record, report, verb)
-        ref = report.outcome.result_ref
-        if ref is not None and self._missing_among((ref.sha256,)):
-            return Recorded(Answer.BLOB_MISSING, job.state, f"its result, blob {ref.sha256}, is not stored; bring it again")
-        if job.started_at is None:
-            job = replace(job, started_at=report.started_at)
-        report = replace(report, outcome=replace(report.outcome, message=storable(report.outcome.message)))
-        if verb is Event.SUCCEED:
-            answer = Recorded(Answer.RECORDED, after(job.state, verb))
-            record = self._end(record, job, verb, report.outcome)
-        else:
-            verdict = after_failure(
-                job.state,
-                report.outcome,
-                cancel_requested=job.cancel_requested,
-                failures=job.failures,
-                losses=job.losses,
-                max_retries=job.spec.max_retries,
-                backoff_s=job.spec.backoff_s,
-            )
-            answer = Recorded(Answer.RECORDED, verdict.state, verdict.reason)
-            record = self._settle(replace(record, job=job), verdict, report.outcome)
-        self._put(job.job_id, replace(record, said=Said.of(report, verb)))
-        return answer
-
-    def _repeated_or_fenced(self, record: Record, report: Report, verb: Event) -> Recorded:
-        if record.said == Said.of(report, verb):
-            return Recorded(Answer.REPEATED, record.job.state)
-        job = record.job
-        reason = (
-            f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {job.attempt} is {job.state}"
-        )
-        incident = Incident(self.clock.wall(), "fenced", report.attempt, report.worker_id, "", reason)
-        self._put(job.job_id, replace(record, incidents=(*record.incidents, incident)))
-        return Recorded(Answer.FENCED, job.state, reason)
-
-    def _end(self, record: Record, job: Job, event: Event, outcome: Outcome, *incidents: Incident) -> Record:
-        """The job becomes terminal."""
-        ended = replace(job, state=after(job.state, event), lease=None, outcome=outcome, finished_at=self.clock.wall())
-        return self._change(record, ended, *incidents)
-
-    def _settle(self, record: Record, verdict: Verdict, outcome: Outcome | None) -> Record:
-        """Do what the verdict on an attempt says; without an outcome it is the store's own word on a lost worker."""
-        lease = record.job.lease
-        assert lease is not None
-        job = replace(record.job, failures=verdict.failures, losses=verdict.losses)
-        incident = self._incident(_KINDS[verdict.event], job, worker_id=lease.worker_id, reason=verdict.reason)
-        if verdict.state.terminal:
-            code = "CANCELED" if verdict.event is Event.CANCEL else "LOST"
-            last = outcome or Outcome(error_code=code, message=verdict.reason)
-            return self._end(record, job, verdict.event, last, incident)
-        not_before = self.clock.wall() + verdict.delay_s if verdict.delay_s > 0 else None
-        job = replace(
-            job,
-            state=verdict.state,
-            lease=lease if verdict.event is Event.ORPHAN else None,  # kept: its worker may still finish
-            outcome=outcome or job.outcome,
-            not_before=not_before,
-        )
-        return self._change(record, job, incident, delayed=not_before is not None)
-
-    def _loss(self, record: Record) -> Verdict:
-        job = record.job
-        assert job.lease is not None
-        return after_loss(
-            job.state,
-            cancel_requested=job.cancel_requested,
-            keep=job.lease.on_disconnect is OnDisconnect.KEEP,
-            failures=job.failures,
-            losses=job.losses,
-            max_losses=job.spec.max_losses,
-            backoff_s=job.spec.backoff_s,
-            worker_id=job.lease.worker_id,
-        )
 
     # -- the leader -----------------------------------------------------------------------------------------------
     def epoch(self) -> tuple[int, str]:
@@ -450,7 +286,9 @@ class MemoryStore(MemoryBlobs):
 
     def _assign(self, assignment: Assignment, epoch: int) -> Grant | None:
         record = self._records.get(assignment.job_id)
-        return self._grant(record, assignment, epoch=epoch) if record is not None and record.ready else None
+        if record is None or not record.ready or self._is_late(record):
+            return None
+        return self._grant(record, assignment, epoch=epoch)
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
         with self.turn():
@@ -463,6 +301,23 @@ class MemoryStore(MemoryBlobs):
         verdict = self._loss(record)
         self._settle(replace(record, job=replace(record.job, leader_epoch=epoch)), verdict, None)
         return Reaped(record.job.job_id, verdict.state, lease.worker_id, lease.attempt, verdict.reason)
+
+    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
+        with self.turn():
+            self._check_epoch(epoch)
+            late = [job_id for at, _, job_id in islice(self._late, limit) if is_late(at, self.clock.wall())]
+            for job_id in late:
+                self._skip(self._records[job_id], epoch)
+            return late
+
+    def _skip(self, record: Record, epoch: int) -> None:
+        job = replace(record.job, leader_epoch=epoch)
+        assert job.not_after is not None
+        outcome = skip_outcome(job.not_after, job.outcome)
+        self._end(record, job, Event.SKIP, outcome, self._incident("skipped", job, reason=outcome.message))
+
+    def _is_late(self, record: Record) -> bool:
+        return is_late(record.job.not_after, self.clock.wall())
 
     def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
         with self.turn():

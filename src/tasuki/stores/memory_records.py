@@ -102,6 +102,7 @@ class MemoryRecords:
         self._all: list[Entry] = []  # by seq
         self._ready: dict[int, dict[Queue, list[Entry]]] = {}  # priority -> queue -> by seq; never an empty list
         self._delayed: list[Entry] = []  # by not_before
+        self._late: list[Entry] = []  # ready or delayed, by not_after
         self._leased: list[Entry] = []  # by when the lease is over
         self._ended: list[Entry] = []  # terminal, by finished_at
         self._counts: dict[str, Counter[str]] = {}  # group -> GroupCounts field -> jobs
@@ -111,7 +112,7 @@ class MemoryRecords:
 
     # -- transactions ---------------------------------------------------------------------------------------------
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, *, lasting: bool = True) -> Iterator[None]:
         """All of the block's changes, or none. A verb inside is a turn of its own that the outer one takes back too."""
         mark = len(self._undo)
         self._depth += 1
@@ -148,6 +149,8 @@ class MemoryRecords:
         """The sorted lists that this record stands in, and by what."""
         job = record.job
         yield self._all, 0.0
+        if job.state in READY and job.not_after is not None:
+            yield self._late, job.not_after
         if record.delayed:
             assert job.not_before is not None
             yield self._delayed, job.not_before
@@ -229,6 +232,9 @@ class MemoryRecords:
             return None
         queue = self._ready[record.job.priority][queue_of(record.job)]
         return min(limit, bisect_left(queue, (0.0, record.seq, job_id)))
+
+    def top_band(self) -> int | None:
+        return max(self._ready, default=None)
 
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:
         return [

@@ -1,7 +1,7 @@
 """What the verbs of the SQL store stand on: transactions, batches of rows, counters, incidents. The verbs are in sql_*.py.
 
 Counters are added up and incidents gathered in Python, and written once at the end of a turn: a turn of 256 jobs changes a few
-rows of counters, and its incidents are one statement.
+rows of counters, and its incidents are one statement. So are the endings that one verb judged: `_settle` gathers them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from tasuki.core.job import Outcome, State
 from tasuki.core.verbs import COUNTED
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.sql_database import NOT_KNOWN, Database, Session
+from tasuki.stores.sql_database import NOT_KNOWN, NOTHING_STORED, Database, Session
 from tasuki.stores.sql_read import SqlReads
-from tasuki.stores.sql_rows import JobRow, outcome_columns
+from tasuki.stores.sql_rows import JobRow, outcome_values, replaced_report_of
 from tasuki.stores.store import Clock
 from tasuki.stores.texts import storable
 
@@ -49,15 +49,19 @@ class SqlBase(SqlReads):
         self._translated = database.translated
         self._turn = SqlTurn(self._begin, self._end)
         self._depth = 0
+        self._lasting = True
+        """Of the next transaction."""
         self._doomed: BaseException | None = None
         self._deltas: dict[tuple[str, str], int] = {}
         self._incidents: list[tuple[Any, ...]] = []
+        self._settled: list[tuple[Any, ...]] = []
         self._session: Session
         """In a turn: its connection's."""
 
     # -- transactions ---------------------------------------------------------------------------------------------
-    def turn(self) -> SqlTurn:
+    def turn(self, *, lasting: bool = True) -> SqlTurn:
         """One transaction around several verbs. Durable when it returns without an error; DiskFull, Unavailable otherwise."""
+        self._lasting = lasting
         return self._turn
 
     def close(self) -> None:
@@ -73,7 +77,8 @@ class SqlBase(SqlReads):
             self._depth += 1
             return
         with self._translated():
-            self._database.begin()
+            lasting, self._lasting = self._lasting, True
+            self._database.begin(lasting=lasting)
             self._session = self._database.session
         self._doomed = None
         self._forget_gathered()
@@ -123,6 +128,7 @@ class SqlBase(SqlReads):
     # -- rows -----------------------------------------------------------------------------------------------------
     def _rows(self, job_ids: Iterable[str], statement: str = "rows_to_judge") -> dict[str, JobRow]:
         """The rows of those jobs that exist, without the bytes of their results; nobody else changes them in this turn."""
+        self._write_settled()
         names = list(job_ids)
         found = self._session.rows(statement, (self._session.texts(names),)) if names else []
         return {row[1]: JobRow._make(row) for row in found}
@@ -149,35 +155,53 @@ class SqlBase(SqlReads):
         epoch: int | None = None,
         replaced_report: bytes | None = None,
     ) -> None:
-        """Write what became of a job whose row was judged in this turn, and count it."""
-        changed = self._session.change(
-            "settle",
-            {
-                **outcome_columns(outcome, state),
-                "state": state.value,
-                "ready": ready,
-                "not_before": not_before,
-                "lease_id": row.lease_id if keep_lease else "",
-                "failures": row.failures if failures is None else failures,
-                "losses": row.losses if losses is None else losses,
-                "started_at": started_at,
-                "finished_at": self.clock.wall() if state.terminal else None,
-                "leader_epoch": row.leader_epoch if epoch is None else epoch,
-                "replaced_report": replaced_report,
-                "id": row.id,
-                "was_state": row.state,
-                "was_version": row.version,
-                "was_attempt": row.attempt,
-                "was_lease_id": row.lease_id,
-                "was_worker_id": row.assigned_worker_id,
-                "was_expires_at": row.lease_expires_at,
-            },
+        """What became of a job whose row was judged in this turn, counted now, and written with others by `_write_settled`."""
+        self._settled.append(
+            (
+                row.id,
+                row.state,
+                row.version,
+                row.attempt,
+                row.lease_id,
+                row.assigned_worker_id,
+                row.lease_expires_at,
+                state.value,
+                ready,
+                not_before,
+                row.lease_id if keep_lease else "",
+                row.failures if failures is None else failures,
+                row.losses if losses is None else losses,
+                started_at,
+                self.clock.wall() if state.terminal else None,
+                row.leader_epoch if epoch is None else epoch,
+                *outcome_values(outcome, state),
+                replaced_report,
+            )
         )
-        must_change(row, changed)
         self._count(row.group, row.job_state, -1)
         self._count(row.group, state, 1)
         if outcome is not None and outcome.result_ref is not None:
             self._session.change("add_blob", (row.idempotency_key, outcome.result_ref.sha256, "result"))
+
+    def _settle_waiting(self, row: JobRow, state: State, outcome: Outcome, *, epoch: int | None = None) -> None:
+        """A job that nobody runs comes to its end. What its last attempt reported stays known, and a repeat of it is one."""
+        report = replaced_report_of(row)
+        self._settle(
+            row,
+            state,
+            outcome,
+            keep_lease=report is not None,
+            not_before=row.not_before,
+            started_at=row.started_at,
+            epoch=epoch,
+            replaced_report=report,
+        )
+
+    def _write_settled(self) -> None:
+        """At the end of every verb that settles, and before one reads a row again."""
+        if self._settled:
+            batch, self._settled = self._settled, []
+            must_change(len(batch), self._session.changed("settle", (), batch))
 
     def _clear_results(self, row_ids: list[int]) -> None:
         """The results of earlier attempts are no longer these jobs' blobs."""
@@ -191,6 +215,7 @@ class SqlBase(SqlReads):
 
     def _write_gathered(self) -> None:
         """At the end of a turn, and before what reads or deletes counters or incidents in it."""
+        self._write_settled()
         # In one order everywhere: two writers that share a shard cannot wait for each other in a circle.
         rows = sorted((group, name, n) for (group, name), n in self._deltas.items() if n)
         if rows:
@@ -202,6 +227,7 @@ class SqlBase(SqlReads):
     def _forget_gathered(self) -> None:
         self._deltas.clear()
         self._incidents.clear()
+        self._settled.clear()
 
     def _incident(
         self, row: JobRow, kind: str, *, attempt: int | None = None, worker_id: str = "", actor: str = "", reason: str = ""
@@ -210,7 +236,7 @@ class SqlBase(SqlReads):
         self._incidents.append((row.id, self.clock.wall(), kind, attempt, worker_id, actor, storable(reason)))
 
 
-def must_change(row: JobRow, changed: int) -> None:
-    """The row was read in this transaction, and locked: whoever changed it since is no tasuki."""
-    if changed != 1:
-        raise Unavailable(f"job {row.idempotency_key!r} was changed by another writer meanwhile; nothing of this was stored")
+def must_change(wanted: int, changed: int) -> None:
+    """The rows were read in this transaction, and locked: whoever changed one since is no tasuki."""
+    if changed != wanted:
+        raise Unavailable(f"{wanted - changed} of {wanted} jobs were changed by another writer meanwhile; {NOTHING_STORED}")

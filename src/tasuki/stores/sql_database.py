@@ -19,6 +19,8 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 Batch = Sequence[tuple[Any, ...]]
 """One tuple for each row of a batch statement."""
 
+WALL = 7  # where the time of granting stands among the terms of a grant
+
 NOTHING_STORED = "nothing of this was stored"
 NOT_KNOWN = "whether this was stored is not known"
 
@@ -82,7 +84,8 @@ class Session(Protocol):
         ...
 
     def claim(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
-        """Grant the oldest ready jobs of these queues, by the terms (the parameters of `grant` but the ids).
+        """Grant the oldest ready jobs of these queues, by the terms (the parameters of `grant` but the ids); none that is too
+        late to start.
 
         Rows, oldest first, as they were: (id, job_id, spec, submitter, attempt, state, result_sha256).
         """
@@ -111,7 +114,10 @@ class Database(Protocol):
         """On the current connection; ask again after `begin`, which may have made a new one."""
         ...
 
-    def begin(self) -> None: ...
+    def begin(self, *, lasting: bool = True) -> None:
+        """A transaction; not `lasting`: its commit need not wait for the disk."""
+        ...
+
     def commit(self) -> None: ...
     def rollback(self) -> None:
         """After whatever error: nothing of the transaction is left."""

@@ -32,7 +32,7 @@ class InDjango:
         wrapper.ensure_connection()
         return wrapper
 
-    def begin(self) -> None:
+    def begin(self, *, lasting: bool = True) -> None:
         """Inside the user's transaction a savepoint, so that a verb that fails leaves nothing behind; else one of our own."""
         block = self._atomic(using=self._alias)
         block.__enter__()

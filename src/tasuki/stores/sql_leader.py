@@ -1,13 +1,13 @@
-"""The leader's duties on the SQL store: take over, reap, promote, prune. Each checks the epoch inside its own transaction."""
+"""The leader's duties on the SQL store: take over, reap, skip, promote, prune. Each checks the epoch in its own transaction."""
 
 from __future__ import annotations
 
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.lifecycle import LEASE_MARGIN_S, Event, after, skip_outcome
 from tasuki.core.verbs import Promoted, Reaped
 from tasuki.stores.sql_read import LEADER_SCOPE
 from tasuki.stores.sql_report import SqlReport
-from tasuki.stores.sql_rows import JobRow
+from tasuki.stores.sql_rows import JobRow, outcome_of
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
@@ -35,13 +35,35 @@ class SqlLeader(SqlReport):
             ids = [row_id for (row_id,) in self._session.rows("leases_over", (self.clock.lease(), limit))]
             if not ids:
                 return []
-            rows = {row[0]: JobRow._make(row) for row in self._session.rows("rows_by_id", (self._session.ids(ids),))}
-            return [self._reap(rows[row_id], epoch) for row_id in ids]
+            reaped = [self._reap(row, epoch) for row in self._rows_of(ids)]
+            self._write_settled()
+            return reaped
+
+    def _rows_of(self, ids: list[int]) -> list[JobRow]:
+        """Rows that were just locked, in this order."""
+        rows = {row[0]: JobRow._make(row) for row in self._session.rows("rows_by_id", (self._session.ids(ids),))}
+        return [rows[row_id] for row_id in ids]
 
     def _reap(self, row: JobRow, epoch: int) -> Reaped:
         verdict = self._loss(row)
         self._end_attempt(row, verdict, None, epoch)
         return Reaped(row.idempotency_key, verdict.state, row.assigned_worker_id or "", row.attempt, verdict.reason)
+
+    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
+        with self._turn:
+            self._check_epoch(epoch)
+            ids = [row_id for (row_id,) in self._session.rows("late", (self.clock.wall(), limit))]
+            rows = self._rows_of(ids) if ids else []
+            for row in rows:
+                self._skip(row, epoch)
+            self._write_settled()
+            return [row.idempotency_key for row in rows]
+
+    def _skip(self, row: JobRow, epoch: int) -> None:
+        assert row.not_after is not None
+        outcome = skip_outcome(row.not_after, outcome_of(row))
+        self._incident(row, "skipped", reason=outcome.message)
+        self._settle_waiting(row, after(row.job_state, Event.SKIP), outcome, epoch=epoch)
 
     def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
         with self._turn:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tasuki.core.fair import FairTurns
 from tasuki.core.job import OnDisconnect, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.lifecycle import LEASE_MARGIN_S, is_late
 from tasuki.core.verbs import Assignment, Grant, LeaseRequest
 from tasuki.errors import Unavailable
 from tasuki.stores.sql_base import must_change
@@ -76,7 +76,9 @@ class SqlLease(SqlReport):
             found = self._session.rows("named", (job_id,))
             if not found:
                 continue
-            *row, group, ready, expires_at = found[0]
+            *row, group, ready, expires_at, not_after = found[0]
+            if is_late(not_after, self.clock.wall()):
+                continue
             is_over = expires_at is not None and expires_at <= self.clock.lease()
             if ready == READY or (is_over and self._take_from_lost(job_id, request.worker_id)):
                 grants.append(self._grant(row, group, request))
@@ -89,10 +91,11 @@ class SqlLease(SqlReport):
         verdict = self._loss(row)
         if verdict.state.terminal:
             self._end_attempt(row, verdict, None)
+            self._write_settled()
             return False
         reason = f"{verdict.reason}; taken over by {by}"
         self._incident(row, "taken_over", worker_id=row.assigned_worker_id or "", reason=reason)
-        must_change(row, self._session.change("take_from_lost", (row.id, row.version, verdict.losses, self.clock.lease())))
+        must_change(1, self._session.change("take_from_lost", (row.id, row.version, verdict.losses, self.clock.lease())))
         return True
 
     def _grant(self, row: list[Any], group: str, to: LeaseRequest | Assignment, epoch: int | None = None) -> Grant:
@@ -146,8 +149,10 @@ class SqlLease(SqlReport):
         found = self._session.rows("named", (assignment.job_id,))
         if not found:
             return None
-        *row, group, ready, _expires_at = found[0]
-        return self._grant(row, group, assignment, epoch) if ready == READY else None
+        *row, group, ready, _expires_at, not_after = found[0]
+        if ready != READY or is_late(not_after, self.clock.wall()):
+            return None
+        return self._grant(row, group, assignment, epoch)
 
     def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
         grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}

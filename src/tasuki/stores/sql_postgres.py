@@ -160,7 +160,7 @@ class PostgresDatabase:
             self._wrapper.close()
 
     # -- transactions ---------------------------------------------------------------------------------------------
-    def begin(self) -> None:
+    def begin(self, *, lasting: bool = True) -> None:
         _ = self.session  # connected
         self._is_marked = False
         self._control.execute(_BEGIN, prepare=False)
@@ -258,7 +258,7 @@ class PostgresInDjango(InDjango):
             self._session = PostgresSession(connection, prepare=False)
         return self._session
 
-    def begin(self) -> None:
+    def begin(self, *, lasting: bool = True) -> None:
         super().begin()
         [[now]] = psycopg.RawCursor(self.session.connection).execute(_NOW).fetchall()
         self.clock.set(now)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from psycopg import RawCursor
 
-from tasuki.stores.sql_database import Batch, Inserted, Parameters, Queues
+from tasuki.stores.sql_database import WALL, Batch, Inserted, Parameters, Queues
 from tasuki.stores.sql_postgres_values import Statement, columns, find_statement, register, statements
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class PostgresSession:
         return rows
 
     def _claim_merged(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
-        oldest = self._oldest_of(queues)
+        oldest = self._oldest_of(queues, terms[WALL])
         claimed: list[Any] = []
         for look in range(LOOK_AGAIN_MAX):
             missing = queues.limit - len(claimed)
@@ -103,7 +103,7 @@ class PostgresSession:
                 break
         return claimed
 
-    def _oldest_of(self, queues: Queues) -> Iterator[int]:
+    def _oldest_of(self, queues: Queues, wall: float) -> Iterator[int]:
         """The ids of what is ready in these queues, oldest first: a merge that reads each queue only as far as it must.
 
         It reads the next few of every queue that may hold the next oldest, and gives out what is older than the end of all that
@@ -115,7 +115,7 @@ class PostgresSession:
         step = max(1, -(-queues.limit // len(queues.members)), min(queues.limit, 2048 // len(queues.members)))
         while True:
             behind = [place for place, more in enumerate(is_open) if more and (not waiting or seen[place] <= waiting[0])]
-            for place, ids in self._next_of(queues, behind, seen, step):
+            for place, ids in self._next_of(queues, behind, seen, step, wall):
                 is_open[place] = len(ids) == step
                 waiting += ids
                 seen[place] = ids[-1] if ids else seen[place]
@@ -127,11 +127,11 @@ class PostgresSession:
             if end is None:
                 return
 
-    def _next_of(self, queues: Queues, places: list[int], seen: list[int], step: int) -> list[tuple[int, list[int]]]:
+    def _next_of(self, queues: Queues, places: list[int], seen: list[int], step: int, wall: float) -> list[tuple[int, list[int]]]:
         subjects = [queues.members[place][0] for place in places]
         kinds = [queues.members[place][1] for place in places]
         found: list[list[int]] = [[] for _ in places]
-        parameters = (queues.priority, queues.group, subjects, kinds, [seen[place] for place in places], step)
+        parameters = (queues.priority, queues.group, subjects, kinds, [seen[place] for place in places], step, wall)
         for number, row_id in self.rows("next_of_queues", parameters):
             found[number - 1].append(row_id)
         return list(zip(places, found, strict=True))

@@ -22,6 +22,7 @@ from tasuki.stores.sql_rows import FAILED_STATES, FoundRow, JobRow, job_of, toke
 T = TypeVar("T")
 
 LEADER_SCOPE = "leader"
+ABOVE_ALL_PRIORITIES = 1_000
 FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller goes on with the cursor
 
 
@@ -62,6 +63,10 @@ class SqlReads:
         *queue, kind = place[0]
         ((ahead,),) = self._select("ahead", (*queue, limit, kind))
         return int(ahead)
+
+    def top_band(self) -> int | None:
+        found = self._select("band", (ABOVE_ALL_PRIORITIES,))
+        return int(found[0][0]) if found else None
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
         return [job_id for (job_id,) in self._select("blob_owners", (sha256, limit))]

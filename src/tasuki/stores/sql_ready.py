@@ -19,11 +19,11 @@ from typing import Any
 from tasuki.core.subject import group_of, literal_prefix, matches
 from tasuki.core.verbs import LeaseRequest
 from tasuki.stores.sql_database import Parameters
+from tasuki.stores.sql_read import ABOVE_ALL_PRIORITIES
 
 GROUPS_AT_ONCE = 256
 SUBJECTS_AT_ONCE = 128
 _REMEMBERED_MAX = 10_000
-_ABOVE_ALL_PRIORITIES = 1_000
 _ABOVE_ALL_TEXT = "\U0010ffff"
 _NEXT = (
     "\x01"  # behind a name: the smallest text above it, since no name has control characters. Not NUL, which PostgreSQL refuses
@@ -108,7 +108,7 @@ class ReadySubjects:
 
     def _find_band(self) -> bool:
         if self._has_lower_band:
-            below = self._bands[-1] if self._bands else _ABOVE_ALL_PRIORITIES
+            below = self._bands[-1] if self._bands else ABOVE_ALL_PRIORITIES
             found = self._rows("band", (below,))
             if found:
                 self._bands.append(found[0][0])

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tasuki.core.job import LEASED, OnDisconnect, Outcome, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S, Event, Verdict, after, after_failure, after_loss, sources
+from tasuki.core.job import LEASED, OnDisconnect, Outcome, Progress, State
+from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Event, Verdict, after, after_failure, after_loss, sources
 from tasuki.core.verbs import Answer, Held, Recorded, Report, Standing
-from tasuki.errors import StaleEpoch, Unavailable
+from tasuki.errors import StaleEpoch
+from tasuki.stores.sql_base import must_change
 from tasuki.stores.sql_blobs import SqlBlobs
 from tasuki.stores.sql_read import LEADER_SCOPE
 from tasuki.stores.sql_rows import DELAYED, READY, JobRow, meta_of, result_sha256_of, result_size_of, said_by, said_in
@@ -47,26 +48,40 @@ class SqlReport(SqlBlobs):
     def start(self, claims: Sequence[Held]) -> list[Standing]:
         with self._turn:
             rows = [_claim_values(claim) for claim in claims]
-            return self._standings(claims, self._session.returned("start", (self.clock.wall(),), rows), LEASED)
+            return self._standings(claims, self._session.returned("start", (self.clock.wall(),), rows))
 
     def renew(self, claims: Sequence[Held]) -> list[Standing]:
         with self._turn:
             rows = [(*_claim_values(claim), claim.ttl_s) for claim in claims]
             base = self.clock.lease() + LEASE_MARGIN_S
-            return self._standings(claims, self._session.returned("renew", (base,), rows), _REPORTABLE)
+            answers = self._standings(claims, self._session.returned("renew", (base,), rows))
+            told = [(*_claim_values(claim), *_progress_values(claim.progress)) for claim in claims if claim.progress is not None]
+            self._session.changed("tell_progress", (), told)
+            return answers
 
-    def _standings(self, claims: Sequence[Held], changed: list[Any], current: frozenset[State]) -> list[Standing]:
+    def _standings(self, claims: Sequence[Held], changed: list[Any]) -> list[Standing]:
         """An answer for each claim. Those that changed no row may still be current: started before, or ORPHANED."""
         cancels = {tuple(shown): cancel for *shown, cancel in changed}
         rest = self._rows_seen(claim.job_id for claim in claims if _shown(claim) not in cancels)
-        answers = []
-        for claim in claims:
-            cancel = cancels.get(_shown(claim))
-            row = rest.get(claim.job_id)
-            if cancel is None and row is not None and row.job_state in current and _is_holder(row, claim):
-                cancel = row.cancel_requested
-            answers.append(Standing.LOST if cancel is None else Standing.CANCEL if cancel else Standing.GO_ON)
-        return answers
+        held = {_shown(claim): (claim, rest[claim.job_id]) for claim in claims if _is_held(rest.get(claim.job_id), claim)}
+        cancels |= {shown: row.cancel_requested for shown, (_, row) in held.items() if row.job_state in LEASED}
+        cancels |= self._resume([(claim, row) for claim, row in held.values() if row.job_state is State.ORPHANED])
+        found = [cancels.get(_shown(claim)) for claim in claims]
+        return [Standing.LOST if cancel is None else Standing.CANCEL if cancel else Standing.GO_ON for cancel in found]
+
+    def _resume(self, held: list[tuple[Held, JobRow]]) -> dict[tuple[Any, ...], int]:
+        """Their workers are back. Who shows its lease while the job is given to another is not in the answer."""
+        if not held:
+            return {}
+        batch = [(*_claim_values(claim), claim.ttl_s) for claim, _ in held]
+        shared = (self.clock.lease() + LEASE_MARGIN_S, self.clock.wall())
+        resumed = {tuple(shown): cancel for *shown, cancel in self._session.returned("resume", shared, batch)}
+        for claim, row in held:
+            if _shown(claim) in resumed:
+                self._incident(row, "resumed", worker_id=claim.worker_id, reason=RESUMED)
+                self._count(row.group, row.job_state, -1)
+                self._count(row.group, after(row.job_state, Event.RESUME), 1)
+        return resumed
 
     def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
         with self._turn:
@@ -85,6 +100,7 @@ class SqlReport(SqlBlobs):
                 else:
                     released.append(row)
             self._give_back(released, reason)
+            self._write_settled()
             return answers
 
     def _cancel_unstarted(self, row: JobRow, reason: str) -> None:
@@ -94,8 +110,8 @@ class SqlReport(SqlBlobs):
         self._settle(row, after(row.job_state, Event.CANCEL), outcome, keep_lease=False, not_before=row.not_before)
 
     def _give_back(self, rows: list[JobRow], reason: str) -> None:
-        if self._session.changed("release", (), [(row.id, row.version, row.lease_id) for row in rows]) != len(rows):
-            raise Unavailable("a job was changed by another writer meanwhile; nothing of this was stored")
+        batch = [(row.id, row.version, row.lease_id) for row in rows]
+        must_change(len(batch), self._session.changed("release", (), batch))
         for row in rows:
             self._incident(row, "released", worker_id=row.assigned_worker_id or "", reason=reason)
             self._count(row.group, row.job_state, -1)
@@ -119,6 +135,7 @@ class SqlReport(SqlBlobs):
                     _RECORDED if row_id_of(report.lease_id) in changed else self._report(report, Event.SUCCEED)
                     for report in reports
                 ]
+                self._write_settled()
             self._at("finish.written")
             return answers
 
@@ -153,6 +170,7 @@ class SqlReport(SqlBlobs):
             rows = self._rows(report.job_id for report in reports)
             # Taken out of those read before: a second report on one job is judged by what the first left.
             answers = [self._report(report, Event.FAIL, rows.pop(report.job_id, None)) for report in reports]
+            self._write_settled()
             self._at("fail.written")
             return answers
 
@@ -238,12 +256,21 @@ class SqlReport(SqlBlobs):
             raise StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder}); step down")
 
 
+def _progress_values(progress: Progress) -> tuple[float, str]:
+    return progress.fraction, storable(progress.text)
+
+
 def _claim_values(claim: Held) -> tuple[Any, ...]:
     return (row_id_of(claim.lease_id), *_shown(claim))
 
 
 def _shown(claim: Held) -> tuple[Any, ...]:
     return (claim.job_id, claim.lease_id, claim.worker_id, claim.incarnation, claim.attempt)
+
+
+def _is_held(row: JobRow | None, claim: Held) -> bool:
+    """Whether the claim shows a lease that may still report."""
+    return row is not None and row.job_state in _REPORTABLE and _is_holder(row, claim)
 
 
 def _is_holder(row: JobRow, claim: Held) -> bool:

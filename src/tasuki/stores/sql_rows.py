@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tasuki.core.job import LEASED, TERMINAL, BlobRef, Job, JobSpec, Lease, OnDisconnect, Outcome, State
+from tasuki.core.job import LEASED, TERMINAL, BlobRef, Job, JobSpec, Lease, OnDisconnect, Outcome, Progress, State
 from tasuki.core.verbs import TokenRow
 from tasuki.stores.texts import storable
 
@@ -61,6 +61,7 @@ class JobRow(NamedTuple):
     meta: bytes | None
     replaced_report: bytes | None
     not_before: float | None
+    not_after: float | None
     generation: int
     failures: int
     losses: int
@@ -71,6 +72,8 @@ class JobRow(NamedTuple):
     submitter: str
     leader_epoch: int
     scheduled_for: float | None
+    progress: float | None
+    progress_text: str
     body_hash: bytes
     spec: bytes
 
@@ -131,6 +134,7 @@ def job_of(row: JobRow) -> Job:
         version=row.version,
         priority=row.priority,
         not_before=row.not_before,
+        not_after=row.not_after,
         lease=lease_of(row),
         assigned_worker_id=row.assigned_worker_id,
         assigned_at=row.assigned_at,
@@ -140,6 +144,7 @@ def job_of(row: JobRow) -> Job:
         outcome=outcome_of(row),
         leader_epoch=row.leader_epoch,
         scheduled_for=row.scheduled_for,
+        progress=Progress(row.progress, row.progress_text) if row.progress is not None else None,
     )
 
 
@@ -224,20 +229,20 @@ def ready_value(not_before: float | None, wall: float) -> int:
     return READY if not_before is None or not_before <= wall else DELAYED
 
 
-def outcome_columns(outcome: Outcome | None, state: State) -> dict[str, Any]:
-    """The outcome's columns for `settle`. After a failure error_code is never NULL: without a code it is empty."""
+def outcome_values(outcome: Outcome | None, state: State) -> tuple[Any, ...]:
+    """The outcome's columns of `settle`. After a failure error_code is never NULL: without a code it is empty."""
     failed = state in FAILED_STATES or (outcome is not None and state is not State.SUCCEEDED)
     outcome = outcome or Outcome()
-    return {
-        "exit_code": outcome.exit_code,
-        "error_code": (outcome.error_code or "") if failed else outcome.error_code,
-        "error_summary": storable(outcome.message),
-        "permanent": int(outcome.permanent),
-        "result": outcome.result if outcome.result_ref is None else None,
-        "result_sha256": result_sha256_of(outcome),
-        "result_size_bytes": result_size_of(outcome),
-        "meta": meta_of(outcome),
-    }
+    return (
+        outcome.exit_code,
+        (outcome.error_code or "") if failed else outcome.error_code,
+        storable(outcome.message),
+        int(outcome.permanent),
+        outcome.result if outcome.result_ref is None else None,
+        result_sha256_of(outcome),
+        result_size_of(outcome),
+        meta_of(outcome),
+    )
 
 
 def token_of(row: tuple[Any, ...]) -> TokenRow:

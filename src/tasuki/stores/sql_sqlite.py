@@ -117,6 +117,7 @@ class SqliteDatabase:
         self._wrapper: BaseDatabaseWrapper = connections[self._alias]
         self._wrapper.inc_thread_sharing()
         self._is_open = True
+        self._lasting = True
         try:
             with translated():
                 self._wrapper.ensure_connection()
@@ -128,7 +129,11 @@ class SqliteDatabase:
             self.close()
             raise
 
-    def begin(self) -> None:
+    def begin(self, *, lasting: bool = True) -> None:
+        if lasting != self._lasting:
+            # As a script, compiled anew: this pragma acts when it is compiled, and `execute` keeps what it compiled.
+            self.connection.executescript(f"PRAGMA synchronous = {'FULL' if lasting else 'NORMAL'}")
+            self._lasting = lasting
         self.connection.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:

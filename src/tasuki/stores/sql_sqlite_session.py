@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tasuki.errors import Unavailable
-from tasuki.stores.sql_database import Batch, Inserted, Parameters, Queues
+from tasuki.stores.sql_database import WALL, Batch, Inserted, Parameters, Queues
 from tasuki.stores.sql_statements import load, pieces
 
 _encode_json = msgspec.json.Encoder().encode
@@ -79,11 +79,12 @@ class SqliteSession:
             yield Inserted(size, created, range(newest - created + 1, newest + 1) if created else ())
 
     def claim(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
+        wall = terms[WALL]
         if len(queues.members) == 1:
-            rows = self.rows("oldest_of_queue", (queues.priority, queues.group, *queues.members[0], queues.limit))
+            rows = self.rows("oldest_of_queue", (queues.priority, queues.group, *queues.members[0], queues.limit, wall))
         else:
             members = _encode_json(queues.members).decode()
-            rows = self.rows("oldest_of_queues", (queues.priority, queues.group, members, queues.limit))
+            rows = self.rows("oldest_of_queues", (queues.priority, queues.group, members, queues.limit, wall))
         if rows:
             changed = self.change("grant", (*terms, self.ids([row[0] for row in rows])))
             if changed != len(rows):

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from tasuki.core.job import JobSpec, Outcome, State, differing_fields
-from tasuki.core.lifecycle import Event, after, cancel_is_immediate
+from tasuki.core.lifecycle import Event, after, cancel_is_immediate, not_after_again
 from tasuki.core.subject import group_of
 from tasuki.core.verbs import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of
 from tasuki.errors import Conflict, InvalidInput, Unavailable
@@ -22,7 +22,6 @@ from tasuki.stores.sql_rows import (
     job_of,
     outcome_of,
     ready_value,
-    replaced_report_of,
 )
 from tasuki.stores.texts import storable
 
@@ -119,18 +118,27 @@ class SqlSubmit(SqlBlobs):
         if row.body_hash != submission.body_hash:
             return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec), (row.submitter, row.subject))
         if rerun and row.submitter == submission.submitter and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
-            self._requeue(row, actor=submission.submitter, reason="submitted again")
+            self._requeue([row], actor=submission.submitter, reason="submitted again")
             rows.update(self._rows((job_id,)))
         return Submitted.before(job_of(rows[job_id]))
 
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
         with self._turn:
-            return [self._cancel(job_id, actor, reason) for job_id in job_ids]
+            rows = self._rows(job_ids)
+            requested: list[JobRow] = []
+            answers = []
+            for job_id in job_ids:
+                row = rows.get(job_id)
+                answers.append(Canceled(None) if row is None else self._cancel(row, requested, actor, reason))
+                if row is not None:  # named again in this batch, it is as this left it
+                    canceled = answers[-1]
+                    rows[job_id] = row._replace(state=str(canceled.state), cancel_requested=int(canceled.requested))
+            self._write_settled()
+            batch = [(row.id, row.version) for row in requested]
+            must_change(len(batch), self._session.changed("request_cancels", (), batch))
+            return answers
 
-    def _cancel(self, job_id: str, actor: str, reason: str) -> Canceled:
-        row = self._row(job_id)
-        if row is None:
-            return Canceled(None)
+    def _cancel(self, row: JobRow, requested: list[JobRow], actor: str, reason: str) -> Canceled:
         state = row.job_state
         if state.terminal:
             return Canceled(state)
@@ -138,39 +146,50 @@ class SqlSubmit(SqlBlobs):
             outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
             self._incident(row, "canceled", actor=actor, reason=reason)
             ended = after(state, Event.CANCEL)
-            report = replaced_report_of(row)
-            self._settle(row, ended, outcome, not_before=row.not_before, started_at=row.started_at, replaced_report=report)
+            self._settle_waiting(row, ended, outcome)
             return Canceled(ended)
         if not row.cancel_requested:
             self._incident(row, "cancel_requested", worker_id=row.assigned_worker_id or "", actor=actor, reason=reason)
-            must_change(row, self._session.change("cancel_request", (row.id, row.version)))
+            requested.append(row)
         return Canceled(state, True, row.assigned_worker_id, row.lease_id)
 
     def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
         with self._turn:
+            rows = self._rows(job_ids)
+            ended: list[JobRow] = []
             answers = []
             for job_id in job_ids:
-                row = self._row(job_id)
+                row = rows.get(job_id)
                 done = row is not None and row.job_state.terminal
                 if row is not None and done:
-                    self._requeue(row, actor=actor, reason=reason)
-                answers.append(Requeued(done, State.PENDING if done else row.job_state if row is not None else None))
+                    ended.append(row)
+                    rows[job_id] = row._replace(state=State.PENDING.value)
+                answers.append(Requeued(done, rows[job_id].job_state if row is not None else None))
+            self._requeue(ended, actor=actor, reason=reason)
             return answers
 
-    def _requeue(self, row: JobRow, *, actor: str, reason: str) -> None:
-        state = after(row.job_state, Event.REQUEUE)
-        was = f"was {row.state}"
-        outcome = outcome_of(row)
-        if outcome is not None and (outcome.message or outcome.error_code):
-            was += f": {outcome.message or outcome.error_code}"
-        story = f"{reason}; {was}" if reason else was
-        self._incident(row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=story)
-        not_before = decode_spec(row.spec).not_before
-        ready = ready_value(not_before, self.clock.wall())
-        must_change(row, self._session.change("requeue", (row.id, row.version, ready, not_before)))
-        self._clear_results([row.id])
-        self._count(row.group, row.job_state, -1)
-        self._count(row.group, state, 1)
+    def _requeue(self, rows: list[JobRow], *, actor: str, reason: str) -> None:
+        wall = self.clock.wall()
+        batch = []
+        for row in rows:
+            self._incident(
+                row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=_why_requeued(row, reason)
+            )
+            spec = decode_spec(row.spec)
+            not_after = not_after_again(spec.not_after, wall)
+            batch.append((row.id, row.version, ready_value(spec.not_before, wall), spec.not_before, not_after))
+            self._count(row.group, row.job_state, -1)
+            self._count(row.group, after(row.job_state, Event.REQUEUE), 1)
+        must_change(len(batch), self._session.changed("requeue", (), batch))
+        self._clear_results([row.id for row in rows])
+
+
+def _why_requeued(row: JobRow, reason: str) -> str:
+    was = f"was {row.state}"
+    outcome = outcome_of(row)
+    if outcome is not None and (outcome.message or outcome.error_code):
+        was += f": {outcome.message or outcome.error_code}"
+    return f"{reason}; {was}" if reason else was
 
 
 def _input_blobs(spec: JobSpec) -> list[str]:
@@ -180,6 +199,7 @@ def _input_blobs(spec: JobSpec) -> list[str]:
 def _is_plain(spec: JobSpec) -> bool:
     return (
         spec.not_before is None
+        and spec.not_after is None
         and spec.array_id is None
         and not spec.exec
         and (spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s) == _PLAIN
@@ -201,6 +221,7 @@ def _full_values(submission: Submission, wall: float) -> tuple[Any, ...]:
         spec.priority,
         ready_value(spec.not_before, wall),
         spec.not_before,
+        spec.not_after,
         spec.max_retries,
         spec.max_losses,
         spec.backoff_s,

@@ -116,8 +116,11 @@ class Store(Protocol):
     clock: Clock
 
     # -- transactions ---------------------------------------------------------------------------------------------
-    def turn(self) -> AbstractContextManager[None]:
-        """One transaction around several verbs. Durable when it returns without an error; DiskFull, Unavailable otherwise."""
+    def turn(self, *, lasting: bool = True) -> AbstractContextManager[None]:
+        """One transaction around several verbs. Durable when it returns without an error; DiskFull, Unavailable otherwise.
+
+        Not `lasting`: a power cut may take it back, with nothing that came after it kept. For news that nobody is promised.
+        """
         ...
 
     def close(self) -> None:
@@ -147,13 +150,14 @@ class Store(Protocol):
     def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
         """Set terminal jobs going again: generation + 1, both budgets reset, attempt goes on, the old outcome is an incident.
 
-        The spec's own `not_before` holds again.
+        The spec's own `not_before` holds again, and its `not_after` unless that time is over: who asks now wants it all the same.
         """
         ...
 
     # -- workers --------------------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
         """Grant ready jobs: strict priority, fair between groups inside a band, then age. attempt + 1 each. At most limit.
+        Nothing is granted after its `not_after`, however it is asked for.
 
         A delayed job is ready only after `promote`, whoever asks. By job_id a lease that is over (for `keep`: by its grace too)
         is taken over: that counts as a loss, may end the job when no loss is left, and waits for no loss delay. The lease_ids of
@@ -171,13 +175,15 @@ class Store(Protocol):
         ...
 
     def start(self, claims: Sequence[Held]) -> list[Standing]:
-        """ASSIGNED → RUNNING with started_at; again: no change. Also tells of a cancel request, like renew. ORPHANED: LOST."""
+        """ASSIGNED → RUNNING with started_at; again: no change. Tells of a cancel request, and resumes, like renew."""
         ...
 
     def renew(self, claims: Sequence[Held]) -> list[Standing]:
         """Set the lease's expiry to now + ttl_s + margin. LOST if it is not the current lease of this incarnation.
 
-        An ORPHANED job whose lease is still the current one: GO_ON, and nothing is written.
+        The `progress` that a claim brings is kept with the job; a grant clears it, and nothing is ever decided by it.
+        An ORPHANED job whose lease is still the current one is resumed: RUNNING again, not ready any more, with the incident
+        `resumed`. The loss that was counted stays counted.
         """
         ...
 
@@ -216,6 +222,11 @@ class Store(Protocol):
 
         Outcomes that the store makes itself have the error_code LOST or CANCELED.
         """
+        ...
+
+    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
+        """End jobs that wait, ready, delayed or ORPHANED, past their `not_after`: SKIPPED, with the error_code TOO_LATE and the
+        incident `skipped`. Their ids, at most `limit`; the longest overdue first. Costs nothing for jobs without a not_after."""
         ...
 
     def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
@@ -263,6 +274,10 @@ class Store(Protocol):
 
     def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
         """How many ready jobs of its priority and subject stand before it (at most `limit`); None if it is not ready."""
+        ...
+
+    def top_band(self) -> int | None:
+        """The highest priority of which a job is ready; None if none is."""
         ...
 
     def ended_among(self, job_ids: Sequence[str]) -> list[str]:

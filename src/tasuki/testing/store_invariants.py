@@ -41,11 +41,12 @@ class History:
             self._bodies[answer.job_id] = submission.body_hash
 
     def granted(self, grant: Grant, job: Job) -> None:
-        """I5: every grant is one attempt more. I12: none before its time (of any wall clock that was ever shown)."""
+        """I5: every grant is one attempt more. I12: none before its time (of any wall clock ever shown), nor after it."""
         self.saw_time()
         self._grants[grant.job_id] += 1
         assert grant.attempt == job.attempt == self._grants[grant.job_id], f"I5: {grant.job_id}"
         assert job.not_before is None or job.not_before <= self._latest_wall, f"I12: {grant.job_id} was granted too early"
+        assert job.not_after is None or job.not_after >= self._clock.wall(), f"{grant.job_id} was granted too late"
 
     def reported(self, verb: str, reports: Sequence[Report], before: Sequence[Job | None], answers: Sequence[Recorded]) -> None:
         """I3: at most one finish per attempt. I6: it held the current lease. I14: a cancel and a finish do not both win."""

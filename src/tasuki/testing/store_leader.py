@@ -16,6 +16,7 @@ from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, Store
 LEADER_VERBS: dict[str, Callable[[Store, int], object]] = {
     "assign": lambda store, epoch: store.assign([Assignment(job_id="a", worker_id="w", incarnation="1")], epoch=epoch),
     "reap": lambda store, epoch: store.reap(epoch=epoch),
+    "skip": lambda store, epoch: store.skip(epoch=epoch),
     "promote": lambda store, epoch: store.promote(epoch=epoch),
     "prune": lambda store, epoch: store.prune(before=1e12, epoch=epoch),
 }
@@ -53,7 +54,7 @@ class LeaderCases(StoreCase):
     def test_an_older_epoch_is_refused_and_changes_nothing(self, stage: Stage, verb: str) -> None:
         stage.add("a")
         stage.running("b")
-        stage.add("c", not_before=stage.clock.wall() + 1)
+        stage.add("c", not_before=stage.clock.wall() + 1, not_after=stage.clock.wall() + 2)
         stage.ended("d", "FAILED")
         stage.lead("leader-2")
         stage.clock.advance(PAST_LEASE_S)

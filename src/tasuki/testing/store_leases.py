@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from tasuki.core.job import JobSpec, OnDisconnect, State
+from tasuki.core.job import JobSpec, OnDisconnect, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.verbs import Answer, Grant, LeaseRequest, Standing, Takes
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
@@ -322,6 +322,39 @@ class LeaseCases(StoreCase):
         assert lease is not None
         assert lease.expires_at == stage.clock.lease() + 60.0 + LEASE_MARGIN_S
 
+    def test_renew_keeps_the_progress_that_it_brings(self, stage: Stage) -> None:
+        grant = stage.running("a")
+
+        stage.renew(grant, progress=Progress(0.25, "a quarter – 四分の一"))
+        told = stage.job("a").progress
+        stage.renew(grant)
+
+        assert told == stage.job("a").progress == Progress(0.25, "a quarter – 四分の一")
+
+    def test_progress_changes_nothing_else(self, stage: Stage) -> None:
+        grant = stage.running("a")
+        stage.renew(grant)
+        before = stage.job("a")
+
+        stage.renew(grant, progress=Progress(1.0, "done"))
+
+        assert msgspec.structs.replace(stage.job("a"), progress=None) == before
+
+    def test_progress_with_a_lease_that_is_over_is_not_kept(self, stage: Stage) -> None:
+        grant = stage.running("a")
+
+        assert stage.renew(grant, lease_id="0" * 32, progress=Progress(0.5)) is Standing.LOST
+        assert stage.job("a").progress is None
+
+    def test_progress_outlives_the_attempt_and_is_cleared_by_the_next_grant(self, stage: Stage) -> None:
+        grant = stage.running("a", backoff_s=0.0)
+        stage.renew(grant, progress=Progress(0.5, "half"))
+        stage.fail(grant)
+        after_failure = stage.job("a").progress
+        stage.take("a")
+
+        assert (after_failure, stage.job("a").progress) == (Progress(0.5, "half"), None)
+
     def test_a_renewed_lease_is_not_reaped(self, stage: Stage) -> None:
         grant = stage.running("a")
         for _ in range(5):
@@ -337,14 +370,52 @@ class LeaseCases(StoreCase):
         assert stage.renew(grant) is Standing.GO_ON
         assert stage.reap() == []
 
-    def test_an_orphan_whom_nobody_took_may_go_on(self, stage: Stage) -> None:
+    @pytest.mark.parametrize("verb", ["start", "renew"])
+    def test_an_orphan_whom_nobody_took_is_resumed_when_its_worker_is_back(self, stage: Stage, verb: str) -> None:
         grant = stage.orphaned("a")
         before = stage.job("a")
 
+        assert getattr(stage, verb)(grant, ttl_s=20.0) is Standing.GO_ON
+
+        job = stage.job("a")
+        assert job.lease is not None
+        assert (job.state, job.attempt, job.losses, job.version) == (State.RUNNING, 1, 1, before.version + 1)
+        assert (job.lease.lease_id, job.lease.expires_at) == (grant.lease_id, stage.clock.lease() + 20.0 + LEASE_MARGIN_S)
+        assert job.started_at == before.started_at
+        assert stage.kinds("a") == ["orphaned", "resumed"]
+        assert (stage.store.counts()["render"].orphaned, stage.store.counts()["render"].active) == (0, 1)
+
+    def test_a_resumed_job_is_not_given_to_others_and_can_be_orphaned_again(self, stage: Stage) -> None:
+        grant = stage.orphaned("a")
+        stage.renew(grant)
+
+        assert stage.lease("w2", limit=10) == []
+        assert stage.lease("w2", limit=10, job_ids=("a",)) == []
+        stage.clock.advance(PAST_LEASE_S + GRACE_S)
+        assert [reaped.state for reaped in stage.reap()] == [State.ORPHANED]
+        assert stage.job("a").losses == 2
+
+    def test_an_orphan_that_was_never_started_is_taken_as_running(self, stage: Stage) -> None:
+        grant = stage.assigned("a", lease=KEEP)
+        stage.clock.advance(PAST_LEASE_S + GRACE_S)
+        stage.reap()
+
         assert stage.renew(grant) is Standing.GO_ON
-        assert stage.job("a") == before
+        assert (stage.job("a").state, stage.job("a").started_at) == (State.RUNNING, stage.clock.wall())
+
+    def test_a_claim_shown_twice_resumes_once(self, stage: Stage) -> None:
+        claim = stage.claim(stage.orphaned("a"))
+
+        assert stage.store.renew([claim, claim]) == [Standing.GO_ON, Standing.GO_ON]
+        assert stage.kinds("a") == ["orphaned", "resumed"]
+
+    @pytest.mark.parametrize("verb", ["start", "renew"])
+    def test_an_orphan_that_somebody_took_is_not_resumed(self, stage: Stage, verb: str) -> None:
+        old = stage.orphaned("a")
         stage.take("a", "w2")
-        assert stage.renew(grant) is Standing.LOST
+
+        assert getattr(stage, verb)(old) is Standing.LOST
+        assert (stage.job("a").attempt, stage.job("a").assigned_worker_id) == (2, "w2")
 
     @pytest.mark.parametrize("verb", ["start", "renew", "release"])
     @pytest.mark.parametrize(

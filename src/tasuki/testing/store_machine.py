@@ -16,7 +16,8 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tasuki.core.job import BlobRef, Incident, InputFile, Job, JobSpec, OnDisconnect, Outcome, State, body_hash
+from tasuki.core.job import BlobRef, Incident, InputFile, Job, JobSpec, OnDisconnect, Outcome, Progress, State, body_hash
+from tasuki.core.lifecycle import is_late
 from tasuki.core.subject import group_of, matches
 from tasuki.core.verbs import (
     Assignment,
@@ -105,8 +106,8 @@ class StoreMachine(RuleBasedStateMachine):
         """Override: a new, empty store."""
         raise NotImplementedError
 
-    @initialize(bodies=st.lists(specs, min_size=3, max_size=6))
-    def open(self, bodies: list[JobSpec]) -> None:
+    @initialize(bodies=st.lists(specs, min_size=3, max_size=6), patience_s=st.sampled_from([None, 15.0, 60.0]))
+    def open(self, bodies: list[JobSpec], patience_s: float | None) -> None:
         self.clock = FakeClock()
         self.under_test = self.make_store(self.clock)
         self.model = MemoryStore(self.clock)
@@ -116,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.take_over(stays=False, step=1)
         self.bring_blob()
-        self.submit(bodies, None, "return")
+        self.submit(bodies, None, "return", patience_s)
 
     def teardown(self) -> None:
         if hasattr(self, "under_test"):
@@ -185,11 +186,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         bodies=st.lists(specs, min_size=1, max_size=3),
         delay_s=st.sampled_from([None, None, None, -5.0, 12.0]),
+        patience_s=st.sampled_from([None, None, 15.0]),
         on_failed=st.sampled_from(["return", "rerun"]),
     )
-    def submit(self, bodies: list[JobSpec], delay_s: float | None, on_failed: str) -> None:
-        not_before = None if delay_s is None else self.clock.wall() + delay_s
-        timed = [msgspec.structs.replace(spec, not_before=not_before) for spec in bodies]
+    def submit(self, bodies: list[JobSpec], delay_s: float | None, on_failed: str, patience_s: float | None = None) -> None:
+        not_before, not_after = (None if span is None else self.clock.wall() + span for span in (delay_s, patience_s))
+        timed = [msgspec.structs.replace(spec, not_before=not_before, not_after=not_after) for spec in bodies]
         submissions = [Submission(spec, "alice", body_hash(spec)) for spec in timed]
         self.history.submitted(submissions, self.both("submit", submissions, on_failed=on_failed))
 
@@ -262,6 +264,7 @@ class StoreMachine(RuleBasedStateMachine):
             job
             for job in found
             if self.model.ready_ahead(job.job_id) is not None
+            and not is_late(job.not_after, self.clock.wall())
             and any(matches(pattern, job.spec.subject) for pattern in request.patterns)
             and not any(
                 job.spec.subject.endswith(f".{worker_id}") and matches(pattern, job.spec.subject) for worker_id, pattern in others
@@ -288,17 +291,28 @@ class StoreMachine(RuleBasedStateMachine):
         verb=st.sampled_from(["start", "renew", "renew", "release"]),
         chosen=st.lists(st.tuples(picks, claim_damages), min_size=1, max_size=3),
         ttl_s=st.sampled_from([5.0, 15.0]),
+        progress=st.sampled_from([None, Progress(0.5, "half")]),
     )
-    def show(self, verb: str, chosen: list[tuple[int, dict[str, Any]]], ttl_s: float) -> None:
+    def show(self, verb: str, chosen: list[tuple[int, dict[str, Any]]], ttl_s: float, progress: Progress | None = None) -> None:
+        self.claim(verb, [(self.pick(pick), damage) for pick, damage in chosen], ttl_s, progress)
+
+    def claim(self, verb: str, chosen: list[tuple[Pair, dict[str, Any]]], ttl_s: float, progress: Progress | None = None) -> None:
         shown = []
-        for pick, damage in chosen:
-            pair = self.pick(pick)
+        for pair, damage in chosen:
             claims = [
-                Held(grant.job_id, pair.worker_id, pair.incarnation, grant.lease_id, grant.attempt, ttl_s)
+                Held(grant.job_id, pair.worker_id, pair.incarnation, grant.lease_id, grant.attempt, ttl_s, progress)
                 for grant in (pair.under_test, pair.model)
             ]
             shown.append((msgspec.structs.replace(claims[0], **damage), msgspec.structs.replace(claims[1], **damage)))
         self.both_show(verb, shown)
+
+    @rule(ids=some_job_ids, worker_id=workers, verb=st.sampled_from(["start", "renew"]))
+    def come_back(self, ids: list[str], worker_id: str, verb: str) -> None:
+        """A worker that keeps its job is silent for longer than its lease and its grace, and shows the lease again."""
+        self.lease_by_id(worker_id, "1", ids, 1, {"ttl_s": 5.0, "on_disconnect": OnDisconnect.KEEP, "reconnect_grace_s": 0.0})
+        self.advance(8.0, looks=True)
+        if self.pairs:
+            self.claim(verb, [(self.pairs[-1], {})], 15.0)
 
     @precondition(lambda self: self.pairs)
     @rule(chosen=st.lists(st.tuples(picks, results, damages), min_size=1, max_size=3), repeats=st.booleans())
@@ -376,6 +390,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert sorted(map(str, mine)) == sorted(map(str, theirs))
 
     @rule()
+    def skip(self) -> None:
+        self.both("skip", epoch=self.epoch)
+
+    @rule()
     def promote(self) -> None:
         mine, theirs = (store.promote(epoch=self.epoch) for store in (self.under_test, self.model))
         assert (sorted(mine.subjects), mine.count) == (sorted(theirs.subjects), theirs.count)
@@ -403,6 +421,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock.advance(seconds)
         if looks:
             self.reap()
+            self.skip()
             self.promote()
 
     @rule(seconds=st.sampled_from([-100.0, 100.0]))
@@ -445,6 +464,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         assert counts[0] == counts[1]
         self.both("next_due")
+        self.both("top_band")
         self.both("ended_among", [*JOB_IDS, "unknown"])
         owners = [sorted(store.blob_owners(BLOB)) for store in (self.under_test, self.model)]
         assert owners[0] == owners[1]

@@ -203,6 +203,14 @@ class ReaderCases(StoreCase):
 
         assert [stage.store.ready_ahead(job_id) for job_id in ("running", "ended", "delayed", "?")] == [None] * 4
 
+    def test_the_top_band_is_the_highest_priority_of_which_anything_is_ready(self, stage: Stage) -> None:
+        assert stage.store.top_band() is None
+        stage.add("low", priority=2)
+        stage.add("delayed", priority=9, not_before=stage.clock.wall() + 10)
+        stage.running("running", priority=8)
+
+        assert stage.store.top_band() == 2
+
     def test_ready_ahead_follows_the_leases(self, stage: Stage) -> None:
         stage.add("1", "2", "3")
         stage.lease()

@@ -159,6 +159,9 @@ class Stage:
     def reap(self, limit: int = 256) -> list[Reaped]:
         return self.store.reap(epoch=self.epoch, limit=limit)
 
+    def skip(self) -> list[str]:
+        return self.store.skip(epoch=self.epoch)
+
     def promote(self) -> list[str]:
         """The subjects."""
         return list(self.store.promote(epoch=self.epoch).subjects)

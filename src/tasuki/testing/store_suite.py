@@ -13,6 +13,7 @@ With `pytest.register_assert_rewrite("tasuki.testing.store_leases")` and so on i
 from __future__ import annotations
 
 from tasuki.testing.store_blobs import BlobCases
+from tasuki.testing.store_late import LateCases
 from tasuki.testing.store_leader import LeaderCases
 from tasuki.testing.store_leases import LeaseCases
 from tasuki.testing.store_readers import ReaderCases
@@ -23,5 +24,5 @@ from tasuki.testing.store_submitters import SubmitterCases
 __all__ = ["MakeStore", "Stage", "StoreSuite"]
 
 
-class StoreSuite(SubmitterCases, LeaseCases, ReportCases, LeaderCases, ReaderCases, BlobCases):
+class StoreSuite(SubmitterCases, LeaseCases, ReportCases, LeaderCases, LateCases, ReaderCases, BlobCases):
     """All cases. A subclass is collected by pytest when its name begins with Test."""

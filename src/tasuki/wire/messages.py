@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import JobSpec
+from tasuki.core.job import JobSpec, Progress
 from tasuki.core.protocol import (
     PROTOCOL_VERSION,
     Acceptance,
@@ -37,7 +37,9 @@ from tasuki.core.protocol import (
     JobsRecorded,
     JobsReleased,
     JobsStarted,
+    LogPiece,
     Message,
+    ReadLog,
     Reply,
     Request,
     Results,
@@ -75,6 +77,8 @@ class Type(enum.IntEnum):
     REPLY = 19
     BLOB_PUT = 20
     BLOB_GET = 21
+    READ_LOG = 22
+    LOG_PIECE = 23
 
 
 class _SubmitHeader(msgspec.Struct, omit_defaults=True):
@@ -104,6 +108,12 @@ class _IdHeader(msgspec.Struct, omit_defaults=True):
     corr_id: int = 0
 
 
+class _BeatHeader(msgspec.Struct, omit_defaults=True):
+    msg_id: int = 0
+    corr_id: int = 0
+    progress: dict[str, Progress] = {}
+
+
 class _CancelHeader(msgspec.Struct, omit_defaults=True):
     msg_id: int = 0
     reason: str = ""
@@ -125,6 +135,15 @@ class _ChunkHeader(msgspec.Struct, omit_defaults=True):
     last: bool = False
 
 
+class _PieceHeader(msgspec.Struct, omit_defaults=True):
+    corr_id: int
+    offset: int
+    next: int
+    end: int
+    cut_bytes: int = 0
+    ended: bool = False
+
+
 class _Empty(msgspec.Struct):
     pass
 
@@ -132,6 +151,11 @@ class _Empty(msgspec.Struct):
 class _BeatAnswer(msgspec.Struct, omit_defaults=True):
     cancel: list[str] = []
     lost: list[str] = []
+    servers: tuple[str, ...] = ()
+
+
+def _beat_words(answer: HeartbeatAnswer) -> _BeatAnswer:
+    return _BeatAnswer(answer.cancel, answer.lost, answer.servers)
 
 
 T = TypeVar("T")
@@ -167,6 +191,7 @@ _ack_header = _decoder(_AckHeader)
 _assign_header = _decoder(_AssignHeader)
 _credit_header = _decoder(_CreditHeader)
 _id_header = _decoder(_IdHeader)
+_beat_header = _decoder(_BeatHeader)
 _cancel_header = _decoder(_CancelHeader)
 _subscribe_header = _decoder(_SubscribeHeader)
 _request_header = _decoder(_RequestHeader)
@@ -180,6 +205,8 @@ _welcome = _decoder(Welcome)
 _error = _decoder(ErrorMessage)
 _blob_put = _decoder(BlobPut)
 _blob_get = _decoder(BlobGet)
+_read_log = _decoder(ReadLog)
+_piece_header = _decoder(_PieceHeader)
 
 
 def decode(frame: Frame, max_bytes: int) -> Message:
@@ -237,11 +264,11 @@ def _read_ack(frame: Frame) -> Message:
 
 
 def _read_heartbeat(frame: Frame) -> Message:
-    header = _id_header(frame.header)
+    header = _beat_header(frame.header)
     if header.corr_id:
         answer = _beat_answer(frame.payload or _EMPTY_MAP)
-        return HeartbeatAnswer(header.corr_id, answer.cancel, answer.lost)
-    return Heartbeat(header.msg_id, _claims(frame))
+        return HeartbeatAnswer(header.corr_id, answer.cancel, answer.lost, answer.servers)
+    return Heartbeat(header.msg_id, _claims(frame), header.progress)
 
 
 def _read_cancel(frame: Frame) -> Message:
@@ -264,6 +291,11 @@ def _read_chunk(frame: Frame) -> Message:
     return Chunk(header.corr_id, header.offset, frame.payload, header.last)
 
 
+def _read_piece(frame: Frame) -> Message:
+    header = _piece_header(frame.header)
+    return LogPiece(header.corr_id, header.offset, frame.payload, header.next, header.end, header.cut_bytes, header.ended)
+
+
 _READERS: dict[int, Callable[[Frame], Message]] = {
     Type.SUBMIT_JOB: _read_submit,
     Type.ASSIGN_JOB: lambda frame: AssignJobs(_assign_header(frame.header).ttl_s, _grants(frame)),
@@ -282,6 +314,8 @@ _READERS: dict[int, Callable[[Frame], Message]] = {
     Type.REPLY: lambda frame: Reply(_id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None),
     Type.BLOB_PUT: lambda frame: _blob_put(frame.header),
     Type.BLOB_GET: lambda frame: _blob_get(frame.header),
+    Type.READ_LOG: lambda frame: _read_log(frame.header),
+    Type.LOG_PIECE: _read_piece,
 }
 
 _NO_BODY = b""
@@ -310,11 +344,18 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
     JobsFinished: lambda m: (Type.ACK_JOB, _AckHeader("finished"), *_batch(m.endings)),
     JobsReleased: lambda m: (Type.ACK_JOB, _AckHeader("released", reason=m.reason), *_batch(m.claims)),
     CancelLeases: lambda m: (Type.CANCEL, _CancelHeader(), *_batch(m.lease_ids)),
-    Heartbeat: lambda m: (Type.HEARTBEAT, _IdHeader(msg_id=m.msg_id), *_batch(m.claims)),
-    HeartbeatAnswer: lambda m: (Type.HEARTBEAT, _IdHeader(corr_id=m.corr_id), _encode(_BeatAnswer(m.cancel, m.lost)), 0),
+    Heartbeat: lambda m: (Type.HEARTBEAT, _BeatHeader(m.msg_id, 0, m.progress), *_batch(m.claims)),
+    HeartbeatAnswer: lambda m: (Type.HEARTBEAT, _IdHeader(corr_id=m.corr_id), _encode(_beat_words(m)), 0),
     BlobPut: lambda m: (Type.BLOB_PUT, m, _NO_BODY, 0),
     BlobGet: lambda m: (Type.BLOB_GET, m, _NO_BODY, 0),
     Chunk: lambda m: (Type.CHUNK, _ChunkHeader(m.corr_id, m.offset, m.last), m.data, 0),
+    ReadLog: lambda m: (Type.READ_LOG, m, _NO_BODY, 0),
+    LogPiece: lambda m: (
+        Type.LOG_PIECE,
+        _PieceHeader(m.corr_id, m.offset, m.next, m.end, m.cut_bytes, m.ended),
+        m.data,
+        0,
+    ),
 }
 
 

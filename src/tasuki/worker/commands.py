@@ -18,7 +18,9 @@ from tasuki.core.job import JobSpec
 from tasuki.worker.attempt import Attempt, Refused
 from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
 from tasuki.worker.folder import RunFolder
-from tasuki.worker.keeper_protocol import NO_LIMITS, Limits
+from tasuki.worker.keeper_protocol import NO_LIMITS, Limits, Prepare
+from tasuki.worker.progress import DESCRIPTOR, VARIABLE
+from tasuki.worker.secret_files import NO_SECRETS, Secrets
 
 MARK = "TASUKI_MARK"
 """`<incarnation>/<lease_id>`, by which what outlived its worker is found at the next start."""
@@ -35,11 +37,15 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute path of argv[0]."""
     argv: tuple[str, ...]
     env: dict[str, str]
+    secrets: Secrets = NO_SECRETS
+    """Added to env at the very last, so that nothing that shows a command shows them."""
     cwd: Path
     mark: str
     timeout_s: float | None
     stop_grace_s: float | None = None
     limits: Limits = NO_LIMITS
+    warm: str = ""
+    """The exec whose warm interpreter forks it."""
 
 
 def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, any_program_for: str | None) -> Exec:
@@ -58,7 +64,13 @@ def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, any_program_for: st
 
 
 def build_command(
-    exec_: Exec, attempt: Attempt, folder: RunFolder, *, environment: Mapping[str, str], incarnation: str
+    exec_: Exec,
+    attempt: Attempt,
+    folder: RunFolder,
+    *,
+    environment: Mapping[str, str],
+    incarnation: str,
+    secrets: Secrets = NO_SECRETS,
 ) -> Command:
     """The command of this attempt, or Refused: ARGS_NOT_ALLOWED, ENV_NOT_ALLOWED, BAD_INPUT, PROGRAM_NOT_FOUND."""
     spec = attempt.spec
@@ -75,6 +87,7 @@ def build_command(
         "TASUKI_ATTEMPT": str(attempt.attempt),
         "TASUKI_IN": str(folder.inputs),
         "TASUKI_OUT": str(folder.outputs),
+        VARIABLE: str(DESCRIPTOR),
         MARK: mark,
     }
     cwd = Path(exec_.cwd) if exec_.cwd else folder.path
@@ -88,11 +101,27 @@ def build_command(
         program=program,
         argv=argv,
         env=env,
+        secrets=secrets,
         cwd=cwd,
         mark=mark,
         timeout_s=spec.timeout_s if spec.timeout_s is not None else exec_.timeout_s,
         stop_grace_s=exec_.stop_grace_s,
         limits=exec_.limits,
+        warm=exec_.name if exec_.python is not None else "",
+    )
+
+
+def build_interpreter(exec_: Exec, *, environment: Mapping[str, str], incarnation: str) -> Prepare | None:
+    """The warm interpreter that this exec needs, if any. It knows what the exec fixes, and nothing of any job."""
+    if exec_.python is None:
+        return None
+    env = {**environment, **exec_.env, MARK: f"{incarnation}/{exec_.name}"}
+    return Prepare(
+        name=exec_.name,
+        program=os.fsencode(exec_.python.interpreter),
+        call=exec_.python.call,
+        modules=exec_.python.modules,
+        env={os.fsencode(name): os.fsencode(value) for name, value in env.items()},
     )
 
 

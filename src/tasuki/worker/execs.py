@@ -14,7 +14,13 @@ Any other braces are left alone. In TOML (`argv = [...]` may stand instead of `c
     env = { THREADS = "4" }       # fixed values
     allow_env = ["SEED"]          # names that a job may set; none by default
     timeout_s = 600               # for jobs that bring no limit of their own
-    outputs = ["out/**"]
+    outputs = ["out/**"]          # what goes into the result
+    outputs_required = ["out/*.png"]   # without one of each of these, success becomes OUTPUT_MISSING
+    outputs_max_files = 100       # and outputs_max_file_mb, outputs_max_total_mb: more is left out, and named
+    env_from_file = { API_KEY = "/run/secrets/render" }   # secrets, see secret_files.py
+    allow_loose_permissions = true     # others may read these files
+    permanent_exit_codes = [2]    # never tried again
+    retry_exit_codes = [75]       # if given: nothing else is
     cwd = "/srv/render"           # default: the job's own folder
     stop_grace_s = 30             # between TERM and KILL; default 5
     memory_mb = 2000              # of all its processes together
@@ -25,6 +31,7 @@ Any other braces are left alone. In TOML (`argv = [...]` may stand instead of `c
     nice = 10
     pid_namespace = true          # its processes see only each other; needs `unshare`, and root or user namespaces
 
+A Python function that is to start in milliseconds is an exec of kind python, see python_execs.py.
 How far each limit holds is written in docs/concepts.md, Limits.
 
 Decision: who may pass free arguments. They are opt-in. In TOML `{args}` in the template is the consent, or `args`; with
@@ -45,13 +52,26 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tasuki.core.ids import check_name
+from tasuki.core.job import check_exit_codes
 from tasuki.errors import ConfigError, InvalidInput
+from tasuki.worker.environment import PASSED_ON
+from tasuki.worker.exits import NO_RULES, ExitRules
 from tasuki.worker.keeper_protocol import NO_LIMITS, Limits
+from tasuki.worker.outputs import (
+    DEFAULT_LIMITS,
+    DEFAULT_OUTPUTS,
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    MAX_TOTAL_BYTES,
+    OutputLimits,
+    OutputRules,
+)
+from tasuki.worker.python_execs import PythonCall, python_call
 
 FILE, FILES, ARGS = "{file}", "{files}", "{args}"
-DEFAULT_OUTPUTS = ("out/**",)
 RESERVED_PREFIX = "TASUKI_"  # what tasuki itself tells a job; neither a job nor an exec may fake it
 NICE_RANGE = (0, 19)  # below 0 needs a right that a worker should not have
+MB = 1024 * 1024
 
 NumberT = TypeVar("NumberT", int, float)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -70,10 +90,22 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True):
     """Only for "any program": the job is the worker's own user, who could set anything anyway."""
     timeout_s: float | None = None
     outputs: tuple[str, ...] = DEFAULT_OUTPUTS
+    outputs_required: tuple[str, ...] = ()
+    output_limits: OutputLimits = DEFAULT_LIMITS
+    env_from_file: dict[str, str] = {}
+    """Variable → path of the file with its value, which never leaves the worker."""
+    allow_loose_permissions: bool = False
+    exits: ExitRules = NO_RULES
     cwd: str | None = None
     stop_grace_s: float | None = None
     limits: Limits = NO_LIMITS
     pid_namespace: bool = False
+    python: PythonCall | None = None
+    """Of kind python: argv is the same in a cold interpreter, for where none can be kept warm."""
+
+    @property
+    def output_rules(self) -> OutputRules:
+        return OutputRules(globs=self.outputs, required=self.outputs_required, limits=self.output_limits)
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,6 +118,14 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     allow_env: tuple[str, ...] = ()
     timeout_s: float | None = None
     outputs: tuple[str, ...] = DEFAULT_OUTPUTS
+    outputs_required: tuple[str, ...] = ()
+    outputs_max_files: int | None = None
+    outputs_max_file_mb: int | None = None
+    outputs_max_total_mb: int | None = None
+    env_from_file: dict[str, str] = {}
+    allow_loose_permissions: bool = False
+    permanent_exit_codes: tuple[int, ...] | None = None
+    retry_exit_codes: tuple[int, ...] | None = None
     cwd: str | None = None
     stop_grace_s: float | None = None
     memory_mb: int | None = None
@@ -95,6 +135,10 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     open_files: int | None = None
     nice: int = 0
     pid_namespace: bool = False
+    kind: Literal["program", "python"] = "program"
+    call: str | None = None
+    preload: tuple[str, ...] = ()
+    interpreter: str | None = None
 
 
 def load_execs(path: Path) -> dict[str, Exec]:
@@ -147,6 +191,9 @@ def _checked(name: str, table: _Table) -> Exec:
         check_name(name, "exec")
     except InvalidInput as error:
         raise ConfigError(error.message) from error
+    python = python_call(name, table)
+    if python is not None:
+        table = msgspec.structs.replace(table, argv=(*python.cold, *(table.argv or ())))
     argv = _argv(name, table)
     return Exec(
         name=name,
@@ -155,11 +202,17 @@ def _checked(name: str, table: _Table) -> Exec:
         env=_fixed_env(name, table.env),
         allow_env=tuple(_env_name(name, variable) for variable in table.allow_env),
         timeout_s=_above_zero(name, "timeout_s", table.timeout_s),
-        outputs=tuple(_output_glob(name, glob) for glob in table.outputs),
+        outputs=tuple(_output_glob(name, "outputs", glob) for glob in table.outputs),
+        outputs_required=tuple(_output_glob(name, "outputs_required", glob) for glob in table.outputs_required),
+        output_limits=_output_limits(name, table),
+        env_from_file=_secret_paths(name, table),
+        allow_loose_permissions=table.allow_loose_permissions,
+        exits=_exit_rules(name, table),
         cwd=_cwd(name, table.cwd),
         stop_grace_s=_not_negative(name, "stop_grace_s", table.stop_grace_s),
         limits=_limits(name, table),
         pid_namespace=table.pid_namespace,
+        python=python,
     )
 
 
@@ -248,11 +301,46 @@ def _not_negative(name: str, setting: str, value: float | None) -> float | None:
     return value
 
 
-def _output_glob(name: str, glob: str) -> str:
+def _secret_paths(name: str, table: _Table) -> dict[str, str]:
+    for variable, path in table.env_from_file.items():
+        _env_name(name, variable)
+        if variable in (*PASSED_ON, "TMPDIR"):
+            raise ConfigError(f"exec {name!r}: {variable} cannot come from a file (env_from_file); fix it with env")
+        if variable in table.env or variable in table.allow_env:
+            other = "env" if variable in table.env else "allow_env"
+            raise ConfigError(f"exec {name!r}: {variable} stands in env_from_file and in {other}; remove one of them")
+        if not path.startswith("/") or "\0" in path:
+            raise ConfigError(f"exec {name!r}: env_from_file names {path!r} for {variable}; it must be an absolute path")
+    return table.env_from_file
+
+
+def _exit_rules(name: str, table: _Table) -> ExitRules:
+    try:
+        check_exit_codes(table.permanent_exit_codes or (), table.retry_exit_codes or ())
+    except InvalidInput as error:
+        raise ConfigError(f"exec {name!r}: {error.message}") from error
+    return ExitRules(permanent=table.permanent_exit_codes, retry=table.retry_exit_codes)
+
+
+def _output_limits(name: str, table: _Table) -> OutputLimits:
+    return OutputLimits(
+        max_files=_up_to(name, "outputs_max_files", table.outputs_max_files, MAX_FILES),
+        max_file_bytes=_up_to(name, "outputs_max_file_mb", table.outputs_max_file_mb, MAX_FILE_BYTES // MB) * MB,
+        max_total_bytes=_up_to(name, "outputs_max_total_mb", table.outputs_max_total_mb, MAX_TOTAL_BYTES // MB) * MB,
+    )
+
+
+def _up_to(name: str, setting: str, value: int | None, most: int) -> int:
+    if value is not None and not 0 <= value <= most:
+        raise ConfigError(f"exec {name!r}: {setting} must be 0 to {most}, which readers of results accept; got {value}")
+    return most if value is None else value
+
+
+def _output_glob(name: str, setting: str, glob: str) -> str:
     parts = glob.split("/")
     if parts[0] != "out" or len(parts) < 2 or any(part in ("", ".", "..") for part in parts):
         raise ConfigError(
-            f"exec {name!r}: outputs has {glob!r}; outputs lie below out/, so write it like 'out/**' or 'out/*.csv'"
+            f"exec {name!r}: {setting} has {glob!r}; outputs lie below out/, so write it like 'out/**' or 'out/*.csv'"
         )
     return glob
 

@@ -1,7 +1,8 @@
 """Run folders: `<data>/runs/<incarnation>/<job_id>.<attempt>/`, made for one attempt and removed when its result is recorded.
 
     in/      the inputs          out/   what the job leaves as its result        tmp/   its TMPDIR
-    log/     stdout, stderr      stdin  its payload
+    log/     stdout, stderr,     stdin  its payload
+             progress
 
 The folder of an incarnation is locked (flock) while its worker lives, so that several workers may share a data folder and
 a start can tell what a dead worker left behind from what a live one uses. All of it blocks on I/O: call it in a thread,
@@ -37,7 +38,7 @@ SPARE = ".spare-"  # no job id begins with a dot
 RECYCLED_LOG_MAX_BYTES = 256 * 1024  # cutting off more than that takes time
 FULL_BYTES = 64 * 1024  # less is as good as nothing
 _BELOW = ("in", "out", "tmp", "log")
-_LOGS = frozenset({"stdout", "stderr"})
+_LOGS = frozenset({"stdout", "stderr", "progress"})
 _READ_BYTES = 256 * 1024
 
 

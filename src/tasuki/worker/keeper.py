@@ -3,6 +3,7 @@
 Theory of operation. One thread, one poll over three things: the worker's orders, the ends of processes (SIGCHLD), and
 the worker's own end. A job goes one way through its phases:
 
+    STARTING ──forked by its warm interpreter──► RUNNING          (a program is RUNNING at once)
     RUNNING ──stop, time limit, lease deadline──► STOPPING (TERM was sent) ──grace over──► KILLING ──tree empty──► reported
        └──its first process ends, a limit was passed──────────────────────────────────────────┘
 
@@ -36,6 +37,7 @@ from tasuki.worker.keeper_protocol import (
     Frames,
     NotSpawned,
     Order,
+    Prepare,
     Ready,
     Reason,
     Renew,
@@ -64,6 +66,7 @@ def now() -> float:
 
 
 class Phase(enum.Enum):
+    STARTING = 0
     RUNNING = 1
     STOPPING = 2
     KILLING = 3
@@ -72,22 +75,32 @@ class Phase(enum.Enum):
 class _Job:
     """One attempt that was started and is not reported yet."""
 
-    def __init__(self, order: Spawn, at: float) -> None:
+    def __init__(self, order: Spawn) -> None:
         self.order = order
-        self.phase = Phase.RUNNING
+        self.phase = Phase.STARTING
+        self.stop_with: tuple[Reason, float] | None = None
+        """Reason and grace, of a stop that came when it was too late not to start it."""
         self.exit_code: int | None = None
         """Of the first process; None while it lives."""
         self.reason: Reason | None = None
         self.detail = ""
         self.lease_deadline = inf if order.lease_deadline is None else order.lease_deadline
-        self.time_limit = inf if order.timeout_s is None else at + order.timeout_s
+        self.time_limit = inf
         self.kill_at = inf
         self.look_at = inf
+
+    def run(self, at: float) -> None:
+        """Its process is there; its time counts from now."""
+        self.phase = Phase.RUNNING
+        if self.order.timeout_s is not None:
+            self.time_limit = at + self.order.timeout_s
 
     @property
     def due(self) -> float:
         """When something is to be done about it, if nothing happens before."""
         match self.phase:
+            case Phase.STARTING:
+                return self.lease_deadline if self.stop_with is None else inf
             case Phase.RUNNING:
                 return min(self.lease_deadline, self.time_limit)
             case Phase.STOPPING:  # no grace is longer than the lease
@@ -139,6 +152,7 @@ class KeeperLoop:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._poll.register(self._control, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
+        self._system.attach(self._poll)
         if hasattr(os, "pidfd_open"):  # the control socket may live on in a child of the worker; the worker's end is its end
             with contextlib.suppress(ProcessLookupError):
                 self._worker = os.pidfd_open(self._worker_pid)
@@ -156,11 +170,12 @@ class KeeperLoop:
                     self._wake.recv(READ_BYTES)
             elif descriptor == self._worker:
                 self._abandon()
-            elif not self._alone:
+            elif descriptor == self._control.fileno() and not self._alone:
                 self._read()
         at = now()
         self._reap(at)
         self._timers(at)
+        self._begin(at)  # an interpreter that was found to have ended, or was given up
         self._settle(at)
 
     def _wait_ms(self) -> float | None:
@@ -192,6 +207,8 @@ class KeeperLoop:
 
     def _obey(self, order: Order) -> None:
         match order:
+            case Prepare():
+                self._system.prepare(order)
             case Spawn():
                 self._spawn(order)
             case Renew():
@@ -215,15 +232,37 @@ class KeeperLoop:
         except ValueError:  # a NUL in an argument
             self._reports.append(NotSpawned(order.number, errno.EINVAL))
             return
-        job = self._jobs[order.number] = self._by_pid[pid] = _Job(order, at)
-        if order.limits.watched:
-            self._watch_at = min(self._watch_at, job.look_at, at + WATCH_S)
-        self._reports.append(Spawned(order.number, pid))
+        job = self._jobs[order.number] = _Job(order)
+        if pid is not None:
+            self._run(job, pid, at)
+
+    def _run(self, job: _Job, pid: int, at: float) -> None:
+        job.run(at)
+        self._by_pid[pid] = job
+        if job.order.limits.watched:
+            self._watch_at = min(self._watch_at, at + WATCH_S)
+        self._reports.append(Spawned(job.order.number, pid))
+
+    def _begin(self, at: float) -> None:
+        """What became of warm interpreters, and of the starts that waited for them."""
+        self._reports += self._system.prepared()
+        for begun in self._system.begun():
+            job = self._jobs[begun.number]
+            if begun.pid is None:
+                del self._jobs[begun.number]
+                error = begun.errno if job.stop_with is None else _errno_of(job.stop_with[0])
+                self._reports.append(NotSpawned(begun.number, error, begun.message))
+                continue
+            self._run(job, begun.pid, at)
+            if job.stop_with is not None:
+                self._stop(job, *job.stop_with, at)
 
     # ------------------------------------------------------------------------------------------------ towards the end
 
     def _stop(self, job: _Job, reason: Reason, grace_s: float, at: float) -> None:
         """TERM now, KILL after the grace. A later reason does not replace the first; it may only shorten the grace."""
+        if job.phase is Phase.STARTING:
+            self._do_not_start(job, reason, grace_s)
         if job.phase is Phase.RUNNING:
             job.phase, job.reason = Phase.STOPPING, reason
             if grace_s > 0:
@@ -232,6 +271,14 @@ class KeeperLoop:
             job.kill_at = min(job.kill_at, at + grace_s)
             if job.kill_at <= at:
                 self._kill(job, at)
+
+    def _do_not_start(self, job: _Job, reason: Reason, grace_s: float) -> None:
+        number = job.order.number
+        if self._system.withdraw(number):
+            del self._jobs[number]
+            self._reports.append(NotSpawned(number, _errno_of(reason)))
+        else:
+            job.stop_with = job.stop_with or (reason, grace_s)
 
     def _kill(self, job: _Job, at: float) -> None:
         job.phase = Phase.KILLING
@@ -246,11 +293,13 @@ class KeeperLoop:
         self._poll.unregister(self._control)
         if self._worker is not None:
             self._poll.unregister(self._worker)
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):
             self._stop(job, Reason.SHUTDOWN, 0.0, now())
 
     def _reap(self, at: float) -> None:
-        for reaped in self._system.reap():
+        ended = self._system.reap()
+        self._begin(at)
+        for reaped in ended:
             job = self._by_pid.pop(reaped.pid)
             job.exit_code = reaped.exit_code
             if job.phase is Phase.RUNNING:  # what it leaves behind has no grace: nobody is to be told anything
@@ -266,7 +315,7 @@ class KeeperLoop:
         for job in [job for job in self._jobs.values() if job.due <= at]:
             if job.phase is Phase.STOPPING:
                 self._kill(job, at)
-            elif job.phase is Phase.RUNNING and job.lease_deadline <= at:
+            elif job.phase in (Phase.STARTING, Phase.RUNNING) and job.lease_deadline <= at:
                 self._stop(job, Reason.LEASE_LOST, min(job.order.grace_s, LEASE_LOST_GRACE_S), at)
             elif job.phase is Phase.RUNNING:
                 self._stop(job, Reason.TIMED_OUT, job.order.grace_s, at)
@@ -289,7 +338,7 @@ class KeeperLoop:
 
     def _settle(self, at: float) -> None:
         """Report the trees that are empty; kill again what is not and should be."""
-        ending = [job for job in self._jobs.values() if job.phase is not Phase.RUNNING]
+        ending = [job for job in self._jobs.values() if job.phase in (Phase.STOPPING, Phase.KILLING)]
         if not ending:
             return
         remains = self._system.remains(job.order.number for job in ending if job.exit_code is not None)
@@ -323,6 +372,11 @@ class KeeperLoop:
             return
         del self._unsent[:sent]
         self._poll.modify(self._control, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+
+
+def _errno_of(reason: Reason) -> int:
+    """Why a job was not started that was to be stopped."""
+    return errno.ETIME if reason is Reason.LEASE_LOST else errno.ECANCELED
 
 
 def _nothing(*_: object) -> None:

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from tasuki.errors import ProtocolError, Unavailable
+from tasuki.errors import ProtocolError, TasukiError, Unavailable
 from tasuki.worker.keeper import keep
 from tasuki.worker.keeper_protocol import (
     READ_BYTES,
@@ -33,6 +33,8 @@ from tasuki.worker.keeper_protocol import (
     Frames,
     NotSpawned,
     Order,
+    Prepare,
+    Prepared,
     Ready,
     Reason,
     Renew,
@@ -40,6 +42,7 @@ from tasuki.worker.keeper_protocol import (
     Spawn,
     Spawned,
     Stop,
+    Warmth,
     frame,
 )
 
@@ -50,6 +53,12 @@ logger = logging.getLogger(__name__)
 
 class KeeperLost(Unavailable):
     """The keeper is gone, and with it all hold on what it had started. The worker ends; its next start sweeps."""
+
+
+class NotPrepared(TasukiError):
+    """The warm interpreter of the exec could not import its modules; the message says why."""
+
+    code = "PRELOAD_FAILED"
 
 
 class Kept:
@@ -71,6 +80,7 @@ class Keeper:
     """The keeper as the worker sees it."""
 
     def __init__(self, control: socket.socket, pid: int) -> None:
+        assert pid > 1, "0 and -1 would mean whole groups of processes when it is waited for or killed"
         self.pid = pid
         self.on_lost: Callable[[KeeperLost], None] = lambda error: None
         self.lost: KeeperLost | None = None
@@ -114,6 +124,11 @@ class Keeper:
         self._kept[kept.number] = kept
         self._order(Spawn(number=kept.number, **fields))
         return kept
+
+    def prepare(self, order: Prepare) -> None:
+        """Start this warm interpreter; how it went is logged."""
+        self._attach()
+        self._order(order)
 
     def stop(self, kept: Kept, reason: Reason, grace_s: float) -> None:
         """TERM, after the grace KILL. Harmless when it has ended."""
@@ -230,7 +245,9 @@ class Keeper:
             case Spawned():
                 _settle(self._kept[report.number].started, report.pid)
             case NotSpawned():
-                self._kept.pop(report.number).fail(OSError(report.errno, os.strerror(report.errno)))
+                self._kept.pop(report.number).fail(_why_not(report))
+            case Prepared():
+                _log_prepared(report)
             case Ended():
                 _settle(self._kept.pop(report.number).ended, report)
             case Ready():
@@ -254,6 +271,22 @@ class Keeper:
         kept, self._kept = self._kept, {}
         for one in kept.values():
             one.fail(error)
+
+
+def _why_not(report: NotSpawned) -> Exception:
+    if report.message:
+        return NotPrepared(f"its modules could not be imported: {report.message}; correct them or the exec at the worker")
+    return OSError(report.errno, os.strerror(report.errno))
+
+
+def _log_prepared(report: Prepared) -> None:
+    match report.warmth:
+        case Warmth.WARM:
+            logger.info("exec %r: its interpreter is warm (imported in %s)", report.name, report.detail)
+        case Warmth.COLD:
+            logger.warning("exec %r: each job starts an interpreter of its own (%s)", report.name, report.detail)
+        case Warmth.FAILED:
+            logger.error("exec %r: its jobs are refused, the import failed: %s", report.name, report.detail)
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

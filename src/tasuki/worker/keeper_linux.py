@@ -14,6 +14,9 @@ all. What a stray belongs to is told, in this order, by
 
 A stray that has wiped out all four has hidden on purpose, and goes with the next job that ends.
 The tag names the incarnation too, so that what outlives a killed keeper is found without its environment (`keeper_sweep`).
+
+A job of kind python is forked by a warm interpreter (`keeper_warm`), which is a child of the keeper but no job. The job
+itself becomes the keeper's child before its first line of user code, tagged, in its session: then it is one like any other.
 """
 
 from __future__ import annotations
@@ -22,15 +25,18 @@ import contextlib
 import hashlib
 import os
 import resource
+import select
 import signal
+import socket
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tasuki.worker.keeper_cgroup import Group, Leaf, NoCgroup
-from tasuki.worker.keeper_plain import PlainSystem, Reaped, Usage
+from tasuki.worker.keeper_plain import Begun, PlainSystem, Reaped, Usage
 from tasuki.worker.keeper_proc import Seen, environment_of, living, look, signal_checked, works_under
-from tasuki.worker.keeper_protocol import Ready, Reason, Spawn
+from tasuki.worker.keeper_protocol import Prepare, Prepared, Ready, Reason, Spawn
+from tasuki.worker.keeper_warm import WarmInterpreters, check_texts, start_process
 from tasuki.worker.process import become_subreaper, set_name
 
 RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module leaves it out because nothing uses it
@@ -70,6 +76,8 @@ class LinuxSystem(PlainSystem):
         self._leaves: dict[int, Leaf] = {}
         self._owners: dict[int, int | None] = {}
         """stray → number. A child that nobody has waited for keeps its pid, so this cannot go stale."""
+        self._warm = WarmInterpreters(self._start_interpreter)
+        self._begun: list[Begun] = []
         self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE)).encode()
         self._group: Group | None = None
         self._no_group = "switched off"
@@ -87,12 +95,15 @@ class LinuxSystem(PlainSystem):
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def spawn(self, order: Spawn) -> int:
+    def spawn(self, order: Spawn) -> int | None:
+        if order.warm:
+            self._ask(order)
+            return None
         leaf = self._leaf_for(order)
         try:
             with leaf or contextlib.nullcontext():
                 if self._tag:
-                    resource.setrlimit(RLIMIT_LOCKS, (self._tag | order.number % (1 << TAG_BITS), self._locks[1]))
+                    resource.setrlimit(RLIMIT_LOCKS, self._tag_for(order.number))
                 pid = super().spawn(order)
         except BaseException:
             if leaf is not None:
@@ -101,9 +112,15 @@ class LinuxSystem(PlainSystem):
         self._orders[order.number] = order
         if leaf is not None:
             self._leaves[order.number] = leaf
+        self._offer_to_the_kernel(pid)
+        return pid
+
+    def _tag_for(self, number: int) -> tuple[int, int]:
+        return self._tag | number % (1 << TAG_BITS), self._locks[1]
+
+    def _offer_to_the_kernel(self, pid: int | None) -> None:
         with contextlib.suppress(OSError):  # it has ended already
             _write(f"/proc/{pid}/oom_score_adj", self._oom_score)
-        return pid
 
     def _leaf_for(self, order: Spawn) -> Leaf | None:
         if self._group is None or not self._group.has_limits or not order.limits.watched:
@@ -115,21 +132,78 @@ class LinuxSystem(PlainSystem):
         if self._tag:
             resource.setrlimit(RLIMIT_LOCKS, self._locks)
 
+    # ------------------------------------------------------------------------------------------------ warm interpreters
+
+    def attach(self, poll: select.poll) -> None:
+        self._warm.attach(poll)
+
+    def prepare(self, order: Prepare) -> None:
+        self._warm.prepare(order)
+
+    def prepared(self) -> list[Prepared]:
+        found, self._warm.reports = self._warm.reports, []
+        return found
+
+    def withdraw(self, number: int) -> bool:
+        withdrawn = self._warm.withdraw(number)
+        if withdrawn:
+            self.forget(number)
+        return withdrawn
+
+    def begun(self) -> list[Begun]:
+        self._take_begun()
+        found, self._begun = self._begun, []
+        return found
+
+    def _ask(self, order: Spawn) -> None:
+        check_texts(order)
+        leaf = self._leaf_for(order)
+        tag = self._tag_for(order.number) if self._tag else None
+        self._orders[order.number] = order
+        if leaf is not None:
+            self._leaves[order.number] = leaf
+        try:
+            self._warm.ask(order, tag=tag, leaf=None if leaf is None else leaf.path)
+        except OSError:
+            self.forget(order.number)
+            raise
+
+    def _start_interpreter(self, order: Prepare, control: socket.socket) -> int:
+        """In a session of its own, tagged as the incarnation's: the next start finds it if we are killed."""
+        if self._tag:
+            resource.setrlimit(RLIMIT_LOCKS, self._tag_for(NOBODY))
+        try:
+            return start_process(order, control)
+        finally:
+            self.settle_in()
+
+    def _take_begun(self) -> None:
+        """Jobs that were forked for us are ours from here on."""
+        begun, self._warm.begun = self._warm.begun, []
+        for one in begun:
+            if one.pid is None:
+                self.forget(one.number)
+            else:
+                self.leaders[one.pid] = one.number
+                self._groups[one.number] = one.pid
+                self._offer_to_the_kernel(one.pid)
+        self._begun += begun
+
     # ------------------------------------------------------------------------------------------------ ends
 
     def reap(self) -> list[Reaped]:
         """The first processes that have ended. Strays are waited for as well, and not mentioned."""
+        ended = [Reaped(pid, os.waitstatus_to_exitcode(status)) for pid, status in _waited()]
+        # Only now: that a job was forked is said before it can end as our child, and so before it can be among these.
+        self._warm.read()
+        self._take_begun()
         reaped = []
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if not pid:
-                break
-            self._owners.pop(pid, None)
-            if self.leaders.pop(pid, None) is not None:
-                reaped.append(Reaped(pid, os.waitstatus_to_exitcode(status)))
+        for one in ended:
+            self._owners.pop(one.pid, None)
+            if self.leaders.pop(one.pid, None) is not None:
+                reaped.append(one)
+            else:
+                self._warm.ended(one.pid, one.exit_code)
         return reaped
 
     def remains(self, numbers: Iterable[int]) -> set[int]:
@@ -144,10 +218,14 @@ class LinuxSystem(PlainSystem):
                 pids = [int(pid) for pid in file.readall().split()]
         else:
             pids = [seen.pid for seen in living() if seen.parent == self._pid]
-        return [pid for pid in pids if pid not in self.leaders]
+        return [pid for pid in pids if pid not in self.leaders and pid not in self._warm.pids]
 
     def _owner(self, pid: int) -> int | None:
         if pid not in self._owners:
+            self._warm.read()  # it may have been parked, or become a job, in this moment; that is said before we can see it
+            self._take_begun()
+            if pid in self.leaders or pid in self._warm.pids:
+                return self.leaders.get(pid, NOBODY)
             self._owners[pid] = self._find_owner(pid)
         return self._owners[pid]
 
@@ -160,7 +238,7 @@ class LinuxSystem(PlainSystem):
         marks = [entry.removeprefix(MARK) for entry in environment_of(pid) if entry.startswith(MARK)]
         seen = look(pid)
         for number, order in self._orders.items():
-            if order.mark in marks or (seen is not None and seen.session == self._groups[number]):
+            if order.mark in marks or (seen is not None and seen.session == self._groups.get(number)):
                 return number
         for number, order in self._orders.items():
             if works_under(pid, order.folder):
@@ -187,7 +265,7 @@ class LinuxSystem(PlainSystem):
         By group, which is one call for many and misses none that is born meanwhile. A group never spans two jobs: each job
         has sessions of its own.
         """
-        if self._groups[number] in self.leaders:
+        if self._groups.get(number) in self.leaders:
             super().kill(number)
         if number in self._leaves:
             self._leaves[number].kill()
@@ -218,6 +296,8 @@ class LinuxSystem(PlainSystem):
             below[seen.parent].append(seen)
         members: dict[int, list[Seen]] = {number: [] for number in numbers}
         for top in below[self._pid]:
+            if top.pid in self._warm.pids:
+                continue
             owner = self.leaders[top.pid] if top.pid in self.leaders else self._owner(top.pid)
             for number in members if owner is None else members.keys() & {owner}:
                 members[number] += _with_descendants(top, below)
@@ -242,6 +322,7 @@ class LinuxSystem(PlainSystem):
 
     def tick(self) -> None:
         self._machine_oom()
+        self._warm.tick()
 
     def _machine_oom(self) -> bool:
         """Whether the kernel has killed anything for want of memory since the last look."""
@@ -249,8 +330,21 @@ class LinuxSystem(PlainSystem):
         return self._oom_kills > before
 
     def close(self) -> None:
+        self._warm.close()
         if self._group is not None:
             self._group.close()
+
+
+def _waited() -> Iterator[tuple[int, int]]:
+    """All children that have ended by now, with their status; each is waited for."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, status
 
 
 def _with_descendants(top: Seen, below: dict[int, list[Seen]]) -> list[Seen]:

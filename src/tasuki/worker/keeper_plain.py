@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
+import select
 import signal
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from tasuki.worker.keeper_protocol import NO_LIMITS, Limits, Ready, Reason, Spawn
+from tasuki.worker.keeper_protocol import NO_LIMITS, Limits, Prepare, Prepared, Ready, Reason, Spawn, Warmth
+from tasuki.worker.progress import DESCRIPTOR
 
 MB = 1024 * 1024
 CPU_GRACE_S = 5  # after SIGXCPU, before the kernel's SIGKILL
 MEMORY_SLACK = 2  # one process may have this many times the limit; see docs/concepts.md, Limits
-_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Reaped(NamedTuple):
@@ -37,6 +40,17 @@ class Usage(NamedTuple):
     rss_bytes: int = 0
 
 
+class Begun(NamedTuple):
+    """What became of a start that took its time."""
+
+    number: int
+    pid: int | None
+    """None: nothing was started."""
+    errno: int = 0
+    message: str = ""
+    """Why its warm interpreter could not be prepared."""
+
+
 class PlainSystem:
     """Starts and ends jobs by process group. `number` is the worker's name for a job throughout."""
 
@@ -46,14 +60,35 @@ class PlainSystem:
         """pid of the first process → number, for as long as it is not waited for."""
         self._groups: dict[int, int] = {}
         """number → process group, for as long as the job is not forgotten."""
+        self._prepared: list[Prepared] = []
 
     def ready(self) -> Ready:
         return Ready("group", f"process groups only, what calls setsid is not found ({self._why})", "none")
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def spawn(self, order: Spawn) -> int:
-        """Start the program in a session of its own; its pid, or OSError."""
+    def attach(self, poll: select.poll) -> None:
+        """Where descriptors are registered that shall wake the keeper."""
+
+    def prepare(self, order: Prepare) -> None:
+        """Start the warm interpreter of an exec. There are none here: its jobs are programs like any other."""
+        self._prepared.append(Prepared(order.name, Warmth.COLD, self._why))
+
+    def prepared(self) -> list[Prepared]:
+        """What became of the interpreters since this was asked the last time."""
+        found, self._prepared = self._prepared, []
+        return found
+
+    def begun(self) -> list[Begun]:
+        """What became of starts that `spawn` answered with None."""
+        return []
+
+    def withdraw(self, number: int) -> bool:
+        """Take back such a start; False if it is too late for that, and `begun` will tell."""
+        return False
+
+    def spawn(self, order: Spawn) -> int | None:
+        """Start the program in a session of its own; its pid, or OSError. None: it takes a while, see `begun`."""
         os.chdir(order.cwd)
         pid = _spawn(order) if order.limits == NO_LIMITS else _fork(order, rlimits_of(order.limits))
         self.leaders[pid] = order.number
@@ -129,9 +164,11 @@ def rlimits_of(limits: Limits) -> list[tuple[int, int, int]]:
     return found
 
 
-def _files(order: Spawn) -> list[tuple[int, bytes, int]]:
+def files_of(order: Spawn) -> list[tuple[int, bytes, int]]:
+    """What a job's descriptors are opened on: (number, path, flags)."""
     append = os.O_WRONLY | os.O_APPEND
-    return [(0, order.stdin, os.O_RDONLY), (1, order.stdout, append), (2, order.stderr, append)]
+    files = [(0, order.stdin, os.O_RDONLY), (1, order.stdout, append), (2, order.stderr, append)]
+    return [*files, (DESCRIPTOR, order.progress, append)] if order.progress else files
 
 
 def _spawn(order: Spawn) -> int:
@@ -139,10 +176,10 @@ def _spawn(order: Spawn) -> int:
         order.program,
         order.argv,
         order.env,
-        file_actions=[(os.POSIX_SPAWN_OPEN, number, path, flags, 0) for number, path, flags in _files(order)],
+        file_actions=[(os.POSIX_SPAWN_OPEN, number, path, flags, 0) for number, path, flags in files_of(order)],
         setsid=True,
         setsigmask=(),
-        setsigdef=_IGNORED_BY_PYTHON,
+        setsigdef=IGNORED_BY_PYTHON,
     )
 
 
@@ -167,10 +204,14 @@ def _exec(order: Spawn, rlimits: list[tuple[int, int, int]], fail: int) -> NoRet
     """In the forked process, up to exec."""
     try:
         os.setsid()
-        for number in _IGNORED_BY_PYTHON:
+        for number in IGNORED_BY_PYTHON:
             signal.signal(number, signal.SIG_DFL)
-        for descriptor, path, flags in _files(order):
-            os.dup2(os.open(path, flags), descriptor)
+        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR + 1)  # out of the way of the job's own
+        for descriptor, path, flags in files_of(order):
+            opened = os.open(path, flags)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+            os.set_inheritable(descriptor, True)
         os.nice(order.limits.nice)
         for which, soft, hard in rlimits:
             most = resource.getrlimit(which)[1]

@@ -55,6 +55,16 @@ class Limits(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 NO_LIMITS = Limits()
 
 
+class Prepare(msgspec.Struct, frozen=True, tag="prepare", array_like=True, kw_only=True):
+    """Start the warm interpreter of an exec of kind python; answered by Prepared, each time it is ready or cannot be."""
+
+    name: str
+    program: bytes
+    call: str
+    modules: tuple[str, ...]
+    env: dict[bytes, bytes]
+
+
 class Spawn(msgspec.Struct, frozen=True, tag="spawn", array_like=True, kw_only=True):
     """Start this; answered by Spawned and later Ended, or by NotSpawned."""
 
@@ -71,11 +81,16 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn", array_like=True, kw_only=T
     stdin: bytes
     stdout: bytes
     stderr: bytes
+    progress: bytes = b""
+    """The file that the attempt may tell its progress to; none: it cannot."""
     lease_deadline: float | None = None
     timeout_s: float | None = None
     grace_s: float = 5.0
     """Between TERM and KILL."""
     limits: Limits = NO_LIMITS
+    warm: str = ""
+    """The exec whose warm interpreter forks it, with what follows the call in argv as its arguments. Where there is none
+    (not on Linux) argv is the same job in a cold one."""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
@@ -92,7 +107,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
     grace_s: float
 
 
-Order = Spawn | Renew | Stop
+Order = Prepare | Spawn | Renew | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -117,6 +132,8 @@ class NotSpawned(msgspec.Struct, frozen=True, tag="not_spawned", array_like=True
 
     number: int
     errno: int
+    message: str = ""
+    """Not empty: its warm interpreter could not be prepared, for this reason."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended", array_like=True):
@@ -131,7 +148,24 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", array_like=True):
     """What is known beyond the reason: the number that passed a limit, say."""
 
 
-Report = Ready | Spawned | NotSpawned | Ended
+class Warmth(enum.StrEnum):
+    """How the jobs of an exec of kind python start."""
+
+    WARM = "warm"
+    FAILED = "failed"
+    COLD = "cold"
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared", array_like=True):
+    """What became of a warm interpreter."""
+
+    name: str
+    warmth: Warmth
+    detail: str
+    """How long the import took; why it failed; why it is cold."""
+
+
+Report = Ready | Prepared | Spawned | NotSpawned | Ended
 
 _encode = msgspec.msgpack.Encoder().encode
 

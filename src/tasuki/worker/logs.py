@@ -1,72 +1,224 @@
 """A job's stdout and stderr: files that the job appends to and that we cut, so that nothing can block it or fill the disk.
 
 A pipe would block the job when the worker hangs, and RLIMIT_FSIZE would hit its outputs too. So the job writes to a file
-opened with O_APPEND, whose size is looked at every LOOK_S: past the cap, the end is remembered and the file is cut back.
-Because of O_APPEND the job goes on at the new end. Kept are the head and the last TAIL_BYTES, where errors stand.
-Between two looks a job can write what the disk takes in that time, some hundred MB at worst.
+opened with O_APPEND, whose size is looked at every LOOK_S. What lies between the head and the tail is given back to the disk
+by a hole in the file: nothing moves, the job goes on at the end, and a byte's place in the file is its place in the stream.
+Where the file system has no holes the file is cut back to its head instead, and the tail is remembered; what the job writes
+in the microseconds of that cut is lost and not counted.
+
+While space is given back, about 0.2 s for a GB, the job's next write waits. So a log that grows fast is left alone until it
+rests, or POSTPONED_BYTES lie there, or the disk gets short of room. Between two looks a job can write what the disk takes in that
+time, some hundred MB at worst.
+
+An *offset* is always one in the stream that the job wrote, whatever was cut of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
-CAP_BYTES = 16 * 1024 * 1024
+import msgspec
+
+from tasuki.errors import ConfigError
+from tasuki.worker.process import punch_hole
+
+HEAD_BYTES = 16 * 1024 * 1024 - 64 * 1024
 TAIL_BYTES = 64 * 1024
+CAP_MAX_BYTES = 256 * 1024 * 1024  # of a log that is kept: it stands in memory once, while the result is made
+SLACK_BYTES = 1024 * 1024  # so much more than the tail may lie on disk before the next hole
+POSTPONED_BYTES = 1024 * 1024 * 1024
+FAST_BYTES = 32 * 1024 * 1024  # of growth between two looks
+ROOMY_BYTES = 8 * POSTPONED_BYTES  # free on the disk; with less nothing is postponed
 LOOK_S = 0.25
+_NO_HOLES = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+logger = logging.getLogger(__name__)
+
+
+class LogCaps(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a log is kept if it is longer than both together."""
+
+    head_bytes: int = HEAD_BYTES
+    tail_bytes: int = TAIL_BYTES
+
+    def __post_init__(self) -> None:
+        if self.head_bytes < 0 or self.tail_bytes < 0 or not 0 < self.cap_bytes <= CAP_MAX_BYTES:
+            raise ConfigError(
+                f"a log's head and tail must be 0 bytes or more, and 1 to {CAP_MAX_BYTES} together, "
+                f"got {self.head_bytes} and {self.tail_bytes}"
+            )
+
+    @property
+    def cap_bytes(self) -> int:
+        return self.head_bytes + self.tail_bytes
+
+
+DEFAULT_CAPS = LogCaps()
+
+
+class LogRead(NamedTuple):
+    """Some of a log. `offset` is where the data begins: behind the one asked for if what was there is gone."""
+
+    offset: int
+    data: bytes
+
+
+class ReadableLog(Protocol):
+    """A log that grows, as its readers see it."""
+
+    def read(self, offset: int, max_bytes: int) -> LogRead: ...
+
+    def size_bytes(self) -> int: ...
+
+
+class KeptLog(NamedTuple):
+    """What is left of a log at its end."""
+
+    head: bytes
+    cut_bytes: int = 0
+    tail: bytes = b""
+
+    @property
+    def text(self) -> bytes:
+        """All of it, with a line where something is missing."""
+        return b"%s\n[tasuki: %d bytes were cut here]\n%s" % self if self.cut_bytes else self.head
 
 
 class CappedLog:
-    """One such file. Held by its descriptor: a job may remove or replace the name."""
+    """One such file. Held by its descriptor: a job may remove or replace the name.
 
-    def __init__(self, path: Path, cap_bytes: int = CAP_BYTES) -> None:
-        self._cap_bytes = cap_bytes
-        self._tail_bytes = min(TAIL_BYTES, cap_bytes // 2)
-        self._head_bytes = cap_bytes - self._tail_bytes
-        self._tail = b""
-        self._dropped_bytes = 0
-        self.cut_bytes = 0
-        """How much of what the job wrote is missing; final after `contents`."""
+    `trim` may run in another thread than `read`, which needs no lock for it: it notices that something changed under it.
+    """
+
+    def __init__(self, path: Path, caps: LogCaps = DEFAULT_CAPS, *, holes: bool = True) -> None:
+        self._caps = caps
+        self._holes = holes
+        self._gap_end = caps.head_bytes
+        """Where what is kept behind the head begins."""
+        self._shift = 0
+        """How far the place of a byte behind the head is from its offset: what was cut away there."""
+        self._remembered = b""
+        """The bytes before the end of the last cut."""
+        self._changes = 0
+        """Odd while `trim` is at work."""
+        self._last_bytes = 0
+        """What was in the file at the last look."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
         self.descriptor = os.open(path, flags, 0o600)
 
-    def over(self) -> bool:
-        return os.fstat(self.descriptor).st_size > self._cap_bytes
+    def size_bytes(self) -> int:
+        """What has been written, all in all: the offset of the next byte."""
+        return os.fstat(self.descriptor).st_size + self._shift
+
+    def due(self) -> bool:
+        """Asked at every look: is there something to give back, and is it time?"""
+        in_file = os.fstat(self.descriptor).st_size
+        grown, self._last_bytes = in_file - self._last_bytes, in_file
+        excess = self._excess(in_file)
+        if excess <= 0 or grown < FAST_BYTES or excess >= POSTPONED_BYTES:
+            return excess > 0
+        room = os.fstatvfs(self.descriptor)
+        return room.f_bavail * room.f_frsize < ROOMY_BYTES
+
+    def _excess(self, in_file: int) -> int:
+        """How much a cut would give back, beyond what is not worth one."""
+        if in_file <= self._caps.cap_bytes:
+            return 0
+        kept_bytes = self._gap_end + self._caps.tail_bytes + SLACK_BYTES if self._holes else self._caps.cap_bytes
+        return in_file - kept_bytes
 
     def trim(self) -> None:
-        """Cut the file back if it has passed the cap."""
-        size_bytes = os.fstat(self.descriptor).st_size
-        if size_bytes > self._cap_bytes:
-            self._tail = os.pread(self.descriptor, self._tail_bytes, size_bytes - self._tail_bytes)
-            os.ftruncate(self.descriptor, self._head_bytes)
-            self._dropped_bytes += size_bytes - self._head_bytes
+        """Give back what is not kept, if that is worth the while."""
+        if self._excess(os.fstat(self.descriptor).st_size) <= 0:
+            return
+        self._changes += 1
+        try:
+            if self._holes:
+                self._punch()
+            if not self._holes:
+                self._cut_back()
+        finally:
+            self._changes += 1
 
-    def size_bytes(self) -> int:
-        """What is in the file now."""
-        return os.fstat(self.descriptor).st_size
+    def _punch(self) -> None:
+        head_bytes = self._caps.head_bytes
+        end = self.size_bytes() - self._caps.tail_bytes
+        try:
+            punch_hole(self.descriptor, head_bytes, end - head_bytes)
+        except OSError as error:
+            if error.errno not in _NO_HOLES:
+                raise
+            self._holes = False
+        else:
+            self._gap_end = end
 
-    def contents(self) -> bytes:
-        """All that is kept, with a line where something is missing."""
-        self.trim()
-        data = os.pread(self.descriptor, self._cap_bytes, 0)
-        if not self._dropped_bytes:
-            return data
-        head, after = data[: self._head_bytes], data[self._head_bytes :]
-        tail = (self._tail + after)[-self._tail_bytes :]
-        self.cut_bytes = self._dropped_bytes + len(after) - len(tail)
-        return b"%s\n[tasuki: %d bytes were cut here]\n%s" % (head, self.cut_bytes, tail)
+    def _cut_back(self) -> None:
+        caps, place = self._caps, os.fstat(self.descriptor).st_size
+        in_file = min(caps.tail_bytes, place - caps.head_bytes)
+        self._remembered = (self._remembered + os.pread(self.descriptor, in_file, place - in_file))[-caps.tail_bytes :]
+        os.ftruncate(self.descriptor, caps.head_bytes)
+        self._shift += place - caps.head_bytes
+        self._gap_end = caps.head_bytes + self._shift - len(self._remembered)
+
+    def read(self, offset: int, max_bytes: int) -> LogRead:
+        """What is there from this offset on, or from the next that is kept; nothing if it is being cut just now."""
+        before, head_bytes, start = self._changes, self._caps.head_bytes, offset
+        if before & 1:
+            return LogRead(offset, b"")
+        if head_bytes <= offset < self._gap_end:
+            start = self._gap_end
+        if start < head_bytes:
+            if self._gap_end > head_bytes:
+                max_bytes = min(max_bytes, head_bytes - start)
+            data = os.pread(self.descriptor, max_bytes, start)
+        elif start < head_bytes + self._shift:
+            data = self._remembered[start - self._gap_end :][:max_bytes]
+        else:
+            data = os.pread(self.descriptor, max_bytes, start - self._shift)
+        return LogRead(start, data) if self._changes == before else LogRead(offset, b"")
+
+    def kept(self) -> KeptLog:
+        """All that is kept. A log that cannot be read says so, and is nobody's failure."""
+        try:
+            size_bytes, caps = self.size_bytes(), self._caps
+            if size_bytes <= caps.cap_bytes and not self._shift:
+                return KeptLog(self._read_all(0, size_bytes))
+            head = self._read_all(0, caps.head_bytes)
+            tail = self._read_all(max(self._gap_end, size_bytes - caps.tail_bytes), size_bytes)
+            return KeptLog(head, size_bytes - len(head) - len(tail), tail)
+        except OSError as error:
+            logger.warning("a log cannot be read: %s", error)
+            return KeptLog(b"[tasuki: this log could not be read: %s]\n" % (error.strerror or "").encode())
+
+    def _read_all(self, start: int, end: int) -> bytes:
+        pieces = []
+        while start < end and (piece := self.read(start, end - start).data):
+            pieces.append(piece)
+            start += len(piece)
+        return b"".join(pieces)
 
     def close(self) -> None:
         os.close(self.descriptor)
 
 
-class LogWatch:
-    """Looks at the logs of one job as long as its `with` block lasts."""
+class Looked(Protocol):
+    """What a LogWatch looks at besides logs."""
 
-    def __init__(self, logs: Sequence[CappedLog], look_s: float = LOOK_S) -> None:
+    def look(self) -> None: ...
+
+
+class LogWatch:
+    """Looks at the logs of one job, and at whatever else it leaves, as long as its `with` block lasts."""
+
+    def __init__(self, logs: Sequence[CappedLog], others: Sequence[Looked] = (), look_s: float = LOOK_S) -> None:
         self._logs = logs
+        self._others = others
         self._look_s = look_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -84,9 +236,15 @@ class LogWatch:
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._look_s, self._look)
-        if (self._trimming is None or self._trimming.done()) and any(log.over() for log in self._logs):
+        for other in self._others:
+            other.look()
+        due = [log.due() for log in self._logs]
+        if any(due) and (self._trimming is None or self._trimming.done()):
             self._trimming = self._loop.run_in_executor(None, self._trim)
 
     def _trim(self) -> None:
         for log in self._logs:
-            log.trim()
+            try:
+                log.trim()
+            except OSError as error:  # its job has nothing to do with it; the next look tries again
+                logger.warning("a log cannot be cut: %s", error)

@@ -1,57 +1,38 @@
 """A command's result: always a ZIP with stdout.log, stderr.log, result.json and the files that the job left in out/.
 
-Runs in a thread, after the last process of the attempt is gone. Everything below out/ was made by the job and is believed
-in nothing: only regular files are taken, no link is followed, and what is left out is named in result.json with its reason.
+Runs in a thread, after the last process of the attempt is gone. What goes into it of out/ is the business of `outputs.py`;
+result.json is written last, because it tells what was found there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import socket
 import stat
 import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tasuki.blobs.disk import disk_full_as_error
-from tasuki.blobs.zipnames import NameBook
-from tasuki.blobs.zips import FileUnder, ZipMember, write_zip
+from tasuki.blobs.zips import ZipMember, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
-from tasuki.errors import InvalidInput
-from tasuki.worker.attempt import Attempt, RunResult
+from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, RunResult
 from tasuki.worker.folder import RunFolder
-from tasuki.worker.logs import CappedLog
+from tasuki.worker.logs import CappedLog, KeptLog
+from tasuki.worker.outputs import OutputCollector, OutputRules
+from tasuki.worker.redaction import NOTHING_SECRET, Redactor
 
-SKIPPED_LISTED_MAX = 1000
+REPORT = "result.json"
 QUICK_MAX_BYTES = 16 * 1024
 SMALL_MAX_BYTES = 64 * 1024
-
-
-class OutputLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of out/ goes into a result. The defaults are what a reader of archives accepts."""
-
-    max_files: int = 9_000
-    max_file_bytes: int = 1024 * 1024 * 1024
-    max_total_bytes: int = 2 * 1024 * 1024 * 1024
-
-
-class Output(msgspec.Struct, frozen=True):
-    name: str
-    size_bytes: int
-
-
-class Skipped(msgspec.Struct, frozen=True):
-    name: str
-    reason: str
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -67,31 +48,38 @@ def build_result(
     outcome: Outcome,
     folder: RunFolder,
     logs: tuple[CappedLog, CappedLog],
-    globs: Sequence[str],
+    rules: OutputRules,
     times: Times,
-    limits: OutputLimits,
+    redactor: Redactor = NOTHING_SECRET,
 ) -> RunResult:
     """Write the archive and complete the outcome with it: inline up to RESULT_INLINE_MAX_BYTES, else as a file."""
-    outputs, skipped = collect_outputs(folder.outputs, globs, limits)
-    stdout, stderr = (log.contents() for log in logs)
-    cut = {name: log.cut_bytes for name, log in zip(("stdout", "stderr"), logs, strict=True) if log.cut_bytes}
-    report = _report(attempt, outcome, times, cut)
-    texts = [ZipMember("stdout.log", stdout), ZipMember("stderr.log", stderr)]
-    try:
-        archive = _write(folder, [_json_member(report, outputs, skipped), *texts, *_members(folder, outputs)])
-    except InvalidInput as error:
-        # Something still changes out/ (a process that left the group). The rest of the result is kept all the same.
-        skipped = [*skipped, *(Skipped(output.name, f"not readable at the end: {error.message}") for output in outputs)]
-        archive = _write(folder, [_json_member(report, [], skipped), *texts])
+    kept = {name: redactor.log(log.kept()) for name, log in zip(("stdout", "stderr"), logs, strict=True)}
+    texts = [(f"{name}.log", log.text) for name, log in kept.items()]
+    collector = OutputCollector(folder.outputs, rules, sum(len(text) for _, text in texts))
+
+    def report() -> bytes:
+        return _report(attempt, redactor.outcome(_with_outputs(outcome, collector)), times, kept, collector)
+
+    archive = _write(folder, texts, collector, report)
     meta = {**outcome.meta, "duration_s": round(times.duration_s, 6)}
-    if cut:
+    if cut := {name: log.cut_bytes for name, log in kept.items() if log.cut_bytes}:
         meta["cut_bytes"] = cut
-    if skipped:
-        meta["skipped"] = len(skipped)
+    if collector.left_out_count:
+        meta["left_out"] = collector.left_out_count
+    outcome = redactor.outcome(_with_outputs(outcome, collector))
     outcome = msgspec.structs.replace(outcome, result_sha256=archive.sha256, meta=meta)
     if archive.path is None:
         return RunResult(msgspec.structs.replace(outcome, result=archive.inline))
     return RunResult(msgspec.structs.replace(outcome, result_ref=BlobRef(archive.sha256, archive.size_bytes)), archive.path)
+
+
+def _with_outputs(outcome: Outcome, collector: OutputCollector) -> Outcome:
+    """A success without a required output is none. It may be tried again: that costs retries, which the job limits itself."""
+    missing = collector.missing()
+    if outcome.error_code is not None or not missing:
+        return outcome
+    message = f"the program succeeded, but left no output {missing}, which its exec requires"
+    return msgspec.structs.replace(outcome, error_code="OUTPUT_MISSING", message=message[:MESSAGE_MAX_CHARS])
 
 
 def is_quick(folder: RunFolder, logs: tuple[CappedLog, CappedLog]) -> bool:
@@ -102,14 +90,19 @@ def is_quick(folder: RunFolder, logs: tuple[CappedLog, CappedLog]) -> bool:
         return False
 
 
-def _write(folder: RunFolder, members: Sequence[ZipMember]) -> _Archive:
+def _write(
+    folder: RunFolder, texts: Sequence[tuple[str, bytes]], collector: OutputCollector, report: Callable[[], bytes]
+) -> _Archive:
+    """Logs, outputs, and then the report on what was found."""
     archive = _Archive(folder.path)
     try:
-        texts = [(member.name, member.content) for member in members if isinstance(member.content, bytes)]
-        if len(texts) == len(members) and sum(len(text) for _, text in texts) <= SMALL_MAX_BYTES:
-            archive.write(small_zip(texts))
-        else:
-            write_zip(archive, members)
+        with closing(collector.members()) as outputs:
+            first = next(outputs, None)
+            small = [*texts, (REPORT, report())] if first is None else []
+            if small and sum(len(text) for _, text in small) <= SMALL_MAX_BYTES:
+                archive.write(small_zip(small))
+            else:
+                write_zip(archive, _members(texts, first, outputs, report))
         archive.close()
     except BaseException:
         archive.discard()
@@ -117,8 +110,19 @@ def _write(folder: RunFolder, members: Sequence[ZipMember]) -> _Archive:
     return archive
 
 
-def _report(attempt: Attempt, outcome: Outcome, times: Times, cut: dict[str, int]) -> dict[str, Any]:
-    return {
+def _members(
+    texts: Sequence[tuple[str, bytes]], first: ZipMember | None, outputs: Iterator[ZipMember], report: Callable[[], bytes]
+) -> Iterator[ZipMember]:
+    for name, text in texts:
+        yield ZipMember(name, text)
+    if first is not None:
+        yield first
+        yield from outputs
+    yield ZipMember(REPORT, report())
+
+
+def _report(attempt: Attempt, outcome: Outcome, times: Times, kept: Mapping[str, KeptLog], collector: OutputCollector) -> bytes:
+    report = {
         "job_id": attempt.spec.job_id,
         "attempt": attempt.attempt,
         "exec": attempt.spec.exec,
@@ -131,108 +135,17 @@ def _report(attempt: Attempt, outcome: Outcome, times: Times, cut: dict[str, int
         "finished_at": times.finished_at,
         "duration_s": times.duration_s,
         "host": socket.gethostname(),
-        "cut_bytes": cut,
+        # A follower goes on in the archive by offsets in the stream that the job wrote.
+        "cut_logs": {
+            name: {"head_bytes": len(log.head), "cut_bytes": log.cut_bytes, "tail_bytes": len(log.tail)}
+            for name, log in kept.items()
+            if log.cut_bytes
+        },
+        "outputs": collector.outputs,
+        "left_out": collector.left_out,
+        "left_out_count": collector.left_out_count,
     }
-
-
-def _json_member(report: dict[str, Any], outputs: Sequence[Output], skipped: Sequence[Skipped]) -> ZipMember:
-    listed = {**report, "outputs": outputs, "skipped": skipped[:SKIPPED_LISTED_MAX], "skipped_count": len(skipped)}
-    return ZipMember("result.json", msgspec.json.format(msgspec.json.encode(listed)) + b"\n")
-
-
-def _members(folder: RunFolder, outputs: Sequence[Output]) -> list[ZipMember]:
-    return [ZipMember(output.name, FileUnder(folder.path, output.name)) for output in outputs]
-
-
-# ---------------------------------------------------------------------------------------------------- what out/ holds
-
-
-def collect_outputs(out: Path, globs: Sequence[str], limits: OutputLimits) -> tuple[list[Output], list[Skipped]]:
-    """What goes into the archive (named `out/…`), and what does not, with the reason."""
-    wanted = [_glob_pattern(glob) for glob in globs]
-    outputs: list[Output] = []
-    skipped: list[Skipped] = []
-    names = NameBook()
-    total_bytes = 0
-    for name, problem, size_bytes in _walk(out, "out"):
-        if not any(pattern.fullmatch(name) for pattern in wanted):
-            continue
-        reason = problem or _refused_name(names, name)
-        if not reason and size_bytes > limits.max_file_bytes:
-            reason = f"has {size_bytes} bytes, the limit for one file is {limits.max_file_bytes}"
-        if not reason and total_bytes + size_bytes > limits.max_total_bytes:
-            reason = f"would pass the limit of {limits.max_total_bytes} bytes for all outputs"
-        if not reason and len(outputs) >= limits.max_files:
-            reason = f"there are more than {limits.max_files} files"
-        if reason:
-            skipped.append(Skipped(_printable(name), reason))
-        else:
-            outputs.append(Output(name, size_bytes))
-            total_bytes += size_bytes
-    return outputs, skipped
-
-
-def _walk(folder: Path, name: str) -> Iterator[tuple[str, str, int]]:
-    """Everything below the folder that is no folder, in the order of names: (name, why it cannot be taken, size)."""
-    pending = [(folder, name)]
-    while pending:
-        folder, prefix = pending.pop()
-        if folder.is_symlink():  # out/ itself, replaced by the job; links below it are not followed by the scan
-            yield prefix, "is a link", 0
-            continue
-        try:
-            with os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
-        except OSError as error:
-            yield prefix, f"cannot be listed: {error.strerror}", 0
-            continue
-        for entry in entries:
-            below = f"{prefix}/{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
-                pending.append((Path(entry.path), below))
-            else:
-                yield below, *_look_at(entry)
-
-
-def _look_at(entry: os.DirEntry[str]) -> tuple[str, int]:
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return "vanished", 0
-    if stat.S_ISLNK(status.st_mode):
-        return "is a link", 0
-    if not stat.S_ISREG(status.st_mode):
-        return "is not a regular file", 0
-    if not os.access(entry.path, os.R_OK):
-        return "is not readable", 0
-    return "", status.st_size
-
-
-def _refused_name(names: NameBook, name: str) -> str:
-    try:
-        names.add(name, is_folder=False)
-    except InvalidInput as error:
-        return _printable(error.message)
-    return ""
-
-
-def _printable(name: str) -> str:
-    """File names are bytes; those that are no text would make result.json unwritable."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def _glob_pattern(glob: str) -> re.Pattern[str]:
-    """`**` stands for any number of folders (at the end: everything below), `*` and `?` for text inside one name."""
-    pattern = ""
-    *folders, last = glob.split("/")
-    for part in folders:
-        pattern += "(?:[^/]+/)*" if part == "**" else _part_pattern(part) + "/"
-    return re.compile(pattern + (".+" if last == "**" else _part_pattern(last)), re.DOTALL)
-
-
-def _part_pattern(part: str) -> str:
-    wild = {"*": "[^/]*", "?": "[^/]"}
-    return "".join(wild.get(character) or re.escape(character) for character in part)
+    return msgspec.json.format(msgspec.json.encode(report)) + b"\n"
 
 
 # ---------------------------------------------------------------------------------------------------- where it goes
@@ -248,7 +161,7 @@ def small_zip(members: Sequence[tuple[str, bytes]]) -> bytes:
     """An archive of a few texts whose names are ours. A sixth of what `zipfile` takes, and most results are like this."""
     body, directory = bytearray(), bytearray()
     for name, data in members:
-        packed = zlib.compress(data, wbits=-zlib.MAX_WBITS)
+        packed = _deflated(data)
         method = zipfile.ZIP_DEFLATED
         if len(packed) >= len(data):
             packed, method = data, zipfile.ZIP_STORED
@@ -259,6 +172,15 @@ def small_zip(members: Sequence[tuple[str, bytes]]) -> bytes:
         directory += _CENTRAL.pack(b"PK\1\2", made, _ZIP_VERSION, *facts, 0, 0, 0, _REGULAR_FILE, at) + name.encode("ascii")
     end = _END.pack(b"PK\5\6", 0, 0, len(members), len(members), len(directory), len(body), 0)
     return bytes(body + directory + end)
+
+
+def _deflated(data: bytes) -> bytes:
+    """Raw deflate with a window that fits: zlib's usual quarter of a megabyte takes ten times as long to set up as to use."""
+    if not data:
+        return data
+    window_bits, memory_level = (12, 5) if len(data) <= 4096 else (zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL)
+    packer = zlib.compressobj(zlib.Z_DEFAULT_COMPRESSION, zlib.DEFLATED, -window_bits, memory_level)
+    return packer.compress(data) + packer.flush()
 
 
 class _Archive:

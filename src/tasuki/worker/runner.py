@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from tasuki.blobs.disk import disk_full_as_error
-from tasuki.core.job import InputFile, Outcome
+from tasuki.core.job import InputFile, Outcome, Progress
 from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.worker.attempt import (
     Attempt,
@@ -34,16 +34,21 @@ from tasuki.worker.attempt import (
     first_of,
     stopped_outcome,
 )
-from tasuki.worker.commands import Command, build_command, choose_exec
+from tasuki.worker.commands import Command, build_command, build_interpreter, choose_exec
 from tasuki.worker.environment import base_environment
 from tasuki.worker.execs import Exec
+from tasuki.worker.exits import judged, rules_of
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
 from tasuki.worker.keeper import LEASE_LOST_GRACE_S
 from tasuki.worker.keeper_client import Keeper, KeeperLost, Kept
 from tasuki.worker.keeper_protocol import Ended, Ready, Reason
 from tasuki.worker.keeper_sweep import sweep
-from tasuki.worker.logs import CAP_BYTES, CappedLog, LogWatch
-from tasuki.worker.results import OutputLimits, Times, build_result, is_quick
+from tasuki.worker.logs import DEFAULT_CAPS, CappedLog, LogCaps, LogWatch
+from tasuki.worker.progress import ProgressFile
+from tasuki.worker.redaction import RedactedLog, Redactor
+from tasuki.worker.results import Times, build_result, is_quick
+from tasuki.worker.secret_files import NO_SECRETS, SecretProblem, check_secrets, read_secrets
+from tasuki.worker.tail import LogTails
 
 Fetch = Callable[[str, str, int, Path], Awaitable[None]]
 """`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; it is verified here."""
@@ -61,9 +66,8 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     grace_s: float = GRACE_S
     """Between TERM and KILL."""
-    log_cap_bytes: int = CAP_BYTES
+    log_caps: LogCaps = DEFAULT_CAPS
     """Of stdout and of stderr, each."""
-    outputs: OutputLimits = OutputLimits()
 
 
 DEFAULT_LIMITS = RunLimits()
@@ -86,12 +90,15 @@ class CommandRunner:
         keeper: Keeper | None = None,
         lease_deadline: Callable[[str], float | None] = lambda lease_id: None,
         on_keeper_lost: Callable[[KeeperLost], None] = lambda error: None,
+        on_progress: Callable[[str, Progress], None] = lambda lease_id, progress: None,
+        tails: LogTails | None = None,
     ) -> None:
         """`any_program_for` names, at each start, the submitter whose jobs may run any program (see DESIGN §4), or None.
 
         `lease_deadline` tells when the attempt with this lease must be over (CLOCK_BOOTTIME), None: never. Without a
         `keeper` one is made at the first start.
         """
+        check_secrets(execs.values())
         floor = {} if floor_free_bytes is None else {"floor_free_bytes": floor_free_bytes}
         self.folders = RunFolders(data, incarnation, **floor)
         self._execs = execs
@@ -104,6 +111,9 @@ class CommandRunner:
         self._keeper = keeper
         self._lease_deadline = lease_deadline
         self._on_keeper_lost = on_keeper_lost
+        self._on_progress = on_progress
+        self._tails = tails or LogTails(lambda piece: None)
+        self._prepared = False
         self._swept: asyncio.Future[None] | None = None
         self._running: dict[Kept, str] = {}
         """The attempts in the keeper's hands, with their leases."""
@@ -124,10 +134,13 @@ class CommandRunner:
             folder = self.folders.create(attempt) if quick else await asyncio.to_thread(self.folders.create, attempt)
             if not await self._fetch_inputs(attempt, folder, stop):
                 return RunResult(stopped_outcome(stop.result()))
-            command = build_command(exec_, attempt, folder, environment=self._environment, incarnation=self._incarnation)
+            command = await self._command(exec_, attempt, folder)
             return await self._run_command(attempt, exec_, command, folder, stop, on_started)
         except Refused as refusal:
             return RunResult(refusal.outcome())
+        except SecretProblem as problem:  # a file that is being replaced may be there at the next attempt
+            logger.error("job %s: %s", attempt.spec.job_id, problem)
+            return RunResult(Outcome(error_code="SECRET_MISSING", message=f"{problem}; put it in order on this worker"))
         except Unavailable:
             raise
         except TasukiError as error:  # an input that is not there or not what was announced
@@ -179,6 +192,12 @@ class CommandRunner:
         if self._keeper is None:
             self._keeper = Keeper.start(self._incarnation)
         self._keeper.on_lost = self._keeper_lost
+        if not self._prepared:
+            self._prepared = True
+            for exec_ in self._execs.values():
+                order = build_interpreter(exec_, environment=self._environment, incarnation=self._incarnation)
+                if order is not None:
+                    self._keeper.prepare(order)
         return self._keeper
 
     def _keeper_lost(self, error: KeeperLost) -> None:
@@ -216,6 +235,12 @@ class CommandRunner:
             await self._fetch(job_id, file.sha256, file.size_bytes, target)
             await asyncio.to_thread(verify_input, target, file)
 
+    async def _command(self, exec_: Exec, attempt: Attempt, folder: RunFolder) -> Command:
+        secrets = await asyncio.to_thread(read_secrets, exec_) if exec_.env_from_file else NO_SECRETS
+        return build_command(
+            exec_, attempt, folder, environment=self._environment, incarnation=self._incarnation, secrets=secrets
+        )
+
     async def _run_command(
         self,
         attempt: Attempt,
@@ -228,13 +253,18 @@ class CommandRunner:
         with contextlib.ExitStack() as opened:
             with disk_full_as_error(folder.path):
                 logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
+            redactor = command.secrets.redactor
+            self._let_follow(attempt.lease_id, logs, redactor, opened)
+            progress = ProgressFile(folder.logs / "progress", functools.partial(self._tell_progress, attempt.lease_id, redactor))
+            opened.callback(progress.close)
             kept = self._start(command, attempt, folder)
             self._running[kept] = attempt.lease_id
             try:
-                await self._started(command, kept)
+                if not await self._started(command, kept, stop):
+                    return RunResult(stopped_outcome(stop.result()))
                 started_at, started = time.time(), time.monotonic()
                 on_started()
-                async with LogWatch(logs):
+                async with LogWatch(logs, [progress]):
                     ended = await self._end_of(kept, command, stop)
             except KeeperLost as error:
                 if self._swept is not None:  # None: we have closed it ourselves
@@ -246,15 +276,30 @@ class CommandRunner:
             outcome = ended_outcome(ended, f"exec {exec_.name!r}", command.timeout_s, command.limits)
             if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
                 outcome = msgspec.structs.replace(outcome, message=f"{outcome.message}; {shortage}")
+            outcome = redactor.outcome(judged(outcome, exec_.name, exec_.exits, rules_of(attempt.spec)))
             times = Times(started_at, time.time(), time.monotonic() - started)
             if outcome.error_code == StopReason.LEASE_LOST:  # nobody would take the result
                 return RunResult(outcome)
-            return await self._archive(attempt, outcome, folder, logs, exec_, times)
+            build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.output_rules, times, redactor)
+            return await self._archive(build, outcome, is_quick(folder, logs))
 
     def _open_log(self, folder: RunFolder, name: str, opened: contextlib.ExitStack) -> CappedLog:
-        log = CappedLog(folder.logs / name, self._limits.log_cap_bytes)
+        log = CappedLog(folder.logs / name, self._limits.log_caps)
         opened.callback(log.close)
         return log
+
+    def _let_follow(
+        self, lease_id: str, logs: tuple[CappedLog, CappedLog], redactor: Redactor, opened: contextlib.ExitStack
+    ) -> None:
+        """Others may read the logs as long as the attempt lasts, but no secret in them."""
+        shown = [RedactedLog(log, redactor) for log in logs] if redactor else logs
+        opened.enter_context(self._tails.of(lease_id, dict(zip(("stdout", "stderr"), shown, strict=True))))
+        for log in shown:
+            if isinstance(log, RedactedLog):
+                opened.callback(log.end)
+
+    def _tell_progress(self, lease_id: str, redactor: Redactor, progress: Progress) -> None:
+        self._on_progress(lease_id, msgspec.structs.replace(progress, text=redactor.text(progress.text)))
 
     def _start(self, command: Command, attempt: Attempt, folder: RunFolder) -> Kept:
         keeper = self._hold()
@@ -263,38 +308,52 @@ class CommandRunner:
         return keeper.spawn(
             program=os.fsencode(command.program),
             argv=tuple(map(os.fsencode, command.argv)),
-            env={os.fsencode(name): os.fsencode(value) for name, value in command.env.items()},
+            env={**{os.fsencode(name): os.fsencode(value) for name, value in command.env.items()}, **command.secrets.environment},
             cwd=os.fsencode(command.cwd),
             folder=os.fsencode(folder.path),
             mark=os.fsencode(command.mark),
             stdin=os.fsencode(folder.stdin if attempt.spec.payload else os.devnull),
             stdout=os.fsencode(folder.logs / "stdout"),
             stderr=os.fsencode(folder.logs / "stderr"),
+            progress=os.fsencode(folder.logs / "progress"),
             lease_deadline=self._lease_deadline(attempt.lease_id),
             timeout_s=command.timeout_s,
             grace_s=self._grace_s(command),
             limits=command.limits,
+            warm=command.warm,
         )
 
     def _grace_s(self, command: Command) -> float:
         return self._limits.grace_s if command.stop_grace_s is None else command.stop_grace_s
 
-    async def _started(self, command: Command, kept: Kept) -> None:
+    async def _started(self, command: Command, kept: Kept, stop: asyncio.Future[StopReason]) -> bool:
+        """False if it was stopped before: an interpreter that is to fork it may have to be started itself."""
+        if command.warm:
+            await first_of(kept.started, stop)
+        if stop.done() and not kept.started.done():
+            self._pass_on(stop.result(), kept, command)
         try:
-            await asyncio.shield(kept.started)
+            await kept.started
         except OSError as error:
+            if error.errno == errno.ECANCELED and stop.done():
+                return False
             raise _not_started(command, error) from error
+        return True
 
     async def _end_of(self, kept: Kept, command: Command, stop: asyncio.Future[StopReason]) -> Ended:
         """Wait for the end. The keeper knows the time limit and the lease; a stop from here is passed on to it."""
-        assert self._keeper is not None
         await first_of(kept.ended, stop)
-        if not kept.ended.done():
-            grace_s = self._grace_s(command)
-            if stop.result() is StopReason.LEASE_LOST:
-                grace_s = min(grace_s, LEASE_LOST_GRACE_S)
-            self._keeper.stop(kept, Reason(stop.result().value), grace_s)
+        if kept.ended.done():
+            return kept.ended.result()
+        self._pass_on(stop.result(), kept, command)
         return await asyncio.shield(kept.ended)
+
+    def _pass_on(self, reason: StopReason, kept: Kept, command: Command) -> None:
+        assert self._keeper is not None
+        grace_s = self._grace_s(command)
+        if reason is StopReason.LEASE_LOST:
+            grace_s = min(grace_s, LEASE_LOST_GRACE_S)
+        self._keeper.stop(kept, Reason(reason.value), grace_s)
 
     async def _let_go(self, kept: Kept) -> None:
         """Whatever happened here, nothing of it goes on."""
@@ -303,18 +362,9 @@ class CommandRunner:
             self._keeper.stop(kept, Reason.SHUTDOWN, 0.0)
             await asyncio.wait([kept.ended])
 
-    async def _archive(
-        self,
-        attempt: Attempt,
-        outcome: Outcome,
-        folder: RunFolder,
-        logs: tuple[CappedLog, CappedLog],
-        exec_: Exec,
-        times: Times,
-    ) -> RunResult:
-        build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.outputs, times, self._limits.outputs)
+    async def _archive(self, build: Callable[[], RunResult], outcome: Outcome, quick: bool) -> RunResult:
         try:
-            if is_quick(folder, logs):
+            if quick:
                 return build()
             async with self._archiving:
                 return await asyncio.to_thread(build)

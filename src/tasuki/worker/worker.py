@@ -27,12 +27,12 @@ import msgspec
 
 from tasuki import __version__
 from tasuki.config import data_folder, default_url, find_token, parse_url
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, OnDisconnect, Outcome
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, Outcome
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import Ending, HeartbeatAnswer, Welcome
+from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
 from tasuki.core.redial import Connect
 from tasuki.core.subject import check_pattern
-from tasuki.core.verbs import Grant, Takes
+from tasuki.core.verbs import Grant
 from tasuki.core.worker_events import (
     ChangePatterns,
     Command,
@@ -47,6 +47,7 @@ from tasuki.core.worker_events import (
     Save,
     Started,
     Stop,
+    Tail,
     WorkerIdentity,
 )
 from tasuki.core.worker_machine import WorkerMachine
@@ -67,13 +68,15 @@ from tasuki.worker.children import Children
 from tasuki.worker.execs import Exec
 from tasuki.worker.handlers import Handler, Handlers
 from tasuki.worker.keeper_client import Keeper
-from tasuki.worker.runner import CommandRunner
+from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
+from tasuki.worker.runner import CommandRunner, RunLimits
+from tasuki.worker.settings import check_slots, cut_off, what_it_takes
+from tasuki.worker.tail import LogTails
 from tasuki.worker.transfers import Transfers
 from tasuki.worker.unreported import Saved, Unreported
 
 TICK_S = 0.05
 ASYNC_CONCURRENCY = 100
-RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 
 logger = logging.getLogger("tasuki.worker")
@@ -110,25 +113,26 @@ class Worker:
         lease_ttl_s: float | None = None,
         tls_ca: str | None = None,
         drain_timeout_s: float | None = None,
+        log_caps: LogCaps = DEFAULT_CAPS,
     ) -> None:
         self.url = url
         self.worker_id = worker_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
         self.incarnation = secrets.token_hex(8)
         self._token, self._token_file = token, token_file
         self._subjects = tuple(check_pattern(subject) for subject in subjects)
-        if concurrency is not None and concurrency < 1:
-            raise ConfigError(f"a worker needs at least one slot, got {concurrency}")
-        self._concurrency = concurrency
+        self._concurrency = check_slots(concurrency)
         self._execs = dict(execs or {})
         self._any_program = any_program
         self._data = data
-        self._on_disconnect, self._grace_s = _cut_off(on_disconnect, reconnect_grace_s)
+        self._on_disconnect, self._grace_s = cut_off(on_disconnect, reconnect_grace_s)
         self._lease_ttl_s = lease_ttl_s
         self._drain_timeout_s = drain_timeout_s
         self._handlers = Handlers()
         self._active: dict[str, _Active] = {}
         self._line = Line(self._heard, client_tls(tls_ca))
         self._transfers = Transfers(self._line.blobs)
+        self._tails = LogTails(self._send)
+        self._log_caps = log_caps
         self._unreported = Unreported(Path(data), self.worker_id) if data is not None and worker_id is not None else None
         """Only where the next process can be told to be the same worker."""
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -155,16 +159,6 @@ class Worker:
     def patterns(self) -> tuple[str, ...]:
         """What it subscribes to: what was given, else its handlers' subjects, else the server's default."""
         return self._subjects or self._handlers.patterns
-
-    def _takes(self) -> Takes:
-        """Only what it can run: the rest is left for those who can."""
-        if self._handlers:
-            return Takes.ANY if self._execs or self._any_program else Takes.HANDLERS
-        if self._execs:
-            return Takes.COMMANDS
-        if self._any_program:
-            return Takes.OWN
-        raise ConfigError("this worker has nothing to run: give it execs (--exec NAME=COMMAND, --config FILE) or handlers")
 
     def _capacity(self) -> int:
         if self._concurrency is not None:
@@ -211,7 +205,7 @@ class Worker:
             host=socket.gethostname(),
             agent=f"tasuki-python/{__version__}",
             codecs=CODECS if remote else (),
-            takes=self._takes(),
+            takes=what_it_takes(bool(self._handlers), bool(self._execs), self._any_program),
         )
         self._machine = WorkerMachine(identity, addresses=addresses, jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
@@ -226,6 +220,9 @@ class Worker:
                 keeper=self._keeper,
                 lease_deadline=self._machine.lease_deadline,
                 on_keeper_lost=self.stop,
+                limits=RunLimits(log_caps=self._log_caps),
+                on_progress=self._machine.progressed,
+                tails=self._tails,
             )
             await self._runner.sweep()
             if signals:
@@ -315,8 +312,12 @@ class Worker:
             for event in ended:
                 for command in self._machine.apply(event, at):
                     self._perform(command)
-        for command in self._machine.flush(at):
-            self._perform(command)
+        commands = self._machine.flush(at)
+        if self._line.link is not None:  # an ending and the credit for its place, read at once, are one turn of the store
+            self._line.link.send_together(command.message for command in commands if type(command) is Send)
+        for command in commands:
+            if type(command) is not Send:
+                self._perform(command)
 
     def _perform(self, command: Command) -> None:
         match command:
@@ -325,8 +326,9 @@ class Worker:
             case Forget():
                 self._forget(command)
             case Send():
-                if self._line.link is not None:
-                    self._line.link.send(command.message)
+                self._send(command.message)
+            case Tail():
+                self._tails.ask(command.question)
             case Stop():
                 active = self._active.get(command.lease_id)
                 if active is not None:
@@ -343,11 +345,16 @@ class Worker:
                     self._line.blobs.close(command.error)
                 self.stop(command.error)
 
+    def _send(self, message: Message) -> None:
+        if self._line.link is not None:
+            self._line.link.send(message)
+
     def _heard(self, event: Opened | Received | Closed) -> None:
         if type(event) is Received and type(event.message) is Welcome and self._line.link is not None:
             self._welcome = event.message
             logger.info("connected to %s as %s", self._line.link.peer.address, self.worker_id)
         elif type(event) is Closed and not self._done.done():
+            self._tails.forget()
             if event.conn:
                 logger.warning("connection lost: %s", event.reason)
             else:
@@ -487,13 +494,3 @@ class Worker:
         held = self._machine.held.get(attempt.lease_id)
         started_at = held.started_at if held is not None else None
         return Ending(attempt.spec.job_id, attempt.lease_id, attempt.attempt, outcome, started_at)
-
-
-def _cut_off(on_disconnect: str, reconnect_grace_s: float) -> tuple[OnDisconnect, float]:
-    """What a worker does with its jobs when it cannot renew, and how long others wait for it; checked."""
-    if on_disconnect not in list(OnDisconnect):
-        raise ConfigError(f"on_disconnect must be stop or keep, got {on_disconnect!r}")
-    if not 0.0 <= reconnect_grace_s <= RECONNECT_GRACE_MAX_S:
-        raise ConfigError(f"reconnect_grace_s must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace_s:g}")
-    chosen = OnDisconnect(on_disconnect)
-    return chosen, reconnect_grace_s if chosen is OnDisconnect.KEEP else 0.0

@@ -10,7 +10,8 @@
 --     FOR UPDATE first, in the order of ids, and what is judged in a write stands whole in its WHERE.
 --   * Leasing never waits: rows that another server is about to lease are skipped.
 --   * The epoch is share-locked before a leader's first write: EXISTS (SELECT … epoch …) would not be a fence (RELIABILITY §2).
--- Values of `ready` are literals, since the partial indexes are found by them.
+-- Values of `ready` are literals, since the partial indexes are found by them. Where rows are named by their ids or keys it says
+-- `ready + 0`: else the planner, who may believe that nothing is ready, would read the whole index of ready rows for them.
 
 
 -- ------------------------------------------------------------------------------------------------ submit
@@ -25,13 +26,13 @@ RETURNING id
 
 -- name: submit_full
 INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
-                           exec, kind, priority, ready, not_before, max_retries, max_losses, backoff_s, array_id)
+                           exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
 SELECT $1::float8, new.*
 FROM unnest($2::text[], $3::text[], $4::text[], $5::text[], $6::bytea[], $7::bytea[],
-            $8::text[], $9::smallint[], $10::smallint[], $11::smallint[], $12::float8[], $13::integer[], $14::integer[],
-            $15::float8[], $16::text[])
+            $8::text[], $9::smallint[], $10::smallint[], $11::smallint[], $12::float8[], $13::float8[], $14::integer[],
+            $15::integer[], $16::float8[], $17::text[])
      AS new (job_id, subject, "group", submitter, body_hash, spec,
-             exec, kind, priority, ready, not_before, max_retries, max_losses, backoff_s, array_id)
+             exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
 ON CONFLICT (idempotency_key) DO NOTHING
 RETURNING id
 
@@ -42,17 +43,21 @@ SELECT id, $2::text, $3::text FROM tasuki_jobrun WHERE idempotency_key = $1::tex
 -- name: forget_results
 DELETE FROM tasuki_jobblob WHERE role = 'result' AND job_id = ANY($1::bigint[])
 
--- name: cancel_request
-UPDATE tasuki_jobrun SET cancel_requested = 1, version = version + 1
-WHERE id = $1::bigint AND version = $2::bigint AND state IN ('ASSIGNED', 'RUNNING')
+-- name: request_cancels
+UPDATE tasuki_jobrun AS job SET cancel_requested = 1, version = job.version + 1
+FROM unnest($1::bigint[], $2::bigint[]) AS judged (id, version)
+WHERE job.id = judged.id AND job.version = judged.version AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: requeue
-UPDATE tasuki_jobrun SET
-    state = 'PENDING', ready = $3::smallint, not_before = $4::float8, version = version + 1, generation = generation + 1,
+UPDATE tasuki_jobrun AS job SET
+    state = 'PENDING', ready = judged.ready, not_before = judged.not_before, not_after = judged.not_after,
+    version = job.version + 1, generation = generation + 1,
     failures = 0, losses = 0, cancel_requested = 0, lease_id = '', started_at = NULL, finished_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, replaced_report = NULL
-WHERE id = $1::bigint AND version = $2::bigint AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
+FROM unnest($1::bigint[], $2::bigint[], $3::smallint[], $4::float8[], $5::float8[])
+     AS judged (id, version, ready, not_before, not_after)
+WHERE job.id = judged.id AND job.version = judged.version AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
 
 
 -- ------------------------------------------------------------------------------------------------ lease
@@ -90,13 +95,14 @@ SELECT name FROM head WHERE name IS NOT NULL LIMIT $5::bigint
     lease_ttl_s = $5::float8, on_disconnect = $6::text, reconnect_grace_s = $7::float8, assigned_at = $8::float8,
     leader_epoch = coalesce($9::bigint, leader_epoch), started_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
-    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
 
 -- name: claim_of_queue
 -- The oldest of one queue that nobody else is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
     WHERE ready = 1 AND priority = $10::smallint AND "group" = $11::text AND subject = $12::text AND kind = $13::smallint
+      AND (not_after IS NULL OR not_after >= $8)
     ORDER BY id LIMIT $14::bigint FOR UPDATE SKIP LOCKED
 )
 UPDATE tasuki_jobrun AS job SET {granted}
@@ -104,20 +110,20 @@ FROM picked WHERE job.id = picked.id
 RETURNING job.id, idempotency_key, spec, submitter, attempt - 1, picked.state, picked.result_sha256
 
 -- name: next_of_queues
--- The next $6 of each queue, by id, behind the one that was seen last.
+-- The next $6 of each queue, by id, behind the one that was seen last; what is too late to start at $7 is left for `late`.
 SELECT place::bigint, head.id
 FROM unnest($3::text[], $4::smallint[], $5::bigint[]) WITH ORDINALITY AS queue (subject, kind, seen, place)
 CROSS JOIN LATERAL (
     SELECT id FROM tasuki_jobrun
     WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = queue.subject AND kind = queue.kind
-      AND id > queue.seen
+      AND id > queue.seen AND (not_after IS NULL OR not_after >= $7::float8)
     ORDER BY id LIMIT $6::bigint) AS head
 
 -- name: claim_of_rows
 -- Of these rows the first $11 that are still ready and that nobody else is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
-    WHERE id = ANY($10::bigint[]) AND ready = 1
+    WHERE id = ANY($10::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
     ORDER BY id LIMIT $11::bigint FOR UPDATE SKIP LOCKED
 )
 UPDATE tasuki_jobrun AS job SET {granted}
@@ -125,11 +131,13 @@ FROM picked WHERE job.id = picked.id
 RETURNING job.id, idempotency_key, spec, submitter, attempt - 1, picked.state, picked.result_sha256
 
 -- name: named
-SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at
+SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at,
+       not_after
 FROM tasuki_jobrun WHERE idempotency_key = $1::text FOR UPDATE
 
 -- name: grant
-UPDATE tasuki_jobrun AS job SET {granted} WHERE id = ANY($10::bigint[]) AND ready = 1
+UPDATE tasuki_jobrun AS job SET {granted}
+WHERE id = ANY($10::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
 
 -- name: take_from_lost
 UPDATE tasuki_jobrun SET ready = 1, losses = $3::integer, version = version + 1, lease_expires_at = NULL
@@ -162,6 +170,25 @@ FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bi
      AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, ttl_s)
 WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
   AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
+
+-- name: tell_progress
+UPDATE tasuki_jobrun AS job SET progress = claim.progress, progress_text = claim.text
+FROM unnest($1::bigint[], $2::text[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::float8[], $8::text[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, progress, text)
+WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: resume
+-- If another server is giving the job to somebody at this moment, this waits for that, and then finds nothing to resume.
+UPDATE tasuki_jobrun AS job SET
+    state = 'RUNNING', ready = 0, version = job.version + 1, started_at = coalesce(job.started_at, $2::float8),
+    lease_expired_at = NULL, lease_ttl_s = ttl_s,
+    lease_expires_at = $1::float8 + ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+FROM unnest($3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::bigint[], $9::float8[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, ttl_s)
+WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state = 'ORPHANED'
 RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
 
 -- name: release
@@ -200,17 +227,25 @@ WHERE job.id = report.id AND idempotency_key = job_id AND job.lease_id = report.
 RETURNING job.id, "group"
 
 -- name: settle
-UPDATE tasuki_jobrun SET
-    state = :state::text, ready = :ready::smallint, not_before = :not_before::float8, version = version + 1,
-    lease_id = :lease_id::text, lease_expires_at = NULL, lease_expired_at = :was_expires_at::float8,
-    failures = :failures::integer, losses = :losses::integer,
-    started_at = :started_at::float8, finished_at = :finished_at::float8, leader_epoch = :leader_epoch::bigint,
-    exit_code = :exit_code::bigint, error_code = :error_code::text, error_summary = :error_summary::text,
-    permanent = :permanent::smallint, result = :result::bytea, result_sha256 = :result_sha256::text,
-    result_size_bytes = :result_size_bytes::bigint, meta = :meta::bytea, replaced_report = :replaced_report::bytea
-WHERE id = :id::bigint AND state = :was_state::text AND version = :was_version::bigint AND attempt = :was_attempt::bigint
-  AND lease_id = :was_lease_id::text AND assigned_worker_id IS NOT DISTINCT FROM :was_worker_id::text
-  AND lease_expires_at IS NOT DISTINCT FROM :was_expires_at
+UPDATE tasuki_jobrun AS job SET
+    state = new.state, ready = new.ready, not_before = new.not_before, version = job.version + 1,
+    lease_id = new.lease_id, lease_expires_at = NULL, lease_expired_at = was_expires_at,
+    failures = new.failures, losses = new.losses,
+    started_at = new.started_at, finished_at = new.finished_at, leader_epoch = new.leader_epoch,
+    exit_code = new.exit_code, error_code = new.error_code, error_summary = new.error_summary, permanent = new.permanent,
+    result = new.result, result_sha256 = new.result_sha256, result_size_bytes = new.result_size_bytes, meta = new.meta,
+    replaced_report = new.replaced_report
+FROM unnest($1::bigint[], $2::text[], $3::bigint[], $4::bigint[], $5::text[], $6::text[], $7::float8[],
+            $8::text[], $9::smallint[], $10::float8[], $11::text[], $12::integer[], $13::integer[], $14::float8[], $15::float8[],
+            $16::bigint[], $17::bigint[], $18::text[], $19::text[], $20::smallint[], $21::bytea[], $22::text[], $23::bigint[],
+            $24::bytea[], $25::bytea[])
+     AS new (id, was_state, was_version, was_attempt, was_lease_id, was_worker_id, was_expires_at,
+             state, ready, not_before, lease_id, failures, losses, started_at, finished_at,
+             leader_epoch, exit_code, error_code, error_summary, permanent, result, result_sha256, result_size_bytes,
+             meta, replaced_report)
+WHERE job.id = new.id AND job.state = was_state AND job.version = was_version AND attempt = was_attempt
+  AND job.lease_id = was_lease_id AND assigned_worker_id IS NOT DISTINCT FROM was_worker_id
+  AND lease_expires_at IS NOT DISTINCT FROM was_expires_at
 
 -- name: add_incidents
 INSERT INTO tasuki_incident (job_id, at, kind, attempt, worker_id, actor, reason)
@@ -248,12 +283,16 @@ FROM leased WHERE job.id = leased.id
 SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= $1::float8
 ORDER BY lease_expires_at, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
+-- name: late
+SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < $1::float8
+ORDER BY not_after, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
+
 -- name: delayed_due
 SELECT id, subject FROM tasuki_jobrun WHERE ready = 2 AND not_before <= $1::float8
 ORDER BY not_before, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
 -- name: promote
-UPDATE tasuki_jobrun SET ready = 1, version = version + 1 WHERE id = ANY($1::bigint[]) AND ready = 2
+UPDATE tasuki_jobrun SET ready = 1, version = version + 1 WHERE id = ANY($1::bigint[]) AND ready + 0 = 2
 
 -- name: old
 SELECT id, state, "group", created_at, finished_at FROM tasuki_jobrun WHERE id > $1::bigint ORDER BY id LIMIT $2::bigint
@@ -309,7 +348,7 @@ WHERE idempotency_key = ANY($1::text[]) AND state IN ('PENDING', 'ASSIGNED', 'RU
 SELECT "group", state, sum(n)::bigint FROM tasuki_counter GROUP BY "group", state HAVING sum(n) <> 0
 
 -- name: place
-SELECT id, priority, "group", subject, kind FROM tasuki_jobrun WHERE idempotency_key = $1::text AND ready = 1
+SELECT id, priority, "group", subject, kind FROM tasuki_jobrun WHERE idempotency_key = $1::text AND ready + 0 = 1
 
 -- name: ahead
 SELECT count(*) FROM (

@@ -29,8 +29,8 @@ ON CONFLICT (idempotency_key) DO NOTHING
 
 -- name: submit_full
 INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
-                           exec, kind, priority, ready, not_before, max_retries, max_losses, backoff_s, array_id)
-VALUES {rows: (?1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}
+                           exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
+VALUES {rows: (?1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}
 ON CONFLICT (idempotency_key) DO NOTHING
 
 -- name: add_blob
@@ -39,17 +39,19 @@ INSERT INTO tasuki_jobblob (job_id, sha256, role) SELECT id, ?2, ?3 FROM tasuki_
 -- name: forget_results
 DELETE FROM tasuki_jobblob WHERE role = 'result' AND job_id IN (SELECT value FROM json_each(?1))
 
--- name: cancel_request
+-- name: request_cancels
 UPDATE tasuki_jobrun SET cancel_requested = 1, version = version + 1
-WHERE id = ?1 AND version = ?2 AND state IN ('ASSIGNED', 'RUNNING')
+FROM (VALUES {rows: (?, ?)}) AS judged
+WHERE id = column1 AND version = column2 AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: requeue
 UPDATE tasuki_jobrun SET
-    state = 'PENDING', ready = ?3, not_before = ?4, version = version + 1, generation = generation + 1,
+    state = 'PENDING', ready = column3, not_before = column4, not_after = column5, version = version + 1, generation = generation + 1,
     failures = 0, losses = 0, cancel_requested = 0, lease_id = '', started_at = NULL, finished_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, replaced_report = NULL
-WHERE id = ?1 AND version = ?2 AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
+FROM (VALUES {rows: (?, ?, ?, ?, ?)}) AS judged
+WHERE id = column1 AND version = column2 AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
 
 
 -- ------------------------------------------------------------------------------------------------ lease
@@ -83,25 +85,26 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL LIMIT ?5
 
 -- name: oldest_of_queue
--- A queue is a subject and a kind of job.
+-- A queue is a subject and a kind of job. What is too late to start at ?6 is left for `late`.
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256 FROM tasuki_jobrun
-WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND kind = ?4 ORDER BY id LIMIT ?5
+WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND kind = ?4
+  AND (not_after IS NULL OR not_after >= ?6) ORDER BY id LIMIT ?5
 
 -- name: oldest_of_queues
 -- The n oldest of several queues: ORDER BY makes the recursion's queue a heap, so this is a merge of them that reads
--- n + (number of queues) entries.
+-- n + (number of queues) entries. ?5 is now, as above.
 WITH RECURSIVE oldest (id, subject, kind) AS (
     SELECT head.id, json_extract(name.value, '$[0]'), json_extract(name.value, '$[1]')
     FROM json_each(?3) AS name JOIN tasuki_jobrun AS head ON head.id = (
         SELECT id FROM tasuki_jobrun
         WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = json_extract(name.value, '$[0]') AND kind = json_extract(name.value, '$[1]')
-        ORDER BY id LIMIT 1)
+          AND (not_after IS NULL OR not_after >= ?5) ORDER BY id LIMIT 1)
     UNION ALL
     SELECT next.id, oldest.subject, oldest.kind
     FROM oldest JOIN tasuki_jobrun AS next ON next.id = (
         SELECT id FROM tasuki_jobrun
         WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = oldest.subject AND kind = oldest.kind
-          AND id > oldest.id ORDER BY id LIMIT 1)
+          AND id > oldest.id AND (not_after IS NULL OR not_after >= ?5) ORDER BY id LIMIT 1)
     ORDER BY 1 LIMIT ?4
 )
 SELECT job.id, idempotency_key, spec, submitter, attempt, state, result_sha256
@@ -109,7 +112,8 @@ FROM oldest CROSS JOIN tasuki_jobrun AS job ON job.id = oldest.id
 
 -- name: named
 -- What leasing by job_id looks at: ready or not, it says in its last columns.
-SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at
+SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at,
+       not_after
 FROM tasuki_jobrun WHERE idempotency_key = ?1
 
 -- name: grant
@@ -118,8 +122,8 @@ UPDATE tasuki_jobrun SET
     lease_id = ?1 || id, assigned_worker_id = ?2, incarnation = ?3, lease_expires_at = ?4, lease_ttl_s = ?5,
     on_disconnect = ?6, reconnect_grace_s = ?7, assigned_at = ?8, leader_epoch = ifnull(?9, leader_epoch), started_at = NULL,
     exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
-    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL
-WHERE id IN (SELECT value FROM json_each(?10)) AND ready = 1
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
+WHERE id IN (SELECT value FROM json_each(?10)) AND ready = 1 AND (not_after IS NULL OR not_after >= ?8)
 
 -- name: take_from_lost
 -- A lease that is over, asked for by job_id: ready for the grant that follows in the same turn.
@@ -151,6 +155,23 @@ UPDATE tasuki_jobrun SET
 FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
   AND attempt = column6 AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
+
+-- name: tell_progress
+-- Apart from `renew`: few attempts have any.
+UPDATE tasuki_jobrun SET progress = column7, progress_text = column8
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
+WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
+  AND attempt = column6 AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: resume
+-- ?1 the lease clock with the margin, ?2 now. An ORPHANED job whose worker is back, and whom nobody else was given.
+UPDATE tasuki_jobrun SET
+    state = 'RUNNING', ready = 0, version = version + 1, started_at = ifnull(started_at, ?2), lease_expired_at = NULL,
+    lease_expires_at = ?1 + column7 + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = column7
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}) AS claim
+WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
+  AND attempt = column6 AND state = 'ORPHANED'
 RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
 
 -- name: release
@@ -190,16 +211,17 @@ WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assi
   AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: settle
--- What a report, a loss or a cancel came to. The attempt that was judged must still be the current one, in the state judged.
+-- What reports, losses and cancels came to. The attempt that was judged must still be the current one, in the state judged:
+-- columns 1 to 7.
 UPDATE tasuki_jobrun SET
-    state = :state, ready = :ready, not_before = :not_before, version = version + 1,
-    lease_id = :lease_id, lease_expires_at = NULL, lease_expired_at = :was_expires_at, failures = :failures, losses = :losses,
-    started_at = :started_at, finished_at = :finished_at, leader_epoch = :leader_epoch,
-    exit_code = :exit_code, error_code = :error_code, error_summary = :error_summary, permanent = :permanent,
-    result = :result, result_sha256 = :result_sha256, result_size_bytes = :result_size_bytes, meta = :meta,
-    replaced_report = :replaced_report
-WHERE id = :id AND state = :was_state AND version = :was_version AND attempt = :was_attempt AND lease_id = :was_lease_id
-  AND assigned_worker_id IS :was_worker_id AND lease_expires_at IS :was_expires_at
+    state = column8, ready = column9, not_before = column10, version = version + 1,
+    lease_id = column11, lease_expires_at = NULL, lease_expired_at = column7, failures = column12, losses = column13,
+    started_at = column14, finished_at = column15, leader_epoch = column16,
+    exit_code = column17, error_code = column18, error_summary = column19, permanent = column20,
+    result = column21, result_sha256 = column22, result_size_bytes = column23, meta = column24, replaced_report = column25
+FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) AS judged
+WHERE id = column1 AND state = column2 AND version = column3 AND attempt = column4 AND lease_id = column5
+  AND assigned_worker_id IS column6 AND lease_expires_at IS column7
 
 -- name: add_incidents
 INSERT INTO tasuki_incident (job_id, at, kind, attempt, worker_id, actor, reason) VALUES {rows: (?, ?, ?, ?, ?, ?, ?)}
@@ -229,6 +251,10 @@ WHERE lease_expires_at IS NOT NULL
 
 -- name: leases_over
 SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= ?1 ORDER BY lease_expires_at, id LIMIT ?2
+
+-- name: late
+-- `ready > 0` as in the index, which has nothing of jobs without a not_after.
+SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < ?1 ORDER BY not_after, id LIMIT ?2
 
 -- name: delayed_due
 SELECT id, subject FROM tasuki_jobrun WHERE ready = 2 AND not_before <= ?1 ORDER BY not_before, id LIMIT ?2

@@ -1,0 +1,331 @@
+"""A warm interpreter: the modules of one exec imported once, a fork for each job. Also the same job in a cold interpreter.
+
+    python -P warm.py CALL ARGUMENT…                               cold: import, call, exit
+    python -P warm.py --serve CONTROL RESERVED CALL MODULE…        warm: import, then fork for every request on descriptor CONTROL
+
+It runs under the exec's own interpreter, which need not have tasuki: this file imports the standard library and nothing else.
+
+Theory of operation. The keeper (`keeper_warm.py`) is to be the parent of each job, as it is of any program; and no job is to
+wait for a fork, which takes the longer the more is imported. So the warm interpreter always has one process *parked*: forked
+twice, adopted by the keeper, and waiting for a request. The next one is forked as soon as that has come.
+
+    warm ──fork──► go-between ──fork──► parked     waits until the go-between is gone and the keeper its parent
+      │                └─► keeper: parked (pid)     before the keeper can see it as a child
+      │ ◄────────────── taken ────────────┤ ◄────── request
+      └─ the next one                     │         sets itself up: session, tag, files, folder, environment
+                                          └─► keeper: forked (number, pid), before the first line of user code
+
+When the keeper's end of the socket closes, all of them end.
+Requests are frames (length u32 LE, JSON); answers are lines of JSON. Bytes of paths are text with surrogate escapes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import functools
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+SERVE = "--serve"
+EXIT_RAISED = 1
+EXIT_INTERRUPTED = 130
+EXIT_UNFLUSHED = 120  # what the interpreter itself ends with when its last output cannot be written
+RLIMIT_LOCKS = 10  # the keeper's tag of a job; see keeper_linux.py
+ADOPTION_POLL_S = 0.00005
+FORK_AGAIN_S = 0.05
+ABOVE_JOBS = 32  # our own descriptors stay out of the way of those that a job is given
+_LENGTH = struct.Struct("<I")
+_TAKEN, _END = b"t", b"e"
+
+Function = Callable[[list[str]], object]
+
+
+# ---------------------------------------------------------------------------------------------------- the call
+
+
+def find(call: str) -> Function:
+    """The function that `package.module:name` means."""
+    module, _, name = call.partition(":")
+    function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    if not callable(function):
+        raise TypeError(f"{call} is no function, it is of type {type(function).__name__}")
+    return function
+
+
+def run(function: Function, arguments: list[str]) -> NoReturn:
+    """Call it and end as a program ends: threads are waited for, exit handlers run, output is written. Nothing is torn down."""
+    code = EXIT_RAISED
+    try:
+        code = _exit_code_of(function, arguments)
+        for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+            try:
+                step()
+            except BaseException as error:  # noqa: BLE001
+                _show(error)
+        for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+            if not _flushed(stream):
+                code = EXIT_UNFLUSHED
+    finally:
+        os._exit(code)
+
+
+def _exit_code_of(function: Function, arguments: list[str]) -> int:
+    try:
+        try:
+            value = function(arguments)
+        except SystemExit as error:
+            value = error.code
+        return _exit_code(value)
+    except KeyboardInterrupt as error:
+        _show(error)
+        return EXIT_INTERRUPTED
+    except BaseException as error:  # noqa: BLE001 - whatever the function raises is its own end
+        _show(error)
+        return EXIT_RAISED
+
+
+def _exit_code(value: object) -> int:
+    """As `sys.exit` takes it: nothing is 0, a number is itself, anything else is shown and is 1. Only 0 becomes 0."""
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        number = int.__index__(value)
+        return number & 0xFF or (EXIT_RAISED if number else 0)
+    print(value, file=sys.stderr)  # noqa: T201
+    return EXIT_RAISED
+
+
+def _show(error: BaseException) -> None:
+    """The traceback on stderr, without our own frames at its top."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    try:
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+    except BaseException:  # noqa: BLE001 - its text cannot be had, or stderr is closed; the exit code says it
+        os.write(2, f"{type(error).__name__}\n".encode())
+
+
+def _flushed(stream: Any) -> bool:
+    try:
+        if stream is not None and not stream.closed:
+            stream.flush()
+    except BaseException:  # noqa: BLE001 - a full disk, a limit, or something that is no stream
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- serving
+
+
+def serve(control: socket.socket, call: str, modules: list[str]) -> None:
+    """Import, say how it went, and fork until the keeper closes its end."""
+    began = time.monotonic()
+    try:
+        for module in modules:
+            importlib.import_module(module)
+        function = find(call)
+    except BaseException as error:  # noqa: BLE001 - SystemExit in a module too
+        traceback.print_exc()
+        _tell(control, "failed", traceback.format_exception_only(error)[-1].strip())
+        return
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # a module has the kernel wait for our children
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.collect()
+    gc.freeze()  # the collector of a job then leaves the shared pages alone
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if children := _children():
+        _tell(control, "failed", f"the import started processes (pid {children}); start them in the function")
+        return
+    if not _alone(control):
+        return
+    _tell(control, "ready", round(time.monotonic() - began, 3))
+    while _alone(control) and _parked(control, function, call):
+        pass
+
+
+def _alone(control: socket.socket) -> bool:
+    """Whether there is no other thread: a fork would copy the locks that it holds, and nobody to let go of them."""
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208  # asked for each job
+    if threads == 1:
+        return True
+    names = ", ".join(repr(thread.name) for thread in threading.enumerate() if thread is not threading.main_thread())
+    known = names or "not of Python; for numpy set OPENBLAS_NUM_THREADS and OMP_NUM_THREADS to 1 in env"
+    _tell(control, "failed", f"the import left {threads - 1} thread(s) running ({known}); start them in the function")
+    return False
+
+
+def _children() -> str:
+    file = Path(f"/proc/self/task/{os.getpid()}/children")
+    return ", ".join(file.read_text().split()) if file.exists() else ""
+
+
+def _parked(control: socket.socket, function: Function, call: str) -> bool:
+    """Park one process, and wait until it has a request; False: no more will come."""
+    reading, writing = os.pipe()
+    word = b""
+    try:
+        pid = os.fork()
+    except OSError:  # the machine has no room for a process; whoever waits for long is told by the keeper
+        os.close(writing)
+    else:
+        if pid == 0:
+            os.close(reading)
+            _go_between(control, writing, function, call)
+        os.close(writing)
+        os.waitpid(pid, 0)
+        word = os.read(reading, 1)
+    os.close(reading)
+    if not word:  # it was killed, or could not be forked
+        time.sleep(FORK_AGAIN_S)
+    return word != _END
+
+
+def _go_between(control: socket.socket, taken: int, function: Function, call: str) -> NoReturn:
+    try:
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _park(control, taken, own, function, call)
+        _tell(control, "parked", pid)
+    finally:
+        os._exit(os.EX_OK)
+
+
+def _park(control: socket.socket, taken: int, parent: int, function: Function, call: str) -> NoReturn:
+    try:
+        os.setsid()
+        while os.getppid() == parent:
+            time.sleep(ADOPTION_POLL_S)
+        request = _request(control)
+        os.write(taken, _END if request is None else _TAKEN)
+        os.close(taken)
+        if request is not None:
+            _become_job(control, request, function, call)
+    finally:
+        os._exit(os.EX_OK)
+
+
+# ---------------------------------------------------------------------------------------------------- the job
+
+
+def _become_job(control: socket.socket, request: dict[str, Any], function: Function, call: str) -> NoReturn:
+    try:
+        try:
+            _set_up(request)
+        except OSError as error:
+            _tell(control, "refused", [request["number"], error.errno or errno.EIO])
+            os._exit(os.EX_OSERR)
+        if not _tell(control, "forked", [request["number"], os.getpid()]):
+            os._exit(os.EX_UNAVAILABLE)
+        control.close()
+        _forget_the_past()
+        sys.argv = [call, *request["arguments"]]
+        for which, soft, hard in request["rlimits"]:  # late: what they forbid is the function's failure, not ours
+            most = resource.getrlimit(which)[1]
+            values = (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
+            resource.setrlimit(which, values)
+        run(function, request["arguments"])
+    except BaseException as error:  # noqa: BLE001 - a memory limit below what is imported already
+        _show(error)
+    finally:
+        os._exit(EXIT_RAISED)
+
+
+def _set_up(request: dict[str, Any]) -> None:
+    if request["tag"] is not None:
+        resource.setrlimit(RLIMIT_LOCKS, tuple(request["tag"]))
+    if request["leaf"]:
+        Path(request["leaf"], "cgroup.procs").write_text("0")
+    for descriptor, path, flags in request["files"]:
+        opened = os.open(path, flags)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(request["cwd"])
+    os.nice(request["nice"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+
+
+def _forget_the_past() -> None:
+    """What a module may have taken from the environment or from chance when it was imported, and is another for each job."""
+    time.tzset()
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]
+    for name in ("random", "numpy.random"):
+        if name in sys.modules:
+            sys.modules[name].seed()
+
+
+# ---------------------------------------------------------------------------------------------------- messages
+
+
+def _tell(control: socket.socket, kind: str, value: object) -> bool:
+    """One line in one send, which is whole however many of us write. False: the keeper is gone."""
+    try:
+        control.sendall(json.dumps([kind, value]).encode() + b"\n")
+    except ConnectionError:
+        return False
+    return True
+
+
+def _request(control: socket.socket) -> dict[str, Any] | None:
+    head = _exactly(control, _LENGTH.size)
+    body = _exactly(control, _LENGTH.unpack(head)[0]) if head else b""
+    return json.loads(body) if body else None
+
+
+def _exactly(control: socket.socket, size: int) -> bytes:
+    """So many bytes, or none if the other end was closed."""
+    data = bytearray()
+    while len(data) < size:
+        try:
+            piece = control.recv(size - len(data))
+        except ConnectionError:
+            return b""
+        if not piece:
+            return b""
+        data += piece
+    return bytes(data)
+
+
+def _take_control(given: int, reserved: int) -> socket.socket:
+    """The keeper's socket, moved up; the low descriptors that jobs are given are held, so that no module's file gets one."""
+    number = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, ABOVE_JOBS)
+    os.close(given)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    if nothing != reserved:
+        os.dup2(nothing, reserved)
+        os.close(nothing)
+    os.dup2(2, 1)  # stdout was opened on nothing, so that it is no terminal; what an import prints is for the worker's log
+    return socket.socket(fileno=number)
+
+
+def main(words: list[str]) -> None:
+    if words[0] == SERVE:
+        control, reserved, call, *modules = words[1:]
+        serve(_take_control(int(control), int(reserved)), call, modules)
+    else:
+        call, *arguments = words
+        sys.argv = words
+        run(lambda given: find(call)(given), arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,94 @@
+"""A worker beside a server that is only its end of a socket: what leaves together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tasuki import Worker
+from tasuki.core.job import JobSpec
+from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    PROTOCOL_VERSION,
+    AssignJobs,
+    GiveCredit,
+    HelloWorker,
+    JobsFinished,
+    Message,
+    Welcome,
+)
+from tasuki.core.verbs import Grant
+from tasuki.net import Link
+
+PATIENCE_S = 10.0
+
+
+class Desk:
+    """Welcomes one worker, and keeps what it says."""
+
+    def __init__(self) -> None:
+        self.said: list[Message] = []
+        self._heard = asyncio.Event()
+
+    def link(self) -> Link:
+        return Link(self._message, lambda link, reason: None, max_bytes=FRAME_MAX_BYTES)
+
+    def _message(self, link: Link, message: Message) -> None:
+        self.said.append(message)
+        self._heard.set()
+        if isinstance(message, HelloWorker):
+            self.worker = link
+            facts = {"server_id": "s1", "identity": "w1", "kind": "worker", "lease_ttl_s": 60.0}
+            link.send(Welcome(corr_id=message.msg_id, version=PROTOCOL_VERSION, **facts))  # type: ignore[arg-type]
+
+    async def hear(self, kind: type[Message]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(isinstance(message, kind) for message in self.said):
+                self._heard.clear()
+                await self._heard.wait()
+
+
+def test_an_ending_and_the_credit_for_its_place_leave_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        # Given a worker that is connected, with one job under way
+        desk = Desk()
+        listening = await asyncio.get_running_loop().create_unix_server(desk.link, str(tmp_path / "socket"))
+        worker = Worker(f"unix://{tmp_path}/socket", concurrency=1, token="")
+        began, go_on, told = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        @worker.handler("a.job")
+        async def wait(job: object) -> None:
+            began.set()
+            await go_on.wait()
+
+        serving = asyncio.ensure_future(worker.serve())
+        await desk.hear(GiveCredit)
+        desk.worker.send(AssignJobs(60.0, [_grant()]))
+        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        writes: list[list[type[Message]]] = []
+
+        def written(link: Link, messages: Iterable[Message]) -> None:
+            writes.append([type(message) for message in messages])
+            if JobsFinished in writes[-1]:
+                told.set()
+
+        monkeypatch.setattr(Link, "send", lambda link, message: written(link, [message]))
+        monkeypatch.setattr(Link, "send_together", written)
+        # When the job ends
+        go_on.set()
+        await asyncio.wait_for(told.wait(), PATIENCE_S)
+        # Then the server can make one turn of both
+        assert writes[-1] == [JobsFinished, GiveCredit]
+        worker.stop()
+        await serving
+        listening.close()
+
+    asyncio.run(main())
+
+
+def _grant() -> Grant:
+    return Grant("a", msgspec.msgpack.encode(JobSpec(job_id="a", subject="a.job")), "uid:1", "lease", 1, 60.0)
