@@ -9,8 +9,8 @@ PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 pyth
 	"$$candidate" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& { echo "$$candidate"; break; }; done)
 
-# Two processes even on larger machines: the end-to-end tests start servers and workers of their own.
-TEST_PROCESSES ?= 2
+# Three processes on two cores, and not many more on larger machines: the end-to-end tests wait for servers and workers of their own.
+TEST_PROCESSES ?= 3
 # More for pytest, e.g. `make test TESTARGS='tests/core -x'`.
 TESTARGS ?=
 
@@ -31,7 +31,7 @@ up: $(STAMP) ## Start a server and local workers here, until Ctrl-C
 	@$(BIN)/tasuki up
 
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TESTARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTARGS)
 
 soak: $(STAMP) ## Run the tests that take minutes
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 1800 $(TESTARGS)

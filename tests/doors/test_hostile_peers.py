@@ -32,7 +32,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
 )
 from tasuki.wire.messages import encode
-from tests.doors.raw import RawPeer, frame
+from tests.doors.raw import RawPeer
 from tests.processes import ServerProcess, open_files, rss_bytes, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -94,7 +94,7 @@ def test_slow_reader_that_is_hung_up_on_keeps_no_memory(server: ServerProcess, o
         peer.send(Request(2, "watch", {"job_ids": ids}))
     # When they then break the protocol, so that the server hangs up on them
     for peer in peers:
-        peer.send_bytes(frame(250))
+        peer.send(GiveCredit(1))  # a worker's word
     others_are_served()
     # Then their connections are really gone soon, though they never read what was left for them
     wait_until(lambda: open_files(server.pid) <= before, timeout=8, what="the server drops the hung-up connections")

@@ -15,14 +15,14 @@ from tasuki import AsyncClient
 from tasuki.config import Address, DataFolder
 from tasuki.core import broker
 from tasuki.core.job import JobSpec
-from tasuki.core.protocol import Chunk, HelloClient, Request
+from tasuki.core.protocol import Chunk, GiveCredit, HelloClient, Request
 from tasuki.doors import tcp
 from tasuki.doors.tcp import TcpDoor
 from tasuki.net import link
 from tasuki.server.app import Server, ServerConfig
-from tasuki.server.node import make_server, prepare_folder
+from tasuki.server.node import Places, make_server, prepare_folder
 from tasuki.wire.messages import encode
-from tests.doors.raw import RawPeer, bomb, frame
+from tests.doors.raw import RawPeer, bomb
 from tests.processes import open_files, start_server
 
 DEADLINE_S = 5.0
@@ -45,7 +45,7 @@ class Door:
 async def opened(root: Path) -> AsyncIterator[Door]:
     folder = DataFolder(root / "data")
     prepare_folder(folder)
-    server = make_server(folder, ServerConfig(server_id="here", data=folder.root))
+    server = make_server(Places(folder), ServerConfig(server_id="here", data=folder.root))
     await server.start()
     door = TcpDoor(server)
     address = await door.listen_tcp(Address("tcp", "127.0.0.1", 0))
@@ -211,7 +211,7 @@ def test_peer_that_is_hung_up_on_and_does_not_read_is_dropped_after_a_while(
                 await eventually(lambda: connection.transport.get_write_buffer_size())
                 descriptors = open_files(os.getpid())
                 # When it breaks the protocol with megabytes still unread
-                peer.send_bytes(frame(250))
+                peer.send(GiveCredit(1))  # a worker's word
                 # Then the socket itself is gone soon, not only our memory of it
                 await eventually(lambda: open_files(os.getpid()) < descriptors)
 

@@ -41,6 +41,7 @@ MEANINGS: dict[int, str] = {
     TIME_LIMIT: "run: the job passed its time limit",
     COULD_NOT_RUN: "run: an error of tasuki's own, instead of 1 and 3 to 6; see stderr",
     INTERRUPTED: "Ctrl-C; 128+n: ended by signal n",
+    BROKEN_PIPE: "run: nobody reads the output any more; the job is canceled",
 }
 
 # The first that fits; a subclass stands before its base.
