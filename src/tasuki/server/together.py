@@ -101,7 +101,7 @@ class Together:
         self._beat_at = 0.0
         self._beating = False
         self._reachable = True
-        self._has_left = False
+        self._is_leaving = self._has_left = False
         self._answered = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -117,6 +117,7 @@ class Together:
 
     async def leave(self) -> None:
         """Let the lock go, and say that we leave: the next leader need not wait for a ttl."""
+        self._is_leaving = True
         self._decide(term.Resign())
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
@@ -137,6 +138,8 @@ class Together:
         self._beat_at = 0.0
 
     def tick(self, now: Now) -> None:
+        if self._is_leaving:  # a beat now could come after our word that we leave
+            return
         self._decide(Ticked())
         if now.monotonic >= self._beat_at and not self._beating:
             self._beat_at = now.monotonic + BEAT_INTERVAL_S
