@@ -29,7 +29,7 @@ def disk_full_as_error(where: Path | str) -> Iterator[None]:
         ) from error
 
 
-def check_free(folder: Path, needed_bytes: int, floor_bytes: int, floor_inodes: int) -> None:
+def check_free(folder: Path | str, needed_bytes: int, floor_bytes: int, floor_inodes: int) -> None:
     """DiskFull unless `needed_bytes` fit and both floors would still be kept.
 
     The floor is for what must not fail: the store's own commits and the record of a job's end.

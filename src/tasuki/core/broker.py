@@ -298,11 +298,13 @@ class Broker:
             if self.sessions.get(worker.conn) is worker and worker.account.available:
                 self.look(worker, backlog=True)
 
-    def leased(self, worker: WorkerSession, asked: int, granted: int) -> None:
+    def leased(self, worker: WorkerSession, lease: LeaseRoute, granted: int) -> None:
         """A lease request came back. Fewer than asked for: there is nothing more for this worker now."""
-        worker.account.settle(asked, granted)
-        worker.backlog = granted == asked
-        if granted == asked and worker.account.available:
+        worker.account.settle(lease.reserved, granted)
+        more = granted == lease.reserved and not lease.fresh
+        # Something may have become ready while the store was at work: that look is still to come.
+        worker.backlog = more or (worker.backlog and worker.conn in self._looking)
+        if more and worker.account.available:
             self.look(worker, backlog=True)
 
     def _lease_requests(self, now: Now) -> list[LeaseRequest]:
@@ -338,7 +340,7 @@ class Broker:
                     live_workers=self._live_workers,
                 )
             )
-            self.draft.lease_routes.append(LeaseRoute(worker.conn, worker.incarnation, reserved))
+            self.draft.lease_routes.append(LeaseRoute(worker.conn, worker.incarnation, reserved, not worker.backlog))
         return requests
 
     def next_turn(self, now: Now) -> Turn | None:

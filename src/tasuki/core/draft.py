@@ -66,6 +66,8 @@ class LeaseRoute(msgspec.Struct):
     conn: int
     incarnation: str
     reserved: int
+    fresh: bool = False
+    """It was asked for what its turn submits, and nothing else was known to be ready for this worker."""
 
 
 class HelloRoute(msgspec.Struct):
@@ -113,7 +115,8 @@ class Draft:
         self.list_tokens = False
         self.place_blobs: list[BlobClaim] = []
         self.blobs_stored: list[BlobPlace] = []
-        self.subjects: set[str] = set()
+        self.subjects: dict[str, None] = {}
+        """Of the jobs that it submits. In their order: that of a set would be another in each process."""
         self.size_bytes = 0
         """Of the bodies and results in it."""
         self.finish_routes: list[Slice] = []

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tasuki.core import greeting
 from tasuki.core.access import Identity
 from tasuki.core.broker_events import DeleteBlobs, ReceiveBlob
-from tasuki.core.draft import ActRoute, BlobRoute, CheckRoute, Draft, Slice, SubmitRoute, TokenRoute
+from tasuki.core.draft import ActRoute, BlobRoute, CheckRoute, Draft, LeaseRoute, Slice, SubmitRoute, TokenRoute
 from tasuki.core.job import TERMINAL, Job, Outcome, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import (
@@ -73,9 +73,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
             broker, route.conn, route.msg_id, draft.renew[route.start : route.stop], answers.renew[route.start : route.stop], out
         )
     for index, lease in enumerate(draft.lease_routes):
-        _granted(
-            broker, lease.conn, lease.incarnation, lease.reserved, turn.lease[index].worker_id, answers.lease[index], out, now
-        )
+        _granted(broker, lease, turn.lease[index].worker_id, answers.lease[index], draft.left_out, out, now)
     for submit in draft.submit_routes:
         _submitted(broker, submit, answers, out)
     for act in draft.act_routes:
@@ -130,7 +128,7 @@ def _blob_stored(broker: Broker, route: BlobRoute, place: BlobPlace, stored: boo
 
 
 def _look_for_the_rest(broker: Broker, draft: Draft, answers: Answers) -> None:
-    """Fewer workers were asked than there are idle ones: what those could not take may fit the others."""
+    """What the workers that were asked for it could not take may fit others, or those of them that could take more."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     new = [answer.job_id for answer in (*answers.submit, *answers.rerun) if isinstance(answer, Submitted)]
     if not granted.issuperset(new):
@@ -294,16 +292,25 @@ def result_of(job: Job) -> JobResult:
 
 
 def _granted(
-    broker: Broker, conn: int, incarnation: str, reserved: int, worker_id: str, grants: list[Grant], out: list[Command], now: Now
+    broker: Broker,
+    lease: LeaseRoute,
+    worker_id: str,
+    grants: list[Grant],
+    left_out: list[WorkerSession],
+    out: list[Command],
+    now: Now,
 ) -> None:
+    conn, incarnation = lease.conn, lease.incarnation
     worker = broker.sessions.get(conn)
     if isinstance(worker, WorkerSession) and not worker.patterns:
-        broker.leased(worker, reserved, 0)
+        broker.leased(worker, lease, 0)
     if not isinstance(worker, WorkerSession) or not worker.patterns:
         # It left, or began to drain, while the store was at work. What it never saw goes back, without using up a loss.
         broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)
         return
-    broker.leased(worker, reserved, len(grants))
+    broker.leased(worker, lease, len(grants))
+    if lease.fresh and len(grants) == lease.reserved:
+        left_out.append(worker)  # it could take more of what this turn brought
     if not grants:
         return
     deliveries, sent_at = worker.deliveries, now.monotonic
@@ -448,7 +455,7 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
     for lease in draft.lease_routes:
         worker = broker.sessions.get(lease.conn)
         if isinstance(worker, WorkerSession):
-            broker.leased(worker, lease.reserved, 0)
+            broker.leased(worker, lease, 0)
             broker.read_back(worker)  # the grants may be there all the same
     _carry_over(broker.draft, draft)
     broker.look_everywhere()

@@ -6,7 +6,7 @@ import msgspec
 
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import Ending, ReadLog
+from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, Ending, HelloWorker, ReadLog
 from tasuki.core.redial import Connect
 from tasuki.core.verbs import Grant, Takes
 from tasuki.errors import TasukiError
@@ -20,6 +20,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     token: str = ""
     patterns: tuple[str, ...] = ()
     capacity: int = 1
+    ahead: int = 0
+    """How many more than its places it may ask for while its attempts are short."""
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
     ttl_s: float | None = None
@@ -28,9 +30,30 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     codecs: tuple[str, ...] = ()
     takes: Takes = Takes.ANY
 
+    def hello(self, msg_id: int, patterns: tuple[str, ...], *, resumed: bool) -> HelloWorker:
+        """How it introduces itself; `resumed`: it was connected before."""
+        return HelloWorker(
+            msg_id=msg_id,
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            token=self.token,
+            version=PROTOCOL_VERSION,
+            oldest=PROTOCOL_OLDEST,
+            agent=self.agent,
+            codecs=self.codecs,
+            patterns=patterns,
+            on_disconnect=self.on_disconnect,
+            reconnect_grace_s=self.reconnect_grace_s,
+            ttl_s=self.ttl_s,
+            resumed=resumed,
+            host=self.host,
+            slots=self.capacity,
+            takes=self.takes,
+        )
+
 
 class Started(msgspec.Struct, frozen=True):
-    """The attempt's process is running; the server is told at once."""
+    """The attempt's process is running. The server is told at once, or while attempts are short only if it does not end soon."""
 
     lease_id: str
 

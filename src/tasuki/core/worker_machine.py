@@ -5,8 +5,7 @@ heartbeat (or Hello) that was answered on this connection, plus the ttl, minus w
 the way is never run past the time at which the store gives the job to somebody else.
 
 An ending is kept until a server says `recorded` or `fenced`; after a reconnect it is offered again, to whichever server answers.
-One that waits longer is saved, so that it outlives this process. Credit is given for each free place, once: at Welcome all free
-places, later one for each attempt that ended.
+One that waits longer is saved, so that it outlives this process. Credit is given for each free place, once (`places.py`).
 
 A server that leaves a heartbeat unanswered for a third of the ttl is left while there is time: the leases are renewed through the
 next one before their deadline.
@@ -23,11 +22,10 @@ from tasuki.core.address import Address
 from tasuki.core.job import OnDisconnect, Outcome, Progress
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.places import Places
+from tasuki.core.progress_notes import ProgressNotes
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
-    PROGRESS_MAX,
-    PROTOCOL_OLDEST,
-    PROTOCOL_VERSION,
     AssignJobs,
     CancelLeases,
     Claim,
@@ -36,7 +34,6 @@ from tasuki.core.protocol import (
     GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
-    HelloWorker,
     JobsFinished,
     JobsRecorded,
     JobsReleased,
@@ -51,6 +48,7 @@ from tasuki.core.protocol import (
     outcome_bytes,
 )
 from tasuki.core.redial import HELLO_QUICK_S, Redial
+from tasuki.core.verbs import Grant
 from tasuki.core.worker_events import (
     ChangePatterns,
     Command,
@@ -73,7 +71,8 @@ from tasuki.errors import Unavailable, VersionMismatch, from_wire
 SEEN_S = 600.0  # how long an (id, attempt) is remembered, so that a delivery that comes twice is run once
 GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
 SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
-STARTED_AFTER_S = 0.1  # a handler that ends sooner spares the store a write
+STARTED_AFTER_S = 0.1  # an attempt that ends sooner spares the store a write
+TOGETHER_S = 0.005  # how long an ending waits for others, while every place has its next attempt
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # saying it again is no better
 
 
@@ -81,6 +80,8 @@ class _Held(msgspec.Struct):
     claim: Claim
     deadline: float
     received_at: float
+    waiting: Grant | None = None
+    """It is here ahead of its time."""
     started_at: float | None = None
     reported_start: bool = False
     stopping: str = ""
@@ -111,15 +112,15 @@ class WorkerMachine:
         self._seen: dict[tuple[str, int], int] = {}
         """Attempts that were delivered, and on which connection."""
         self._seen_order: deque[tuple[float, tuple[str, int]]] = deque()
-        self._credit_due = 0
+        self._places = Places(identity.capacity, identity.ahead)
         self._credit_later: deque[float] = deque()
+        """When places are open again that could not start anything."""
         self._started_due: list[Claim] = []
         self._endings_due: list[Ending] = []
+        self.flush_at: float | None = None
+        """When to flush although nothing happens until then."""
         self._released_due: list[Claim] = []
-        self._progress: dict[str, Progress] = {}
-        """What the attempts said last, by lease_id."""
-        self._progress_due: dict[str, None] = {}
-        """Those whose word no server has been told on this connection."""
+        self._progress = ProgressNotes()
         self._drain_id = 0
         self._drained = False
         self._exited = False
@@ -159,35 +160,15 @@ class WorkerMachine:
         return self._msg_id
 
     def _hello(self, conn: int, now: Now) -> list[Command]:
-        me = self.identity
         self._conn = conn
         msg_id = self._next_id()
         self._beats = {msg_id: (now.monotonic, [])}
-        hello = HelloWorker(
-            msg_id=msg_id,
-            worker_id=me.worker_id,
-            incarnation=me.incarnation,
-            token=me.token,
-            version=PROTOCOL_VERSION,
-            oldest=PROTOCOL_OLDEST,
-            agent=me.agent,
-            codecs=me.codecs,
-            patterns=self.patterns,
-            on_disconnect=me.on_disconnect,
-            reconnect_grace_s=me.reconnect_grace_s,
-            ttl_s=me.ttl_s,
-            resumed=self._ever_connected,
-            host=me.host,
-            slots=me.capacity,
-            takes=me.takes,
-        )
-        return [Send(conn, hello)]
+        return [Send(conn, self.identity.hello(msg_id, self.patterns, resumed=self._ever_connected))]
 
     def _offline(self, now: Now) -> None:
         self._conn = None
         self.online = False
         self._redial.lost(now.monotonic)
-        self._credit_due = 0
         self._started_due.clear()
         self._endings_due.clear()
         self._released_due.clear()
@@ -229,11 +210,10 @@ class WorkerMachine:
         self._answered_at = self._beats.pop(welcome.corr_id, (now.monotonic, []))[0]
         self._beat_at = now.monotonic  # the leases it already holds are renewed at once
         self._endings_due = self.unreported
-        self._progress_due = dict.fromkeys(self._progress)
+        self._progress.all_due()
         running = [held for held in self.held.values() if held.ending is None]
         self._started_due = [held.claim for held in running if held.reported_start]
-        free = self.identity.capacity - len(running) - len(self._credit_later)
-        self._credit_due = 0 if self.draining else max(0, free)
+        self._places.asked = len(running)
         return self._no_more() if self.draining else []
 
     def _refused(self, error: ErrorMessage) -> list[Command]:
@@ -259,13 +239,35 @@ class WorkerMachine:
                 # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
                 self._release(claim)
                 continue
-            self.held[grant.lease_id] = _Held(claim, deadline, now.monotonic)
-            commands.append(Run(grant))
+            held = self.held[grant.lease_id] = _Held(claim, deadline, now.monotonic)
+            if self._places.take(grant.lease_id, now.monotonic):
+                commands.append(Run(grant))
+            else:
+                held.waiting = grant
         return commands
 
     def _release(self, claim: Claim) -> None:
         self._released_due.append(claim)
-        self._credit_due += not self.draining
+        self._places.asked -= 1
+
+    def _let_go(self, lease_ids: list[str], *, lost: bool = False) -> None:
+        """These were waiting for a place: they are given back, or (`lost`) are the store's already."""
+        self._places.drop(set(lease_ids))
+        for lease_id in lease_ids:
+            held = self.held.pop(lease_id)
+            if not lost:
+                self._released_due.append(held.claim)
+
+    def _leave(self, lease_id: str, now: Now) -> list[Command]:
+        """An attempt is over: its place is the next one's."""
+        self._places.leave(lease_id, now.monotonic)
+        commands: list[Command] = []
+        for following in self._places.advance(now.monotonic):
+            held = self.held[following]
+            assert held.waiting is not None
+            commands.append(Run(held.waiting))
+            held.waiting, held.received_at = None, now.monotonic
+        return commands
 
     def _seen_again(self, key: tuple[str, int], claim: Claim) -> None:
         held = self.held.get(claim.lease_id)
@@ -285,8 +287,9 @@ class WorkerMachine:
         held = self.held.get(event.lease_id)
         if held is not None and held.started_at is None:
             held.started_at = now.wall
-            held.reported_start = True
-            self._started_due.append(held.claim)
+            if not self._places.short:
+                held.reported_start = True
+                self._started_due.append(held.claim)
 
     def _runs(self, lease_id: str) -> bool:
         held = self.held.get(lease_id)
@@ -300,14 +303,7 @@ class WorkerMachine:
     def progressed(self, lease_id: str, progress: Progress) -> None:
         """How far an attempt says it is; it travels with the next Heartbeat."""
         if lease_id in self.held:
-            self._progress[lease_id] = progress
-            self._progress_due[lease_id] = None
-
-    def _progress_to_tell(self) -> dict[str, Progress]:
-        self._progress = {lease_id: told for lease_id, told in self._progress.items() if lease_id in self.held}
-        due = [lease_id for lease_id in self._progress_due if lease_id in self._progress]
-        self._progress_due = dict.fromkeys(due[PROGRESS_MAX:])
-        return {lease_id: self._progress[lease_id] for lease_id in due[:PROGRESS_MAX]}
+            self._progress.note(lease_id, progress)
 
     def handler_started(self, lease_id: str, wall: float) -> None:
         """A handler runs in the worker's own loop. The server hears of it only if it takes longer than STARTED_AFTER_S."""
@@ -320,29 +316,27 @@ class WorkerMachine:
         if held is None:
             return []
         self._released_due.append(held.claim)
-        if not self.draining:
-            self._credit_later.append(now.monotonic + GIVE_BACK_PAUSE_S)
-        return [Forget(lease_id), *self._maybe_exit()]
+        self._credit_later.append(now.monotonic + GIVE_BACK_PAUSE_S)
+        return [*self._leave(lease_id, now), Forget(lease_id), *self._maybe_exit()]
 
     def _ended(self, lease_id: str, outcome: Outcome, now: Now) -> list[Command]:
         held = self.held.get(lease_id)
         if held is None or held.ending is not None:
             return []
-        if not self.draining:
-            self._credit_due += 1
+        commands = self._leave(lease_id, now)
         if held.stopping == "LEASE_LOST" or outcome.error_code == "LEASE_LOST":  # we said so, or the keeper, while we hung
             # The store has given, or will give, this job to another worker, and counts the loss itself.
             del self.held[lease_id]
-            return [Forget(lease_id, "the lease was lost"), *self._maybe_exit()]
+            return [*commands, Forget(lease_id, "the lease was lost"), *self._maybe_exit()]
         if outcome.error_code == "SHUTDOWN":
             # That this worker is told to stop is no failure of the job: nothing is reported, and its lease runs out.
             del self.held[lease_id]
-            return [Forget(lease_id), *self._maybe_exit()]
+            return [*commands, Forget(lease_id), *self._maybe_exit()]
         claim = held.claim
         held.ending = Ending(claim.job_id, lease_id, claim.attempt, outcome, held.started_at)
         held.ended_at = now.monotonic
         self._endings_due.append(held.ending)
-        return []
+        return commands
 
     def _restored(self, ending: Ending, now: Now) -> None:
         claim = Claim(ending.job_id, ending.lease_id, ending.attempt)
@@ -365,9 +359,7 @@ class WorkerMachine:
 
     def _recorded(self, message: JobsRecorded) -> list[Command]:
         commands: list[Command] = []
-        for lease_id in message.recorded:
-            if self.held.pop(lease_id, None) is not None:
-                commands.append(Forget(lease_id))
+        commands += [Forget(lease_id) for lease_id in message.recorded if self.held.pop(lease_id, None) is not None]
         for lease_id, reason in message.fenced:
             if self.held.pop(lease_id, None) is not None:
                 commands.append(Forget(lease_id, reason or "fenced"))
@@ -392,6 +384,9 @@ class WorkerMachine:
             held = self.held.get(lease_id)
             if held is None or held.ending is not None or held.stopping == "LEASE_LOST":
                 continue  # what has ended is settled by recorded or fenced
+            if held.waiting is not None:
+                self._let_go([lease_id], lost=reason == "LEASE_LOST")
+                continue
             first = not held.stopping
             held.stopping = reason
             if first:
@@ -405,8 +400,9 @@ class WorkerMachine:
             self._seen.pop(self._seen_order.popleft()[1], None)
         while self._credit_later and self._credit_later[0] <= now.monotonic:
             self._credit_later.popleft()
-            self._credit_due += self.online and not self.draining
         commands: list[Command] = []
+        if overdue := self._places.overdue(now.monotonic):
+            self._let_go(overdue)
         if self.identity.on_disconnect is OnDisconnect.STOP:
             late = [lease_id for lease_id, held in self.held.items() if held.ending is None and held.deadline <= now.monotonic]
             commands += self._stop(late, "LEASE_LOST")
@@ -427,19 +423,25 @@ class WorkerMachine:
 
     def _report_long_starts(self, now: Now) -> None:
         for held in self.held.values():
-            if (
-                held.started_at is not None
-                and not held.reported_start
-                and held.ending is None
-                and now.monotonic - held.received_at >= STARTED_AFTER_S
-            ):
+            lasts = held.ending is None and now.monotonic - held.received_at >= STARTED_AFTER_S
+            if lasts and held.started_at is not None and not held.reported_start:
                 held.reported_start = True
                 self._started_due.append(held.claim)
+
+    def _holds_back(self, now: Now) -> bool:
+        """Whether what has ended may wait a moment for what will end next: one turn of the store serves both."""
+        self.flush_at = None
+        if not self._endings_due or not self._places.well_stocked or self._released_due or now.monotonic >= self._beat_at:
+            return False
+        oldest = self.held.get(self._endings_due[0].lease_id)
+        if oldest is not None and now.monotonic < oldest.ended_at + TOGETHER_S:
+            self.flush_at = oldest.ended_at + TOGETHER_S
+        return self.flush_at is not None
 
     def flush(self, now: Now) -> list[Command]:
         """What this turn of the loop has to say, in as few messages as possible."""
         conn = self._conn
-        if not self.online or conn is None:
+        if not self.online or conn is None or self._holds_back(now):
             return []
         commands: list[Command] = []
         if self._released_due:
@@ -459,20 +461,19 @@ class WorkerMachine:
             msg_id = self._next_id()
             ours = [held.claim for held in self.held.values() if not held.restored]
             self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
-            progress = self._progress_to_tell() if self._progress else {}
-            commands.append(Send(conn, Heartbeat(msg_id, ours, progress)))
-        if self._credit_due:
+            commands.append(Send(conn, Heartbeat(msg_id, ours, self._progress.to_tell(self.held))))
+        if not self.draining and (credit := self._places.wanted(len(self._credit_later))):
             # After the heartbeat: a job that was kept past its lease may be anybody's (ORPHANED) until that takes it back, and
             # credit that came first could be used to give us the same job a second time.
-            commands.append(Send(conn, GiveCredit(self._credit_due)))
-            self._credit_due = 0
+            commands.append(Send(conn, GiveCredit(credit)))
+            self._places.asked += credit
         return [*commands, *self._maybe_exit()]
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def _drain(self) -> list[Command]:
         self.draining = True
-        self._credit_due = 0
+        self._let_go(self._places.waiting)
         return [*self._no_more(), *self._maybe_exit()]
 
     def _no_more(self) -> list[Command]:

@@ -27,6 +27,7 @@ from tasuki.server.together import Together
 from tasuki.stores.store import Store
 
 logger = logging.getLogger("tasuki.server")
+JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
 BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
 SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
 
@@ -70,7 +71,7 @@ def open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Callable[[]
     def open_store() -> Store:
         from tasuki.stores.sql import SqlStore
 
-        store = SqlStore.open_sqlite(folder.database, fault=fault)
+        store = SqlStore.open_sqlite(folder.database, fault=fault, stretch_bytes=JOURNAL_STRETCH_BYTES)
         ensure_admin_token(store, folder.token_file)
         return store
 

@@ -71,9 +71,12 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader, SqlCollect):
         random: Callable[[int], bytes] = os.urandom,
         fault: Callable[[str], None] | None = None,
         file_system: Callable[[Path], str] = file_system_of,
+        stretch_bytes: int = 0,
     ) -> SqlStore:
-        """Own this file, made if it is not there, its tables up to date. Unavailable if another process owns it."""
-        return cls(SqliteDatabase(path, file_system=file_system), clock=clock, random=random, fault=fault)
+        """Own this file, made if it is not there, its tables up to date. Unavailable if another process owns it. The journal is
+        given so many bytes before the first commit needs them."""
+        database = SqliteDatabase(path, file_system=file_system, stretch_bytes=stretch_bytes)
+        return cls(database, clock=clock, random=random, fault=fault)
 
     @classmethod
     def open_postgresql(

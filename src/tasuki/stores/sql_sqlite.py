@@ -8,6 +8,7 @@ the process ends, however it ends. Several writing processes on one WAL file wou
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
 import time
@@ -25,6 +26,7 @@ from tasuki.stores.store import Feature
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+logger = logging.getLogger("tasuki.store")
 CACHE_KIB = 64 * 1024  # pages in memory; the owner has to stay below 250 MB with millions of rows
 READER_CACHE_KIB = 8 * 1024
 CHECKPOINT_PAGES = 32_000  # 128 MB of WAL between checkpoints: a row's insert, grant and finish are written back once, not thrice
@@ -88,7 +90,7 @@ class SqliteDatabase:
     features = FEATURES
     shard = 0
 
-    def __init__(self, path: Path, *, file_system: Callable[[Path], str] = file_system_of) -> None:
+    def __init__(self, path: Path, *, file_system: Callable[[Path], str] = file_system_of, stretch_bytes: int = 0) -> None:
         from django.db import connections
 
         from tasuki.django import standalone
@@ -124,6 +126,7 @@ class SqliteDatabase:
                 self.connection: sqlite3.Connection = self._wrapper.connection
                 _tune(self.connection)
                 standalone.migrate(self._alias)
+            _stretch(self.connection, stretch_bytes)
             self.session = SqliteSession(self.connection)
         except BaseException:
             self.close()
@@ -219,6 +222,26 @@ def _tune(connection: sqlite3.Connection) -> None:
         "secure_delete = OFF",  # Debian's build zeroes what is deleted; here that is every index entry of every job
     ):
         connection.execute(f"PRAGMA {setting}").fetchall()
+
+
+def _stretch(connection: sqlite3.Connection, wanted_bytes: int) -> None:
+    """Make the journal's file longer than it needs to be: a commit that makes a file grow waits for the disk half as long again.
+
+    By a transaction that is too large for the cache and is taken back: its pages stand in the file, and count for nothing.
+    """
+    if not wanted_bytes:
+        return
+    try:
+        connection.execute("PRAGMA cache_size = -256")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE tasuki_stretch (filler BLOB)")
+        connection.executemany("INSERT INTO tasuki_stretch VALUES (zeroblob(1048576))", [()] * (wanted_bytes >> 20))
+    except sqlite3.Error as error:  # no room for it: the store works all the same
+        logger.info("the journal was not made longer: %s", error)
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
 
 
 class translated:

@@ -43,10 +43,14 @@ _READ_BYTES = 256 * 1024
 
 
 class RunFolder:
-    """The folder of one attempt."""
+    """The folder of one attempt. Every job asks for some of it as text: `Path` would cost more than the system calls."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | str) -> None:
+        self.name = str(path)
+
+    @cached_property
+    def path(self) -> Path:
+        return Path(self.name)
 
     @cached_property
     def inputs(self) -> Path:
@@ -56,9 +60,9 @@ class RunFolder:
     def outputs(self) -> Path:
         return self.path / "out"
 
-    @cached_property
-    def temporary(self) -> Path:
-        return self.path / "tmp"
+    @property
+    def temporary(self) -> str:
+        return f"{self.name}/tmp"  # noqa: S108  # its own
 
     @cached_property
     def logs(self) -> Path:
@@ -82,6 +86,7 @@ class RunFolders:
     ) -> None:
         self._runs = data / "runs"
         self.root = self._runs / check_name(incarnation, "incarnation")
+        self._root = str(self.root)
         self._floor_free_bytes = floor_free_bytes
         self._floor_free_inodes = floor_free_inodes
         self._spares: list[str] = []
@@ -105,7 +110,7 @@ class RunFolders:
     def at(self, attempt: Attempt) -> RunFolder:
         """Where the attempt's folder is or would be."""
         check_job_id(attempt.spec.job_id)  # it becomes a path: checked again where that happens
-        return RunFolder(self.root / f"{attempt.spec.job_id}.{attempt.attempt:d}")
+        return RunFolder(f"{self._root}/{attempt.spec.job_id}.{attempt.attempt:d}")
 
     def create(self, attempt: Attempt) -> RunFolder:
         """Make the folder with its payload and inline inputs. DiskFull below the floor; Refused for impossible inputs."""
@@ -113,9 +118,9 @@ class RunFolders:
         for file in spec.files:
             _check_input(file)
         needed_bytes = len(spec.payload) + sum(file.size_bytes or len(file.data or b"") for file in spec.files)
-        check_free(self.root, needed_bytes, self._floor_free_bytes, self._floor_free_inodes)
+        check_free(self._root, needed_bytes, self._floor_free_bytes, self._floor_free_inodes)
         folder = self.at(attempt)
-        with disk_full_as_error(folder.path):
+        with disk_full_as_error(folder.name):
             self._make(folder)
             if spec.payload:
                 folder.stdin.write_bytes(spec.payload)
@@ -127,14 +132,14 @@ class RunFolders:
         return folder
 
     def _make(self, folder: RunFolder) -> None:
-        if folder.path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder.path))
+        if os.access(folder.name, os.F_OK):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder.name)
         if self._spares:
-            os.rename(self._spares.pop(), folder.path)  # noqa: PTH104
+            os.rename(self._spares.pop(), folder.name)  # noqa: PTH104
             return
         folder.path.mkdir(mode=0o700)
-        for below in (folder.inputs, folder.outputs, folder.temporary, folder.logs):
-            below.mkdir(mode=0o700)
+        for below in _BELOW:
+            os.mkdir(f"{folder.name}/{below}", mode=0o700)  # noqa: PTH102
 
     def is_quick(self, attempt: Attempt) -> bool:
         """Whether `create` has next to nothing to do for this one."""
@@ -142,10 +147,10 @@ class RunFolders:
 
     def recycle(self, attempt: Attempt) -> bool:
         """Keep the attempt's folder for another one, if that is simple; nothing may be running in it."""
-        path = str(self.at(attempt).path)
+        path = self.at(attempt).name
         if len(self._spares) >= SPARES_MAX or not _is_as_made(path):
             return False
-        spare = f"{self.root}/{SPARE}{next(self._spare_numbers)}"
+        spare = f"{self._root}/{SPARE}{next(self._spare_numbers)}"
         os.rename(path, spare)  # noqa: PTH104
         self._spares.append(spare)
         return True

@@ -55,6 +55,7 @@ if sys.platform == "linux":
 LEASE_LOST_GRACE_S = 1.0  # the store waits LEASE_MARGIN_S past the lease before it gives the job away: be gone by then
 RECHECK_S = 0.02  # how soon a tree that was killed is looked at again; its ends wake us earlier
 WATCH_S = 0.05  # how often limits of whole trees are looked at; a fork bomb makes some hundred processes in that time
+TOGETHER_S = 0.002
 TICK_S = 1.0  # poll counts time as CLOCK_MONOTONIC: after a machine's sleep no deadline is later than this
 MB = 1024 * 1024
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the worker drains, with the keeper's help
@@ -124,6 +125,7 @@ class KeeperLoop:
         self._alone = False
         self._watch_at = inf
         self._tick_at = 0.0
+        self._tell_at = inf
         self._poll = select.poll()
         self._worker: int | None = None
 
@@ -181,7 +183,7 @@ class KeeperLoop:
     def _wait_ms(self) -> float | None:
         if not self._jobs:
             return None
-        due = min(self._watch_at, self._tick_at, *(job.due for job in self._jobs.values()))
+        due = min(self._watch_at, self._tick_at, self._tell_at, *(job.due for job in self._jobs.values()))
         return max(0.0, due - now()) * 1000 + 1  # poll cuts fractions off: one more, and it is not woken too early
 
     def _read(self) -> None:
@@ -241,7 +243,9 @@ class KeeperLoop:
         self._by_pid[pid] = job
         if job.order.limits.watched:
             self._watch_at = min(self._watch_at, at + WATCH_S)
-        self._reports.append(Spawned(job.order.number, pid))
+        if not self._reports:
+            self._tell_at = at + TOGETHER_S
+        self._reports.append(Spawned(job.order.number, pid, at))
 
     def _begin(self, at: float) -> None:
         """What became of warm interpreters, and of the starts that waited for them."""
@@ -347,20 +351,24 @@ class KeeperLoop:
             if job.exit_code is not None and number not in remains:
                 self._system.forget(number)
                 del self._jobs[number]
-                self._reports.append(Ended(number, job.exit_code, job.reason, job.detail))
+                self._reports.append(Ended(number, job.exit_code, job.reason, job.detail, at))
             elif job.phase is Phase.KILLING and job.look_at <= at:
                 self._kill(job, at)
 
     # ------------------------------------------------------------------------------------------------ reports
 
     def _flush(self) -> None:
-        """One write for all that happened in a turn. A worker that does not read holds up nothing here."""
+        """One write for all that happened in a turn. A worker that does not read holds up nothing here. That something was
+        started waits a little: if it ends at once, the worker is woken once."""
         if self._alone:
             self._reports.clear()
             return
         if self._reports:
+            if now() < self._tell_at and all(type(report) is Spawned for report in self._reports):
+                return
             self._unsent += frame(self._reports)
             self._reports.clear()
+            self._tell_at = inf
         if not self._unsent:
             return
         try:

@@ -2,7 +2,7 @@
 
     keeper = Keeper.start(incarnation)          before the loop runs, in `Worker.run`
     kept = keeper.spawn(…)                      in the loop
-    pid = await kept.started                    OSError: it was not started
+    spawned = await kept.started                OSError: it was not started
     keeper.stop(kept, Reason.CANCELED, 5.0)
     ended = await kept.ended                    nothing of it is alive
 
@@ -66,7 +66,7 @@ class Kept:
 
     def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
-        self.started: asyncio.Future[int] = loop.create_future()
+        self.started: asyncio.Future[Spawned] = loop.create_future()
         self.ended: asyncio.Future[Ended] = loop.create_future()
 
     def fail(self, error: Exception) -> None:
@@ -243,7 +243,7 @@ class Keeper:
     def _hear(self, report: Report) -> None:
         match report:
             case Spawned():
-                _settle(self._kept[report.number].started, report.pid)
+                _settle(self._kept[report.number].started, report)
             case NotSpawned():
                 self._kept.pop(report.number).fail(_why_not(report))
             case Prepared():

@@ -43,6 +43,7 @@ RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module leaves it out
 TAG_BITS = 24  # of the number; 38 bits before it are the incarnation's
 OOM_SCORE_ABOVE = 300  # how far a job stands before its worker when the kernel looks for memory
 FREEZE_PASSES = 20
+READ_BYTES = 64 * 1024
 MARK = b"TASUKI_MARK="
 NOBODY = 0  # no job has this number: what shows no sign and cannot be signalled either (setuid) is not waited for
 
@@ -68,8 +69,10 @@ class LinuxSystem(PlainSystem):
         set_name("tasuki-keeper")
         become_subreaper()
         self._pid = os.getpid()
-        self._children_file = f"/proc/self/task/{self._pid}/children"
-        self._has_children_file = Path(self._children_file).exists()
+        self._children: int | None = None
+        """The list of our children, opened once: it is read twice for every job."""
+        with contextlib.suppress(FileNotFoundError):  # a kernel without it
+            self._children = os.open(f"/proc/self/task/{self._pid}/children", os.O_RDONLY)
         self._locks = resource.getrlimit(RLIMIT_LOCKS)
         self._tag = tag_of(incarnation) if self._locks[1] == resource.RLIM_INFINITY else 0
         self._orders: dict[int, Spawn] = {}
@@ -213,9 +216,8 @@ class LinuxSystem(PlainSystem):
         return wanted if None in owners else wanted & owners
 
     def _strays(self) -> list[int]:
-        if self._has_children_file:
-            with open(self._children_file, "rb", buffering=0) as file:  # noqa: PTH123  # Path costs more than the read
-                pids = [int(pid) for pid in file.readall().split()]
+        if self._children is not None:
+            pids = [int(pid) for pid in _read_whole(self._children).split()]
         else:
             pids = [seen.pid for seen in living() if seen.parent == self._pid]
         return [pid for pid in pids if pid not in self.leaders and pid not in self._warm.pids]
@@ -331,6 +333,8 @@ class LinuxSystem(PlainSystem):
 
     def close(self) -> None:
         self._warm.close()
+        if self._children is not None:
+            os.close(self._children)
         if self._group is not None:
             self._group.close()
 
@@ -376,6 +380,16 @@ def _machine_oom_kills() -> int:
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return 0
+
+
+def _read_whole(descriptor: int) -> bytes:
+    """A file of /proc, which is made anew when it is read from its beginning."""
+    data = b""
+    while piece := os.pread(descriptor, READ_BYTES, len(data)):
+        data += piece
+        if len(piece) < READ_BYTES // 2:  # it comes by the page at least; one that is this short was the last
+            break
+    return data
 
 
 def _write(path: str, data: bytes) -> None:

@@ -125,6 +125,8 @@ class Spawned(msgspec.Struct, frozen=True, tag="spawned", array_like=True):
 
     number: int
     pid: int
+    at: float = 0.0
+    """Since when, on the clock of the deadlines; so of the end."""
 
 
 class NotSpawned(msgspec.Struct, frozen=True, tag="not_spawned", array_like=True):
@@ -146,6 +148,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", array_like=True):
     """None: it ended by itself."""
     detail: str = ""
     """What is known beyond the reason: the number that passed a limit, say."""
+    at: float = 0.0
 
 
 class Warmth(enum.StrEnum):

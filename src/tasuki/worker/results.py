@@ -31,6 +31,7 @@ from tasuki.worker.outputs import OutputCollector, OutputRules
 from tasuki.worker.redaction import NOTHING_SECRET, Redactor
 
 REPORT = "result.json"
+HOST = socket.gethostname()
 QUICK_MAX_BYTES = 16 * 1024
 SMALL_MAX_BYTES = 64 * 1024
 
@@ -55,7 +56,7 @@ def build_result(
     """Write the archive and complete the outcome with it: inline up to RESULT_INLINE_MAX_BYTES, else as a file."""
     kept = {name: redactor.log(log.kept()) for name, log in zip(("stdout", "stderr"), logs, strict=True)}
     texts = [(f"{name}.log", log.text) for name, log in kept.items()]
-    collector = OutputCollector(folder.outputs, rules, sum(len(text) for _, text in texts))
+    collector = OutputCollector(f"{folder.name}/out", rules, sum(len(text) for _, text in texts))
 
     def report() -> bytes:
         return _report(attempt, redactor.outcome(_with_outputs(outcome, collector)), times, kept, collector)
@@ -85,7 +86,8 @@ def _with_outputs(outcome: Outcome, collector: OutputCollector) -> Outcome:
 def is_quick(folder: RunFolder, logs: tuple[CappedLog, CappedLog]) -> bool:
     """Whether the archive is so small that a thread for it would cost more than the archive."""
     try:
-        return not any(folder.outputs.iterdir()) and sum(log.size_bytes() for log in logs) <= QUICK_MAX_BYTES
+        empty = not os.listdir(f"{folder.name}/out")  # noqa: PTH208  # Path costs more than the call
+        return empty and sum(log.size_bytes() for log in logs) <= QUICK_MAX_BYTES
     except OSError:  # the job has done something to its folder
         return False
 
@@ -94,7 +96,7 @@ def _write(
     folder: RunFolder, texts: Sequence[tuple[str, bytes]], collector: OutputCollector, report: Callable[[], bytes]
 ) -> _Archive:
     """Logs, outputs, and then the report on what was found."""
-    archive = _Archive(folder.path)
+    archive = _Archive(folder.name)
     try:
         with closing(collector.members()) as outputs:
             first = next(outputs, None)
@@ -134,7 +136,7 @@ def _report(attempt: Attempt, outcome: Outcome, times: Times, kept: Mapping[str,
         "started_at": times.started_at,
         "finished_at": times.finished_at,
         "duration_s": times.duration_s,
-        "host": socket.gethostname(),
+        "host": HOST,
         # A follower goes on in the archive by offsets in the stream that the job wrote.
         "cut_logs": {
             name: {"head_bytes": len(log.head), "cut_bytes": log.cut_bytes, "tail_bytes": len(log.tail)}
@@ -186,14 +188,13 @@ def _deflated(data: bytes) -> bytes:
 class _Archive:
     """Takes the archive's bytes, hashes them, and keeps them in memory as long as they fit into the finish itself."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str) -> None:
         self.path: Path | None = None
         self.size_bytes = 0
-        self._folder = folder
         self._file: BufferedWriter | None = None
         self._small = bytearray()
         self._digest = hashlib.sha256()
-        self.name = str(folder)  # what an error about a full disk calls it
+        self.name = folder  # an error about a full disk calls it so
 
     @property
     def inline(self) -> bytes:
@@ -216,8 +217,8 @@ class _Archive:
         return len(data)
 
     def _open(self) -> BufferedWriter:
-        self._folder.mkdir(exist_ok=True)  # a job may have removed its own folder
-        descriptor, path = tempfile.mkstemp(prefix="result-", suffix=".zip", dir=self._folder)
+        Path(self.name).mkdir(exist_ok=True)  # a job may have removed its own folder
+        descriptor, path = tempfile.mkstemp(prefix="result-", suffix=".zip", dir=self.name)
         self.path = Path(path)
         return os.fdopen(descriptor, "wb")
 

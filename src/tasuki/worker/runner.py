@@ -39,9 +39,9 @@ from tasuki.worker.environment import base_environment
 from tasuki.worker.execs import Exec
 from tasuki.worker.exits import judged, rules_of
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
-from tasuki.worker.keeper import LEASE_LOST_GRACE_S
+from tasuki.worker.keeper import LEASE_LOST_GRACE_S, now
 from tasuki.worker.keeper_client import Keeper, KeeperLost, Kept
-from tasuki.worker.keeper_protocol import Ended, Ready, Reason
+from tasuki.worker.keeper_protocol import Ended, Ready, Reason, Spawned
 from tasuki.worker.keeper_sweep import sweep
 from tasuki.worker.logs import DEFAULT_CAPS, CappedLog, LogCaps, LogWatch
 from tasuki.worker.progress import ProgressFile
@@ -56,6 +56,7 @@ Fetch = Callable[[str, str, int, Path], Awaitable[None]]
 GRACE_S = 5.0
 ARCHIVES_AT_ONCE = 2  # each holds up to two whole logs in memory, and more than the cores would not be faster
 # The system is short of something, the job is not to blame. EAGAIN: the limit of processes; ETIME: its lease was over already.
+_NO_INPUT = os.fsencode(os.devnull)
 _NOT_NOW = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIME})
 
 logger = logging.getLogger(__name__)
@@ -149,9 +150,13 @@ class CommandRunner:
             logger.error("job %s: its run folder cannot be used: %s", attempt.spec.job_id, error)
             return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {error}"))
 
+    def recycle(self, attempt: Attempt) -> bool:
+        """Keep the attempt's folder for another one if that is simple, which takes no thread; else `cleanup`."""
+        return not self._keep and self.folders.recycle(attempt)
+
     async def cleanup(self, attempt: Attempt) -> None:
         """Remove the attempt's folder, unless folders are kept for debugging."""
-        if not self._keep and not self.folders.recycle(attempt):
+        if not self._keep:
             await asyncio.to_thread(_remove, self.folders.at(attempt).path)
 
     async def sweep(self) -> list[Path]:
@@ -251,18 +256,20 @@ class CommandRunner:
         on_started: Callable[[], None],
     ) -> RunResult:
         with contextlib.ExitStack() as opened:
-            with disk_full_as_error(folder.path):
+            with disk_full_as_error(folder.name):
                 logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
             redactor = command.secrets.redactor
             self._let_follow(attempt.lease_id, logs, redactor, opened)
-            progress = ProgressFile(folder.logs / "progress", functools.partial(self._tell_progress, attempt.lease_id, redactor))
+            progress = ProgressFile(
+                f"{folder.name}/log/progress", functools.partial(self._tell_progress, attempt.lease_id, redactor)
+            )
             opened.callback(progress.close)
             kept = self._start(command, attempt, folder)
             self._running[kept] = attempt.lease_id
             try:
-                if not await self._started(command, kept, stop):
+                spawned = await self._started(command, kept, stop)
+                if spawned is None:
                     return RunResult(stopped_outcome(stop.result()))
-                started_at, started = time.time(), time.monotonic()
                 on_started()
                 async with LogWatch(logs, [progress]):
                     ended = await self._end_of(kept, command, stop)
@@ -277,14 +284,15 @@ class CommandRunner:
             if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
                 outcome = msgspec.structs.replace(outcome, message=f"{outcome.message}; {shortage}")
             outcome = redactor.outcome(judged(outcome, exec_.name, exec_.exits, rules_of(attempt.spec)))
-            times = Times(started_at, time.time(), time.monotonic() - started)
+            wall = time.time() - now()
+            times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)
             if outcome.error_code == StopReason.LEASE_LOST:  # nobody would take the result
                 return RunResult(outcome)
             build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.output_rules, times, redactor)
             return await self._archive(build, outcome, is_quick(folder, logs))
 
     def _open_log(self, folder: RunFolder, name: str, opened: contextlib.ExitStack) -> CappedLog:
-        log = CappedLog(folder.logs / name, self._limits.log_caps)
+        log = CappedLog(f"{folder.name}/log/{name}", self._limits.log_caps)
         opened.callback(log.close)
         return log
 
@@ -305,17 +313,18 @@ class CommandRunner:
         keeper = self._hold()
         if keeper.lost is not None:
             raise keeper.lost
+        at = os.fsencode(folder.name)
         return keeper.spawn(
             program=os.fsencode(command.program),
             argv=tuple(map(os.fsencode, command.argv)),
             env={**{os.fsencode(name): os.fsencode(value) for name, value in command.env.items()}, **command.secrets.environment},
             cwd=os.fsencode(command.cwd),
-            folder=os.fsencode(folder.path),
+            folder=at,
             mark=os.fsencode(command.mark),
-            stdin=os.fsencode(folder.stdin if attempt.spec.payload else os.devnull),
-            stdout=os.fsencode(folder.logs / "stdout"),
-            stderr=os.fsencode(folder.logs / "stderr"),
-            progress=os.fsencode(folder.logs / "progress"),
+            stdin=at + b"/stdin" if attempt.spec.payload else _NO_INPUT,
+            stdout=at + b"/log/stdout",
+            stderr=at + b"/log/stderr",
+            progress=at + b"/log/progress",
             lease_deadline=self._lease_deadline(attempt.lease_id),
             timeout_s=command.timeout_s,
             grace_s=self._grace_s(command),
@@ -326,27 +335,30 @@ class CommandRunner:
     def _grace_s(self, command: Command) -> float:
         return self._limits.grace_s if command.stop_grace_s is None else command.stop_grace_s
 
-    async def _started(self, command: Command, kept: Kept, stop: asyncio.Future[StopReason]) -> bool:
-        """False if it was stopped before: an interpreter that is to fork it may have to be started itself."""
+    async def _started(self, command: Command, kept: Kept, stop: asyncio.Future[StopReason]) -> Spawned | None:
+        """None if it was stopped before: an interpreter that is to fork it may have to be started itself."""
         if command.warm:
             await first_of(kept.started, stop)
         if stop.done() and not kept.started.done():
             self._pass_on(stop.result(), kept, command)
         try:
-            await kept.started
+            return await kept.started
         except OSError as error:
             if error.errno == errno.ECANCELED and stop.done():
-                return False
+                return None
             raise _not_started(command, error) from error
-        return True
 
     async def _end_of(self, kept: Kept, command: Command, stop: asyncio.Future[StopReason]) -> Ended:
         """Wait for the end. The keeper knows the time limit and the lease; a stop from here is passed on to it."""
-        await first_of(kept.ended, stop)
-        if kept.ended.done():
-            return kept.ended.result()
-        self._pass_on(stop.result(), kept, command)
-        return await asyncio.shield(kept.ended)
+
+        def pass_on(stop: asyncio.Future[StopReason]) -> None:
+            self._pass_on(stop.result(), kept, command)
+
+        stop.add_done_callback(pass_on)
+        try:
+            return await asyncio.shield(kept.ended)
+        finally:
+            stop.remove_done_callback(pass_on)
 
     def _pass_on(self, reason: StopReason, kept: Kept, command: Command) -> None:
         assert self._keeper is not None

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 from tasuki.core.job import OnDisconnect
 from tasuki.core.verbs import Takes
 from tasuki.errors import ConfigError
 
 RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
+ASYNC_CONCURRENCY = 100
+AHEAD_PER_PLACE = 4
+AHEAD_MAX = 32
+
+
+def ahead_of(capacity: int) -> int:
+    """How many programs to ask for beyond the places, while programs are short. Handlers have places enough as it is."""
+    return min(AHEAD_MAX, AHEAD_PER_PLACE * capacity)
 
 
 def cut_off(on_disconnect: str, reconnect_grace_s: float) -> tuple[OnDisconnect, float]:
@@ -24,6 +34,13 @@ def check_slots(concurrency: int | None) -> int | None:
     if concurrency is not None and concurrency < 1:
         raise ConfigError(f"a worker needs at least one slot, got {concurrency}")
     return concurrency
+
+
+def capacity_of(concurrency: int | None, *, only_async: bool) -> int:
+    """How many attempts at once: what was asked for, else what suits what it runs."""
+    if concurrency is not None:
+        return concurrency
+    return ASYNC_CONCURRENCY if only_async else os.cpu_count() or 1
 
 
 def what_it_takes(handlers: bool, execs: bool, any_program: bool) -> Takes:

@@ -70,13 +70,12 @@ from tasuki.worker.handlers import Handler, Handlers
 from tasuki.worker.keeper_client import Keeper
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
 from tasuki.worker.runner import CommandRunner, RunLimits
-from tasuki.worker.settings import check_slots, cut_off, what_it_takes
+from tasuki.worker.settings import ahead_of, capacity_of, check_slots, cut_off, what_it_takes
 from tasuki.worker.tail import LogTails
 from tasuki.worker.transfers import Transfers
 from tasuki.worker.unreported import Saved, Unreported
 
 TICK_S = 0.05
-ASYNC_CONCURRENCY = 100
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 
 logger = logging.getLogger("tasuki.worker")
@@ -139,6 +138,7 @@ class Worker:
         self._children: Children | None = None
         self._keeper: Keeper | None = None
         self._pumping = False
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._wall = 0.0
         self._signals = 0
         self._welcome: Welcome | None = None
@@ -159,12 +159,6 @@ class Worker:
     def patterns(self) -> tuple[str, ...]:
         """What it subscribes to: what was given, else its handlers' subjects, else the server's default."""
         return self._subjects or self._handlers.patterns
-
-    def _capacity(self) -> int:
-        if self._concurrency is not None:
-            return self._concurrency
-        only_async = self._handlers and not self._handlers.plain
-        return ASYNC_CONCURRENCY if only_async and not self._execs else os.cpu_count() or 1
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -193,12 +187,15 @@ class Worker:
         addresses = parse_url(self.url)
         self._local = all(address.scheme == "unix" for address in addresses)
         remote = any(not address.loopback for address in addresses)
+        only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
+        capacity = capacity_of(self._concurrency, only_async=only_async)
         identity = WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             token=find_token(self._token_file) if self._token is None else self._token,
             patterns=self.patterns,
-            capacity=self._capacity(),
+            capacity=capacity,
+            ahead=ahead_of(capacity) if self._execs or self._any_program else 0,
             on_disconnect=self._on_disconnect,
             reconnect_grace_s=self._grace_s,
             ttl_s=self._lease_ttl_s,
@@ -238,6 +235,7 @@ class Worker:
                 await self._close()
 
     async def _close(self) -> None:
+        self._apply(Drain())  # what was not started yet is given back, and costs its job nothing
         for active in list(self._active.values()):
             self._stop_active(active, StopReason.SHUTDOWN)
         if self._active:
@@ -313,11 +311,17 @@ class Worker:
                 for command in self._machine.apply(event, at):
                     self._perform(command)
         commands = self._machine.flush(at)
+        if self._machine.flush_at is not None and self._flush_timer is None:
+            self._flush_timer = self._loop.call_later(self._machine.flush_at - at.monotonic, self._flush)
         if self._line.link is not None:  # an ending and the credit for its place, read at once, are one turn of the store
             self._line.link.send_together(command.message for command in commands if type(command) is Send)
         for command in commands:
             if type(command) is not Send:
                 self._perform(command)
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        self._pump()
 
     def _perform(self, command: Command) -> None:
         match command:
@@ -465,7 +469,7 @@ class Worker:
         if command.fenced:
             named = (active.attempt.spec.job_id, active.attempt.attempt, command.fenced)
             logger.warning("job %s attempt %d: refused, its result is dropped: %s", *named)
-        if active.attempt.spec.exec:
+        if active.attempt.spec.exec and not self._runner.recycle(active.attempt):
             self._spawn(self._runner.cleanup(active.attempt))
 
     # ------------------------------------------------------------------------------------------------ large things
