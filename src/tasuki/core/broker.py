@@ -364,8 +364,7 @@ class Broker:
         if now.monotonic >= self._look_at:
             self._look_at = now.monotonic + LOOK_INTERVAL_S
             self.look_everywhere()
-        if self.config.shared:
-            commands += self.fellows.poll(self, now)
+        commands += self.fellows.poll(self, now)
         commands += self.logs.ticked(self, now)
         for session in list(self.sessions.values()):
             if session.identity is not None and session.identity.expired(now.wall):

@@ -75,6 +75,9 @@ class Fellows:
 
     def hint(self, server_id: str) -> list[Command]:
         """What this turn's end means for the others, if there are any."""
+        told = self.ready or self.ended or self.canceled or self.moved or self.tokens or self.everything
+        if not told:  # as after most turns
+            return []
         if not self.servers:
             self._forget_hint()
             return []
@@ -89,7 +92,7 @@ class Fellows:
             everything=everything,
         )
         self._forget_hint()
-        return [] if hint.empty else [Publish(hint)]
+        return [Publish(hint)]
 
     # ------------------------------------------------------------------------------------------------ hearing
 
@@ -127,7 +130,7 @@ class Fellows:
         return commands
 
     def poll(self, broker: Broker, now: Now) -> list[Command]:
-        """What a lost hint would have told: ask the store, now and then."""
+        """What a lost hint would have told, or a turn of which we never heard that it was stored: ask the store, now and then."""
         if now.monotonic < self._poll_at:
             return []
         self._poll_at = now.monotonic + POLL_INTERVAL_S

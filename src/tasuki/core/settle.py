@@ -305,8 +305,10 @@ def _granted(
     if isinstance(worker, WorkerSession) and not worker.patterns:
         broker.leased(worker, lease, 0)
     if not isinstance(worker, WorkerSession) or not worker.patterns:
-        # It left, or began to drain, while the store was at work. What it never saw goes back, without using up a loss.
-        broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)
+        # It left, or began to drain, while the store was at work. What it never saw goes back, without using up a loss. But if
+        # it left for another server, that one may have read these grants and delivered them: there they are its own.
+        if isinstance(worker, WorkerSession) or not broker.config.shared:
+            broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)
         return
     broker.leased(worker, lease, len(grants))
     if lease.fresh and len(grants) == lease.reserved:
