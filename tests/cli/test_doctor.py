@@ -1,7 +1,13 @@
 """`tasuki doctor` and `tasuki migrate`: what a folder stands on."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from tasuki.cli import doctor
+from tasuki.worker import keeper_cgroup
+from tasuki.worker.keeper_cgroup import NoCgroup
 from tests.cli.commands import Running, User, running
 
 pytestmark = pytest.mark.e2e
@@ -16,7 +22,33 @@ def test_a_fresh_machine_is_sound_and_stays_untouched(user: User) -> None:
 
     assert {each["state"] for each in found.values()} == {"ok"}
     assert not user.data.exists()
-    assert "level " in found["keeper"]["message"]
+    assert re.match("level (cgroup|subreaper): .*(/|no cgroup: )", found["keeper"]["message"])
+    assert re.match("memory_mb and processes are (kept by a cgroup|looked at 20 times a second: )", found["limits"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("controllers", "says"),
+    [
+        ("cpu memory pids", "are kept by a cgroup of each job"),
+        ("cpu memory", "20 times a second: {} is handed no controller pids"),
+        (None, "20 times a second: there is no cgroup v2"),
+    ],
+)
+def test_how_limits_are_kept_is_said_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controllers: str | None, says: str
+) -> None:
+    def own() -> Path:
+        if controllers is None:
+            raise NoCgroup("there is no cgroup v2 file system")
+        (tmp_path / "cgroup.controllers").write_text(controllers)
+        return tmp_path
+
+    monkeypatch.setattr(keeper_cgroup, "delegated", own)
+
+    found = doctor._limits()
+
+    assert says.format(tmp_path) in found.message
+    assert found.state == "ok"
 
 
 def test_a_running_server_is_found(served: tuple[User, Running]) -> None:

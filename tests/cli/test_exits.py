@@ -3,6 +3,9 @@
 import pytest
 
 from tasuki.cli import exits
+from tasuki.cli.run import exit_code_of
+from tasuki.core.job import Outcome, State
+from tasuki.core.protocol import JobResult
 from tasuki.errors import BY_CODE, Conflict, TasukiError
 
 
@@ -36,3 +39,21 @@ def test_every_code_is_explained_in_the_table() -> None:
     used = {value for name, value in vars(exits).items() if name.isupper() and isinstance(value, int)}
 
     assert used == set(exits.MEANINGS)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (Outcome(exit_code=0), 0),
+        (Outcome(exit_code=3, error_code="EXIT_CODE"), 3),
+        (Outcome(exit_code=143, error_code="SIGNAL"), 143),
+        (Outcome(exit_code=137, error_code="OOM"), 137),
+        (Outcome(exit_code=152, error_code="CPU_LIMIT"), 152),
+        (Outcome(exit_code=143, error_code="TIMED_OUT"), 124),
+        (Outcome(exit_code=143, error_code="CANCELED"), 130),
+        (Outcome(exit_code=0, error_code="OUTPUT_MISSING"), 125),
+        (Outcome(error_code="PROGRAM_NOT_FOUND"), 125),
+    ],
+)
+def test_run_exits_with_the_code_of_its_job(outcome: Outcome, expected: int) -> None:
+    assert exit_code_of(JobResult("job", State.FAILED, 1, outcome)) == expected

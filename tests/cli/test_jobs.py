@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli.job import progress_of
 from tests.cli.commands import DEADLINE_S, Running, User, read_fifo
 
 pytestmark = pytest.mark.e2e
@@ -389,3 +390,11 @@ def test_who_stops_waiting_is_told_how_to_find_the_jobs(served: Served, tmp_path
     assert told == "submitted array awaited (1 jobs); waiting for the end\n"
     assert process.returncode == 130
     assert "tasuki list --array awaited" in stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "progress", "shown"),
+    [("RUNNING", 0.425, "42%"), ("FAILED", 0.5, "50%"), ("RUNNING", None, None), ("SUCCEEDED", 0.9, None)],
+)
+def test_progress_is_shown_of_what_is_not_done(state: str, progress: float | None, shown: str | None) -> None:
+    assert progress_of({"state": state, "progress": progress}) == shown

@@ -8,11 +8,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tasuki.cli.connect import own_token, owner_of
+from tasuki.cli.workforce import worker_options
 from tasuki.config import data_folder
+from tasuki.errors import ConfigError
 from tests.cli.commands import DEADLINE_S, Running, User, eventually, read_fifo, running
 
 pytestmark = pytest.mark.e2e
@@ -109,6 +112,51 @@ def test_a_second_signal_ends_up_and_the_jobs_that_still_run(user: User, tmp_pat
 
         assert server.process.wait(DEADLINE_S) == 130
         assert not Path(f"/proc/{job_pid}").exists()
+
+
+def test_the_workers_of_up_are_told_what_it_was_told(user: User, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "started")
+    caps = ("--log-head", "100", "--log-tail", "50")
+    with running(user, "up", "--no-tcp", *caps, "--drain-timeout", "0.5", "--exec", "greet=/bin/echo hello") as server:
+        assert user.run("run", "greet", "you").stdout == "hello you\n"
+
+        user.run("run", "--job-id", "long", "seq", "1000")
+        assert "[tasuki: 3743 bytes were cut here]" in user.run("logs", "long").stdout
+
+        user.run("submit", "sh", "-c", f"echo $$ > {tmp_path}/started; exec sleep 600")
+        job_pid = int(read_fifo(tmp_path / "started"))
+        server.process.terminate()
+        assert server.process.wait(DEADLINE_S) == 0
+        assert not Path(f"/proc/{job_pid}").exists()
+
+
+def test_what_its_workers_would_refuse_up_refuses_and_leaves_no_folder(user: User) -> None:
+    done = user.run("up", "--no-tcp", "--log-head", "1GiB")
+
+    assert done.returncode == 2
+    assert "CONFIG" in done.stderr
+    assert not user.data.exists()
+
+
+SOUND = {"slots": None, "execs": (), "config": None, "drain_timeout": None, "log_head": "1KB", "log_tail": "1KB"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": 0},
+        {"drain_timeout": -1.0},
+        {"drain_timeout": float("nan")},
+        {"log_tail": "much"},
+        {"execs": ("nothing",)},
+        {"config": Path("/no/such/file")},
+    ],
+)
+def test_which_options_of_workers_are_refused(wrong: dict[str, Any]) -> None:
+    worker_options(**SOUND)
+
+    with pytest.raises(ConfigError):
+        worker_options(**{**SOUND, **wrong})
 
 
 def workers_of(user: User) -> list[str]:

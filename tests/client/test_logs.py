@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tasuki.client.logs import LogFollower, LogPart, unpack_log
+from tasuki.client.logs import PROGRESS_WAIT_S, LogFollower, LogPart, unpack_log
 from tasuki.core.job import Outcome, State
-from tasuki.core.protocol import JobResult, Welcome
+from tasuki.core.protocol import LOG_WAIT_MAX_S, JobResult, Welcome
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, Unavailable
 
 DEADLINE_S = 10.0
@@ -119,6 +119,27 @@ def test_a_cut_log_goes_on_where_the_follower_was(read: bytes, rest: bytes) -> N
     played = Played(*([{"data": read}] if read else []), ends_with=ended(result))
 
     assert seen(follow(played)) == read + rest
+
+
+@pytest.mark.parametrize(("options", "wait_s"), [({}, LOG_WAIT_MAX_S), ({"on_progress": lambda *_: None}, PROGRESS_WAIT_S)])
+def test_who_wants_to_hear_of_progress_does_not_wait_long_for_output(options: dict[str, Any], wait_s: float) -> None:
+    played = Played(ends_with=ended(result_zip(b"")))
+
+    follow(played, **options)
+
+    assert played.asked[0]["wait_s"] == wait_s
+
+
+def test_progress_is_told_once_each_time_it_changes() -> None:
+    told: list[tuple[float, str]] = []
+    quarter = {"data": b".", "progress": 0.25, "progress_text": "reading"}
+    played = Played(
+        quarter, {**quarter, "offset": 1}, {"data": b".", "offset": 2, "progress": 0.5}, ends_with=ended(result_zip(b"..."))
+    )
+
+    follow(played, on_progress=lambda *what: told.append(what))
+
+    assert told == [(0.25, "reading"), (0.5, "")]
 
 
 def test_a_new_attempt_begins_at_its_start() -> None:

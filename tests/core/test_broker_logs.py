@@ -174,6 +174,15 @@ def test_a_client_has_only_so_many_questions_at_workers(desk: LogStage, client: 
     assert (asked, len(desk.all(worker, ReadLog))) == (READS_PER_CLIENT, READS_PER_CLIENT + 1)
 
 
+def test_a_client_that_follows_much_is_not_kept_waiting_by_its_own_questions(desk: LogStage, client: int) -> None:
+    worker = running(desk, client)
+    for _ in range(READS_PER_CLIENT):
+        desk.follow(client, wait_s=20.0)
+
+    half = READS_PER_CLIENT // 2
+    assert [question.wait_s for question in desk.all(worker, ReadLog)] == [20.0] * half + [0.0] * half
+
+
 def test_a_worker_has_only_so_many_and_the_later_ones_do_not_wait(desk: LogStage, client: int) -> None:
     worker = running(desk, client)
     clients = [desk.client("admin", f"follower-{number}") for number in range(READS_PER_WORKER)]

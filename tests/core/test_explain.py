@@ -226,6 +226,12 @@ def test_it_failed_why_there_is_no_further_attempt_and_how_to_set_it_going_again
     assert "There is no further attempt: exit code 3; permanent." in text
 
 
+def test_what_a_job_has_used_is_never_more_than_it_had() -> None:
+    poisonous = job(State.FAILED, attempt=5, losses=4, failures=4, finished_at=NOW, outcome=Outcome(error_code="LOST"))
+    facts = told(poisonous)["facts"]
+    assert (facts["retries"], facts["losses"]) == ({"used": 3, "of": 3}, {"used": 3, "of": 3})
+
+
 def test_it_was_skipped() -> None:
     outcome = Outcome(error_code="TOO_LATE", message="it was too late to start")
     ended = job(State.SKIPPED, finished_at=NOW, outcome=outcome)

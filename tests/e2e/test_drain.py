@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +19,20 @@ from tests.e2e.stage import (
     command_worker,
     jobs_worker,
     postgresql_in_soak,
+    sqlite_only,
     stdout_of,
     story,
 )
-from tests.processes import ServerProcess, wait_until
+from tests.processes import ServerProcess, WorkerProcess, wait_until
 
 pytestmark = pytest.mark.e2e
+
+
+def worker_and_work(kind: str, gate: Path) -> tuple[Callable[..., WorkerProcess], dict[str, Any]]:
+    """How a worker of this kind is started, and a job for it that lasts until the gate is there."""
+    if kind == "handler":
+        return jobs_worker, {"payload": f"hold {gate}".encode()}
+    return command_worker, {"exec": "step", "args": ["hold", str(gate)]}
 
 
 @postgresql_in_soak
@@ -76,9 +86,13 @@ def test_a_drain_under_load_costs_no_job_a_retry_or_a_loss(server: ServerProcess
 
 
 @postgresql_in_soak
-def test_cancel_still_works_while_a_worker_drains(server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path) -> None:
-    with jobs_worker(server, ledger) as worker:
-        job = client.submit(subject="hold.1", payload=f"hold {tmp_path / 'never'}".encode(), job_id="canceled")
+@pytest.mark.parametrize("kind", ["handler", "command"])
+def test_cancel_still_works_while_a_worker_drains(
+    server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path, kind: str
+) -> None:
+    start, work = worker_and_work(kind, tmp_path / "never")
+    with start(server, ledger) as worker:
+        job = client.submit(**work, job_id="canceled")
         ledger.wait_for("canceled")
         worker.signal(signal.SIGTERM)
         worker.wait_for_output("draining")
@@ -89,6 +103,23 @@ def test_cancel_still_works_while_a_worker_drains(server: ServerProcess, client:
         assert worker.wait() == 0
 
 
+@sqlite_only
+def test_a_drain_that_takes_longer_than_its_timeout_stops_the_jobs_and_costs_them_no_retry(
+    server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
+) -> None:
+    _, work = worker_and_work("command", tmp_path / "never")
+    with command_worker(server, ledger, "--drain-timeout", "0.5") as worker:
+        client.submit(**work, job_id="held", watch=False)
+        run = ledger.wait_for("held")
+
+        worker.signal(signal.SIGTERM)
+
+        assert worker.wait() == 0
+        assert not Path(f"/proc/{run.pid}").exists()
+        view = client.status("held")
+        assert (view["state"] in ("ASSIGNED", "RUNNING"), view["failures"], view["outcome"]) == (True, 0, None)
+
+
 @postgresql_in_soak
 @pytest.mark.parametrize("kind", ["handler", "command"])
 def test_a_second_signal_stops_the_jobs_which_then_run_elsewhere(
@@ -96,8 +127,7 @@ def test_a_second_signal_stops_the_jobs_which_then_run_elsewhere(
 ) -> None:
     # given: a job without any retry, at a worker that drains
     gate = tmp_path / "gate"
-    start = jobs_worker if kind == "handler" else command_worker
-    work = {"payload": f"hold {gate}".encode()} if kind == "handler" else {"exec": "step", "args": ["hold", str(gate)]}
+    start, work = worker_and_work(kind, gate)
     with start(server, ledger) as worker:
         job = client.submit(**work, job_id="stopped", max_retries=0)
         ledger.wait_for("stopped")

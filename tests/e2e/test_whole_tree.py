@@ -176,6 +176,25 @@ def test_a_hung_workers_job_is_ended_at_its_deadline_and_what_it_says_later_is_r
             assert stdout_of(job.result(SOON_S)) == "attempt 2\n"
 
 
+def test_a_job_that_kills_its_workers_ends_as_a_dead_letter(server: ServerProcess, client: Client, tmp_path: Path) -> None:
+    # given: a program that kills the worker above the keeper that started it, and may be lost once
+    kill_the_worker = "kill -9 $(sed -n s/^PPid:.//p /proc/$PPID/status)"
+    execs = ("--exec", f"poison=/bin/sh -c '{kill_the_worker}'", "--lease-ttl", "1")
+    job = client.submit(exec="poison", job_id="poison", max_losses=1)
+
+    # when: each worker that takes it dies of it
+    for _ in range(2):
+        with start_worker(server, *execs, "--data", str(tmp_path / "worker"), command=True, wait=False) as worker:
+            assert worker.wait(LOST_WITHIN_S + SOON_S) == -signal.SIGKILL
+
+    # then: there is no third, although it has retries
+    assert job.outcome(LOST_WITHIN_S).state == "FAILED"
+    told = client.explain("poison")
+    assert told["facts"]["losses"] == {"used": 1, "of": 1}
+    assert [incident["kind"] for incident in told["story"]] == ["lost", "dead_lettered"]
+    assert any("There is no further attempt" in sentence for sentence in told["because"])
+
+
 def test_many_short_jobs_on_many_slots_leave_no_process_descriptor_or_folder(
     server: ServerProcess, client: Client, tmp_path: Path
 ) -> None:

@@ -248,6 +248,14 @@ def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(childre
     asyncio.run(scenario())
 
 
+def test_a_template_that_died_a_moment_ago_is_noticed_in_time(children: Children) -> None:
+    os.kill(children.template_pid, signal.SIGKILL)
+    os.waitid(os.P_PID, children.template_pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has heard of it
+
+    with pytest.raises(Unavailable, match="restart the worker"):
+        run(children, "echo")
+
+
 def test_children_die_with_their_template(children: Children, tmp_path: Path) -> None:
     note = tmp_path / "note"
 

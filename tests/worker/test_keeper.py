@@ -18,6 +18,7 @@ import pytest
 from tasuki.worker import keeper as keeper_module
 from tasuki.worker.keeper_cgroup import NoCgroup, delegated
 from tasuki.worker.keeper_client import Keeper, KeeperLost
+from tasuki.worker.keeper_linux import _read_whole
 from tasuki.worker.keeper_plain import PlainSystem
 from tasuki.worker.keeper_protocol import Ended, Reason
 from tasuki.worker.keeper_sweep import sweep
@@ -447,3 +448,15 @@ def test_many_short_jobs_leave_no_process_and_no_descriptor(stage: Stage) -> Non
 
     assert before == after
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > before[0]
+
+
+def test_a_list_of_children_is_read_to_its_end_though_it_comes_by_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = " ".join(str(pid) for pid in range(100_000, 102_000)).encode()
+    (tmp_path / "children").write_bytes(pids)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, at: pread(descriptor, min(size, 4095), at))
+
+    with (tmp_path / "children").open("rb") as file:
+        assert _read_whole(file.fileno()) == pids

@@ -10,6 +10,7 @@ import pytest
 from tasuki.core.job import Progress
 from tasuki.worker.keeper_protocol import NO_LIMITS, Limits
 from tasuki.worker.progress import EMPTY_AT_BYTES, READ_BYTES, ProgressFile, parse_progress
+from tasuki.worker.redaction import Redactor
 from tests.worker.runs import attempt_of, exec_of, run, runner_in
 
 
@@ -49,6 +50,17 @@ def heard(tmp_path: Path) -> Heard:
 )
 def test_a_line_of_progress(line: bytes, progress: Progress | None) -> None:
     assert parse_progress(line) == progress
+
+
+def test_a_text_is_masked_before_it_is_cut_or_made_printable(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    secrets = Redactor([b"a-very-long-secret", b"with\ttab"])
+    file = ProgressFile(tmp_path / "progress", told.append, secrets.text)
+    for text in (b"x" * 195 + b"a-very-long-secret", b"with\ttab"):
+        (tmp_path / "progress").write_bytes(b"progress 0.5 " + text + b"\n")
+        file.look()
+
+    assert [progress.text for progress in told] == ["x" * 195 + "*****", "*" * 8]
 
 
 def test_only_the_latest_counts(heard: Heard) -> None:

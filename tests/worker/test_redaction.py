@@ -1,6 +1,7 @@
 """What is masked of a job's output, however it is cut into pieces, and that offsets stay what they were."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,38 @@ def test_every_occurrence_is_masked_also_those_that_overlap(secrets: list[bytes]
 
 
 # ---------------------------------------------------------------------------------------------------- logs of a result
+
+
+LONG = st.lists(st.sampled_from([b"a", b"ab", b"a" * 16]), min_size=6, max_size=40).map(b"".join)
+
+
+@given(secret=LONG, data=LONG)
+def test_what_may_be_the_beginning_of_a_value_is_the_longest_that_is_one(secret: bytes, data: bytes) -> None:
+    longest = max(length for length in range(len(secret)) if data.endswith(secret[:length]))
+
+    assert Redactor([secret]).begun(data) == longest
+
+
+REPEATED_BYTES = 64 * 1024
+PATIENCE_S = 5.0  # each takes milliseconds; looking for every occurrence took an hour
+
+
+@pytest.mark.parametrize(
+    ("secret", "data"),
+    [
+        (b"a" * REPEATED_BYTES, b"a" * (16 << 20)),
+        (b"ab" * 3, b"ab" * (8 << 20)),
+        (b"a" * 1000 + b"b" + b"a" * 1000, (b"a" * 1000 + b"b") * 4000 + b"a" * 1000),
+    ],
+    ids=["one byte", "two bytes", "overlapping"],
+)
+def test_a_value_that_repeats_itself_is_masked_in_no_time(secret: bytes, data: bytes) -> None:
+    began = time.process_time()
+
+    shown = Redactor([secret]).mask(data)
+
+    assert time.process_time() - began < PATIENCE_S
+    assert shown == b"*" * len(data)
 
 
 def test_both_ends_of_a_value_that_a_log_was_cut_in_are_masked() -> None:

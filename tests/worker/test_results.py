@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.blobs.zips import check_zip
+from tasuki.blobs.zips import check_zip, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES
+from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
+from tasuki.worker.outputs import log_members
 from tasuki.worker.results import _Archive, small_zip
+from tasuki.worker.runner import RunLimits
 from tests.worker.runs import archive_of, names_of, report_of, run, runner_in, shell, text_of
 
 
@@ -36,6 +39,43 @@ def test_a_log_that_the_job_replaced_by_a_link_is_not_followed(tmp_path: Path) -
     result = run(runner_in(tmp_path), shell("echo mine; rm log/stdout; ln -s /etc/passwd log/stdout"))
 
     assert text_of(result) == "mine\n"
+
+
+LINE = b"the same line again\n"
+
+
+def written(*texts: bytes) -> io.BytesIO:
+    archive = io.BytesIO()
+    write_zip(archive, log_members((f"{number}.log", text) for number, text in enumerate(texts)))
+    return archive
+
+
+@pytest.mark.parametrize("sizes", [(48 << 20,), (30 << 20, 30 << 20)], ids=["one", "both together"])
+def test_logs_that_pack_too_well_are_stored_so_that_a_reader_does_not_take_them_for_a_bomb(sizes: tuple[int, ...]) -> None:
+    logs = [LINE * (size // len(LINE)) for size in sizes]
+
+    archive = written(*logs)
+
+    assert [entry.size_bytes for entry in check_zip(archive)] == [len(log) for log in logs]
+
+
+def test_a_long_log_of_a_job_can_be_read_again(tmp_path: Path) -> None:
+    caps = LogCaps(head_bytes=64 << 20, tail_bytes=0)
+
+    result = run(runner_in(tmp_path, limits=RunLimits(log_caps=caps)), shell("yes | head -c 48000000"))
+
+    assert result.result_file is not None
+    with result.result_file.open("rb") as archive:
+        assert max(entry.size_bytes for entry in check_zip(archive)) == 48_000_000
+
+
+def test_two_whole_logs_of_the_usual_length_are_packed() -> None:
+    cut_log = LINE * (DEFAULT_CAPS.cap_bytes // len(LINE) + 10)
+
+    archive = written(cut_log, cut_log)
+
+    assert sum(entry.size_bytes for entry in check_zip(archive)) == 2 * len(cut_log)
+    assert len(archive.getvalue()) < len(cut_log) / 100
 
 
 @pytest.mark.parametrize("size_bytes", [RESULT_INLINE_MAX_BYTES, RESULT_INLINE_MAX_BYTES + 1])

@@ -331,6 +331,21 @@ def test_a_stop_ends_a_fetch_that_hangs(tmp_path: Path) -> None:
     assert outcome.error_code == "CANCELED"
 
 
+def test_a_job_that_was_not_started_when_its_worker_ends_is_given_back(tmp_path: Path) -> None:
+    fetching = asyncio.Event()
+
+    async def fetch(job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
+        fetching.set()
+        await asyncio.Event().wait()
+
+    async def end(_: CommandRunner, stop: Stop) -> None:
+        await fetching.wait()
+        stop.set_result(StopReason.SHUTDOWN)
+
+    with pytest.raises(Unavailable, match="shutting down"):
+        run(runner_in(tmp_path, fetch=fetch), shell("true", files=(blob("b", b"x"),)), end)
+
+
 # ---------------------------------------------------------------------------------------------------- ends
 
 

@@ -43,11 +43,15 @@ def attempt_for(*arguments: str, **fields: Any) -> Attempt:
 
 async def freeze(runner: CommandRunner) -> list[int]:
     """Stop the interpreter and what it has parked."""
-    await until(lambda: len(below(keeper_of(runner))) == 2, "a process is parked")
-    found = below(keeper_of(runner))
-    for pid in found:
+
+    def found() -> list[int]:
+        return [pid for pid in below(keeper_of(runner)) if alive(pid)]
+
+    await until(lambda: len(found()) == 2, "a process is parked")
+    frozen = found()
+    for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    return found
+    return frozen
 
 
 async def job_async(runner: CommandRunner, *arguments: str, meanwhile: Any = None, **fields: Any) -> RunResult:
@@ -479,6 +483,44 @@ def test_an_interpreter_that_hangs_is_killed_and_its_job_given_back(tmp_path: Pa
         return await job_async(runner)
 
     assert asyncio.run(scenario()).outcome.exit_code == 0
+
+
+def test_a_job_that_its_interpreter_never_lives_to_fork_is_given_back_only_so_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_warm, "STEADY_S", 0.0)
+    monkeypatch.setattr(keeper_warm, "UNANSWERED_MAX", 2)
+
+    async def scenario() -> tuple[RunResult, RunResult]:
+        runner = runner_for(tmp_path, "nothing")
+
+        async def killed_before_it_forks() -> RunResult:
+            frozen = await freeze(runner)
+
+            async def kill(*_: object) -> None:
+                await until(lambda: runner._running, "the job waits for its fork")
+                assert runner._keeper is not None
+                await until(lambda: not runner._keeper._orders and not runner._keeper._unsent, "the keeper was asked")
+                for pid in frozen:
+                    os.kill(pid, signal.SIGKILL)
+                await until(lambda: not any(map(alive, frozen)), "they are gone")
+
+            return await job_async(runner, meanwhile=kill)
+
+        await job_async(runner)
+        with pytest.raises(Unavailable):
+            await killed_before_it_forks()
+        assert (await job_async(runner)).outcome.exit_code == 0, "one that forks counts from the start again"
+        with pytest.raises(Unavailable):
+            await killed_before_it_forks()
+        return await killed_before_it_forks(), await job_async(runner)
+
+    second, following = asyncio.run(scenario())
+
+    for result in (second, following):
+        assert result.outcome.error_code == "PRELOAD_FAILED"
+        assert "ended 2 times with jobs" in result.outcome.message
+        assert not result.outcome.permanent
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["and goes on", "for ever"])

@@ -23,6 +23,8 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.verbs import Grant
 from tasuki.net import Link
+from tasuki.worker.execs import parse_execs
+from tasuki.worker.folder import RunFolders
 
 PATIENCE_S = 10.0
 
@@ -90,5 +92,35 @@ def test_an_ending_and_the_credit_for_its_place_leave_in_one_write(tmp_path: Pat
     asyncio.run(main())
 
 
-def _grant() -> Grant:
-    return Grant("a", msgspec.msgpack.encode(JobSpec(job_id="a", subject="a.job")), "uid:1", "lease", 1, 60.0)
+def test_an_attempt_that_the_worker_itself_fails_with_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> JobsFinished:
+        # Given a worker on a machine that has no thread left
+        desk = Desk()
+        listening = await asyncio.get_running_loop().create_unix_server(desk.link, str(tmp_path / "socket"))
+        execs = parse_execs({"tool": {"command": "/bin/true"}})
+        worker = Worker(f"unix://{tmp_path}/socket", concurrency=1, token="", execs=execs, data=tmp_path)
+        serving = asyncio.ensure_future(worker.serve())
+        await desk.hear(GiveCredit)
+
+        def no_thread(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(RunFolders, "create", no_thread)
+        # When a job comes
+        desk.worker.send(AssignJobs(60.0, [_grant(exec="tool")]))
+        await desk.hear(JobsFinished)
+        # Then its end is told: nobody would renew it for ever
+        worker.stop()
+        await serving
+        listening.close()
+        return next(message for message in desk.said if isinstance(message, JobsFinished))
+
+    [ending] = asyncio.run(main()).endings
+    assert ending.outcome.error_code == "WORKER_ERROR"
+    assert "can't start new thread" in ending.outcome.message
+    assert not ending.outcome.permanent
+
+
+def _grant(**fields: str) -> Grant:
+    spec = JobSpec(job_id="a", subject="a.job", **fields)  # type: ignore[arg-type]
+    return Grant("a", msgspec.msgpack.encode(spec), "uid:1", "lease", 1, 60.0)

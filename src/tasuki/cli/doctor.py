@@ -73,6 +73,7 @@ def doctor(
         _sqlite,
         _clock,
         _keeper,
+        _limits,
         lambda: _folder(folder),
         lambda: _disk(folder),
         lambda: _token_file(folder),
@@ -105,6 +106,24 @@ def _keeper() -> Finding:
     return Finding(
         "keeper", WARN if found.level == "group" else OK, f"level {found.level}: {found.detail}", "run workers on Linux"
     )
+
+
+def _limits() -> Finding:
+    """How `memory_mb` and `processes` of an exec would be kept here; the worker logs at its start how they are."""
+    if sys.platform != "linux":
+        message = "memory_mb and processes are not kept for a job as a whole: this is not Linux"
+        return Finding("limits", WARN, message, "run workers on Linux")
+    from tasuki.worker.keeper_cgroup import NoCgroup, delegated, lacking
+
+    try:
+        base = delegated()
+        missing = lacking(base)
+    except (NoCgroup, OSError) as error:
+        return Finding("limits", OK, f"memory_mb and processes are looked at 20 times a second: {error}")
+    if missing:
+        why = f"{base} is handed no controller {' and '.join(missing)}"
+        return Finding("limits", OK, f"memory_mb and processes are looked at 20 times a second: {why}")
+    return Finding("limits", OK, f"memory_mb and processes are kept by a cgroup of each job, if no others live in {base}")
 
 
 def _sqlite() -> Finding:

@@ -98,8 +98,8 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
     worker = plain(view["assigned_worker_id"])
     yield f"  attempt {view['attempt']}, {view['failures']} failed, {view['losses']} lost; worker {worker}"
     yield f"  created {when(view['created_at'])}, started {when(view['started_at'])}, finished {when(view['finished_at'])}"
-    if view["progress"] is not None:
-        yield f"  progress {progress_of(view)} {plain(view['progress_text'])}"
+    if (progress := progress_of(view)) is not None:
+        yield f"  progress {progress}" + (f" {plain(view['progress_text'])}" if view["progress_text"] else "")
     outcome = view["outcome"]
     if outcome is not None:
         how = outcome["error_code"] or "success"
@@ -150,8 +150,10 @@ def _row(view: dict[str, Any]) -> tuple[object, ...]:
 
 
 def progress_of(view: dict[str, Any]) -> str | None:
-    """How far the job said it is, as people read it."""
-    return f"{view['progress']:.0%}" if view["progress"] is not None else None
+    """How far the job said it is, as people read it. Of one that succeeded that is its last word but one, and of no use."""
+    if view["progress"] is None or view["state"] == "SUCCEEDED":
+        return None
+    return f"{view['progress']:.0%}"
 
 
 def _states(given: list[str] | None) -> list[str]:

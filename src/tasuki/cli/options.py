@@ -82,3 +82,19 @@ PayloadFile = Annotated[
 ]
 Lines = Annotated[int, typer.Option("--limit", metavar="N", help="How many at most.")]
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error, on stderr.")]
+
+Execs = Annotated[
+    list[str] | None,
+    typer.Option("--exec", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
+]
+ExecsFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with [exec.NAME] tables.")]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option("--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."),
+]
+LogHead = Annotated[
+    str,
+    typer.Option("--log-head", metavar="SIZE", help="How much of the beginning of a long stdout or stderr is kept: 500KB, 4MiB."),
+]
+LogTail = Annotated[str, typer.Option("--log-tail", metavar="SIZE", help="How much of its end.")]
+LOG_HEAD, LOG_TAIL = "16320KiB", "64KiB"

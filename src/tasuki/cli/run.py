@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tasuki.core.protocol import JobResult
 
 PROGRESS_S = 0.5
+# The program ran, and its exit code is its own, or that of the signal which a limit ended it with.
+ENDED_ITSELF = frozenset({"EXIT_CODE", "SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LIMIT", "FILE_SIZE_LIMIT"})
 CANCEL_S = 5.0  # how long a server that may be gone gets to answer before the user's terminal is free again
 
 
@@ -334,8 +336,10 @@ def exit_code_of(ended: JobResult) -> int:
         return exits.TIME_LIMIT
     if outcome.error_code == "CANCELED":
         return exits.INTERRUPTED
-    if outcome.error_code in (None, "EXIT_CODE", "SIGNAL"):
+    if outcome.error_code is None:
         return outcome.exit_code or exits.OK
+    if outcome.error_code in ENDED_ITSELF and outcome.exit_code:
+        return outcome.exit_code
     return exits.COULD_NOT_RUN
 
 

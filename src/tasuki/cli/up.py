@@ -40,6 +40,7 @@ def add_to(app: typer.Typer) -> None:
         examples=[
             "tasuki up                                   # ./tasuki-data, 127.0.0.1:7000, one worker with a slot per core",
             "tasuki up --data /srv/tasuki --workers 2 --slots 8",
+            "tasuki up --config execs.toml               # and programs that the workers run for others, with their limits",
             "tasuki up --no-tcp --workers 0              # only the unix socket; start workers yourself",
         ],
     )(up)
@@ -64,6 +65,11 @@ def up(
     slots: Annotated[
         int | None, typer.Option("--slots", metavar="N", help="Jobs at once in each. Default: one per core.")
     ] = None,
+    exec_: options.Execs = None,
+    config: options.ExecsFile = None,
+    drain_timeout: options.DrainTimeout = None,
+    log_head: options.LogHead = options.LOG_HEAD,
+    log_tail: options.LogTail = options.LOG_TAIL,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="Leave a second after the last client and the last running job.")
     ] = False,
@@ -75,30 +81,30 @@ def up(
     Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once.
     """
     from tasuki.cli import log, serve
+    from tasuki.cli.workforce import worker_options
     from tasuki.config import data_folder, parse_listen
 
     log.configure(log_level, json=json)
-    if workers < 0 or (slots is not None and slots < 1):
-        raise ConfigError(f"--workers must be 0 or more and --slots 1 or more, got {workers} and {slots}")
+    if workers < 0:
+        raise ConfigError(f"--workers must be 0 or more, got {workers}")
     folder = data_folder(data or os.environ.get("TASUKI_DATA") or DEFAULT_FOLDER)
     given = tuple(parse_listen(text) for text in tcp or ())
     default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
     listen = serve.Listen(
         folder=folder, tcp=() if no_tcp else given or default, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, json=json
     )
-    return serve.run_loop(_main(listen, workers, slots or os.cpu_count() or 1, until_idle))
+    words = worker_options(slots, exec_ or [], config, drain_timeout, log_head, log_tail)
+    return serve.run_loop(_main(listen, workers, words, until_idle))
 
 
-async def _main(listen: Listen, workers: int, slots: int, until_idle: bool) -> int:
+async def _main(listen: Listen, workers: int, words: tuple[str, ...], until_idle: bool) -> int:
     from tasuki.cli.serve import Events, Stop, hosted
     from tasuki.cli.workforce import Workforce
 
     events = Events(json=listen.json)
     socket = f"unix://{listen.folder.socket}"
-    folder = ("--data", str(listen.folder.root))
-    takes = ("--subject", ">", "--slots", str(slots), "--any-program")
-    options_of_each = ("--to", socket, *folder, *takes, "--log-level", "warning")
-    workforce = Workforce(workers, options_of_each, events)
+    place = ("--to", socket, "--data", str(listen.folder.root), "--log-level", "warning")
+    workforce = Workforce(workers, (*place, "--subject", ">", "--any-program", *words), events)
     stop = Stop(hurry=workforce.hurry)
 
     async def work(opened: Opened) -> None:

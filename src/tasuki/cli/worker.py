@@ -20,6 +20,7 @@ from tasuki.errors import ConfigError
 if TYPE_CHECKING:
     from tasuki.worker import Worker
     from tasuki.worker.execs import Exec
+    from tasuki.worker.logs import LogCaps
 
 ORPHAN_GRACE_S = 30.0  # without a server
 ORPHAN_LOOK_S = 1.0
@@ -51,11 +52,6 @@ Subjects = Annotated[
     typer.Option("--subject", metavar="PATTERN", help="What to take, * and > allowed. Several times. Default: job.assign.>"),
 ]
 Slots = Annotated[int | None, typer.Option("--slots", metavar="N", help="Jobs at once. Default: one per core.")]
-Execs = Annotated[
-    list[str] | None,
-    typer.Option("--exec", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
-]
-ExecsFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with [exec.NAME] tables.")]
 AnyProgram = Annotated[
     bool, typer.Option("--any-program", help="Run any program for jobs of this same user; only over a unix socket.")
 ]
@@ -88,15 +84,6 @@ ReconnectGrace = Annotated[
 LeaseTtl = Annotated[
     float | None, typer.Option("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's.")
 ]
-DrainTimeout = Annotated[
-    float | None,
-    typer.Option("--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."),
-]
-LogHead = Annotated[
-    str,
-    typer.Option("--log-head", metavar="SIZE", help="How much of the beginning of a long stdout or stderr is kept: 500KB, 4MiB."),
-]
-LogTail = Annotated[str, typer.Option("--log-tail", metavar="SIZE", help="How much of its end.")]
 UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)]
 
 
@@ -104,16 +91,16 @@ def worker(
     to: Server = None,
     subject: Subjects = None,
     slots: Slots = None,
-    exec_: Execs = None,
-    config: ExecsFile = None,
+    exec_: options.Execs = None,
+    config: options.ExecsFile = None,
     any_program: AnyProgram = False,
     worker_id: WorkerId = None,
     on_disconnect: OnDisconnect = "stop",
     reconnect_grace: ReconnectGrace = 60.0,
     lease_ttl: LeaseTtl = None,
-    drain_timeout: DrainTimeout = None,
-    log_head: LogHead = "16320KiB",
-    log_tail: LogTail = "64KiB",
+    drain_timeout: options.DrainTimeout = None,
+    log_head: options.LogHead = options.LOG_HEAD,
+    log_tail: options.LogTail = options.LOG_TAIL,
     until_stdin_ends: UntilStdinEnds = False,
     log_level: options.LogLevel = "info",
     data: options.Data = None,
@@ -126,9 +113,8 @@ def worker(
     The first SIGTERM or Ctrl-C drains: no new jobs, running ones finish. The second stops them.
     """
     from tasuki.cli import log
-    from tasuki.config import data_folder, default_url, parse_size
+    from tasuki.config import data_folder, default_url
     from tasuki.worker import Worker
-    from tasuki.worker.logs import LogCaps
     from tasuki.worker.settings import RECONNECT_GRACE_MAX_S
 
     log.configure(log_level, json=json)
@@ -136,6 +122,7 @@ def worker(
         raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
     if not 0 <= reconnect_grace <= RECONNECT_GRACE_MAX_S:
         raise ConfigError(f"--reconnect-grace must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace:g}")
+    check_drain_timeout(drain_timeout)
     folder = data_folder(data)
     made = Worker(
         to or default_url() or f"unix://{folder.socket}",
@@ -143,7 +130,7 @@ def worker(
         worker_id=worker_id,
         subjects=tuple(subject or ()),
         concurrency=slots,
-        execs=_execs(config, exec_ or []),
+        execs=allowed_execs(config, exec_ or []),
         any_program=any_program,
         data=folder.root,  # also for its run folders: the next start there finds what a killed worker left behind
         on_disconnect=on_disconnect,
@@ -151,7 +138,7 @@ def worker(
         lease_ttl_s=lease_ttl,
         tls_ca=tls_ca,
         drain_timeout_s=drain_timeout,
-        log_caps=LogCaps(head_bytes=parse_size(log_head), tail_bytes=parse_size(log_tail)),
+        log_caps=log_caps(log_head, log_tail),
     )
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
@@ -173,7 +160,7 @@ def _end_with_stdin(worker: Worker) -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # stop
 
 
-def _execs(config: Path | None, flags: list[str]) -> dict[str, Exec]:
+def allowed_execs(config: Path | None, flags: list[str]) -> dict[str, Exec]:
     """What the file allows, then what the flags allow; a flag replaces an exec of the same name."""
     from tasuki.worker.execs import load_execs, parse_exec_flag
 
@@ -182,3 +169,17 @@ def _execs(config: Path | None, flags: list[str]) -> dict[str, Exec]:
         parsed = parse_exec_flag(flag)
         execs[parsed.name] = parsed
     return execs
+
+
+def log_caps(head: str, tail: str) -> LogCaps:
+    """What `--log-head` and `--log-tail` mean."""
+    from tasuki.config import parse_size
+    from tasuki.worker.logs import LogCaps
+
+    return LogCaps(head_bytes=parse_size(head), tail_bytes=parse_size(tail))
+
+
+def check_drain_timeout(drain_timeout: float | None) -> None:
+    """ConfigError unless it is a time that can pass."""
+    if drain_timeout is not None and not 0 <= drain_timeout < float("inf"):
+        raise ConfigError(f"--drain-timeout must be 0 or more seconds, got {drain_timeout:g}; leave it out for no limit")

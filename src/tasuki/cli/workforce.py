@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tasuki.cli.serve import Events
+from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 
 RESTART_FIRST_S = 0.5
 RESTART_MAX_S = 30.0
 SOUND_AFTER_S = 60.0  # a worker that lived this long was not broken by its start: the waits begin anew
+
+
+def worker_options(
+    slots: int | None, execs: Sequence[str], config: Path | None, drain_timeout: float | None, log_head: str, log_tail: str
+) -> tuple[str, ...]:
+    """What each worker is told of what `up` was told; ConfigError for what a worker would refuse: it would be started again and
+    again."""
+    from tasuki.worker.secret_files import check_secrets
+    from tasuki.worker.settings import check_slots
+
+    check_slots(slots)
+    check_drain_timeout(drain_timeout)
+    log_caps(log_head, log_tail)
+    check_secrets(allowed_execs(config, list(execs)).values())
+    return (
+        *("--slots", str(slots or os.cpu_count() or 1)),
+        *("--log-head", log_head, "--log-tail", log_tail),
+        *(() if drain_timeout is None else ("--drain-timeout", str(drain_timeout))),
+        *(() if config is None else ("--config", str(config))),
+        *(word for exec_ in execs for word in ("--exec", exec_)),
+    )
 
 
 class Workforce:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tasuki.client.aio import AsyncClient
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.1, 1.0  # between two questions, after one whose answer had nothing new
+PROGRESS_WAIT_S = 5.0  # who wants to hear of progress waits no longer for output: it is as old as the question
 BESIDE_CONNECT_S = 3.0
 BESIDE_LOOK_S = 1.0
 REPORT_MAX_BYTES = 16 * 1024 * 1024  # of result.json, whose list of skipped files is bounded too
@@ -90,7 +91,7 @@ class LogFollower:
         *,
         offset: int = 0,
         tail_bytes: int | None = None,
-        on_progress: Callable[[float, str], None] = lambda fraction, text: None,
+        on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
         """`tail_bytes`: begin so much before the end of what there is, instead of at an offset."""
         if stream not in STREAMS:
@@ -104,6 +105,7 @@ class LogFollower:
         self._client = client
         self._tail_bytes = tail_bytes
         self._on_progress = on_progress
+        self._wait_s = LOG_WAIT_MAX_S if on_progress is None else PROGRESS_WAIT_S
         self._progress: tuple[float | None, str] = (None, "")
         self._rest_of = 0
         """The attempt whose result has been read."""
@@ -143,12 +145,14 @@ class LogFollower:
         Failed attempts are read to their end while the next one waits. What the last one leaves stands in its result.
         """
         pause_s = PAUSE_MIN_S
+        loop = asyncio.get_running_loop()
         welcome = self._client.welcome
         if welcome is not None and "logs" not in welcome.features:  # an older server: all of it comes with the result
             if ending is not None:
                 await asyncio.wait({ending})
             return
         while ending is None or not ending.done():
+            asked_at = loop.time()
             answer = await self._ask(ending)
             if answer is None:
                 continue
@@ -170,6 +174,8 @@ class LogFollower:
                 if self._beside is not None and answer.complete is None:  # it was told where to ask just now
                     continue
                 return
+            if loop.time() - asked_at >= PAUSE_MAX_S:  # the worker has waited with it
+                pause_s = PAUSE_MIN_S
             await asyncio.wait({ending}, timeout=pause_s)
             pause_s = min(PAUSE_MAX_S, pause_s * 2)
 
@@ -181,7 +187,7 @@ class LogFollower:
             "stream": self.stream,
             "offset": 0 if measuring else self.offset,
             "attempt": self.attempt,
-            "wait_s": 0.0 if ending is None or measuring else LOG_WAIT_MAX_S,
+            "wait_s": 0.0 if ending is None or measuring else self._wait_s,
             "max_bytes": 1 if measuring else LOG_PIECE_MAX_BYTES,
         }
         asking = asyncio.ensure_future((beside or self._client).request("logs", **params))
@@ -243,7 +249,7 @@ class LogFollower:
         told = (answer.progress, answer.progress_text)
         if told != self._progress:
             self._progress = told
-            if answer.progress is not None:
+            if answer.progress is not None and self._on_progress is not None:
                 self._on_progress(answer.progress, answer.progress_text)
 
     # ------------------------------------------------------------------------------------------------ the other server

@@ -34,8 +34,9 @@ def again(job: Job, incidents: Sequence[Incident]) -> Told:
         "attempts": [
             {"attempt": it.attempt, "worker_id": it.worker_id, "ended": it.kind, "reason": it.reason, "at": it.at} for it in ended
         ],
-        "retries": {"used": job.failures, "of": job.spec.max_retries},
-        "losses": {"used": job.losses, "of": job.spec.max_losses},
+        # The failure or loss that ended the job for good was one more than it had.
+        "retries": {"used": min(job.failures, job.spec.max_retries), "of": job.spec.max_retries},
+        "losses": {"used": min(job.losses, job.spec.max_losses), "of": job.spec.max_losses},
         "generation": job.generation,
     }
     because = []

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from tasuki.core.broker_events import Command, JobSeen
 
 STREAMS = ("stdout", "stderr")
-READS_PER_WORKER = 16  # questions that one worker has at a time; from half of that on they do not wait for something new
+# Questions under way at a time, to one worker and of one client; from half of that on they do not wait for something new, so that
+# whoever asks next is not kept waiting by those who wait.
+READS_PER_WORKER = 16
 READS_PER_CLIENT = 8
 ANSWER_WITHIN_S = 5.0  # beyond the wait; then the client is answered without the worker
 READ_LOG_VERSION = 2  # of the protocol
@@ -128,7 +130,8 @@ class LogDesk:
             return [_refusal(event, Overloaded(message))]
         if worker.log_reads >= READS_PER_WORKER:
             return [Send(event.conn, Reply(event.msg_id, answer))]
-        wait_s = asked.wait_s if worker.log_reads < READS_PER_WORKER // 2 else 0.0
+        crowded = worker.log_reads >= READS_PER_WORKER // 2 or client.log_reads >= READS_PER_CLIENT // 2
+        wait_s = 0.0 if crowded else asked.wait_s
         self._last_id += 1
         question = ReadLog(self._last_id, lease.lease_id, asked.stream, offset, asked.max_bytes, wait_s)
         deadline = now.monotonic + wait_s + ANSWER_WITHIN_S

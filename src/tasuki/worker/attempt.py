@@ -206,6 +206,13 @@ def handler_failure(error: BaseException) -> Outcome:
     )
 
 
+def worker_failure(error: Exception) -> Outcome:
+    """When the worker itself failed with an attempt (no thread to be had, a disk that fails): it may be tried again elsewhere."""
+    return Outcome(
+        error_code="WORKER_ERROR", message=tidy(f"the worker failed: {type(error).__name__}: {error}")[:MESSAGE_MAX_CHARS]
+    )
+
+
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     """Wait until one of them is done or the time is over; the caller looks which. None of them is canceled."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

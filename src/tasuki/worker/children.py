@@ -49,6 +49,7 @@ Function = Callable[[HandlerJob], object]
 
 IDLE_MAX = 8  # warm children that are kept; each costs little memory beyond what it shares with the template
 RECORD_MAX_BYTES = 1024
+NO_TEMPLATE = "the process that makes children for handlers is gone; restart the worker"
 _LENGTH = struct.Struct("<I")
 
 logger = logging.getLogger(__name__)
@@ -185,12 +186,16 @@ class Children:
             if not child.exited.done():
                 return child
         if self._template_gone:
-            raise Unavailable("the process that makes children for handlers is gone; restart the worker")
+            raise Unavailable(NO_TEMPLATE)
         ours, theirs = socket.socketpair()
         with theirs:
             child = _Child(next(self._numbers), *await asyncio.open_unix_connection(sock=ours))
+            try:
+                socket.send_fds(self._control, [_encode(Fork(child.number))], [theirs.fileno()])
+            except ConnectionError:  # it died meanwhile
+                child.writer.close()
+                raise Unavailable(NO_TEMPLATE) from None
             self._alive[child.number] = child
-            socket.send_fds(self._control, [_encode(Fork(child.number))], [theirs.fileno()])
         return child
 
     def _give_back(self, child: _Child) -> None:

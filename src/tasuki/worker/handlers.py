@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.subject import SubjectTrie, check_pattern
 from tasuki.errors import ConfigError
-from tasuki.worker.attempt import HandlerJob
+from tasuki.worker.attempt import (
+    Attempt,
+    HandlerJob,
+    StopReason,
+    handler_failure,
+    handler_outcome,
+    stopped_outcome,
+    timed_out_outcome,
+)
 
 
 class Handler(msgspec.Struct, frozen=True):
@@ -20,6 +30,27 @@ class Handler(msgspec.Struct, frozen=True):
     function: Callable[[HandlerJob], Any]
     asynchronous: bool
     timeout_s: float | None
+
+    def limit_s(self, spec: JobSpec) -> float | None:
+        """The job's own time limit, else the handler's."""
+        return spec.timeout_s if spec.timeout_s is not None else self.timeout_s
+
+    async def run(self, attempt: Attempt, stopped: Callable[[], StopReason | None]) -> Outcome:
+        """Run an `async def` handler in this task. `stopped` tells why, if the task was canceled by its worker."""
+        limit_s = self.limit_s(attempt.spec)
+        job = HandlerJob(attempt.spec, attempt.attempt)
+        limit = asyncio.timeout(limit_s) if limit_s is not None else None
+        try:
+            if limit is None:
+                return handler_outcome(await self.function(job))
+            async with limit:
+                return handler_outcome(await self.function(job))
+        except asyncio.CancelledError as error:  # by us, or the handler let one through that was never meant for it
+            reason = stopped()
+            return stopped_outcome(reason) if reason is not None else handler_failure(error)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is its attempt's outcome
+            ours = limit is not None and limit.expired()
+            return timed_out_outcome(limit_s) if ours else handler_failure(error)
 
 
 class Handlers:

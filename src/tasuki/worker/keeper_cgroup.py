@@ -60,8 +60,7 @@ class Group:
     def _enable(self) -> bool:
         """Have the controllers in our leaves. A cgroup that hands them on may hold no process itself (but the root)."""
         wanted = " ".join(f"+{name}" for name in CONTROLLERS)
-        available = (self._base / "cgroup.controllers").read_text().split()
-        if not set(CONTROLLERS) <= set(available):
+        if lacking(self._base):
             return False
         try:
             self._make_room()
@@ -104,22 +103,35 @@ class Leaf:
     def __init__(self, group: Path, number: int, limits: Limits) -> None:
         self.path = group / f"job-{number}"
         self._group = group
+        self._processes = limits.processes
         self.path.mkdir()
+        try:
+            self._limit(limits)
+        except OSError:
+            self.remove()
+            raise
+
+    def _limit(self, limits: Limits) -> None:
         if limits.memory_mb is not None:
             _write(self.path / "memory.max", str(limits.memory_mb * _MB))
             _write(self.path / "memory.oom.group", "1")  # half a job is of no use to anybody
             with contextlib.suppress(OSError):  # a kernel without swap accounting
                 _write(self.path / "memory.swap.max", "0")
-        if limits.processes is not None:
-            _write(self.path / "pids.max", str(limits.processes))
+        self._allow_processes(0)
+
+    def _allow_processes(self, more: int) -> None:
+        if self._processes is not None:
+            _write(self.path / "pids.max", str(self._processes + more))
 
     def __enter__(self) -> Leaf:
         """The keeper steps in: what it starts now is born here, and has no moment outside its limits."""
+        self._allow_processes(1)  # the keeper itself counts while it is here
         _write(self.path / "cgroup.procs", "0")
         return self
 
     def __exit__(self, *_: object) -> None:
         _write(self._group / "keeper/cgroup.procs", "0")
+        self._allow_processes(0)
 
     def oom_kills(self) -> int:
         return _event(self.path / "memory.events", "oom_kill")
@@ -144,6 +156,12 @@ def delegated() -> Path:
     if os.geteuid() == 0 and name != "/" and SYSTEMD.exists() and not _marked(base):
         raise NoCgroup(f"our cgroup {base} is systemd's own (Delegate=yes hands it over)")
     return base
+
+
+def lacking(base: Path) -> list[str]:
+    """Which of the controllers that leaves need are not handed on to this cgroup."""
+    available = (base / "cgroup.controllers").read_text().split()
+    return [name for name in CONTROLLERS if name not in available]
 
 
 def _marked(base: Path) -> bool:

@@ -56,7 +56,7 @@ class KeeperLost(Unavailable):
 
 
 class NotPrepared(TasukiError):
-    """The warm interpreter of the exec could not import its modules; the message says why."""
+    """The warm interpreter of the exec could not import its modules, or did not live to fork; the message says why."""
 
     code = "PRELOAD_FAILED"
 
@@ -275,7 +275,7 @@ class Keeper:
 
 def _why_not(report: NotSpawned) -> Exception:
     if report.message:
-        return NotPrepared(f"its modules could not be imported: {report.message}; correct them or the exec at the worker")
+        return NotPrepared(f"its interpreter cannot be used: {report.message}; correct its modules or the exec at the worker")
     return OSError(report.errno, os.strerror(report.errno))
 
 

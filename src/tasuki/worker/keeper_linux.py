@@ -44,6 +44,7 @@ TAG_BITS = 24  # of the number; 38 bits before it are the incarnation's
 OOM_SCORE_ABOVE = 300  # how far a job stands before its worker when the kernel looks for memory
 FREEZE_PASSES = 20
 READ_BYTES = 64 * 1024
+PAGE_BYTES = 4096  # what one read of a list in /proc gives at most, but for entries that are larger
 MARK = b"TASUKI_MARK="
 NOBODY = 0  # no job has this number: what shows no sign and cannot be signalled either (setuid) is not waited for
 
@@ -128,7 +129,10 @@ class LinuxSystem(PlainSystem):
     def _leaf_for(self, order: Spawn) -> Leaf | None:
         if self._group is None or not self._group.has_limits or not order.limits.watched:
             return None
-        return self._group.leaf(order.number, order.limits)
+        try:
+            return self._group.leaf(order.number, order.limits)
+        except OSError:  # somebody has taken the controllers back: it is watched instead
+            return None
 
     def settle_in(self) -> None:
         super().settle_in()
@@ -387,7 +391,7 @@ def _read_whole(descriptor: int) -> bytes:
     data = b""
     while piece := os.pread(descriptor, READ_BYTES, len(data)):
         data += piece
-        if len(piece) < READ_BYTES // 2:  # it comes by the page at least; one that is this short was the last
+        if len(piece) < PAGE_BYTES // 2:  # it comes by the page; one that is this short was the last
             break
     return data
 

@@ -5,9 +5,13 @@ An interpreter goes through these states; it is started when the worker names it
     STARTING ──ready──► READY ──its end──► ENDING ──what it had parked is gone──► STARTING     (who waits goes on waiting)
        └──failed, its end, PRELOAD_S──► FAILED ──a job, after RETRY_S──► STARTING
 
-While it is FAILED its jobs are refused with the reason. The keeper never waits for an interpreter: requests are written as
-far as the socket takes them, and one that has requests but answers none for FORK_S is killed. The jobs are not an interpreter's
-children but the keeper's, and do not end with it; nor is the process that an interpreter has parked for the next request.
+While it is FAILED its jobs are refused with the reason. A request that is not answered before its interpreter ends is given back
+and costs its job nothing; but one that ends like that UNANSWERED_MAX times in a row, and has forked nothing in between, is FAILED
+too, and so it costs a retry: else a job that its interpreter cannot live through would go round for ever.
+
+The keeper never waits for an interpreter: requests are written as far as the socket takes them, and one that has requests but
+answers none for FORK_S is killed. The jobs are not an interpreter's children but the keeper's, and do not end with it; nor is the
+process that an interpreter has parked for the next request.
 Runs in the keeper's one thread; touches the interpreters' processes only.
 """
 
@@ -36,6 +40,7 @@ from tasuki.worker.warm import SERVE
 PRELOAD_S = 120.0  # an import that takes longer hangs; a model of some gigabytes takes half a minute
 FORK_S = 10.0  # a fork takes milliseconds, of some gigabytes tenths of a second
 RETRY_S = 5.0  # between two tries to import; each costs as much as a cold start
+UNANSWERED_MAX = 3
 STEADY_S = 1.0  # one that ends sooner after it was ready is not started again at once
 PROGRAM = Path(warm.__file__)
 CALL_AT = 3  # in the argv of a cold interpreter: python -P warm.py CALL; the job's arguments follow
@@ -67,6 +72,8 @@ class _Interpreter:
         """Requests that are not sent yet: the interpreter is not ready."""
         self.asked: set[int] = set()
         """Those that are sent and not answered."""
+        self.unanswered_ends = 0
+        """How often in a row it ended with such."""
         self.moved_at = 0.0
         """When something was said last, or asked after all had been answered."""
 
@@ -144,19 +151,21 @@ class WarmInterpreters:
 
     def _fail(self, interpreter: _Interpreter, why: str) -> None:
         """It cannot be used for now. Whoever waits is told."""
-        self._drop(interpreter)
+        self._drop(interpreter, why)
         interpreter.failure = why
         interpreter.enter(_State.FAILED)
         self.begun += (Begun(number, None, message=why) for number in interpreter.waiting)
         interpreter.waiting.clear()
         self.reports.append(Prepared(interpreter.order.name, Warmth.FAILED, why))
 
-    def _drop(self, interpreter: _Interpreter) -> None:
+    def _drop(self, interpreter: _Interpreter, why: str = "") -> None:
         """End this life of it. What was asked and not answered does not happen any more."""
         self._hang_up(interpreter)
         self._kill(interpreter)
         interpreter.pid = None
-        self.begun += (Begun(number, None, errno.EAGAIN) for number in interpreter.asked)
+        interpreter.unanswered_ends += bool(interpreter.asked)
+        told = why if interpreter.unanswered_ends >= UNANSWERED_MAX else ""
+        self.begun += (Begun(number, None, errno.EAGAIN, told) for number in interpreter.asked)
         interpreter.asked.clear()
 
     def _hang_up(self, interpreter: _Interpreter) -> None:
@@ -245,6 +254,7 @@ class WarmInterpreters:
                 case ["forked", [int(number), int(pid)]]:
                     self.pids.pop(pid, None)
                     interpreter.asked.remove(number)
+                    interpreter.unanswered_ends = 0
                     self.begun.append(Begun(number, pid))
                 case ["refused", [int(number), int(error)]]:
                     interpreter.asked.remove(number)
@@ -258,6 +268,11 @@ class WarmInterpreters:
         """The end of its socket: the interpreter is gone, and what it had parked."""
         if interpreter.state is _State.STARTING:  # how it ended is told by its exit code
             self._hang_up(interpreter)
+        elif interpreter.asked and interpreter.unanswered_ends + 1 >= UNANSWERED_MAX:
+            times = interpreter.unanswered_ends + 1
+            self._fail(
+                interpreter, f"the interpreter ended {times} times with jobs that it was to fork; its stderr is the worker's"
+            )
         elif time.monotonic() - interpreter.ready_at >= STEADY_S:
             self._drop(interpreter)
             self._start(interpreter)

@@ -96,7 +96,7 @@ class CappedLog:
     `trim` may run in another thread than `read`, which needs no lock for it: it notices that something changed under it.
     """
 
-    def __init__(self, path: Path, caps: LogCaps = DEFAULT_CAPS, *, holes: bool = True) -> None:
+    def __init__(self, path: Path | str, caps: LogCaps = DEFAULT_CAPS, *, holes: bool = True) -> None:
         self._caps = caps
         self._holes = holes
         self._gap_end = caps.head_bytes

@@ -20,7 +20,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -41,6 +41,7 @@ READ_BYTES = 256 * 1024
 # bytes are packed however well that goes; after them a file that would shrink to less than a fortieth is stored as it is.
 PACKED_FREE_BYTES = 16 * 1024 * 1024
 STORED_RATIO = 40
+LOGS_PACKED_FREE_BYTES = 33 * 1024 * 1024  # of both logs: those of the usual caps are always packed
 _SAMPLES, _SAMPLE_BYTES = 16, 16 * 1024
 _ENTRY_BYTES = 46  # of the archive's directory, besides the name
 
@@ -84,7 +85,7 @@ class LeftOut(msgspec.Struct, frozen=True):
 class OutputCollector:
     """One walk through one out/ folder. Use up `members`; then the rest tells what was taken."""
 
-    def __init__(self, out: Path, rules: OutputRules, beside_bytes: int = 0) -> None:
+    def __init__(self, out: Path | str, rules: OutputRules, beside_bytes: int = 0) -> None:
         """`beside_bytes` is what the archive holds besides."""
         self.outputs: list[Output] = []
         self.left_out: list[LeftOut] = []
@@ -168,7 +169,10 @@ class OutputCollector:
     def _is_stored(self, descriptor: int, size_bytes: int) -> bool:
         """Whether it packs so well that a reader would take the archive for a bomb."""
         self._packed_free_bytes -= size_bytes
-        return self._packed_free_bytes < 0 and _packs_well(descriptor, size_bytes)
+        try:
+            return self._packed_free_bytes < 0 and _packs_well(_samples(descriptor, size_bytes))
+        except OSError:  # the reading that follows says so
+            return False
 
     def _leave_out(self, name: str, reason: str) -> None:
         left_out = LeftOut(_printable(name)[:NAME_MAX_BYTES], _printable(reason))
@@ -256,13 +260,28 @@ def _is_folder(last: str, folder: int) -> bool:
         return False
 
 
-def _packs_well(descriptor: int, size_bytes: int) -> bool:
-    try:
-        pieces = [os.pread(descriptor, _SAMPLE_BYTES, size_bytes * number // _SAMPLES) for number in range(_SAMPLES)]
-    except OSError:  # the reading that follows says so
-        return False
-    packed_bytes = sum(len(zlib.compress(piece, 1)) for piece in pieces)
-    return sum(map(len, pieces)) > STORED_RATIO * packed_bytes
+def log_members(texts: Iterable[tuple[str, bytes]]) -> Iterator[ZipMember]:
+    """The logs of a result, by name. What packs too well for a reader is stored as it is, like an output."""
+    free_bytes = LOGS_PACKED_FREE_BYTES
+    for name, text in texts:
+        free_bytes -= len(text)
+        if free_bytes < 0 and _packs_well([text[at : at + _SAMPLE_BYTES] for at in _sampled(len(text))]):
+            yield ZipMember(name, Pieces(len(text), (text,), stored=True))
+        else:
+            yield ZipMember(name, text)
+
+
+def _samples(descriptor: int, size_bytes: int) -> list[bytes]:
+    return [os.pread(descriptor, _SAMPLE_BYTES, at) for at in _sampled(size_bytes)]
+
+
+def _sampled(size_bytes: int) -> list[int]:
+    return [size_bytes * number // _SAMPLES for number in range(_SAMPLES)]
+
+
+def _packs_well(samples: Sequence[bytes]) -> bool:
+    packed_bytes = sum(len(zlib.compress(sample, 1)) for sample in samples)
+    return sum(map(len, samples)) > STORED_RATIO * packed_bytes
 
 
 def _words(error: OSError) -> str:

@@ -23,8 +23,12 @@ _WORD = "progress"
 logger = logging.getLogger(__name__)
 
 
-def parse_progress(line: bytes) -> Progress | None:
-    """What the line says; None if it is none."""
+def _as_it_is(text: str) -> str:
+    return text
+
+
+def parse_progress(line: bytes, mask: Callable[[str], str] = _as_it_is) -> Progress | None:
+    """What the line says; None if it is none. `mask` sees the text before it is cut: half a secret is one too."""
     word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
     number, _, text = rest.strip().partition(" ")
     try:
@@ -33,17 +37,19 @@ def parse_progress(line: bytes) -> Progress | None:
         return None
     if word != _WORD or not 0.0 <= fraction <= 1.0:  # NaN is not either
         return None
-    printable = "".join(character if character.isprintable() else " " for character in text.strip())
+    printable = "".join(character if character.isprintable() else " " for character in mask(text.strip()))
     return Progress(fraction, printable[:PROGRESS_TEXT_MAX_CHARS])
 
 
 class ProgressFile:
     """The file of one attempt. `tell` hears of every look that found something new; nothing here ever fails the attempt."""
 
-    def __init__(self, path: Path, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, path: Path | str, tell: Callable[[Progress], None], mask: Callable[[str], str] = _as_it_is) -> None:
+        """`mask` takes out of a text what nobody may see."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
         self._tell = tell
+        self._mask = mask
         self._seen_bytes = 0
         self._latest: Progress | None = None
         self.malformed = 0
@@ -76,7 +82,7 @@ class ProgressFile:
         if size_bytes > EMPTY_AT_BYTES:
             os.ftruncate(self._descriptor, 0)
             self._seen_bytes = 0
-        found = [parse_progress(line) for line in lines if line.strip()]
+        found = [parse_progress(line, self._mask) for line in lines if line.strip()]
         said = [progress for progress in found if progress is not None]
         self.malformed += len(found) - len(said)
         return said[-1] if said else None

@@ -7,6 +7,7 @@ Theory of operation. What is masked is the union of all occurrences, those that 
 `defghi` the text `abcdefghi` shows nothing. Of a log that still grows, the end may be the beginning of a value: `begun` tells how
 many bytes that are. They wait until more is there; all else is shown at once. Whoever asks for a few bytes in the middle
 is answered by what stands before and behind them too. Where a log was cut, the part of a value on either side is masked.
+Whatever the values and the text are, the time is in proportion to the text: reading a log is done in the worker's loop.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tasuki.worker.logs import KeptLog, LogRead, ReadableLog
 
 SECRET_MIN_BYTES = 6
 MASK = b"*"
+FIRST_BYTES = 16  # of a value that are looked for before the rest of it is compared
+TRIED_MAX = 16
 
 
 class _Pattern:
@@ -34,6 +37,7 @@ class _Pattern:
             self._borders.append(length)
         self.step = len(value) - length
         """The least distance of two occurrences."""
+        self._first = value[:FIRST_BYTES]
 
     def _longer(self, length: int, byte: int) -> int:
         """From the longest beginning of the value that ends before this byte to the longest that ends with it."""
@@ -43,22 +47,49 @@ class _Pattern:
 
     def begun(self, data: bytes) -> int:
         """How many bytes at the end of the data are the beginning of the value, but not all of it."""
+        end = data[-(len(self.value) - 1) :]
+        at = end.find(self._first)
+        for _ in range(TRIED_MAX):
+            if at < 0:
+                break
+            if self.value.startswith(end[at:]):
+                return len(end) - at
+            at = end.find(self._first, at + 1)
+        if at >= 0:  # it begins again and again: byte by byte is slower at first, and never gets slower than that
+            return self._begun_slowly(end)
+        short = min(len(end), len(self._first) - 1)
+        return next((length for length in range(short, 0, -1) if self.value.startswith(end[-length:])), 0)
+
+    def _begun_slowly(self, end: bytes) -> int:
         length = 0
-        for byte in data[-(len(self.value) - 1) :]:
+        for byte in end:
             length = self._longer(length, byte)
         return length
 
     def find(self, data: bytes) -> list[tuple[int, int]]:
         """Where it occurs, as (start, end), in order; occurrences that touch are one place."""
         found: list[tuple[int, int]] = []
-        first = end = at = data.find(self.value)
+        at = data.find(self.value)
         while at >= 0:
-            if at > end:
-                found.append((first, end))
-                first = at
-            end = at + len(self.value)
-            at = data.find(self.value, at + self.step)
-        return [*found, (first, end)] if end >= 0 else found
+            end = self._repeated(data, at + len(self.value))
+            if found and at <= found[-1][1]:
+                found[-1] = (found[-1][0], end)
+            else:
+                found.append((at, end))
+            at = data.find(self.value, end - len(self.value) + self.step)
+        return found
+
+    def _repeated(self, data: bytes, end: int) -> int:
+        """Where an occurrence that ends here comes to its end with those that follow it at the least distance: a value like
+        `aaaaaaaa` occurs at every byte of a text like it, and looking for each of them took minutes."""
+        reach = len(self.value) // self.step * self.step
+        while data[end : end + reach] == data[end - reach : end]:
+            end += reach
+            reach *= 2
+        while (reach := reach // 2 // self.step * self.step) >= self.step:
+            if data[end : end + reach] == data[end - reach : end]:
+                end += reach
+        return end
 
 
 class Redactor:

@@ -27,7 +27,7 @@ from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, RunResult
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.logs import CappedLog, KeptLog
-from tasuki.worker.outputs import OutputCollector, OutputRules
+from tasuki.worker.outputs import OutputCollector, OutputRules, log_members
 from tasuki.worker.redaction import NOTHING_SECRET, Redactor
 
 REPORT = "result.json"
@@ -115,8 +115,7 @@ def _write(
 def _members(
     texts: Sequence[tuple[str, bytes]], first: ZipMember | None, outputs: Iterator[ZipMember], report: Callable[[], bytes]
 ) -> Iterator[ZipMember]:
-    for name, text in texts:
-        yield ZipMember(name, text)
+    yield from log_members(texts)
     if first is not None:
         yield first
         yield from outputs

@@ -128,13 +128,13 @@ class CommandRunner:
         `on_started` is called when the process runs; for an attempt that is refused, never.
         """
         if stop.done():
-            return RunResult(stopped_outcome(stop.result()))
+            return _not_begun(stop.result())
         try:
             exec_ = choose_exec(self._execs, attempt, self._any_program_for())
             quick = self.folders.is_quick(attempt)
             folder = self.folders.create(attempt) if quick else await asyncio.to_thread(self.folders.create, attempt)
             if not await self._fetch_inputs(attempt, folder, stop):
-                return RunResult(stopped_outcome(stop.result()))
+                return _not_begun(stop.result())
             command = await self._command(exec_, attempt, folder)
             return await self._run_command(attempt, exec_, command, folder, stop, on_started)
         except Refused as refusal:
@@ -260,16 +260,15 @@ class CommandRunner:
                 logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
             redactor = command.secrets.redactor
             self._let_follow(attempt.lease_id, logs, redactor, opened)
-            progress = ProgressFile(
-                f"{folder.name}/log/progress", functools.partial(self._tell_progress, attempt.lease_id, redactor)
-            )
+            tell = functools.partial(self._on_progress, attempt.lease_id)
+            progress = ProgressFile(f"{folder.name}/log/progress", tell, redactor.text)
             opened.callback(progress.close)
             kept = self._start(command, attempt, folder)
             self._running[kept] = attempt.lease_id
             try:
                 spawned = await self._started(command, kept, stop)
                 if spawned is None:
-                    return RunResult(stopped_outcome(stop.result()))
+                    return _not_begun(stop.result())
                 on_started()
                 async with LogWatch(logs, [progress]):
                     ended = await self._end_of(kept, command, stop)
@@ -305,9 +304,6 @@ class CommandRunner:
         for log in shown:
             if isinstance(log, RedactedLog):
                 opened.callback(log.end)
-
-    def _tell_progress(self, lease_id: str, redactor: Redactor, progress: Progress) -> None:
-        self._on_progress(lease_id, msgspec.structs.replace(progress, text=redactor.text(progress.text)))
 
     def _start(self, command: Command, attempt: Attempt, folder: RunFolder) -> Kept:
         keeper = self._hold()
@@ -383,6 +379,13 @@ class CommandRunner:
         except DiskFull as error:
             message = f"the result could not be written: {error.message}"
             return RunResult(Outcome(exit_code=outcome.exit_code, error_code=error.code, message=message))
+
+
+def _not_begun(reason: StopReason) -> RunResult:
+    """A stop that came before anything was started: that the worker ends must not cost the job a loss, so it is given back."""
+    if reason is StopReason.SHUTDOWN:
+        raise Unavailable("the worker is shutting down and had not started it")
+    return RunResult(stopped_outcome(reason))
 
 
 def _not_started(command: Command, error: OSError) -> Exception:

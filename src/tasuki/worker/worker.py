@@ -11,6 +11,7 @@ worker.run()
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -59,10 +60,7 @@ from tasuki.worker.attempt import (
     Attempt,
     HandlerJob,
     StopReason,
-    handler_failure,
-    handler_outcome,
-    stopped_outcome,
-    timed_out_outcome,
+    worker_failure,
 )
 from tasuki.worker.children import Children
 from tasuki.worker.execs import Exec
@@ -376,6 +374,7 @@ class Worker:
         if spec.exec:
             active.stop = self._loop.create_future()
             active.task = self._loop.create_task(self._run_command(active))
+            active.task.add_done_callback(functools.partial(self._look_at, active))
             return
         handler = self._handlers.find(spec.subject)
         if handler is not None and handler.asynchronous:
@@ -385,26 +384,10 @@ class Worker:
         else:
             active.stop = self._loop.create_future()
             active.task = self._loop.create_task(self._run_plain(active, handler))
+            active.task.add_done_callback(functools.partial(self._look_at, active))
 
     async def _run_async(self, active: _Active, handler: Handler) -> None:
-        spec = active.attempt.spec
-        timeout_s = spec.timeout_s if spec.timeout_s is not None else handler.timeout_s
-        job = HandlerJob(spec, active.attempt.attempt)
-        limit = asyncio.timeout(timeout_s) if timeout_s is not None else None
-        try:
-            if limit is None:
-                outcome = handler_outcome(await handler.function(job))
-            else:
-                async with limit:
-                    outcome = handler_outcome(await handler.function(job))
-        except asyncio.CancelledError as error:  # by us, or the handler let one through that was never meant for it
-            outcome = stopped_outcome(active.stopped) if active.stopped is not None else handler_failure(error)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is its attempt's outcome
-            ours = limit is not None and limit.expired()
-            outcome = timed_out_outcome(timeout_s) if ours else handler_failure(error)
-        if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
-            outcome = await self._transfers.as_blob(outcome, active.stop, lambda: active.stopped)
-        self._end(active, outcome)
+        await self._end_handler(active, await handler.run(active.attempt, lambda: active.stopped))
 
     async def _run_plain(self, active: _Active, handler: Handler | None) -> None:
         spec = active.attempt.spec
@@ -413,13 +396,16 @@ class Worker:
             self._end(active, Outcome(error_code="NO_HANDLER", message=message, permanent=True))
             return
         self._machine.handler_started(active.attempt.lease_id, self._wall)
-        timeout_s = spec.timeout_s if spec.timeout_s is not None else handler.timeout_s
+        job = HandlerJob(spec, active.attempt.attempt)
         try:
-            outcome = await self._children.run(handler.name, HandlerJob(spec, active.attempt.attempt), timeout_s, active.stop)
+            outcome = await self._children.run(handler.name, job, handler.limit_s(spec), active.stop)
         except Unavailable as error:
             # The process that forks our children is gone: nothing plain can run here any more.
             outcome = Outcome(error_code=error.code, message=error.message)
             self.stop(error)
+        await self._end_handler(active, outcome)
+
+    async def _end_handler(self, active: _Active, outcome: Outcome) -> None:
         if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
             outcome = await self._transfers.as_blob(outcome, active.stop, lambda: active.stopped)
         self._end(active, outcome)
@@ -445,6 +431,12 @@ class Worker:
                     return
                 outcome = Outcome(error_code=error.code, message=f"the result could not be kept: {error.message}")
         self._end(active, outcome)
+
+    def _look_at(self, active: _Active, task: asyncio.Task[None]) -> None:
+        """An attempt whose end nobody tells would be renewed for ever."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            logger.error("job %s attempt %d", active.attempt.spec.job_id, active.attempt.attempt, exc_info=error)
+            self._end(active, worker_failure(error))
 
     def _end(self, active: _Active, outcome: Outcome) -> None:
         self._ended.append(Ended(active.attempt.lease_id, outcome))
