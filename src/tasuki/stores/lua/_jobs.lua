@@ -1,0 +1,336 @@
+-- What is known of a job, and all that follows when it changes: queue or index, counters, status, story.
+--
+-- {app}:job:{id} is the msgpack of what changes: `Record` in redis_values.py says which fields in which order, and `read_record`
+-- and `record_fields` are rendered from it. {app}:spec:{id} is what never changes: the length of the facts (4 bytes), the facts
+-- (`Facts` in redis_values.py), and the JobSpec without its payload. All values are texts; what is none, no or zero is not there.
+
+local loaded = {} -- id -> job, as far as this script has looked
+local changed = {} -- id -> job whose record is to be written
+local gained = {} -- group -> counter -> by how much this turn changes it
+
+local function read(id, packed)
+  local job = read_record(cmsgpack.unpack(packed))
+  job.id = id
+  loaded[id] = job
+  return job
+end
+
+function jobs.load(id)
+  local job = loaded[id]
+  if not job then
+    local packed = redis.call('GET', of('job', id))
+    job = packed and read(id, packed) or nil
+  end
+  return job
+end
+
+-- If this script has met it.
+function jobs.loaded(id)
+  return loaded[id]
+end
+
+-- Many at once.
+function jobs.preload(ids)
+  local unknown, names = {}, {}
+  for _, id in ipairs(ids) do
+    if not loaded[id] then
+      unknown[#unknown + 1] = id
+      names[#names + 1] = of('job', id)
+    end
+  end
+  for i, packed in ipairs(read_many(names)) do
+    if packed then
+      read(unknown[i], packed)
+    end
+  end
+end
+
+-- Of a value of {app}:spec:{id}.
+local function read_facts_of(value)
+  local _, row = cmsgpack.unpack_one(value, 4)
+  return read_facts(row)
+end
+
+-- What never changes.
+function jobs.facts(job)
+  if not job.facts then
+    local stored = strings[of('spec', job.id)] or redis.call('GET', of('spec', job.id))
+    job.facts = read_facts_of(stored)
+  end
+  return job.facts
+end
+
+-- Its fields were set.
+function jobs.touch(job)
+  job.version = tostring((job.version or 0) + 1)
+  changed[job.id] = job
+end
+
+-- Sets fields; false takes one away. No version is counted.
+function jobs.set(job, changes)
+  for field, value in pairs(changes) do
+    job[field] = value or nil
+    job.has_rare = job.has_rare or RARE[field]
+  end
+  changed[job.id] = job
+end
+
+-- After each verb.
+function jobs.flush()
+  for id, job in pairs(changed) do
+    local rare = nil
+    if job.has_rare then
+      for name in pairs(RARE) do
+        if job[name] then
+          rare = rare or {}
+          rare[name] = job[name]
+        end
+      end
+    end
+    put(of('job', id), cmsgpack.pack(record_fields(job, rare)))
+  end
+  changed = {}
+end
+
+function jobs.count(group, state, by)
+  local counters = gained[group]
+  if not counters then
+    counters = {}
+    gained[group] = counters
+  end
+  local counter = COUNTED[state]
+  counters[counter] = (counters[counter] or 0) + by
+end
+
+-- From one state to another.
+function jobs.recount(group, was, is)
+  local from, to = COUNTED[was], COUNTED[is]
+  if from ~= to then
+    local counters = gained[group] or {}
+    gained[group] = counters
+    counters[from] = (counters[from] or 0) - 1
+    counters[to] = (counters[to] or 0) + 1
+  end
+end
+
+-- Before the counters are read, and at the end of a turn.
+function jobs.flush_counts()
+  for group, counters in pairs(gained) do
+    for counter, by in pairs(counters) do
+      local field = counter .. ':' .. group
+      if by ~= 0 and write('HINCRBY', key.counts, field, by) == 0 then
+        write('HDEL', key.counts, field)
+      end
+    end
+  end
+  gained = {}
+end
+
+function jobs.tell(job, kind, worker_id, actor, reason, attempt)
+  local number = tonumber(attempt or job.attempt or 0)
+  write('RPUSH', of('incidents', job.id), cmsgpack.pack({ now.text, kind, number, worker_id, actor, reason }))
+end
+
+-- Leased jobs stand in the index of leases, which _leases.lua keeps.
+function jobs.leave(job)
+  if READY[job.state] then
+    if job.delayed then
+      unrank(key.delay, job.id)
+    else
+      queues.remove(job)
+    end
+    if job.not_after then
+      unrank(key.late, job.id)
+    end
+  elseif LEASED[job.state] then
+    unrank(key.index, job.id)
+  else
+    unrank(key.ended, job.id)
+  end
+end
+
+local function enter(job)
+  if READY[job.state] then
+    if job.delayed then
+      rank(key.delay, job.not_before, job.id)
+    else
+      queues.add(job)
+    end
+    if job.not_after then
+      rank(key.late, job.not_after, job.id)
+    end
+  elseif not LEASED[job.state] then
+    rank(key.ended, job.finished_at, job.id)
+  end
+end
+
+function jobs.show_status(job, detail)
+  if job.shown then
+    write('HSET', of('status', job.id), 'status', WORDS[job.state], 'detail', detail, 'updated_at', now.text)
+  end
+end
+
+function jobs.show_retries(job, count)
+  if job.shown then
+    write('SET', of('retry_count', job.id), count)
+  end
+end
+
+-- A new job of these facts. It waits; where, is for the caller to see to.
+function jobs.create(id, seq, fields)
+  local job = { id = id, seq = tostring(seq), state = 'PENDING', created_at = now.text }
+  loaded[id] = job
+  jobs.set(job, fields)
+  rank(key.jobs, job.seq, id)
+  jobs.show_status(job, '')
+  jobs.count(job.group, job.state, 1)
+  return job
+end
+
+function jobs.submit(id, seq, fields)
+  fields.delayed = fields.not_before and tonumber(fields.not_before) > now.wall and '1'
+  enter(jobs.create(id, seq, fields))
+end
+
+-- One change of a job. It is not delayed any more unless `changes` say so. `detail` is for its status.
+function jobs.change(job, changes, detail)
+  local was = job.state
+  local stays = LEASED[was] and LEASED[changes.state or was]
+  if not stays then
+    jobs.leave(job)
+  end
+  changes.delayed = changes.delayed or false
+  jobs.set(job, changes)
+  jobs.touch(job)
+  jobs.recount(job.group, was, job.state)
+  if not stays then
+    enter(job)
+  end
+  if WORDS[job.state] ~= WORDS[was] or detail then
+    jobs.show_status(job, detail or '')
+  end
+end
+
+-- What expires with a job that ended, besides its results, which are written with their TTL.
+local function each_expiring(job, command, ...)
+  if not job.shown then
+    return
+  end
+  write(command, of('status', job.id), ...)
+  if job.payload then
+    write(command, of('payload', job.id), ...)
+  end
+  if job.failures or job.losses then
+    write(command, of('retry_count', job.id), ...)
+  end
+end
+
+function jobs.expire(job)
+  each_expiring(job, 'EXPIRE', RESULT_TTL_S)
+end
+
+-- The job becomes terminal. `ended` is the outcome: see _outcomes.lua.
+function jobs.finish(job, event, changes, ended, detail)
+  changes.state = rules.after(job.state, event)
+  changes.finished_at = now.text
+  outcomes.write(job, ended, changes, job.shown and RESULT_TTL_S)
+  leases.ended(job, changes)
+  jobs.change(job, changes, detail)
+  jobs.expire(job)
+end
+
+-- A terminal job is set going again; `actor` and `reason` are for its story.
+function jobs.again(job, actor, reason)
+  local facts = jobs.facts(job)
+  local words = outcomes.last_words(job)
+  local was = 'was ' .. job.state .. (words and ': ' .. words or '')
+  local story = reason ~= '' and reason .. '; ' .. was or was
+  jobs.tell(job, 'requeued', job.assigned_worker_id or '', actor, story)
+  each_expiring(job, 'PERSIST')
+  if job.dead then
+    write('LREM', key.dlq, 0, job.id)
+  end
+  local changes = {
+    state = rules.after(job.state, 'requeue'),
+    generation = tostring((job.generation or 0) + 1),
+    failures = false,
+    losses = false,
+    started_at = false,
+    finished_at = false,
+    cancel_requested = false,
+    said = false,
+    dead = false,
+    not_before = facts.not_before or false,
+    not_after = not rules.is_late(facts.not_after, now.wall) and facts.not_after or false,
+  }
+  changes.delayed = changes.not_before and tonumber(changes.not_before) > now.wall and '1' or false
+  outcomes.clear(job, changes)
+  drop(of('retry_count', job.id))
+  jobs.change(job, changes)
+end
+
+-- Can be set going again only while what it works on is there.
+function jobs.is_whole(job)
+  return not job.payload or redis.call('EXISTS', of('payload', job.id)) == 1
+end
+
+-- Everything of it goes.
+function jobs.delete(job)
+  jobs.leave(job)
+  jobs.count(job.group, job.state, -1)
+  local changes = {}
+  outcomes.clear(job, changes)
+  for _, sha256 in ipairs(blobs.inputs_of(jobs.facts(job))) do
+    blobs.unrefer(sha256, job.id)
+  end
+  if job.dead then
+    write('LREM', key.dlq, 0, job.id)
+  end
+  for _, kind in ipairs({ 'job', 'spec', 'payload', 'status', 'lease', 'retry_count', 'incidents' }) do
+    drop(of(kind, job.id))
+  end
+  unrank(key.jobs, job.id)
+  loaded[job.id], changed[job.id] = nil, nil
+end
+
+local ALL = 2 ^ 31
+
+-- The first jobs of a sorted set whose score is at most `limit_score`, in order of score and age. Entries without a job are
+-- dropped.
+function jobs.first_of(name, limit_score, limit)
+  local flat = redis.call('ZRANGEBYSCORE', name, '-inf', limit_score, 'WITHSCORES', 'LIMIT', 0, limit)
+  local found = {}
+  for i = 1, #flat, 2 do
+    found[#found + 1] = { id = flat[i], score = flat[i + 1] }
+  end
+  if #found == limit and limit > 0 then
+    -- Of those with the last score there may be more, and older ones.
+    local last = found[#found].score
+    while #found > 0 and found[#found].score == last do
+      found[#found] = nil
+    end
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', name, last, last)) do
+      found[#found + 1] = { id = id, score = last }
+    end
+  end
+  local known = {}
+  for _, entry in ipairs(found) do
+    entry.job = jobs.load(entry.id)
+    if entry.job then
+      entry.score, entry.seq = tonumber(entry.score), tonumber(entry.job.seq)
+      known[#known + 1] = entry
+    else
+      write('ZREM', name, entry.id)
+    end
+  end
+  table.sort(known, function(one, other)
+    if one.score ~= other.score then
+      return one.score < other.score
+    end
+    return one.seq < other.seq
+  end)
+  for i = #known, limit + 1, -1 do
+    known[i] = nil
+  end
+  return known
+end

@@ -1,0 +1,144 @@
+"""Connections to Redis: addresses, deadlines, what its errors mean to us, and whether its settings keep what we promise.
+
+    redis://user:password@host:6379/0        rediss:// with TLS; unix:///path?db=0
+    redis+sentinel://user:password@host1:26379,host2:26379/service/0
+    rediss+sentinel://… with TLS, to Sentinel and Redis alike
+
+Parameters of the driver may follow as a query: ?ssl_ca_certs=…, ?sentinel_username=…&sentinel_password=… . Touches the network.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from tasuki.errors import ConfigError, DiskFull, InternalError, TasukiError
+from tasuki.stores.retrying import Interrupted, Why
+
+logger = logging.getLogger("tasuki.store")
+
+TIMEOUT_S = 10.0  # for an answer; a turn takes milliseconds
+CONNECT_TIMEOUT_S = 5.0
+SENTINEL_PORT = 26379
+OLDEST_VERSION = (6, 2)
+
+_REFUSED = ("WRONGPASS", "NOAUTH", "NOPERM", "no permissions", "invalid username-password", "Authentication required")
+_MOVED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "LOADING", "UNKILLABLE")
+"""Not here, or not now; nothing was written. With a new connection another server may be asked."""
+_FULL = ("OOM command not allowed", "MISCONF", "No space left")
+
+
+def connect(url: str, timeout_s: float) -> redis.Redis:
+    """A client with one connection, which is made by the first command, and again by the first one after it broke."""
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
+        "socket_keepalive": True,
+        # Whether a command may be sent twice is for `redis_turns.py` to say.
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    try:
+        if "+sentinel" in urlsplit(url).scheme:
+            return _behind_sentinels(url, options)
+        return redis.Redis.from_url(url, **options)
+    except ValueError as error:
+        raise ConfigError(f"{name_of(url)}: {error}; addresses look like redis://user:password@host:6379/0") from error
+
+
+def _behind_sentinels(url: str, options: dict[str, Any]) -> redis.Redis:
+    parts = urlsplit(url)
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service:
+        raise ConfigError(f"{name_of(url)} names no service; addresses look like redis+sentinel://host:26379/service/0")
+    given = dict(parse_qsl(parts.query))
+    asked = {name.removeprefix("sentinel_"): given.pop(name) for name in list(given) if name.startswith("sentinel_")}
+    hosts = [_host_and_port(place) for place in parts.netloc.rpartition("@")[2].split(",")]
+    options = {**options, **given}
+    if parts.scheme.startswith("rediss"):
+        options["ssl"] = True
+    if parts.username or parts.password:
+        options["username"] = unquote(parts.username) if parts.username else None
+        options["password"] = unquote(parts.password or "")
+    kept = ("socket_timeout", "socket_connect_timeout", "ssl", *(name for name in given if name.startswith("ssl_")))
+    make: Any = Sentinel  # without types of its own
+    sentinels = make(hosts, sentinel_kwargs={**{name: options[name] for name in kept if name in options}, **asked})
+    client: redis.Redis = sentinels.master_for(service, db=int(database or 0), **options)
+    return client
+
+
+def _host_and_port(place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":") if ":" in place and not place.endswith("]") else (place, "", "")
+    return host.strip("[]"), int(port or SENTINEL_PORT)
+
+
+def name_of(url: str) -> str:
+    """The server as people know it: never the password."""
+    parts = urlsplit(url)
+    return f"Redis at {parts.netloc.rpartition('@')[2] or parts.path}"
+
+
+def translate(error: redis.RedisError, where: str, was_stored: Callable[[], bool] | None) -> TasukiError:
+    """Ours for theirs. `was_stored` finds out whether a turn without an answer was done."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError) or any(
+        word in said for word in _REFUSED
+    ):
+        return ConfigError(f"{where}: {said}; check user, password and rights")
+    if any(word in said for word in _FULL):
+        return DiskFull(f"{where} cannot keep more: {said}; nothing was stored, try again when there is space")
+    if any(word in said for word in _MOVED):
+        return Interrupted(f"{where} does not take writes now: {said}; nothing was stored", Why.CONNECTION)
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return Interrupted(f"{where} cannot be reached: {said}", Why.CONNECTION, was_stored)
+    if "BUSY" in said:
+        return Interrupted(f"{where} is busy: {said}; nothing was stored", Why.TIMEOUT)
+    return InternalError(f"{where}: {said}")
+
+
+def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
+    """What must be so for an acknowledged job to be kept. Wrong: a warning, or ConfigError if `strict`. Unknown: a warning.
+
+    False: a restart of Redis loses everything.
+    """
+    server = _asked(lambda: client.info("server"))
+    version = str(server.get("redis_version", ""))
+    if version and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
+        raise ConfigError(f"{where} is version {version}; tasuki needs {'.'.join(map(str, OLDEST_VERSION))} or newer")
+    if server.get("redis_mode") == "cluster":
+        raise ConfigError(f"{where} is a cluster, whose keys are spread; use a single Redis, or Sentinel")
+    found = {
+        "appendonly": _asked(lambda: client.info("persistence")).get("aof_enabled"),
+        "maxmemory-policy": _asked(lambda: client.info("memory")).get("maxmemory_policy"),
+        "appendfsync": _asked(lambda: client.config_get("appendfsync")).get("appendfsync"),
+    }
+    for name, value in found.items():
+        if value is None:
+            logger.warning("%s: its setting %s could not be checked", where, name)
+    problems = []
+    if found["appendonly"] == 0:
+        problems.append("appendonly is off: a restart loses acknowledged jobs; set appendonly yes")
+    if found["maxmemory-policy"] not in (None, "noeviction"):
+        problems.append(f"maxmemory-policy is {found['maxmemory-policy']}: it may throw jobs away; set noeviction")
+    if found["appendfsync"] == "no":
+        problems.append("appendfsync is no: a power cut loses what the system had not written; set everysec, or always")
+    if problems and strict:
+        raise ConfigError(f"{where}: {'; '.join(problems)}")
+    for problem in problems:
+        logger.warning("%s: %s", where, problem)
+    return found["appendonly"] != 0
+
+
+def _asked(ask: Callable[[], Any]) -> dict[str, Any]:
+    """What the server tells of itself, nothing if it does not: managed ones forbid CONFIG, some INFO."""
+    try:
+        return dict(ask())
+    except redis.ResponseError:
+        return {}
