@@ -13,13 +13,16 @@ PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 pyth
 TEST_PROCESSES ?= 3
 # More for pytest, e.g. `make test TESTARGS='tests/core -x'`.
 TESTARGS ?=
+# Two minutes on two cores. More for `tasuki sim`, e.g. `make sim SEEDS=500 SIMARGS='--from 2001'`.
+SEEDS ?= 2000
+SIMARGS ?=
 
 # Debian packages that the tests need and that no wheel brings.
 SYSTEM_PACKAGES ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo up test soak check format bench system-deps clean
+.PHONY: help demo up test sim soak check format bench system-deps clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +35,9 @@ up: $(STAMP) ## Start a server and local workers here, until Ctrl-C
 
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTARGS)
+
+sim: $(STAMP) ## Run SEEDS=2000 seeds of the simulator on all cores (docs/simulator.md)
+	@$(BIN)/tasuki sim --seeds $(SEEDS) --store mixed $(SIMARGS)
 
 soak: $(STAMP) ## Run the tests that take minutes
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 1800 $(TESTARGS)

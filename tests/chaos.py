@@ -8,8 +8,8 @@
 Whatever is killed comes back after a moment, as under systemd; whatever is frozen goes on. Clients are never touched. What
 happens is drawn from the plan's seed: the same seed gives much the same faults, though not at the same instruction.
 
-The checker is in chaos_checks.py: it reads the database, the ledger that every run of a job writes to, and what the clients
-noted.
+What follows is in chaos_checks.py: it reads the database, the ledger that every run of a job writes to, the servers' logs and
+what the clients noted, and makes one history of it for the checker.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.testing.sim.history import Fault
 from tests.e2e.stage import Ledger, jobs_worker
 from tests.processes import ChildProcess, ServerProcess, start_servers, url_of, wait_until
 from tests.services import PostgresService
@@ -67,9 +68,16 @@ class Deeds:
     """What was done, for the report."""
 
     counts: Counter[str] = field(default_factory=Counter)
+    faults: list[Fault] = field(default_factory=list)
     began_at: float = field(default_factory=time.monotonic)
     storm_s: float = 0.0
     whole_s: float = 0.0
+    healed_at: float = 0.0
+    """Wall clock, as all times that others noted."""
+
+    def note(self, what: str, target: str = "") -> None:
+        self.counts[what] += 1
+        self.faults.append(Fault(at=time.time(), fault=what, target=target))
 
 
 class Scene:
@@ -155,7 +163,7 @@ class Scene:
             self._raise_failures()
             if faults == plan.faults_min // 2:
                 mode = chance.choice(["fast", "immediate"])
-                self.deeds.counts[f"PostgreSQL restarted ({mode})"] += 1
+                self.deeds.note(f"PostgreSQL restarted ({mode})")
                 self.postgres.restart(mode)  # here and in no other thread: it dies with the thread that started it
             self._one_fault()
             faults += 1
@@ -173,7 +181,8 @@ class Scene:
         kind = "server" if chosen in servers else "worker"
         if long and not kills:  # so that its leases, or its leadership, are over when it wakes up
             away_s += self.plan.lease_ttl_s + LEASE_MARGIN_S
-        self.deeds.counts[f"{kind}s {'killed' if kills else 'frozen for long' if long else 'frozen'}"] += 1
+        what = "killed" if kills else "frozen for long" if long else "frozen"
+        self.deeds.note(f"{kind}s {what}", chosen.log.stem)
         self._busy[chosen] = self._pool.submit(self._kill if kills else self._freeze, chosen, away_s)
 
     def _kill(self, victim: ChildProcess, away_s: float) -> None:
@@ -225,6 +234,7 @@ class Scene:
         for deed in list(self._busy.values()):
             deed.result()
         self._raise_failures()
+        self.deeds.healed_at = time.time()
         deadline = time.monotonic() + self.plan.ends_within_s
         for n, client in enumerate(self.clients, 1):
             try:

@@ -1,200 +1,234 @@
-"""What must hold after a storm of chaos.py, whatever happened in it. Reads the database, the ledger and the clients' histories.
+"""What must hold after a storm of chaos.py, whatever happened in it.
 
-The names are those of RELIABILITY §1. What rows cannot tell (I8, I9, I14, …) is shown by tests of its own.
+What is left of the storm becomes a history (`history.jsonl` in the test's folder), which the one checker of all invariants reads.
+What is no invariant, but the promise of this scene, is checked here: every job succeeds, the counters saw each of them once, each
+client was told everything once, the results have the words that the jobs wrote, large ones are blobs.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from tasuki.core.job import body_hash
+from tasuki.testing.sim import evidence as left_behind
+from tasuki.testing.sim.checker import Checker
+from tasuki.testing.sim.evidence import Stored
+from tasuki.testing.sim.history import Answered, AnyLine, Arrived, Asked, Fault, write
 from tests.chaos import Scene
 from tests.chaos_client import GROUP, LARGE_BYTES, spec_of
 from tests.e2e.stage import Run
+from tests.processes import wait_until
 
-ATTEMPT_ENDED = ("failed", "lost", "orphaned", "released", "taken_over")
-"""Incidents with which an attempt ends without being the job's last one."""
+SHOWN = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I11", "I13", "liveness")
+"""What a storm is evidence for. The others need more eyes than a test has on real processes: the simulator has them."""
 
-_JOBS = """SELECT idempotency_key, state, ready, attempt, generation, failures, losses, max_retries, max_losses, lease_expires_at,
-leader_epoch, result, result_sha256, result_size_bytes FROM tasuki_jobrun"""
-_INCIDENTS = (
-    "SELECT job.idempotency_key, story.kind, story.attempt FROM tasuki_incident story JOIN tasuki_jobrun job ON job.id = job_id"
-)
-_COUNTERS = 'SELECT state, sum(n) FROM tasuki_counter WHERE "group" = %s GROUP BY state'
+_ENDS = "SELECT idempotency_key, ready, lease_expires_at, result, result_size_bytes FROM tasuki_jobrun"
+_COUNTERS = f"SELECT state, sum(n) FROM tasuki_counter WHERE \"group\" = '{GROUP}' GROUP BY state"
 _REFERENCES = """SELECT job.idempotency_key, ref.sha256, blob.stored, blob.condemned FROM tasuki_jobblob ref
 JOIN tasuki_jobrun job ON job.id = ref.job_id LEFT JOIN tasuki_blob blob ON blob.sha256 = ref.sha256 AND blob.condemned = 0"""
 
 
-class JobRow(NamedTuple):
-    """The columns of `_JOBS`."""
+class JobEnd(NamedTuple):
+    """The columns of `_ENDS`: what the history has no line for."""
 
     job_id: str
-    state: str
     ready: int
-    attempt: int
-    generation: int
-    failures: int
-    losses: int
-    max_retries: int
-    max_losses: int
     lease_expires_at: float | None
-    leader_epoch: int
     result: bytes | None
-    result_sha256: str | None
     result_size_bytes: int | None
 
 
 class Evidence(NamedTuple):
     """All that is left of a storm."""
 
-    jobs: dict[str, JobRow]
-    stories: dict[str, list[tuple[str, int]]]
-    """job_id → (kind, attempt) of its incidents."""
+    stored: Stored
+    ends: dict[str, JobEnd]
     counters: dict[str, int]
     references: dict[str, tuple[str, int | None, int | None]]
-    runs: dict[tuple[str, int], list[Run]]
-    results: dict[str, list[dict[str, Any]]]
-    """What clients were told."""
+    runs: list[Run]
+    notes: dict[str, list[dict[str, Any]]]
+    """client → what it noted."""
+    led: dict[str, list[int]]
+    """server → the epochs under which it led."""
+    leads: list[str]
+    """Servers that still do."""
+    healed_at: float
+    ended_at: float
+    faults: Sequence[Fault] = ()
+    large_every: int = 0
 
 
 def check(scene: Scene) -> str:
     """Check everything; some figures for people."""
-    evidence = gather(scene)
-    submits_are_kept(scene, evidence)
-    each_job_ended_once(evidence)
-    attempts_are_counted(evidence)
-    finishes_came_from_the_holder(evidence)
-    budgets_held(evidence)
-    results_are_those_of_the_finish(scene, evidence)
-    blobs_are_referred_to(evidence)
-    epochs_rose(scene, evidence)
-    return figures(scene, evidence)
+    found = gather(scene)
+    lines = history_of(found)
+    path = scene.folder / "history.jsonl"
+    with path.open("wb") as file:
+        write(lines, file)
+    invariants_hold(lines, f"the history is in {path}")
+    clients_were_told_everything(found, {f"c{n}": scene.jobs_of(n) for n in range(1, scene.plan.clients + 1)})
+    each_job_succeeded(found)
+    failures_ran(found)
+    results_are_what_the_jobs_wrote(found)
+    blobs_are_referred_to(found)
+    return figures(scene, found)
 
 
 def gather(scene: Scene) -> Evidence:
-    postgres, url = scene.postgres, scene.store_url
-    rows = (JobRow(*row) for row in postgres.execute(_JOBS, url=url))
-    stories: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for job_id, kind, attempt in postgres.execute(_INCIDENTS, url=url):
-        stories[job_id].append((kind, attempt))
-    runs: dict[tuple[str, int], list[Run]] = defaultdict(list)
-    for run in scene.ledger.runs():
-        runs[run.job_id, run.attempt].append(run)
-    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for n in range(1, scene.plan.clients + 1):
-        for line in scene.history(n):
-            if line["did"] == "result":
-                results[line["id"]].append(line)
+    def query(statement: str) -> list[tuple[Any, ...]]:
+        return scene.postgres.execute(statement, url=scene.store_url)
+
+    servers = {server.data.name: server for server in scene.servers}
+    stored = left_behind.read_store(query)
+
+    def at_rest() -> tuple[int, dict[str, list[int]], list[str]] | None:
+        """One leads, under the latest epoch. On a busy machine it may be just about to change once more."""
+        led = {name: server.led(all_starts=True) for name, server in servers.items()}
+        leads = [name for name, server in servers.items() if server.leads]
+        epoch = left_behind.read_epoch(query)[0]
+        return (epoch, led, leads) if len(leads) == 1 and led[leads[0]][-1] == epoch else None
+
+    epoch, led, leads = wait_until(at_rest, 20.0, "one server leads, under the registered epoch")
     return Evidence(
-        jobs={row.job_id: row for row in rows},
-        stories=stories,
-        counters={state: int(n) for state, n in postgres.execute(_COUNTERS, (GROUP,), url=url)},
-        references={row[0]: row[1:] for row in postgres.execute(_REFERENCES, url=url)},
-        runs=runs,
-        results=results,
+        stored=stored._replace(epoch=epoch),
+        ends={row[0]: JobEnd(*row) for row in query(_ENDS)},
+        counters={state: int(n) for state, n in query(_COUNTERS)},
+        references={row[0]: row[1:] for row in query(_REFERENCES)},
+        runs=scene.ledger.runs(),
+        notes={f"c{n}": scene.history(n) for n in range(1, scene.plan.clients + 1)},
+        led=led,
+        leads=leads,
+        healed_at=scene.deeds.healed_at,
+        ended_at=time.time(),
+        faults=scene.deeds.faults,
+        large_every=scene.plan.large_every,
     )
 
 
-def submits_are_kept(scene: Scene, evidence: Evidence) -> None:
-    """I1, I2: what was submitted is there, once, and nothing else; a repeat was known as one."""
-    wanted: set[str] = set()
-    for n in range(1, scene.plan.clients + 1):
-        accepted: Counter[str] = Counter()
-        for line in scene.history(n):
-            if line["did"] == "accepted":
-                new_again = [
-                    job_id
-                    for job_id, existed in zip(line["ids"], line["existed"], strict=True)
-                    if accepted[job_id] and not existed
-                ]
-                assert not new_again, f"I2: accepted as new a second time: {new_again[:10]}"
-                accepted.update(line["ids"])
-        assert len(accepted) == scene.jobs_of(n), f"client {n} was told of {len(accepted)} of {scene.jobs_of(n)} submits"
-        wanted |= accepted.keys()
-    assert not wanted - evidence.jobs.keys(), f"I1: acknowledged and lost: {sorted(wanted - evidence.jobs.keys())[:10]}"
-    assert not evidence.jobs.keys() - wanted, "jobs that nobody submitted"
+# ---------------------------------------------------------------------------------------------------- the invariants
 
 
-def each_job_ended_once(evidence: Evidence) -> None:
-    """I1, I3, I4: every job succeeded; the counters, which each finish adds to in its own transaction, saw each of them once."""
-    unfinished = {row.job_id: row.state for row in evidence.jobs.values() if row.state != "SUCCEEDED"}
-    assert not unfinished, f"I1: not finished: {dict(list(unfinished.items())[:10])}"
-    assert not [row for row in evidence.jobs.values() if row.ready or row.lease_expires_at is not None], (
-        "I4: ended, and yet leased or ready"
+def history_of(found: Evidence) -> list[AnyLine]:
+    """All of it as lines."""
+    told = [line for client, notes in found.notes.items() for line in client_lines(client, notes, found.large_every)]
+    return left_behind.history(
+        left_behind.store_lines(found.stored),
+        left_behind.began_lines(found.runs),
+        left_behind.leading_lines(found.led, found.leads, found.healed_at),
+        told,
+        found.faults,
+        stored=found.stored,
+        healed_at=found.healed_at,
+        ended_at=found.ended_at,
+        watched=("began", "asked", "answered", "arrived", "leading"),
     )
-    assert not [row for row in evidence.jobs.values() if row.generation], "I4: set going again, though nobody asked for it"
-    counted = {state: n for state, n in evidence.counters.items() if n}
-    assert counted == {"succeeded": len(evidence.jobs)}, f"I3: the counters disagree with {len(evidence.jobs)} jobs: {counted}"
 
 
-def attempts_are_counted(evidence: Evidence) -> None:
-    """I5: no attempt ran twice, and each but the last one has exactly one end in the job's story."""
-    twice = {key: len(runs) for key, runs in evidence.runs.items() if len(runs) > 1}
-    assert not twice, f"I5: ran more than once under one number: {dict(list(twice.items())[:10])}"
-    beyond = [(job_id, attempt) for job_id, attempt in evidence.runs if attempt > evidence.jobs[job_id].attempt]
-    assert not beyond, f"I5: ran and were never granted: {beyond[:10]}"
-    for row in evidence.jobs.values():
-        ended = sorted(attempt for kind, attempt in evidence.stories[row.job_id] if kind in ATTEMPT_ENDED)
-        assert ended == list(range(1, row.attempt)), (
-            f"I5: {row.job_id} is at attempt {row.attempt}: {evidence.stories[row.job_id]}"
-        )
+def client_lines(client: str, notes: Iterable[dict[str, Any]], large_every: int) -> list[AnyLine]:
+    """What a chaos client noted. It asks for one thing at a time: each acceptance answers the submit before it."""
+    lines: list[AnyLine] = []
+    calls = 0
+    for note in notes:
+        at = note["at"]
+        match note["did"]:
+            case "submit":
+                calls += 1
+                ids = tuple(note["ids"])
+                bodies = tuple(_body(job_id, large_every) for job_id in ids)
+                lines.append(Asked(at=at, client=client, call=f"{client} {calls}", verb="submit", job_ids=ids, bodies=bodies))
+            case "accepted":
+                ids = tuple(note["ids"])
+                new = tuple(job_id for job_id, existed in zip(ids, note["existed"], strict=True) if not existed)
+                call = f"{client} {calls}"
+                lines.append(Answered(at=at, client=client, call=call, answer="ok", accepted=ids, created=new))
+            case "result":
+                result = {"attempt": note["attempt"], "result_sha256": note["sha256"]}
+                lines.append(Arrived(at=at, client=client, job_id=note["id"], state="SUCCEEDED", **result))
+            case _:
+                pass
+    return lines
 
 
-def finishes_came_from_the_holder(evidence: Evidence) -> None:
-    """I6: whoever finished or failed an attempt had run it."""
-    for row in evidence.jobs.values():
-        failed = [attempt for kind, attempt in evidence.stories[row.job_id] if kind == "failed"]
-        for attempt in (*failed, row.attempt):
-            assert (row.job_id, attempt) in evidence.runs, f"I6: attempt {attempt} of {row.job_id} ended and never ran"
+def _body(job_id: str, large_every: int) -> str:
+    name, _, number = job_id.rpartition("-")
+    return body_hash(spec_of(name, int(number), large_every)).hex()
 
 
-def budgets_held(evidence: Evidence) -> None:
-    """I11: failures and losses are those of the story, and within their budgets."""
-    for row in evidence.jobs.values():
-        kinds = Counter(kind for kind, _ in evidence.stories[row.job_id])
-        assert row.failures == kinds["failed"] <= row.max_retries, f"I11: {row}: {kinds}"
-        assert row.losses == kinds["lost"] + kinds["orphaned"] + kinds["taken_over"] <= row.max_losses, f"I11: {row}: {kinds}"
+def invariants_hold(lines: Iterable[AnyLine], where: str = "") -> None:
+    checker = Checker().check(lines)
+    assert not checker.violations, f"{checker.report()}\n{where}"
+    missing = [invariant for invariant in SHOWN if not checker.evidence[invariant]]
+    assert not missing, f"nothing shows that {missing} hold; {where}"
 
 
-def results_are_those_of_the_finish(scene: Scene, evidence: Evidence) -> None:
-    """I13: what clients were told is what is stored, and was made by the attempt that is stored as the last one."""
-    for row in evidence.jobs.values():
-        told = evidence.results[row.job_id]
-        assert len(told) == 1, f"{row.job_id} was answered {len(told)} times"
-        answer = told[0]
+# ---------------------------------------------------------------------------------------------------- this scene
+
+
+def clients_were_told_everything(found: Evidence, jobs: dict[str, int]) -> None:
+    """Every submit was accepted, and every job answered exactly once."""
+    for client, count in jobs.items():
+        notes = found.notes[client]
+        accepted = {job_id for note in notes if note["did"] == "accepted" for job_id in note["ids"]}
+        assert len(accepted) == count, f"{client} was told of {len(accepted)} of {count} submits"
+        told = [note["id"] for note in notes if note["did"] == "result"]
+        assert len(told) == len(set(told)), f"{client} was answered {len(told)} times for {len(set(told))} jobs"
+        assert set(told) == accepted, f"{client} was never answered for {sorted(accepted - set(told))[:10]}"
+
+
+def each_job_succeeded(found: Evidence) -> None:
+    """There are retries and losses enough for all. The counters, which each finish adds to in its own transaction, agree."""
+    unfinished = {job.job_id: job.state for job in found.stored.jobs if job.state != "SUCCEEDED"}
+    assert not unfinished, f"not finished: {dict(list(unfinished.items())[:10])}"
+    assert not [end for end in found.ends.values() if end.ready or end.lease_expires_at is not None], (
+        "ended, and yet leased or ready"
+    )
+    counted = {state: n for state, n in found.counters.items() if n}
+    total = len(found.stored.jobs)
+    assert counted == {"succeeded": total}, f"the counters disagree with {total} jobs: {counted}"
+
+
+def failures_ran(found: Evidence) -> None:
+    """In this scene only the job's own code fails: an attempt that failed has begun."""
+    began = {(run.job_id, run.attempt) for run in found.runs}
+    failed = {(incident.job_id, incident.attempt) for incident in found.stored.incidents if incident.kind == "failed"}
+    assert failed <= began, f"failed and never ran: {sorted(failed - began)[:10]}"
+
+
+def results_are_what_the_jobs_wrote(found: Evidence) -> None:
+    """The words of a result name the attempt, the job and the process that made it; the bytes have their hash."""
+    pids: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for run in found.runs:
+        pids[run.job_id, run.attempt].append(run.pid)
+    results = {note["id"]: note for notes in found.notes.values() for note in notes if note["did"] == "result"}
+    for job in found.stored.jobs:
+        answer, end = results[job.job_id], found.ends[job.job_id]
         attempt, job_id, pid = answer["words"].split()
-        assert (answer["attempt"], answer["sha256"]) == (row.attempt, row.result_sha256), f"I13: {row} but {answer}"
-        assert (int(attempt), job_id) == (row.attempt, row.job_id), f"I13: {row.job_id} has the result of {answer['words']}"
-        assert [run.pid for run in evidence.runs[job_id, row.attempt]] == [int(pid)], f"I13: another process made {answer}"
-        if row.result is not None:
-            assert hashlib.sha256(row.result).hexdigest() == row.result_sha256, f"I13: {row.job_id}"
-        name, _, number = row.job_id.rpartition("-")
-        is_large = spec_of(name, int(number), scene.plan.large_every).payload.startswith(b"large")
+        assert (int(attempt), job_id) == (job.attempt, job.job_id), f"{job.job_id} has the result of {answer['words']}"
+        assert pids[job.job_id, job.attempt] == [int(pid)], f"another process made {answer}"
+        if end.result is not None:
+            assert hashlib.sha256(end.result).hexdigest() == job.result_sha256, f"{job.job_id} has another result than its hash"
+        name, _, number = job.job_id.rpartition("-")
+        is_large = spec_of(name, int(number), found.large_every).payload.startswith(b"large")
         assert (answer["bytes"] == LARGE_BYTES) == is_large, answer
 
 
-def blobs_are_referred_to(evidence: Evidence) -> None:
+def blobs_are_referred_to(found: Evidence) -> None:
     """A result that is a blob has its reference and its bytes' row; no other job has one."""
-    large = {row.job_id: row.result_sha256 for row in evidence.jobs.values() if row.result is None and row.result_size_bytes}
-    assert {job_id: sha256 for job_id, (sha256, _, _) in evidence.references.items()} == large
-    assert {(stored, condemned) for _, stored, condemned in evidence.references.values()} <= {(1, 0)}
+    sha256s = {job.job_id: job.result_sha256 for job in found.stored.jobs}
+    large = {end.job_id: sha256s[end.job_id] for end in found.ends.values() if end.result is None and end.result_size_bytes}
+    assert {job_id: sha256 for job_id, (sha256, _, _) in found.references.items()} == large
+    assert {(stored, condemned) for _, stored, condemned in found.references.values()} <= {(1, 0)}
 
 
-def epochs_rose(scene: Scene, evidence: Evidence) -> None:
-    """I7: no epoch was led twice, and none is higher than the registered one."""
-    led = [epoch for server in scene.servers for epoch in server.led(all_starts=True)]
-    ((registered,),) = scene.postgres.execute("SELECT max(epoch) FROM tasuki_scopeepoch", url=scene.store_url)
-    assert len(led) == len(set(led)), f"I7: led twice: {sorted(led)}"
-    assert max(led) <= registered, f"I7: led under {max(led)}, but {registered} is registered"
-    assert all(row.leader_epoch <= registered for row in evidence.jobs.values())
-
-
-def figures(scene: Scene, evidence: Evidence) -> str:
-    jobs = evidence.jobs.values()
+def figures(scene: Scene, found: Evidence) -> str:
+    jobs = found.stored.jobs
     deeds = ", ".join(f"{count} {what}" for what, count in sorted(scene.deeds.counts.items()))
-    epochs = sum(len(server.led(all_starts=True)) for server in scene.servers)
-    attempts, losses, failures = (sum(getattr(row, name) for row in jobs) for name in ("attempt", "losses", "failures"))
+    epochs = sum(map(len, found.led.values()))
+    attempts, losses, failures = (sum(getattr(job, name) for job in jobs) for name in ("attempt", "losses", "failures"))
     return (
         f"seed {scene.plan.seed}: {len(jobs)} jobs, {attempts} attempts, {losses} losses, {failures} failures, "
         f"{epochs} leaderships; {deeds}; "

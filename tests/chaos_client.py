@@ -8,6 +8,8 @@ comes from TASUKI_TOKEN. Each thing that it learned is a line of JSON in the his
     {"did": "result", "id": …, "attempt": …, "words": …, "sha256": …}
     {"did": "all_submitted"}                               and, when every result is there, {"did": "done"}
 
+with `at`, the time at which it was noted.
+
 It ends with 0 only if every submit was accepted and every job succeeded: any error at all is for the test to see.
 """
 
@@ -20,6 +22,7 @@ import json
 import logging
 import random
 import sys
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -57,7 +60,7 @@ class History:
         self._file = file
 
     def note(self, did: str, **facts: object) -> None:
-        self._file.write(json.dumps({"did": did, **facts}) + "\n")
+        self._file.write(json.dumps({"did": did, "at": time.time(), **facts}) + "\n")
         self._file.flush()
 
 

@@ -22,10 +22,12 @@ __all__ = [
     "SOCKET_PATH_MAX_BYTES",
     "Address",
     "DataFolder",
+    "check_app",
     "data_folder",
     "default_url",
     "fault_point",
     "find_token",
+    "parse_http",
     "parse_listen",
     "parse_size",
     "parse_url",
@@ -39,6 +41,19 @@ DISK_FLOOR_INODES = 1000
 def parse_listen(text: str) -> Address:
     """`host:port` or `tcp://host:port`, for --tcp."""
     return parse_url(text if "://" in text else f"tcp://{text}")[0]
+
+
+def parse_http(text: str) -> Address:
+    """`host:port` or `http://host:port`, for --http."""
+    address = parse_listen(re.sub(r"^https?://", "tcp://", text.rstrip("/")))
+    return Address("http", address.host, address.port)
+
+
+def check_app(app: str) -> str:
+    """The name of an app; ConfigError for what cannot be a part of a path and one token of a subject."""
+    if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", app) is None:
+        raise ConfigError(f"--app {app[:80]!r} must be 1 to 64 letters, digits, - and _")
+    return app
 
 
 def parse_size(text: str) -> int:

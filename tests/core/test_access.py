@@ -114,7 +114,7 @@ def test_a_valid_token_names_who_it_is() -> None:
     assert identify(row(expires_at=100.1), 100.0).name == "token:t1"
 
 
-@pytest.mark.parametrize("bad", [None, row(revoked_at=1.0), row(expires_at=100.0), row(kind="enrol"), row(kind="node")])
+@pytest.mark.parametrize("bad", [None, row(revoked_at=1.0), row(expires_at=100.0), row(kind="other"), row(kind="node")])
 def test_a_token_that_is_not_valid_is_nobody(bad: TokenRow | None) -> None:
     with pytest.raises(Unauthorized):
         identify(bad, 100.0)

@@ -67,7 +67,7 @@ def test_an_unknown_token_is_refused_even_on_the_unix_socket(desk: Desk) -> None
     assert isinstance(desk.hung_up[conn], Unauthorized)
 
 
-@pytest.mark.parametrize("fields", [{"revoked_at": 1.0}, {"expires_at": 1.0}, {"kind": "enrol"}])
+@pytest.mark.parametrize("fields", [{"revoked_at": 1.0}, {"expires_at": 1.0}, {"kind": "other"}])
 def test_a_token_that_is_over_or_for_something_else_is_refused(desk: Desk, fields: dict[str, Any]) -> None:
     conn = desk.open()
     kind = fields.pop("kind", "client")

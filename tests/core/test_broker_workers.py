@@ -78,7 +78,7 @@ def test_an_ended_attempt_gives_no_credit_by_itself(desk: Desk) -> None:
     assert len(desk.grants(worker)) == 1
 
 
-@pytest.mark.parametrize("credit", [-1, CREDIT_MAX + 1])
+@pytest.mark.parametrize("credit", [-CREDIT_MAX - 1, CREDIT_MAX + 1])
 def test_credit_beyond_reason_ends_the_connection(desk: Desk, credit: int) -> None:
     worker = desk.worker()
     desk.tell(worker, GiveCredit(credit))

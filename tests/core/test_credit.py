@@ -34,7 +34,7 @@ def test_a_settlement_that_cannot_be_is_a_defect(reserved: int, granted: int) ->
         ledger.settle(reserved, granted)
 
 
-@pytest.mark.parametrize("credit", [-1, CREDIT_MAX + 1])
+@pytest.mark.parametrize("credit", [-CREDIT_MAX - 1, CREDIT_MAX + 1])
 def test_credit_out_of_bounds_is_refused(credit: int) -> None:
     with pytest.raises(InvalidInput):
         account().give(credit)
@@ -98,6 +98,11 @@ def test_with_fewer_jobs_than_workers_only_the_least_loaded_are_asked() -> None:
     assert plan == [("b", 1), ("c", 1)]
 
 
+def test_of_many_idle_workers_the_first_are_asked_for_one_each() -> None:
+    crowd = [("busy", account(9, running=1)), *((f"idle-{number}", account(9)) for number in range(100))]
+    assert shares(crowd, 3) == [("idle-0", 1), ("idle-1", 1), ("idle-2", 1)]
+
+
 def test_with_a_backlog_everybody_fills_up() -> None:
     plan = shares([("a", account(3)), ("b", account(LEASE_BATCH_MAX * 2)), ("none", account(0))], None)
     assert sorted(plan) == [("a", 3), ("b", LEASE_BATCH_MAX)]
@@ -115,3 +120,35 @@ def test_other_policies_have_their_place() -> None:
 def test_a_worker_without_places_counts_as_full() -> None:
     assert least_load(account(0)) == 1.0
     assert least_load(account(3, running=1)) == 0.25
+
+
+def test_credit_that_is_taken_back_while_it_is_reserved_is_gone_when_it_comes_back() -> None:
+    account = Account()
+    account.give(3)
+    account.reserve(2)
+
+    account.give(-2)
+    account.settle(2, 0)
+
+    assert (account.available, account.reserved, account.withdrawn) == (1, 0, 0)
+
+
+def test_what_was_granted_before_credit_was_taken_back_stays_granted() -> None:
+    account = Account()
+    account.give(1)
+    account.reserve(1)
+
+    account.give(-1)
+    account.settle(1, 1)
+
+    assert (account.available, account.running, account.withdrawn) == (0, 1, 0)
+
+
+def test_no_more_credit_can_be_taken_back_than_there_is() -> None:
+    account = Account()
+    account.give(1)
+
+    account.give(-5)
+    account.give(1)
+
+    assert (account.available, account.withdrawn) == (1, 0)

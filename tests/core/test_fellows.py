@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker_events import AskEnded, AskRevoked, Hinted, Met, Publish, SomeEnded, SomeRevoked
-from tasuki.core.fellows import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX
+from tasuki.core.broker_events import AskEnded, AskRevoked, Elected, Hinted, Met, Publish, SomeEnded, SomeRevoked, Won
+from tasuki.core.fellows import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX, SPARE_LOOKERS
 from tasuki.core.hints import Hint
 from tasuki.core.job import JobSpec, State
 from tasuki.core.protocol import (
     CancelJobs,
     CancelLeases,
+    GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
     HelloClient,
@@ -21,6 +22,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
+from tasuki.core.verbs import Takes
 from tasuki.errors import ProtocolError, Unauthorized
 from tests.core.desk import UNIX, Desk, ending
 
@@ -97,7 +99,7 @@ def test_a_server_that_is_alone_tells_nobody_and_remembers_nothing() -> None:
     client = desk.client()
     desk.submit(client, "job")
     assert asked(desk, Publish) == []
-    assert desk.broker.fellows.ready == set()
+    assert not desk.broker.fellows.ready
 
 
 def test_a_lost_hint_of_an_end_is_made_good_by_asking(pair: Pair) -> None:
@@ -218,6 +220,80 @@ def test_many_new_subjects_are_told_as_everything(pair: Pair) -> None:
     [hint] = pair.hints(pair.a)
     assert hint.everything
     assert hint.ready == ()
+
+
+def lookers(desk: Desk, hint: Hint) -> list[str]:
+    """The workers for which the store is asked after this hint."""
+    desk.apply(Hinted(hint))
+    turn = desk.broker.next_turn(desk.now())
+    return [request.worker_id for request in turn.lease] if turn is not None else []
+
+
+def test_one_job_elsewhere_is_looked_for_by_few_of_many_idle_workers(pair: Pair) -> None:
+    for number in range(20):
+        pair.b.worker(f"w{number}", credit=1)
+
+    assert len(lookers(pair.b, Hint(server_id="a", ready=("render.x",), ready_jobs=1))) == 1 + SPARE_LOOKERS
+
+
+def test_many_jobs_elsewhere_are_looked_for_by_as_many_workers(pair: Pair) -> None:
+    client = pair.a.client()
+    workers = [pair.b.worker(f"w{number}", credit=1) for number in range(20)]
+
+    pair.a.submit(client, *(f"job-{number}" for number in range(20)))
+    pair.carry()
+
+    assert [len(pair.b.grants(worker)) for worker in workers] == [1] * 20
+
+
+def test_a_hint_that_does_not_say_how_many_jobs_there_are_sends_everybody(pair: Pair) -> None:
+    for number in range(5):
+        pair.b.worker(f"w{number}", credit=1)
+
+    assert len(lookers(pair.b, Hint(server_id="a", ready=("render.x",)))) == 5
+
+
+def test_a_job_elsewhere_is_looked_for_by_the_worker_that_its_subject_names(pair: Pair) -> None:
+    for number in range(20):
+        pair.b.worker(f"w{number}", credit=1)
+
+    assert "w17" in lookers(pair.b, Hint(server_id="a", ready=("render.w17",), ready_jobs=1))
+
+
+def test_a_job_elsewhere_is_looked_for_by_workers_of_every_kind(pair: Pair) -> None:
+    for number in range(20):
+        pair.b.worker(f"w{number}", credit=1, takes=Takes.COMMANDS if number < 19 else Takes.HANDLERS)
+
+    assert "w19" in lookers(pair.b, Hint(server_id="a", ready=("render.x",), ready_jobs=1))
+
+
+def test_delayed_jobs_that_became_ready_are_told_by_their_number(pair: Pair) -> None:
+    pair.a.apply(Won(1))
+    pair.a.turns()
+    pair.a.apply(Elected(1))
+    client = pair.a.client()
+    pair.a.submit(client, "one", "two", not_before=pair.a.clock.wall() + 5.0)
+    pair.hints(pair.a)
+
+    pair.a.pass_time(6.0)
+
+    [hint] = pair.hints(pair.a)
+    assert (len(hint.ready), hint.ready_jobs) == (1, 2)
+
+
+def test_a_worker_that_is_only_busier_than_before_changes_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = pair.b.worker("w2")
+    pair.meet()
+    noted: list[str] = []
+    monkeypatch.setattr(pair.a.broker, "note_live_workers", lambda: noted.append("noted"))
+
+    pair.b.ask(worker, GiveCredit(3))
+    pair.meet()
+    assert noted == []
+
+    pair.b.worker("w3")
+    pair.meet()
+    assert noted == ["noted"]
 
 
 def test_the_own_user_of_one_machine_is_not_that_of_another(pair: Pair) -> None:

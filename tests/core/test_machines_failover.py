@@ -341,36 +341,3 @@ def test_what_a_worker_saved_is_recorded_by_its_next_process(memory_world: World
     assert client.result("a").outcome.result == b"saved"
     assert again.disk == {}
     assert again.jobs == ["b"]
-
-
-def test_what_another_server_has_delivered_is_not_given_back_by_the_one_that_leased_it(three: World) -> None:
-    """The worker leaves while its lease is being committed, and is given the job by the server that it turns to."""
-    first = three.servers[0]
-    client, worker = three.client(to=[first]), three.worker(to=[first])
-    worker.handlers = True  # for a while nothing but the lease says that it runs
-    three.run_until(lambda: three.server_of(worker) is first, 2.0)
-    client.submit_ids("a")
-    client.flush()
-    for link in list(three.links.values()):
-        while link.to_server and link.server is first:
-            three.deliver_to_server(link)
-    # given: the lease is committed, and the server has not heard of it yet
-    while not (first.turn is not None and first.turn.lease):
-        if first.turn is not None:
-            first.commit_turn()
-            first.answer_turn()
-        first.take_turn()
-    first.commit_turn()
-    # when: the worker turns to another server, which reads its lease and delivers it
-    three.freeze_server(first)
-    three.cut(worker)
-    three.run_until(lambda: worker.jobs == ["a"], 5.0, step_s=0.02)
-    assert three.job("a").state is State.ASSIGNED
-    # then: the first server does not take it away
-    three.thaw_server(first)
-    three.run_for(2.0)
-    assert three.job("a").lease is not None
-    assert three.job("a").lease.lease_id in worker.running
-    worker.finish("a")
-    three.run_for(1.0)
-    assert (client.result("a").attempt, worker.runs) == (1, [("a", 1)])

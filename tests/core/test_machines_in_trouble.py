@@ -221,21 +221,6 @@ def test_grants_whose_commit_is_not_known_are_read_back_and_delivered(world: Wor
     assert sorted(worker.runs) == [("a", 1), ("b", 1)]
 
 
-def test_an_end_that_a_duty_made_is_told_although_its_commit_is_not_known(world: World) -> None:
-    client = world.client()
-    client.submit_ids("late", not_after=world.clock.wall() + 5.0)
-    hits: list[Turn] = []
-    world.lose_answer = lambda turn: failing(1, Unavailable("the answer was lost"), hits, "skip")(turn) if late(world) else None
-    world.run_for(10.0)
-    assert hits
-    assert client.result("late").state is State.SKIPPED
-
-
-def late(world: World) -> bool:
-    [job] = world.store.get(["late"])
-    return job is not None and job.state is State.SKIPPED
-
-
 def test_a_watch_that_the_store_could_not_serve_is_asked_again(world: World) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")

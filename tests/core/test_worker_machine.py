@@ -278,6 +278,15 @@ def test_an_ended_attempt_that_is_assigned_again_is_reported_again(bench: Bench)
     assert again.endings[0].outcome.result == b"x"
 
 
+def test_an_id_that_retention_has_freed_runs_again(bench: Bench) -> None:
+    """A new job of the old id begins with attempt 1 as well; only its lease is another one."""
+    bench.hear(assign(grant("a", lease_id="old")))
+    bench.do(Ended("old", Outcome(exit_code=0)))
+    bench.hear(JobsRecorded(["old"]))
+
+    assert only(bench.hear(assign(grant("a", lease_id="new"))), Run) == [Run(grant("a", lease_id="new"))]
+
+
 def test_what_was_let_go_on_an_older_connection_is_given_back_when_it_is_offered_again(bench: Bench) -> None:
     bench.hear(assign())
     bench.lose()

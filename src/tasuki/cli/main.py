@@ -53,6 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "backup": ("backup", "Save the SQLite store of a data folder."),
     "restore": ("restore", "Restore a backup into a data folder."),
     "demo": ("demo", "Show jobs surviving the death of a worker and of the server."),
+    "sim": ("sim", "Whole systems under faults, simulated and judged."),
 }
 """word -> (module below tasuki.cli, what it does)"""
 

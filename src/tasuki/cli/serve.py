@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import ssl
 
     from tasuki.config import Address, DataFolder
+    from tasuki.doors.http.door import HttpDoor
     from tasuki.server.app import Server
 
 logger = logging.getLogger("tasuki.server")
@@ -49,6 +50,11 @@ class Listen(NamedTuple):
     blob_grace_s: float = 3600.0
     blob_budget_bytes: int | None = None
     lead_ttl_s: float = LOCK_TTL_S
+    http: Address | None = None
+    http_if_free: bool = False
+    """Without HTTP rather than not at all, if its port is taken or FastAPI is not installed."""
+    apps: tuple[str, ...] = ()
+    http_lease_ttl_s: float = 60.0
 
 
 class Events:
@@ -112,15 +118,20 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 
 def check(listen: Listen) -> None:
     """Refuse what may not be opened, before anything is."""
+    from tasuki.config import check_app
     from tasuki.doors.tcp import check_listener
     from tasuki.errors import ConfigError
 
     if (listen.tls_cert is None) != (listen.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
-    for address in listen.tcp:
+    for address in (*listen.tcp, *([listen.http] if listen.http is not None else ())):
         check_listener(address, tls=listen.tls_cert is not None, tokens=True, insecure=listen.insecure)
-    if not listen.tcp and not listen.unix:
-        raise ConfigError("nothing to listen on: give --tcp HOST:PORT, or leave --no-unix out")
+    if not listen.tcp and not listen.unix and listen.http is None:
+        raise ConfigError("nothing to listen on: give --tcp HOST:PORT or --http HOST:PORT, or leave --no-unix out")
+    for app in listen.apps:
+        check_app(app)
+    if listen.apps and listen.http is None:
+        raise ConfigError(f"--app {listen.apps[0]} is served over HTTP: give --http HOST:PORT too")
 
 
 class Opened:
@@ -134,10 +145,14 @@ class Opened:
         self._listen = listen
         self._tls = tls
         self._door = TcpDoor(server)
+        self._http = _http_door(server, listen) if listen.http is not None else None
+        self.http_address: Address | None = None
+        self.http_problem = "FastAPI is not installed" if listen.http is not None and self._http is None else ""
 
     async def reopen(self) -> None:
         """Listen everywhere, and note it in the folder."""
         listen = self._listen
+        await self._reopen_http()
         self.addresses = [await self._door.listen_tcp(address, self._tls) for address in listen.tcp]
         if listen.unix:
             self.addresses.append(await self._door.listen_unix(listen.folder.socket))
@@ -147,10 +162,41 @@ class Opened:
             logger.warning("other servers cannot tell peers where this one is; give --advertise tls://HOST:PORT")
         self.server.reachable_at(tuple(map(str, listen.advertise or reachable)))
 
+    async def _reopen_http(self) -> None:
+        from tasuki.errors import ConfigError
+
+        if self._http is None or self._listen.http is None:
+            return
+        try:
+            self.http_address = await self._http.listen(self._listen.http, self._tls)
+        except ConfigError as error:
+            if not self._listen.http_if_free:
+                raise
+            self.http_problem = error.message
+
     async def shut(self) -> None:
-        """Take no more connections; those that are there stay."""
+        """Take no more connections; those that are there stay, but for those over HTTP."""
         note_listening(self._listen.folder, [])
         await self._door.close()
+        if self._http is not None:
+            await self._http.close()
+
+
+def _http_door(server: Server, listen: Listen) -> HttpDoor | None:
+    """FastAPI is imported here, not before: it takes longer than all the rest."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        from tasuki.errors import ConfigError
+
+        if listen.http_if_free:
+            return None
+        raise ConfigError("--http needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'") from None
+    from tasuki.doors.http.call import HttpConfig
+    from tasuki.doors.http.door import HttpDoor
+
+    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s))
 
 
 async def _check_ports(addresses: tuple[Address, ...]) -> None:
@@ -181,7 +227,7 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
     check(listen)
     tls = server_tls(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
     if not listen.folder.root.exists():
-        await _check_ports(listen.tcp)
+        await _check_ports((*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else ())))
     prepare_folder(listen.folder)
     config = ServerConfig(
         server_id=_server_id(),
@@ -203,14 +249,18 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    opened = Opened(server, listen, tls)
+    opened = None
     try:
+        opened = Opened(server, listen, tls)
         await opened.reopen()
-        for address in opened.addresses:
+        for address in (*opened.addresses, *([opened.http_address] if opened.http_address is not None else ())):
             events.tell("listening", str(address), address=str(address), pid=os.getpid())
+        if opened.http_problem:
+            events.tell("without", f"HTTP: {opened.http_problem}", door="http", problem=opened.http_problem)
         await while_open(opened)
     finally:
-        await opened.shut()
+        if opened is not None:
+            await opened.shut()
         await server.stop()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tasuki.cli import options
 from tasuki.cli.command import command
+
+if TYPE_CHECKING:
+    from tasuki.cli.serve import Listen
 
 DEFAULT_TCP = "127.0.0.1:7000"
 
@@ -55,6 +58,17 @@ BlobBudget = Annotated[
     str | None,
     typer.Option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner."),
 ]
+Http = Annotated[
+    str | None,
+    typer.Option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none."),
+]
+App = Annotated[
+    list[str] | None,
+    typer.Option("--app", metavar="NAME", help="With --http: serve /calc/NAME, its jobs and workers. Several times."),
+]
+HttpLeaseTtl = Annotated[
+    float, typer.Option("--http-lease-ttl", metavar="SECONDS", help="How long a silent worker over HTTP keeps its jobs.")
+]
 LeadTtl = Annotated[
     float,
     typer.Option("--lead-ttl", metavar="SECONDS", help="With --store: how soon another server takes over the duties."),
@@ -71,6 +85,7 @@ def add_to(app: typer.Typer) -> None:
             "tasuki server --data /srv/tasuki --tcp 0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem",
             "tasuki server --store postgresql://tasuki@db/tasuki --blobs s3://bucket/tasuki --tcp 10.0.0.1:7000 "
             "--tls-cert cert.pem --tls-key key.pem      # one of several",
+            "tasuki server --http 0.0.0.0:7080 --tls-cert cert.pem --tls-key key.pem --app zpe      # workers behind NAT",
             'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
         ],
     )(server)
@@ -92,6 +107,9 @@ def server(
     blob_grace: BlobGrace = 3600.0,
     blob_budget: BlobBudget = None,
     lead_ttl: LeadTtl = 10.0,
+    http: Http = None,
+    app: App = None,
+    http_lease_ttl: HttpLeaseTtl = 60.0,
     log_level: options.LogLevel = "info",
     json: options.Json = False,
 ) -> int:
@@ -100,7 +118,7 @@ def server(
     SIGTERM or Ctrl-C ends it in order, a second one at once.
     """
     from tasuki.cli import log, serve
-    from tasuki.config import data_folder, parse_listen, parse_size, parse_url
+    from tasuki.config import data_folder, parse_http, parse_listen, parse_size, parse_url
 
     log.configure(log_level, json=json)
     listen = serve.Listen(
@@ -119,19 +137,23 @@ def server(
         blob_grace_s=blob_grace,
         blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
         lead_ttl_s=lead_ttl,
+        http=parse_http(http) if http else None,
+        apps=tuple(dict.fromkeys(app or ())),
+        http_lease_ttl_s=http_lease_ttl,
     )
-    events = serve.Events(json=json)
+    return serve.run_loop(_main(listen))
 
-    async def main() -> int:
-        stop = serve.Stop()
 
-        async def until_stopped(opened: serve.Opened) -> None:
-            root = str(listen.folder.root)
-            events.tell("ready", f"data {root}", data=root, token_file=str(listen.folder.token_file))
-            await stop.wanted.wait()
-            events.tell("stopping")
+async def _main(listen: Listen) -> int:
+    from tasuki.cli.serve import Events, Opened, Stop, hosted
 
-        await serve.hosted(listen, events, until_stopped)
-        return 0
+    events, stop = Events(json=listen.json), Stop()
 
-    return serve.run_loop(main())
+    async def until_stopped(opened: Opened) -> None:
+        root = str(listen.folder.root)
+        events.tell("ready", f"data {root}", data=root, token_file=str(listen.folder.token_file))
+        await stop.wanted.wait()
+        events.tell("stopping")
+
+    await hosted(listen, events, until_stopped)
+    return 0

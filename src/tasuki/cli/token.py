@@ -27,6 +27,14 @@ def add_to(app: typer.Typer) -> None:
             "tasuki token create --kind worker --scope 'render.eu.>' --expires-days 90 > worker.token",
         ],
     )(create)
+    command(
+        tokens,
+        "enroll",
+        examples=[
+            "tasuki token enroll --app zpe > enroll.token      # for one new worker, within 15 minutes",
+            "tasuki token enroll --app zpe --worker-id w-3f9c21ab77de      # that worker gets another token",
+        ],
+    )(enroll)
     command(tokens, "list", examples=["tasuki token list", "tasuki token list --json"])(list_tokens)
     command(tokens, "revoke", examples=["tasuki token revoke 3f9c21ab77de"])(revoke)
     command(tokens, "audit", examples=["tasuki token audit", "tasuki token audit --limit 1000 --json"])(audit)
@@ -74,6 +82,43 @@ def create(
     output = Output(json=json)
     output.show({"token_id": token_id, "kind": kind, "token": secret, "expires_at": expires_at}, lambda: [secret])
     output.hint(f"token {token_id} ({kind}) made; this is the only time that it is shown")
+
+
+def enroll(
+    app: Annotated[str, typer.Option("--app", metavar="NAME", help="The app whose jobs the worker is to run.")],
+    label: Annotated[str, typer.Option("--label", metavar="TEXT", help="For people.")] = "",
+    worker_id: Annotated[
+        str, typer.Option("--worker-id", metavar="ID", help="Register this worker again, instead of a new one.")
+    ] = "",
+    to: options.To = None,
+    data: options.Data = None,
+    token_file: options.TokenFile = None,
+    tls_ca: options.TlsCa = None,
+    json: options.Json = False,
+) -> None:
+    """Make an enrol token: good for one registration over HTTP, within 15 minutes."""
+    import secrets
+
+    from tasuki.config import check_app
+    from tasuki.core.access import ENROL_TOKEN_S, token_sha256
+    from tasuki.core.subject import app_subject
+    from tasuki.server.node import make_secret
+
+    secret, token_id, now = make_secret("enrol"), secrets.token_hex(6), time.time()
+    row = {
+        "token_id": token_id,
+        "kind": "enrol",
+        "sha256": token_sha256(secret),
+        "label": label,
+        "scope": [app_subject(check_app(app))],
+        "worker_id": worker_id,
+        "created_at": now,
+        "expires_at": now + ENROL_TOKEN_S,
+    }
+    with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.create", **row))
+    output = Output(json=json)
+    output.show({"token_id": token_id, "kind": "enrol", "token": secret, "expires_at": row["expires_at"]}, lambda: [secret])
+    output.hint(f"token {token_id} (enrol, for {app}) made; it is good for one registration within 15 minutes")
 
 
 def list_tokens(

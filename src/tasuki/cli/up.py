@@ -16,6 +16,7 @@ import typer
 
 from tasuki.cli import options
 from tasuki.cli.command import command
+from tasuki.cli.server import DEFAULT_TCP, App, Insecure, NoTcp, Tcp, TlsCert, TlsKey
 from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from tasuki.server.app import Server
 
 DEFAULT_FOLDER = Path("tasuki-data")
-DEFAULT_TCP = "127.0.0.1:7000"
+DEFAULT_HTTP = "127.0.0.1:7080"
 IDLE_S = 1.0
 FIRST_CLIENT_S = 10.0  # whoever started an embedded server gets this long to connect
 OWNER_WAIT_S = 15.0  # an embedded server that is just leaving holds the folder a moment longer
@@ -51,16 +52,17 @@ def up(
         Path | None,
         typer.Option("--data", metavar="FOLDER", help="Data folder, made if missing. Default: TASUKI_DATA, else ./tasuki-data."),
     ] = None,
-    tcp: Annotated[
-        list[str] | None,
-        typer.Option("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}."),
+    tcp: Tcp = None,
+    no_tcp: NoTcp = False,
+    http: Annotated[
+        str | None,
+        typer.Option("--http", metavar="HOST:PORT", help=f"Serve HTTP here. Default: {DEFAULT_HTTP}, if that is free."),
     ] = None,
-    no_tcp: Annotated[bool, typer.Option("--no-tcp", help="Listen on the unix socket only.")] = False,
-    tls_cert: Annotated[str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = None,
-    tls_key: Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without TLS: the network is trusted.")
-    ] = False,
+    no_http: Annotated[bool, typer.Option("--no-http", help="No HTTP.")] = False,
+    app: App = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    insecure: Insecure = False,
     workers: Annotated[int, typer.Option("--workers", metavar="N", help="Local worker processes.")] = 1,
     slots: Annotated[
         int | None, typer.Option("--slots", metavar="N", help="Jobs at once in each. Default: one per core.")
@@ -82,7 +84,7 @@ def up(
     """
     from tasuki.cli import log, serve
     from tasuki.cli.workforce import worker_options
-    from tasuki.config import data_folder, parse_listen
+    from tasuki.config import data_folder, parse_http, parse_listen
 
     log.configure(log_level, json=json)
     if workers < 0:
@@ -90,8 +92,17 @@ def up(
     folder = data_folder(data or os.environ.get("TASUKI_DATA") or DEFAULT_FOLDER)
     given = tuple(parse_listen(text) for text in tcp or ())
     default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
+    quiet = no_http or no_tcp or until_idle
     listen = serve.Listen(
-        folder=folder, tcp=() if no_tcp else given or default, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, json=json
+        folder=folder,
+        tcp=() if no_tcp else given or default,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        insecure=insecure,
+        json=json,
+        http=parse_http(http) if http else None if quiet else parse_http(DEFAULT_HTTP),
+        http_if_free=not http,
+        apps=tuple(dict.fromkeys(app or ())),
     )
     words = worker_options(slots, exec_ or [], config, drain_timeout, log_head, log_tail)
     return serve.run_loop(_main(listen, workers, words, until_idle))

@@ -15,7 +15,9 @@ from tasuki.core.subject import check_pattern, matches
 from tasuki.core.verbs import TokenRow
 from tasuki.errors import Forbidden, Unauthorized
 
-TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_"}
+TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}
+ENROL_TOKEN_S = 15 * 60.0
+WORKER_TOKEN_S = 7 * 86400.0  # of one that a worker got by registering; it asks for the next one in time
 
 
 class Kind(enum.StrEnum):
@@ -24,6 +26,8 @@ class Kind(enum.StrEnum):
     ADMIN = "admin"
     CLIENT = "client"
     WORKER = "worker"
+    ENROL = "enrol"
+    """Good for one thing, once: to register a worker."""
     NODE = "node"
     """A process of the server's own user on its unix socket: admin rights, and it may run as a worker too."""
 
@@ -37,6 +41,8 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     scope: tuple[str, ...] = ()
     token_id: str = ""
     expires_at: float | None = None
+    worker_id: str = ""
+    """The only worker that it may be, or (an enrol token) register."""
 
     def expired(self, now_wall: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now_wall
@@ -60,6 +66,10 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     def check_worker(self) -> None:
         if self.kind not in (Kind.WORKER, Kind.NODE):
             raise Forbidden(f"a {self.kind} token cannot run jobs; make one with: tasuki token create --kind worker")
+
+    def check_worker_id(self, worker_id: str) -> None:
+        if self.worker_id and self.worker_id != worker_id:
+            raise Forbidden(f"this token belongs to worker {self.worker_id!r}, not to {worker_id[:64]!r}")
 
     def check_patterns(self, patterns: tuple[str, ...]) -> None:
         """A worker token with a scope may subscribe only to what lies inside it."""
@@ -101,4 +111,5 @@ def identify(token: TokenRow | None, now_wall: float) -> Identity:
         raise Unauthorized(f"token {token.token_id} has expired")
     if token.kind not in TOKEN_PREFIXES:
         raise Unauthorized(f"token {token.token_id} is of kind {token.kind!r}, which cannot come in here")
-    return Identity(Kind(token.kind), f"token:{token.token_id}", token.scope, token.token_id, token.expires_at)
+    name = f"token:{token.token_id}"
+    return Identity(Kind(token.kind), name, token.scope, token.token_id, token.expires_at, token.worker_id)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tasuki.core import greeting, requests, settle, workers
+from tasuki.core import enrolment, greeting, requests, settle, workers
+from tasuki.core.access import Kind
 from tasuki.core.broker_events import (
     BlobArrived,
     BlobPiece,
@@ -175,7 +176,7 @@ class Broker:
         session.heard_at = now.monotonic
         try:
             if isinstance(session, WorkerSession):
-                return workers.received(self, session, message)
+                return workers.received(self, session, message, now)
             if isinstance(session, ClientSession):
                 return self._from_client(session, message)
             return greeting.hello(self, session, message, now)
@@ -198,6 +199,8 @@ class Broker:
 
     def _from_client(self, client: ClientSession, message: Message) -> list[Command]:
         assert client.identity is not None
+        if client.identity.kind is Kind.ENROL:
+            enrolment.check_enrolment(message)
         match message:
             case SubmitJobs():
                 return requests.submit(self, client, client.identity, message)

@@ -151,6 +151,7 @@ class Draft:
             self.held,
             self.token,
             self.token_routes,
+            self.revoke_token,
             self.place_blobs,
             self.blobs_stored,
             self.submit_routes,

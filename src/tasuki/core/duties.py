@@ -130,7 +130,7 @@ class Duties:
             broker.fellows.ended += answers.skip
         if answers.promote.subjects:
             broker.look_for(answers.promote.subjects, backlog=True)
-            broker.fellows.ready.update(answers.promote.subjects)
+            broker.fellows.ready.add_some(answers.promote.subjects, answers.promote.count)
         if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
             self._duty_at = 0.0
         if answers.prune:

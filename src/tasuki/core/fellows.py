@@ -8,8 +8,10 @@ that a hint tells is also looked for, a little later, by whoever needs it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tasuki.core.broker_events import AskEnded, AskRevoked, Publish
@@ -18,6 +20,7 @@ from tasuki.core.machine import Now, Send
 from tasuki.core.members import ServerInfo, WorkerInfo
 from tasuki.core.protocol import CancelLeases
 from tasuki.core.sessions import WorkerSession
+from tasuki.core.verbs import Takes
 from tasuki.errors import ProtocolError, Unauthorized
 
 if TYPE_CHECKING:
@@ -27,6 +30,33 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 1.0  # a revoked token must be noticed within 2 s, whether or not the hint came
 POLLED_JOBS = 4_000  # watched jobs that are looked up at each poll, in turns: some 20 ms of an index
 READY_SUBJECTS_MAX = 64  # more in one turn are told as "look at everything"
+SPARE_LOOKERS = 1  # workers that look for another server's job, beside one for each: some may have fallen silent
+LOOKED_AT_MAX = (
+    64  # of our workers for one such hint; where nearly all are busy, finding an idle one is not worth a longer search
+)
+
+_takes_what = attrgetter("worker_id", "patterns")
+
+
+class ReadySubjects:
+    """Where jobs became ready that no worker of ours took, and how many."""
+
+    def __init__(self) -> None:
+        self.subjects: dict[str, None] = {}
+        self.jobs = 0
+
+    def __len__(self) -> int:
+        return len(self.subjects)
+
+    def add(self, subject: str) -> None:
+        """One more job of this subject."""
+        self.subjects[subject] = None
+        self.jobs += 1
+
+    def add_some(self, subjects: Iterable[str], jobs: int) -> None:
+        """So many jobs, spread over these subjects."""
+        self.subjects.update(dict.fromkeys(subjects))
+        self.jobs += jobs
 
 
 class Fellows:
@@ -35,12 +65,15 @@ class Fellows:
     def __init__(self) -> None:
         self.servers: dict[str, ServerInfo] = {}
         self.detached: frozenset[str] = frozenset()
+        self._takers: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {}
+        """By server: its workers and their patterns, as last noted by the broker."""
         self._poll_at = 0.0
         self._watched: Iterator[str] = iter(())
+        self._next_looker = 0
         self._forget_hint()
 
     def _forget_hint(self) -> None:
-        self.ready: set[str] = set()
+        self.ready = ReadySubjects()
         self.ended: list[str] = []
         self.canceled: list[tuple[str, str]] = []
         self.moved: list[tuple[str, str]] = []
@@ -51,7 +84,10 @@ class Fellows:
         """Who is alive now, and which workers are to be given nothing more."""
         self.servers = {info.server_id: info for info in servers if info.server_id != broker.config.server_id}
         was_detached, self.detached = self.detached, detached
-        broker.note_live_workers()
+        takers = {server_id: tuple(map(_takes_what, info.workers)) for server_id, info in self.servers.items()}
+        if takers != self._takers or was_detached != detached:  # else only their loads changed, as in most seconds
+            self._takers = takers
+            broker.note_live_workers()
         if was_detached - detached:
             broker.look_everywhere()
 
@@ -84,7 +120,8 @@ class Fellows:
         everything = self.everything or len(self.ready) > READY_SUBJECTS_MAX
         hint = Hint(
             server_id=server_id,
-            ready=() if everything else tuple(sorted(self.ready)),
+            ready=() if everything else tuple(sorted(self.ready.subjects)),
+            ready_jobs=0 if everything else self.ready.jobs,
             ended=tuple(self.ended),
             canceled=tuple(self.canceled),
             moved=tuple(self.moved),
@@ -105,7 +142,7 @@ class Fellows:
             broker.look_everywhere()
             self._poll_at = 0.0
         elif hint.ready:
-            broker.look_for(hint.ready, backlog=True)
+            self._look_for(broker, hint)
         broker.ask_ends(hint.ended)
         for worker_id, lease_id in hint.canceled:
             worker = broker.workers.get(worker_id)
@@ -118,13 +155,38 @@ class Fellows:
                 commands += broker.hang_up(worker.conn, moved)
         return commands + self.revoked(broker, hint.tokens)
 
+    def _look_for(self, broker: Broker, hint: Hint) -> None:
+        """Some of our workers look for another server's jobs: as many as there are jobs, however many are idle. With all of them,
+        one job would be asked for by thousands."""
+        if not hint.ready_jobs:
+            broker.look_for(hint.ready, backlog=True)
+            return
+        enough = hint.ready_jobs + SPARE_LOOKERS
+        for subject in hint.ready:
+            named = broker.workers.get(subject.rpartition(".")[2])
+            if named is not None and named.account.available:
+                broker.look(named, backlog=True)
+            able = broker.trie.match(subject)
+            sent: Counter[Takes] = Counter()
+            for _ in able[:LOOKED_AT_MAX]:
+                self._next_looker = (self._next_looker + 1) % len(able)
+                worker = broker.sessions.get(able[self._next_looker])
+                if isinstance(worker, WorkerSession) and sent[worker.takes] < enough and self._can_look(worker):
+                    sent[worker.takes] += 1  # apart, because the job may be of a kind that only some of them run
+                    broker.look(worker, backlog=True)
+                    if sent[Takes.ANY] >= enough:
+                        break
+
+    def _can_look(self, worker: WorkerSession) -> bool:
+        return bool(worker.account.available) and not (worker.reading or worker.resuming or worker.worker_id in self.detached)
+
     def revoked(self, broker: Broker, token_ids: Iterable[str]) -> list[Command]:
         """These tokens are good for nothing any more: their connections end."""
         gone = set(token_ids)
         commands: list[Command] = []
         if gone:
             for session in list(broker.sessions.values()):
-                if session.identity is not None and session.identity.token_id in gone:
+                if session.identity is not None and session.identity.token_id in gone and not session.spending:
                     error = Unauthorized(f"token {session.identity.token_id} was revoked")
                     commands += broker.hang_up(session.conn, error)
         return commands

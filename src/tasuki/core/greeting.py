@@ -5,6 +5,7 @@ A Hello with a token waits for the store to look the token up; one without is we
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from tasuki.core.access import Identity, Kind, identify, token_sha256
@@ -69,7 +70,12 @@ def servers_for(broker: Broker, peer: Peer) -> tuple[str, ...]:
     all_of_them = (*broker.addresses, *broker.fellows.addresses)
     if peer.local:
         return all_of_them
-    return tuple(url for url in all_of_them if not parse_url(url)[0].loopback)
+    return tuple(url for url in all_of_them if not _is_loopback(url))
+
+
+@lru_cache(1024)  # asked again for every heartbeat of every peer
+def _is_loopback(url: str) -> bool:
+    return parse_url(url)[0].loopback
 
 
 def _own_name(broker: Broker, uid: int) -> str:
@@ -132,6 +138,7 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
 def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, identity: Identity) -> WorkerSession:
     identity.check_worker()
     check_name(hello.worker_id, "worker_id")
+    identity.check_worker_id(hello.worker_id)
     check_name(hello.incarnation, "incarnation")
     if "." in hello.worker_id:
         raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
@@ -166,10 +173,17 @@ def _replace_worker(broker: Broker, worker: WorkerSession) -> list[Command]:
     old = broker.workers.get(worker.worker_id)
     if old is None:
         return []
-    if old.identity is not None and worker.identity is not None and old.identity.name != worker.identity.name:
+    if not _are_one(old.identity, worker.identity):
         raise Forbidden(f"worker_id {worker.worker_id!r} is in use by a worker with another token; choose another --worker-id")
     if old.incarnation == worker.incarnation:
         return broker.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: a new connection of it has taken its place"))
     # INVALID is final for a worker: two processes of one id would otherwise push each other out for ever.
     taken = f"worker {worker.worker_id!r}: a new start of it has taken its place; every worker needs an id of its own"
     return broker.hang_up(old.conn, InvalidInput(taken))
+
+
+def _are_one(old: Identity | None, new: Identity | None) -> bool:
+    """The same token, or another one that is bound to the same worker: it was rotated."""
+    if old is None or new is None or old.name == new.name:
+        return True
+    return bool(old.worker_id) and old.worker_id == new.worker_id

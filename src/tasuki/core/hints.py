@@ -43,6 +43,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """job_ids that became terminal."""
     ready: tuple[_Subject, ...] = ()
     """Subjects that have new ready jobs."""
+    ready_jobs: int = 0
+    """How many jobs these are in all; 0: not known, as in a hint that was cut into pieces."""
 
     @property
     def empty(self) -> bool:

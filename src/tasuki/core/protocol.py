@@ -6,7 +6,7 @@ Who sends what:
     client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat
     server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage
     worker → server   HelloWorker GiveCredit Subscribe JobsStarted JobsFinished JobsReleased Heartbeat BlobPut BlobGet Chunk
-                      LogPiece
+                      LogPiece Request
     server → worker   Welcome AssignJobs JobsRecorded CancelLeases HeartbeatAnswer Reply Chunk ErrorMessage ReadLog
 """
 
@@ -211,7 +211,7 @@ class ErrorMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GiveCredit(msgspec.Struct, frozen=True):
-    """I will take so many more jobs."""
+    """I will take so many more jobs; negative: so many fewer than I said."""
 
     credit: int
 

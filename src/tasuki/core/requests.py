@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tasuki.core.access import Identity
+from tasuki.core import enrolment
+from tasuki.core.access import TOKEN_PREFIXES, Identity, Kind
 from tasuki.core.broker_events import Detach, Query
 from tasuki.core.draft import BlobRoute, SubmitRoute, TokenRoute
 from tasuki.core.ids import check_name
@@ -55,7 +56,7 @@ def submit(broker: Broker, client: ClientSession, identity: Identity, message: S
             continue
         if indexes is not None:
             indexes.append(index)
-        subjects.add(spec.subject)
+        subjects[spec.subject] = None
         broker.draft.size_bytes += len(spec.payload)
         into.append(Submission(spec, submitter, body_hash(spec)))
     count = len(message.specs)
@@ -107,6 +108,10 @@ def request(broker: Broker, client: ClientSession, identity: Identity, request: 
     if verb in TOKEN_VERBS:
         identity.check_admin(verb)
         return _token_order(broker, client, request, identity)
+    if verb == enrolment.REGISTER:
+        return enrolment.register(broker, client.conn, request, identity)
+    if verb == enrolment.REVOKE:
+        return enrolment.revoke(broker, client.conn, request, identity)
     verbs = sorted(READ_VERBS | TOKEN_VERBS | {"logs", "watch", "requeue", "workers", "servers", "detach", "attach"})
     raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 
@@ -118,9 +123,13 @@ def _token_order(broker: Broker, client: ClientSession, request: Request, identi
             row = msgspec.convert(request.params, TokenRow)
         except msgspec.ValidationError as error:
             raise InvalidInput(f"token.create: {error}") from None
-        if row.kind not in ("admin", "client", "worker"):
-            raise InvalidInput(f"a token's kind must be admin, client or worker, got {row.kind[:40]!r}")
+        if row.kind not in TOKEN_PREFIXES:
+            raise InvalidInput(f"a token's kind must be {', '.join(TOKEN_PREFIXES)}, got {row.kind[:40]!r}")
+        if row.kind == Kind.ENROL:
+            enrolment.check_enrol_row(row)
         check_name(row.token_id, "token_id")
+        if row.worker_id:
+            check_name(row.worker_id, "worker_id")
         if len(row.sha256) != 64 or not set(row.sha256) <= set("0123456789abcdef"):
             raise InvalidInput("token.create: sha256 must be the 64 lower-case hex digits of the secret's hash, never the secret")
         for pattern in row.scope:

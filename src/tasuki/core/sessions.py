@@ -35,6 +35,8 @@ class Session(msgspec.Struct):
     hello_seen: bool = False
     servers_told: tuple[str, ...] = ()
     """Where else it was told to turn to."""
+    spending: bool = False
+    """It is exchanging the token that it came with, and must hear what it gets for it."""
 
 
 class ClientSession(Session):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from tasuki.core import greeting
+from tasuki.core import enrolment, greeting
 from tasuki.core.access import Identity
 from tasuki.core.broker_events import DeleteBlobs, ReceiveBlob
 from tasuki.core.draft import ActRoute, BlobRoute, CheckRoute, Draft, LeaseRoute, Slice, SubmitRoute, TokenRoute
@@ -85,7 +85,10 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
     for index, hello in enumerate(draft.hello_routes):
         out += greeting.token_known(broker, hello, answers.token[index], now)
     for token in draft.token_routes:
-        _token_done(broker, token, answers, out)
+        if token.verb in enrolment.VERBS:
+            out += enrolment.token_done(broker, token, answers, now)
+        else:
+            _token_done(broker, token, answers, out)
     if draft.left_out:
         _look_for_the_rest(broker, draft, answers)
     if answers.release:  # a job whose cancel was asked for ends when it is given back
@@ -343,17 +346,22 @@ def _checked(
 ) -> None:
     """The rows are read: is the caller allowed to do what it asked for? All of it, or nothing happens."""
     if route.action == "ends":
-        for job in jobs:
-            if job is not None and job.state in TERMINAL:
+        for job_id, job in zip(job_ids, jobs, strict=True):
+            if job is None:
+                _gone(broker, job_id, out)
+            elif job.state in TERMINAL:
                 _notify(broker, result_of(job), results)
         return
     session = broker.sessions.get(route.conn)
     if not isinstance(session, ClientSession) or session.identity is None:
         return
     if route.action == "results":  # whoever gets here was allowed to see them when it submitted them
-        for job in jobs:
+        for job_id, job in zip(job_ids, jobs, strict=True):
             if job is not None:
                 _watch(broker, session, job, results)
+            else:
+                broker.watch(session, job_id)
+                _gone(broker, job_id, out)
         return
     refusal = _refusal(session.identity, jobs, job_ids)
     if refusal is not None:
@@ -370,6 +378,13 @@ def _checked(
     start = len(orders)
     orders.extend((job_id, session.identity.name, route.reason) for job_id in job_ids)
     broker.draft.act_routes.append(ActRoute(route.conn, route.msg_id, start, len(orders), route.action))
+
+
+def _gone(broker: Broker, job_id: str, out: list[Command]) -> None:
+    """Retention has deleted a job before those who watch it were told its end: they connect again, ask, and hear so."""
+    watching = broker.watchers.get(job_id, [])
+    for conn in list(watching) if isinstance(watching, list) else [watching]:
+        out += broker.hang_up(conn, Unavailable(f"job {job_id} was deleted before its end could be told; ask again"))
 
 
 def _refusal(identity: Identity, jobs: Sequence[Job | None], job_ids: list[str]) -> TasukiError | None:

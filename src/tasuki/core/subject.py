@@ -107,6 +107,11 @@ def group_of(subject: str) -> str:
     return subject.partition(".")[0]
 
 
+def app_subject(app: str) -> str:
+    """Where the jobs of an app go that is served over HTTP or kept in Redis; the app is their group."""
+    return f"job.assign.{app}"
+
+
 def literal_prefix(pattern: str) -> str:
     """The tokens before the first wildcard: `render.eu.*` gives `render.eu`, `>` gives the empty text.
 

@@ -158,6 +158,8 @@ class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_default
     label: str = ""
     scope: tuple[str, ...] = ()
     """Patterns of subjects that it may use besides its own jobs; a worker token with a scope may subscribe only within it."""
+    worker_id: str = ""
+    """The only worker that may use it. Of an enrol token: the worker that it registers again; empty: a new one."""
     created_at: float = 0.0
     created_by: str = ""
     expires_at: float | None = None

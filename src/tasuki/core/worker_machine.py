@@ -68,7 +68,7 @@ from tasuki.core.worker_events import (
 )
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
-SEEN_S = 600.0  # how long an (id, attempt) is remembered, so that a delivery that comes twice is run once
+SEEN_S = 600.0  # how long a lease is remembered, so that a delivery that comes twice is run once
 GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
 SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
 STARTED_AFTER_S = 0.1  # an attempt that ends sooner spares the store a write
@@ -109,9 +109,9 @@ class WorkerMachine:
         self._answered_at = 0.0
         self._beat_at = 0.0
         self._beats: dict[int, tuple[float, list[str]]] = {}
-        self._seen: dict[tuple[str, int], int] = {}
-        """Attempts that were delivered, and on which connection."""
-        self._seen_order: deque[tuple[float, tuple[str, int]]] = deque()
+        self._seen: dict[str, int] = {}
+        """Leases that were delivered, and on which connection."""
+        self._seen_order: deque[tuple[float, str]] = deque()
         self._places = Places(identity.capacity, identity.ahead)
         self._credit_later: deque[float] = deque()
         """When places are open again that could not start anything."""
@@ -228,13 +228,12 @@ class WorkerMachine:
         commands: list[Command] = []
         deadline = _deadline(self._answered_at, message.ttl_s)
         for grant in message.grants:
-            key = (grant.job_id, grant.attempt)
             claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
-            if key in self._seen or grant.lease_id in self.held:
-                self._seen_again(key, claim)
+            if grant.lease_id in self._seen or grant.lease_id in self.held:
+                self._seen_again(claim)
                 continue
-            self._seen[key] = self._conn or 0
-            self._seen_order.append((now.monotonic + SEEN_S, key))
+            self._seen[grant.lease_id] = self._conn or 0
+            self._seen_order.append((now.monotonic + SEEN_S, grant.lease_id))
             if self.draining or deadline <= now.monotonic:
                 # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
                 self._release(claim)
@@ -269,12 +268,12 @@ class WorkerMachine:
             held.waiting, held.received_at = None, now.monotonic
         return commands
 
-    def _seen_again(self, key: tuple[str, int], claim: Claim) -> None:
+    def _seen_again(self, claim: Claim) -> None:
         held = self.held.get(claim.lease_id)
         if held is None:
-            if self._seen[key] != self._conn:
+            if self._seen[claim.lease_id] != self._conn:
                 # We let it go, and the word on it was lost with its connection: for the store it still waits for us.
-                self._seen[key] = self._conn or 0
+                self._seen[claim.lease_id] = self._conn or 0
                 self._release(claim)
             return
         if held.ending is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tasuki.core import greeting, requests
+from tasuki.core import enrolment, greeting, requests
 from tasuki.core.broker_events import BlobPiece, SendBlob
 from tasuki.core.draft import Slice
 from tasuki.core.job import Progress
 from tasuki.core.logs import checked_progress
-from tasuki.core.machine import Send
+from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import (
     BlobGet,
     BlobPut,
@@ -24,6 +24,7 @@ from tasuki.core.protocol import (
     LogPiece,
     Message,
     Reply,
+    Request,
     Subscribe,
 )
 from tasuki.core.reports import check_attempts, storable
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 NO_PROGRESS: Mapping[str, Progress] = {}
 
 
-def received(broker: Broker, worker: WorkerSession, message: Message) -> list[Command]:
+def received(broker: Broker, worker: WorkerSession, message: Message, now: Now) -> list[Command]:
     draft = broker.draft
     match message:
         case JobsFinished():
@@ -69,6 +70,9 @@ def received(broker: Broker, worker: WorkerSession, message: Message) -> list[Co
         case BlobGet():
             assert worker.identity is not None
             return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
+        case Request():
+            assert worker.identity is not None
+            return enrolment.rotate(broker, worker.conn, message, worker.identity, now)
         case LogPiece():
             return broker.logs.arrived(broker, worker, message)
         case _:

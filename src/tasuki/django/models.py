@@ -335,6 +335,8 @@ class Token(models.Model):
     expires_at = UnixTimeField(null=True)
     revoked_at = UnixTimeField(null=True)
     revoked_by = NameField(max_length=255, db_default="")
+    worker_id = NameField(max_length=64, db_default="")
+    """The only worker that may use it."""
 
     def __str__(self) -> str:
         return f"{self.token_id} ({self.kind})"

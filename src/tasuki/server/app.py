@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -59,6 +59,7 @@ from tasuki.server.transfers import Transfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
 
+T = TypeVar("T")
 logger = logging.getLogger("tasuki.server")
 TICK_S = 0.1
 LATE_RESULTS = 64  # results of up to 64 KiB each that are read for a slow peer at once
@@ -462,9 +463,13 @@ class Server:
         except TasukiError as error:
             link.send(error_message(command.msg_id, error))
 
+    async def ask(self, question: Callable[[Reader], T]) -> T:
+        """What the store says, read on a connection of its own."""
+        return await self._readers.ask(question)
+
     async def highest_epoch(self) -> int:
         """Of all that ever led this store."""
-        return (await self._readers.ask(lambda reader: reader.epoch()))[0]
+        return (await self.ask(lambda reader: reader.epoch()))[0]
 
     async def _send_blob(self, command: SendBlob) -> None:
         link = self._links.get(command.conn)

@@ -246,7 +246,7 @@ def outcome_values(outcome: Outcome | None, state: State) -> tuple[Any, ...]:
 
 
 def token_of(row: tuple[Any, ...]) -> TokenRow:
-    token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by = row
+    token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id = row
     return TokenRow(
         token_id=token_id,
         kind=kind,
@@ -258,6 +258,7 @@ def token_of(row: tuple[Any, ...]) -> TokenRow:
         expires_at=expires_at,
         revoked_at=revoked_at,
         revoked_by=revoked_by,
+        worker_id=worker_id,
     )
 
 
@@ -274,4 +275,5 @@ def token_values(token: TokenRow) -> tuple[Any, ...]:
         token.expires_at,
         token.revoked_at,
         token.revoked_by,
+        token.worker_id,
     )

@@ -317,7 +317,8 @@ class Store(Protocol):
         ...
 
     def revoke_token(self, token_id: str, *, actor: str) -> bool:
-        """Mark it revoked, and write it into the audit; False if unknown or revoked before."""
+        """Mark it revoked, and write it into the audit; False if unknown or revoked before. Of several who do it one gets True:
+        that is how an enrol token is used once."""
         ...
 
     def revoked_among(self, token_ids: Sequence[str]) -> list[str]:

@@ -1,21 +1,23 @@
 """The peers of a `World` (harness.py): a client's and a worker's machine, each with what its driver would keep, and their links.
 
-Touches nothing: bytes go into lists, and the world moves them.
+Touches nothing: bytes go into lists, and the world moves them. The simulator (`sim/`) has peers of the same kinds, and another
+world: what a peer needs of either is `Surroundings`, and what happens in time in only one of them is a method of its own here.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tasuki.core.address import Address
 from tasuki.core.client_machine import Answered, Arrived, Call, ClientMachine, Failed, Watch, WatchRefused
 from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.client_machine import Event as ClientEvent
 from tasuki.core.job import JobSpec, Outcome
-from tasuki.core.machine import Hangup, Peer, Send
+from tasuki.core.machine import Hangup, Now, Peer, Send
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
     Accepted,
@@ -49,8 +51,20 @@ from tasuki.errors import TasukiError
 from tasuki.wire.frames import FrameDecoder
 
 if TYPE_CHECKING:
-    from tasuki.testing.harness import World
     from tasuki.testing.harness_servers import ServerNode
+
+
+class Surroundings(Protocol):
+    """What a peer needs of the world that it lives in."""
+
+    random: random.Random
+    """For the jitter of its machine."""
+
+    def now(self) -> Now: ...
+    def send_to_server(self, node: Any, conn: int, message: Message) -> None: ...
+    def dial(self, node: Any, address: Address) -> None: ...
+    def close_from_node(self, node: Any, reason: str) -> None: ...
+    def exit(self, node: Any) -> None: ...
 
 
 class Link:
@@ -80,7 +94,7 @@ class Link:
 class Node:
     """One peer of the server: a machine and what its driver would keep."""
 
-    def __init__(self, world: World, name: str, peer: Peer) -> None:
+    def __init__(self, world: Surroundings, name: str, peer: Peer) -> None:
         self.world = world
         self.name = name
         self.peer = peer
@@ -93,8 +107,15 @@ class Node:
     def awake(self) -> bool:
         return not (self.frozen or self.dead)
 
+    def now(self) -> Now:
+        """What its clocks say."""
+        return self.world.now()
+
     def apply(self, event: Any) -> None:
         raise NotImplementedError
+
+    def _dial(self, wanted: Connect) -> None:
+        self.world.dial(self, wanted.address)
 
     def flush(self) -> None:
         """Workers say at the end of a turn of their loop what they have to say."""
@@ -103,7 +124,7 @@ class Node:
 class ClientNode(Node):
     """A client process: what it asked, what it was told."""
 
-    def __init__(self, world: World, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
+    def __init__(self, world: Surroundings, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
         super().__init__(world, name, peer)
         hello = HelloClient(msg_id=0, client_id=name, token=token)
         self.machine = ClientMachine(hello, addresses=addresses, jitter=world.random.random)
@@ -116,7 +137,7 @@ class ClientNode(Node):
         self._tickets = itertools.count(1)
 
     def apply(self, event: ClientEvent) -> None:
-        for command in self.machine.apply(event, self.world.now()):
+        for command in self.machine.apply(event, self.now()):
             self._perform(command)
 
     def _perform(self, command: ClientCommand) -> None:
@@ -124,19 +145,25 @@ class ClientNode(Node):
             case Send():
                 self.world.send_to_server(self, command.conn, command.message)
             case Answered():
-                self.answers[command.ticket] = command
-                self._accepted(command)
+                self._answered(command)
             case Arrived():
-                for item in command.items:
-                    self.results.setdefault(item.job_id, []).append(item)
+                self._arrived(command)
             case Connect():
-                self.world.dial(self, command.address)
+                self._dial(command)
             case Hangup():
                 self.world.close_from_node(self, "the client hung up")
             case WatchRefused():
                 self.refused.update(dict.fromkeys(command.job_ids, command.error))
             case Failed():
                 self.failed = command.error
+
+    def _arrived(self, arrived: Arrived) -> None:
+        for item in arrived.items:
+            self.results.setdefault(item.job_id, []).append(item)
+
+    def _answered(self, answered: Answered) -> None:
+        self.answers[answered.ticket] = answered
+        self._accepted(answered)
 
     def _accepted(self, answered: Answered) -> None:
         specs = self._submits.pop(answered.ticket, None)
@@ -181,7 +208,9 @@ class ClientNode(Node):
 class WorkerNode(Node):
     """A worker process. Attempts run until the test ends them; a stopped one ends at once."""
 
-    def __init__(self, world: World, name: str, peer: Peer, identity: WorkerIdentity, addresses: Sequence[Address]) -> None:
+    def __init__(
+        self, world: Surroundings, name: str, peer: Peer, identity: WorkerIdentity, addresses: Sequence[Address]
+    ) -> None:
         super().__init__(world, name, peer)
         self.identity = identity
         self.machine = WorkerMachine(identity, addresses=addresses, jitter=world.random.random)
@@ -196,41 +225,50 @@ class WorkerNode(Node):
         """Its attempts are handlers in its loop: a start is reported only if they take longer."""
 
     def apply(self, event: WorkerEvent) -> None:
-        for command in self.machine.apply(event, self.world.now()):
+        for command in self.machine.apply(event, self.now()):
             self._perform(command)
 
     def flush(self) -> None:
-        for command in self.machine.flush(self.world.now()):
+        for command in self.machine.flush(self.now()):
             self._perform(command)
 
     def _perform(self, command: WorkerCommand) -> None:
         match command:
             case Send():
                 self.world.send_to_server(self, command.conn, command.message)
-            case Run(grant):
-                self.running[grant.lease_id] = grant
-                self.runs.append((grant.job_id, grant.attempt))
-                self._started(grant.lease_id)
+            case Run():
+                self._run(command.grant)
             case Stop():
-                grant = self.running.pop(command.lease_id)
-                self.stopped.append((grant.job_id, command.reason))
-                self.apply(Ended(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
+                self._stop(command)
             case Save():
-                self.disk[command.ending.lease_id] = command.ending
+                self._save(command.ending)
             case Forget():
                 self.disk.pop(command.lease_id, None)
                 self.forgotten.append((command.lease_id, command.fenced))
             case Connect():
-                self.world.dial(self, command.address)
+                self._dial(command)
             case Hangup():
                 self.world.close_from_node(self, "the worker hung up")
             case Exit():
                 self.exited = command
                 self.world.exit(self)
 
+    def _run(self, grant: Grant) -> None:
+        self.running[grant.lease_id] = grant
+        self.runs.append((grant.job_id, grant.attempt))
+        self._started(grant.lease_id)
+
+    def _stop(self, command: Stop) -> None:
+        grant = self.running.pop(command.lease_id)
+        self.stopped.append((grant.job_id, command.reason))
+        self.apply(Ended(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
+
+    def _save(self, ending: Ending) -> None:
+        self.disk[ending.lease_id] = ending
+
     def _started(self, lease_id: str) -> None:
         if self.handlers:
-            self.machine.handler_started(lease_id, self.world.clock.wall())
+            self.machine.handler_started(lease_id, self.now().wall)
         else:
             self.apply(Started(lease_id))
 

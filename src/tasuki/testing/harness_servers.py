@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasuki.core.address import Address
 from tasuki.core.broker import Broker, error_message
@@ -30,7 +30,7 @@ from tasuki.core.broker_events import Command as BrokerCommand
 from tasuki.core.broker_events import Event as BrokerEvent
 from tasuki.core.hints import Hint
 from tasuki.core.job import Job
-from tasuki.core.machine import Hangup, Send
+from tasuki.core.machine import Hangup, Now, Send
 from tasuki.core.protocol import Message, Reply
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import StaleEpoch, TasukiError
@@ -76,8 +76,16 @@ class ServerNode:
         if not self._shared:  # whoever opens such a store leads it
             epoch = self.world.store.epoch()[0] + 1
             assert self.world.store.take_over(self.server_id, epoch)
+        self._begin(epoch)
+
+    def _begin(self, epoch: int, **settings: Any) -> None:
         config = BrokerConfig(
-            server_id=self.server_id, epoch=epoch, shared=self._shared, own_uid=OWN_UID, lease_ttl_s=self._lease_ttl_s
+            server_id=self.server_id,
+            epoch=epoch,
+            shared=self._shared,
+            own_uid=OWN_UID,
+            lease_ttl_s=self._lease_ttl_s,
+            **settings,
         )
         self.broker = Broker(config)
         self.broker.addresses = (str(self.address),)
@@ -88,33 +96,50 @@ class ServerNode:
         self.frozen = False
         self.hints.clear()
 
+    def now(self) -> Now:
+        """What its clocks say."""
+        return self.world.now()
+
     def apply(self, event: BrokerEvent) -> None:
         if self.broker is not None:
-            self._perform(self.broker.apply(event, self.world.now()))
+            self._perform(self.broker.apply(event, self.now()))
 
     def _perform(self, commands: list[BrokerCommand]) -> None:
-        world = self.world
         for command in commands:
             match command:
                 case Send():
                     self._send(command.conn, command.message)
                 case Hangup():
-                    error = command.error
-                    world.hang_up(command.conn, encode(error_message(0, error)) if error else b"", error.message if error else "")
+                    self._hang_up(command)
                 case Query():
                     self._answer_query(command)
-                case Publish():
-                    world.hint(self, command.hint)
-                case TookOver():
-                    self.apply(Elected(command.epoch if command.done else 0))
-                case Deposed():
-                    self.apply(Elected(0))
-                case AskEnded():
-                    self.apply(SomeEnded(world.store.ended_among(command.job_ids)))
-                case AskRevoked():
-                    self.apply(SomeRevoked(world.store.revoked_among(command.token_ids)))
+                case Publish() | TookOver() | Deposed():
+                    self._told(command)
+                case AskEnded() | AskRevoked():
+                    self._ask(command)
                 case _:
                     raise AssertionError(f"no blobs travel in this world: {command}")
+
+    def _hang_up(self, command: Hangup) -> None:
+        error = command.error
+        last_words = encode(error_message(0, error)) if error else b""
+        self.world.hang_up(command.conn, last_words, error.message if error else "")
+
+    def _told(self, command: Publish | TookOver | Deposed) -> None:
+        """What concerns the other servers; the world is also the election, and counts every win."""
+        match command:
+            case Publish():
+                self.world.hint(self, command.hint)
+            case TookOver():
+                self.apply(Elected(command.epoch if command.done else 0))
+            case Deposed():
+                self.apply(Elected(0))
+
+    def _ask(self, command: AskEnded | AskRevoked) -> None:
+        if isinstance(command, AskEnded):
+            self.apply(SomeEnded(self.world.store.ended_among(command.job_ids)))
+        else:
+            self.apply(SomeRevoked(self.world.store.revoked_among(command.token_ids)))
 
     def _send(self, conn: int, message: Message) -> None:
         link = self.world.links.get(conn)
@@ -132,7 +157,7 @@ class ServerNode:
         """If it has none under way, the store takes what the broker has drafted."""
         if self.broker is None or self.frozen or self.turn is not None:
             return False
-        self.turn = self.broker.next_turn(self.world.now())
+        self.turn = self.broker.next_turn(self.now())
         return self.turn is not None
 
     def commit_turn(self) -> None:

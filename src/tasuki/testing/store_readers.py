@@ -302,8 +302,9 @@ class ReaderCases(StoreCase):
         assert stage.store.audit(limit=1) == audit[:1]
 
     def test_a_token_is_found_by_its_hash(self, stage: Stage) -> None:
+        scope = ("render.>", "a.*")
         token = token_row(
-            "1", kind="worker", label="rack 7", scope=("render.>", "a.*"), created_at=5.0, created_by="admin", expires_at=9.0
+            "1", kind="worker", label="rack 7", scope=scope, worker_id="w1", created_at=5.0, created_by="admin", expires_at=9.0
         )
         stage.store.add_token(token)
 

@@ -350,16 +350,16 @@ SELECT {found} FROM tasuki_jobrun WHERE id >= :low AND id < :high {and} ORDER BY
 -- ------------------------------------------------------------------------------------------------ tokens
 
 -- name: add_token
-INSERT INTO tasuki_token (token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO tasuki_token (token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING
 
 -- name: token
-SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by
+SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
 FROM tasuki_token WHERE sha256 = ?1
 
 -- name: tokens
-SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by
+SELECT token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
 FROM tasuki_token ORDER BY id
 
 -- name: unrevoked_among

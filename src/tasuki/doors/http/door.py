@@ -1,0 +1,210 @@
+"""The door itself: builds the application, listens inside the server's event loop, ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tasuki.config import check_app
+from tasuki.core.address import Address
+from tasuki.core.ids import IdMaker
+from tasuki.doors.http import limits
+from tasuki.doors.http.answers import CODES, envelope, error_answer, json_answer
+from tasuki.doors.http.call import Call, House, HttpConfig
+from tasuki.doors.http.clients import Clients
+from tasuki.doors.http.gate import admit
+from tasuki.doors.http.metrics import Metrics
+from tasuki.doors.http.openapi import document
+from tasuki.doors.http.routes import ROUTES, Route
+from tasuki.doors.http.workers import Workers
+from tasuki.errors import ConfigError, InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
+from tasuki.server.app import Server
+
+logger = logging.getLogger("tasuki.http")
+TICK_S = 1.0
+CLOSE_TIMEOUT_S = 3
+CLIENT_GONE = 499  # only in the metrics: nobody was there to be answered
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn as a part of this process: the loop and the signals are its owner's."""
+
+    async def listen(self, sock: socket.socket) -> None:
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[sock])
+
+    async def until_closed(self) -> None:
+        await self.main_loop()
+        await self.shutdown()
+
+
+class HttpDoor:
+    """One listener. `listen`, then `close`; it may listen again after that."""
+
+    def __init__(self, server: Server, config: HttpConfig) -> None:
+        for app in config.apps:
+            check_app(app)
+        workers = Workers(server, config.lease_ttl_s)
+        new_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
+        self._house = House(server, config, Clients(server), workers, new_id, Metrics())
+        self._under_way = 0
+        self._closing = False
+        self._server: _Uvicorn | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.app = self._application()
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def listen(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
+        """Listen; the address with the port that was really taken."""
+        sock = _bound(address)
+        config = uvicorn.Config(
+            self.app,
+            http=limits.LimitedProtocol,
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=limits.HEADERS_MAX_BYTES,
+            timeout_keep_alive=limits.KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+        config.load()
+        config.ssl = tls
+        self._closing = False
+        self._server = _Uvicorn(config)
+        await self._server.listen(sock)
+        self._tasks = [asyncio.ensure_future(self._server.until_closed()), asyncio.ensure_future(self._tick())]
+        return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
+
+    async def close(self) -> None:
+        """Those who wait are told that there is nothing; then the listener ends, and with it the virtual connections."""
+        self._closing = True
+        self._house.workers.close()
+        self._house.clients.close()
+        if self._server is not None:
+            self._server.should_exit = True
+            serving, ticking = self._tasks
+            ticking.cancel()
+            await asyncio.gather(serving, ticking, return_exceptions=True)
+            self._server = None
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(min(TICK_S, self._house.config.lease_ttl_s / 4))
+            self._house.workers.tick()
+            self._house.clients.tick()
+
+    # ------------------------------------------------------------------------------------------------ the application
+
+    def _application(self) -> FastAPI:
+        app = FastAPI(title="tasuki", openapi_url=None, docs_url=None, redoc_url=None)
+        app.router.redirect_slashes = False
+        for route in ROUTES:
+            app.add_api_route(route.path, self._endpoint(route), methods=[route.method], response_model=None)
+        text = msgspec.json.encode(document())
+
+        async def openapi(request: Request) -> Response:
+            return Response(text, media_type="application/json")
+
+        app.add_api_route("/openapi.json", openapi, methods=["GET"], response_model=None)
+        app.add_exception_handler(HTTPException, _framework_error)
+        app.add_exception_handler(RequestValidationError, _validation_error)
+        return app
+
+    def _endpoint(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            if self._under_way >= limits.REQUESTS_MAX or self._closing:
+                why = "going down" if self._closing else f"busy with {self._under_way} requests"
+                return error_answer(Overloaded(f"this server is {why}; try again"))
+            began, status = time.monotonic(), CLIENT_GONE
+            self._under_way += 1
+            self._house.metrics.began()
+            try:
+                answer = await self._surely_answer(route, request)
+                status = answer.status_code
+                return answer
+            finally:
+                self._under_way -= 1
+                self._house.metrics.answered(route.method, route.path, status, time.monotonic() - began)
+
+        return endpoint
+
+    async def _surely_answer(self, route: Route, request: Request) -> Response:
+        try:
+            return await self._answer(route, request)
+        except TasukiError as error:
+            return error_answer(error)
+        except Exception as error:
+            logger.exception("%s %s failed", route.method, route.path)
+            told = f"{route.method} {route.path} failed: {type(error).__name__}; please report it, with the server's log"
+            return error_answer(InternalError(told))
+
+    async def _answer(self, route: Route, request: Request) -> Response:
+        if not route.kinds:
+            return _encoded(await route.handle(self._house))
+        app = request.path_params.get("app")
+        if app is not None and app not in self._house.config.apps:
+            raise NotFound(f"there is no app {app[:64]!r} here")
+        caller = await admit(self._house.server, request, route.kinds)
+        call = Call(self._house, request, caller)
+        body = await limits.read_body(request)
+        if route.body is not None:
+            call.body = _decoded(route, body)
+        try:
+            return _encoded(await route.handle(call))
+        except Unauthorized:
+            # A virtual connection was hung up on: the token has ended meanwhile, and the store knows how.
+            await admit(self._house.server, request, route.kinds)
+            raise Unavailable("the connection was renewed; try again") from None
+
+
+def _decoded(route: Route, body: bytes) -> Any:
+    if route.batch is not None and "jobs" in limits.decode(body, dict[str, msgspec.Raw]):
+        return limits.decode(body, route.batch)
+    return limits.decode(body, route.body)
+
+
+def _encoded(answer: Any) -> Response:
+    return answer if isinstance(answer, Response) else json_answer(answer)
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code if error.status_code in CODES else 400
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return json_answer(envelope(CODES[status], message), status, dict(error.headers or {}))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    return json_answer(envelope("INVALID_PAYLOAD", "the request does not fit what this route takes"), 400)
+
+
+def _bound(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    # The protocol is named because asyncio sets TCP_NODELAY only then; without it each answer waits 40 ms for an acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address.host, address.port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; is another server running there?") from None
+    return sock

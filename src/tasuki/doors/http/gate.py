@@ -1,0 +1,66 @@
+"""Who is it, and may a token of this kind use this route? The store is asked for every request. Touches nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+from starlette.requests import Request
+
+from tasuki.core.access import Identity, Kind, identify, token_sha256
+from tasuki.core.verbs import TokenRow
+from tasuki.errors import Forbidden, Unauthorized
+from tasuki.server.app import Server
+
+SECRET_MAX_CHARS = 512
+
+
+class Revoked(Forbidden):
+    """The token was good once."""
+
+    code = "TOKEN_REVOKED"
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Whoever sent a request, by its token. `secret` goes nowhere but into the Hello of a virtual connection."""
+
+    identity: Identity
+    sha256: str
+    secret: str
+    address: str
+
+    def __repr__(self) -> str:
+        return f"Caller({self.identity.name})"
+
+
+def secret_of(request: Request) -> str:
+    """The bearer token; Unauthorized if there is none."""
+    given = request.headers.getlist("authorization")
+    if len(given) > 1:
+        raise Unauthorized("there are several Authorization headers; send one")
+    scheme, _, secret = (given[0] if given else "").partition(" ")
+    secret = secret.strip()
+    if scheme.lower() != "bearer" or not secret:
+        raise Unauthorized("a token is needed: send the header Authorization: Bearer TOKEN")
+    if len(secret) > SECRET_MAX_CHARS or not secret.isascii() or not secret.isprintable():
+        raise Unauthorized("what the Authorization header has is not a token")
+    return secret
+
+
+def judge(row: TokenRow | None, wall: float) -> Identity:
+    """Unknown and expired tokens are 401, revoked (and spent) ones 403."""
+    if row is not None and row.revoked_at is not None:
+        what = "was used" if row.kind == Kind.ENROL else "was revoked"
+        raise Revoked(f"token {row.token_id} {what}; ask for another one")
+    return identify(row, wall)
+
+
+async def admit(server: Server, request: Request, kinds: Collection[Kind]) -> Caller:
+    """The caller, if a token of its kind may use this route."""
+    secret = secret_of(request)
+    sha256 = token_sha256(secret)
+    identity = judge(await server.ask(lambda reader: reader.token(sha256)), server.now().wall)
+    if identity.kind not in kinds:
+        raise Forbidden(f"a token of kind {identity.kind} may not do this; it takes one of kind {' or '.join(sorted(kinds))}")
+    client = request.client
+    return Caller(identity, sha256, secret, f"{client.host}:{client.port}" if client is not None else "")

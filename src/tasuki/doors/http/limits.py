@@ -1,0 +1,138 @@
+"""How much one peer may send, and how long it may take: bodies, headers, time, requests at once. And JSON in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import Any, TypeVar
+
+import h11
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tasuki.doors.http.answers import envelope
+from tasuki.errors import InvalidInput, TooLarge
+
+BODY_MAX_BYTES = 16 * 1024 * 1024
+HEADERS_MAX_BYTES = 16 * 1024
+HEADERS_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 65  # a worker that polls twice a minute keeps its connection
+REQUESTS_MAX = 4096  # at once, those that wait included
+CONNECTIONS_MAX = 8192
+WAIT_MAX_S = 60.0
+
+T = TypeVar("T")
+_missing = re.compile(r"Object missing required field `([^`]+)`(?: - at `\$\.?(.*)`)?").fullmatch
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's own, with a time limit for the first line and headers, and with our answer to what is no HTTP."""
+
+    _impatience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS_MAX:
+            transport.close()
+            return
+        self._impatience = self.loop.call_later(HEADERS_TIMEOUT_S, self._lose_patience)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._impatience is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._impatience = self.loop.call_later(HEADERS_TIMEOUT_S, self._lose_patience)
+        elif self._impatience is not None and self.conn.their_state is not h11.IDLE:
+            self._impatience.cancel()
+            self._impatience = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._impatience is not None:
+            self._impatience.cancel()
+        super().connection_lost(exc)
+
+    def _lose_patience(self) -> None:
+        self._impatience = None
+        if self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(envelope("INVALID_PAYLOAD", "this is not an HTTP request, or its headers are too large"))
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+        try:
+            output = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
+            self.transport.write(output or b"")
+            self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
+            self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
+        except h11.LocalProtocolError:  # it was answering already: there is no place for another answer
+            logging.getLogger("tasuki.http").debug("a broken request came behind another one")
+        self.transport.close()
+
+
+async def read_body(request: Request) -> bytes:
+    """All of the body, or TooLarge before more than the limit is read."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > BODY_MAX_BYTES:
+        raise TooLarge(f"a body of {declared[:20]} bytes is too large, the limit is {BODY_MAX_BYTES}")
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > BODY_MAX_BYTES:
+                    raise TooLarge(f"the body is larger than the limit of {BODY_MAX_BYTES} bytes")
+                pieces.append(piece)
+    except TimeoutError:
+        raise InvalidInput(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise InvalidInput("the body ended before it was whole") from None
+    return b"".join(pieces)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The JSON body as what it should be; InvalidInput says which field is wrong."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        found = _missing(str(error))
+        if found is None:
+            raise InvalidInput(str(error)[:300]) from None
+        name, where = found.groups()
+        raise InvalidInput(f"Missing required field: {where + '.' if where else ''}{name}") from None
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"the body is not JSON: {str(error)[:200]}") from None
+    except RecursionError:
+        raise InvalidInput("the body is nested too deep") from None
+    except UnicodeDecodeError:
+        raise InvalidInput("the body is not UTF-8") from None
+
+
+def number(request: Request, name: str, default: float, most: float, *, least: float = 0.0) -> float:
+    """A number of the query."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise InvalidInput(f"{name} must be a number from {least:g} to {most:g}, got {text[:40]!r}") from None
+    if not least <= value <= most:
+        raise InvalidInput(f"{name} must be a number from {least:g} to {most:g}, got {text[:40]!r}")
+    return value
+
+
+def wait_of(request: Request) -> float:
+    """?wait=25: how long the answer may take, if there is nothing to tell sooner."""
+    return number(request, "wait", 0.0, WAIT_MAX_S)
+
+
+def gone(request: Request) -> asyncio.Future[Any]:
+    """Done when the one who asked has left. After the body was read."""
+    return asyncio.ensure_future(_until_gone(request))
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        """What came was the end of the body."""

@@ -1,0 +1,113 @@
+"""The OpenAPI document, made from the table of routes. Pure; `docs/openapi.json` is the same, and a test compares them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import msgspec
+
+from tasuki.doors.http.replies import ErrorReply
+from tasuki.doors.http.routes import ROUTES, Route
+
+TITLE = "tasuki"
+API_VERSION = "1"
+DESCRIPTIONS = {
+    200: "Done.",
+    204: "There is no job.",
+    400: "The request can never work as it is (INVALID_PAYLOAD).",
+    401: "No token, or one that is not valid or has expired.",
+    403: "The token may not do this, or was revoked.",
+    404: "There is no such job, worker or app.",
+    409: "The job exists with another body or result (CONFLICT), the lease is not the current one (FENCED), there is no result.",
+    413: "Too large.",
+    429: "Too many requests of this caller at once.",
+    500: "A defect of the server.",
+    503: "Not now: the store is away or full, or the server is going down. Try again.",
+}
+_parameters = re.compile(r"{(\w+)}").findall
+
+
+def document() -> dict[str, Any]:
+    """The whole document."""
+    types = [kind for route in ROUTES for kind in (route.body, route.batch, *_answers(route)) if kind is not None]
+    _, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    bearer = {"type": "http", "scheme": "bearer", "description": "A token of the kind that x-token-kinds names."}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": TITLE, "version": API_VERSION, "description": "See docs/operate/http.md."},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"bearer": bearer}},
+    }
+
+
+_REF = "#/components/schemas/{name}"
+
+
+def _answers(route: Route) -> tuple[Any, ...]:
+    return route.answer if isinstance(route.answer, tuple) else (route.answer,)
+
+
+def _schema(*kinds: Any) -> dict[str, Any]:
+    found = [msgspec.json.schema_components([kind], ref_template=_REF)[0][0] for kind in kinds]
+    return found[0] if len(found) == 1 else {"oneOf": found}
+
+
+def _content(*kinds: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": _schema(*kinds)}}
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    made: dict[str, Any] = {"summary": route.summary, "operationId": _operation_id(route), "responses": _responses(route)}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in _parameters(route.path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "description": text, "schema": {"type": kind}} for name, kind, text in route.query
+    ]
+    if parameters:
+        made["parameters"] = parameters
+    if route.body is not None:
+        kinds = (route.body, route.batch) if route.batch is not None else (route.body,)
+        made["requestBody"] = {"required": _is_required(route), "content": _content(*kinds)}
+    if route.kinds:
+        made["security"] = [{"bearer": []}]
+        made["x-token-kinds"] = sorted(route.kinds)
+    return made
+
+
+def _operation_id(route: Route) -> str:
+    module = route.handle.__module__.rpartition(".")[2]
+    return f"{module}_{route.handle.__name__}"
+
+
+def _is_required(route: Route) -> bool:
+    """An empty body stands for {}."""
+    fields = getattr(route.body, "__struct_fields__", ())
+    return bool(len(fields) - len(getattr(route.body, "__struct_defaults__", ())))
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    binary: dict[str, Any] = {"application/octet-stream": {}, "application/zip": {}}
+    content = binary if route.binary else {"text/plain": {}} if route.text else _content(*_answers(route))
+    made: dict[str, Any] = {"200": {"description": DESCRIPTIONS[200], "content": content}}
+    if route.empty:
+        made["204"] = {"description": DESCRIPTIONS[204]}
+    common = (400, 401, 403, 413, 500, 503) if route.kinds else ()
+    for status in sorted({*common, *route.errors}):
+        made[str(status)] = {"description": DESCRIPTIONS[status], "content": _content(ErrorReply)}
+    return made
+
+
+def main() -> None:
+    """What `docs/openapi.json` is made with."""
+    text = msgspec.json.format(msgspec.json.encode(document(), order="sorted"), indent=2)
+    sys.stdout.buffer.write(text + b"\n")
+
+
+if __name__ == "__main__":
+    main()

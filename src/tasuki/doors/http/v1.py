@@ -1,0 +1,199 @@
+"""/v1: the general client API, a thin face of what TCP clients ask."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+
+from tasuki.core.job import TERMINAL, BlobRef, InputFile, JobSpec, State
+from tasuki.core.protocol import Acceptance
+from tasuki.doors.http.answers import EndedOtherwise, NotFinished
+from tasuki.doors.http.bodies import JobBody, JobsBody
+from tasuki.doors.http.calc import detail_of
+from tasuki.doors.http.call import Call, refusal_of, submit, told
+from tasuki.doors.http.clients import Client
+from tasuki.doors.http.limits import number, wait_of
+from tasuki.doors.http.replies import Accepted, AcceptedMany, LogPart
+from tasuki.errors import InvalidInput
+
+LOG_WAIT_MAX_S = 25.0
+OFFSET_MAX = float(2**53)
+ZIP_MAGIC = b"PK\x03\x04"
+
+
+def _spec(call: Call, body: JobBody) -> JobSpec:
+    if body.payload is not None and body.payload_base64 is not None:
+        raise InvalidInput("a job has payload or payload_base64, not both")
+    payload = body.payload_base64 if body.payload_base64 is not None else (body.payload or "").encode("utf-8", "surrogatepass")
+    return JobSpec(
+        job_id=body.job_id or call.house.new_id(),
+        subject=body.subject,
+        exec=body.exec,
+        args=tuple(body.args),
+        env=body.env,
+        payload=payload,
+        files=tuple(InputFile(name=file.name, data=file.data_base64) for file in body.files),
+        timeout_s=body.timeout_s,
+        max_retries=body.max_retries,
+        max_losses=body.max_losses,
+        backoff_s=body.backoff_s,
+        priority=body.priority,
+        not_before=body.not_before,
+        not_after=body.not_after,
+        permanent_exit_codes=tuple(body.permanent_exit_codes),
+        retry_exit_codes=tuple(body.retry_exit_codes),
+        headers=body.headers,
+        array_id=body.array_id,
+    )
+
+
+def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> Accepted:
+    if acceptance is None:
+        return Accepted(spec.job_id, State.PENDING, created=True)
+    return Accepted(spec.job_id, acceptance.state)
+
+
+async def submit_jobs(call: Call) -> Accepted | AcceptedMany:
+    """One job, or {"jobs": [...]}."""
+    body: JobBody | JobsBody = call.body
+    bodies = body.jobs if isinstance(body, JobsBody) else [body]
+    specs = [_spec(call, one) for one in bodies]
+    call.house.metrics.submitted(len(specs))
+    async with call.house.clients.use(call.caller) as client:
+        acceptances = await submit(client, specs, body.on_failed)
+    if isinstance(body, JobBody):
+        refusal = refusal_of(acceptances[0])
+        if refusal is not None:
+            raise refusal
+        return _accepted(specs[0], acceptances[0])
+    jobs = []
+    for spec, acceptance in zip(specs, acceptances, strict=True):
+        refusal = refusal_of(acceptance)
+        jobs.append(Accepted(spec.job_id, error=told(refusal)) if refusal is not None else _accepted(spec, acceptance))
+    return AcceptedMany(jobs)
+
+
+async def _ended_view(client: Client, call: Call, wait_s: float, *, result: bool = False) -> dict[str, Any]:
+    """The job, after its end if that comes in time."""
+    [view] = await client.request("get", job_ids=[call.job_id], result=result)
+    if wait_s and State(view["state"]) not in TERMINAL:
+        await client.until_ended(call.job_id, wait_s)
+        [view] = await client.request("get", job_ids=[call.job_id], result=result)
+    found: dict[str, Any] = view
+    return found
+
+
+async def get_job(call: Call) -> dict[str, Any]:
+    """With `?wait=25` the answer comes when the job has ended."""
+    wait_s = wait_of(call.request)
+    async with call.house.clients.use(call.caller) as client:
+        return await _ended_view(client, call, wait_s)
+
+
+async def list_jobs(call: Call) -> Any:
+    """Newest first. Filters: state (several), subject, array_id, worker_id, text; limit, cursor."""
+    query = call.request.query_params
+    filters: dict[str, Any] = {
+        name: query[name] for name in ("subject", "array_id", "worker_id", "text", "cursor") if name in query
+    }
+    if states := query.getlist("state"):
+        filters["states"] = states
+    unknown = set(query) - {"state", "subject", "array_id", "worker_id", "text", "cursor", "limit"}
+    if unknown:
+        raise InvalidInput(f"there is no filter {min(unknown)[:40]!r}; left out, it would quietly find everything")
+    limit = int(number(call.request, "limit", 50, 1000, least=1))
+    async with call.house.clients.use(call.caller) as client:
+        return await client.request("find", limit=limit, **filters)
+
+
+async def cancel_one(call: Call) -> Any:
+    async with call.house.clients.use(call.caller) as client:
+        states = await client.cancel([call.job_id], call.body.reason)
+    return {"job_id": call.job_id, **states[call.job_id]}
+
+
+async def cancel_many(call: Call) -> Any:
+    async with call.house.clients.use(call.caller) as client:
+        return {"jobs": await client.cancel(call.body.job_ids, call.body.reason)}
+
+
+async def requeue_one(call: Call) -> Any:
+    async with call.house.clients.use(call.caller) as client:
+        states = await client.request("requeue", job_ids=[call.job_id], reason=call.body.reason)
+    return {"job_id": call.job_id, **states[call.job_id]}
+
+
+async def requeue_many(call: Call) -> Any:
+    async with call.house.clients.use(call.caller) as client:
+        return {"jobs": await client.request("requeue", job_ids=call.body.job_ids, reason=call.body.reason)}
+
+
+async def explain(call: Call) -> Any:
+    async with call.house.clients.use(call.caller) as client:
+        return await client.request("explain", job_id=call.job_id)
+
+
+async def stats(call: Call) -> Any:
+    """For an administrator: jobs by group and state, workers, servers."""
+    async with call.house.clients.use(call.caller) as client:
+        groups = await client.request("counts")
+        return {"groups": groups, "workers": await client.request("workers"), "servers": await client.request("servers")}
+
+
+async def result(call: Call) -> Response:
+    """The bytes as they are: of a command a ZIP. Also of one that failed, if it left a result."""
+    wait_s = wait_of(call.request)
+    stack = AsyncExitStack()
+    try:
+        client = await stack.enter_async_context(call.house.clients.use(call.caller))
+        view = await _ended_view(client, call, wait_s, result=True)
+        outcome = view["outcome"]
+        if State(view["state"]) not in TERMINAL:
+            raise NotFinished(f"job {call.job_id!r} is {view['state']}; ask again later, or wait for it with ?wait=25")
+        if view["state"] != State.SUCCEEDED and (outcome is None or not outcome["result_bytes"]):
+            error_code = outcome["error_code"] if outcome is not None else None
+            raise EndedOtherwise(
+                f"job {call.job_id!r} is {view['state']}: {detail_of(view)}", state=view["state"], error_code=error_code
+            )
+        headers = {"X-Tasuki-State": view["state"], "X-Content-Type-Options": "nosniff"}
+        if not outcome["result_is_blob"]:
+            data = outcome["result"] or b""
+            return Response(data, 200, headers, _media_type(data))
+        headers["Content-Length"] = str(outcome["result_bytes"])
+        pieces = client.talk.blob(BlobRef(outcome["result_sha256"], outcome["result_bytes"]), call.job_id)
+        first = await anext(pieces, b"")  # what cannot be read is an error, and no half answer
+        kept = stack.pop_all()
+        return StreamingResponse(_stream(kept, first, pieces), 200, headers, _media_type(first))
+    finally:
+        await stack.aclose()
+
+
+async def _stream(kept: AsyncExitStack, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with kept:
+        yield first
+        async for piece in rest:
+            yield piece
+
+
+def _media_type(data: bytes) -> str:
+    return "application/zip" if data.startswith(ZIP_MAGIC) else "application/octet-stream"
+
+
+async def logs(call: Call) -> LogPart:
+    """What a command wrote to a stream, from an offset on; with `?wait=25` not before there is something new."""
+    query = call.request.query_params
+    params: dict[str, Any] = {
+        "job_id": call.job_id,
+        "stream": query.get("stream", "stdout"),
+        "offset": int(number(call.request, "offset", 0, OFFSET_MAX)),
+        "attempt": int(number(call.request, "attempt", 0, OFFSET_MAX)),
+        "wait_s": number(call.request, "wait", 0.0, LOG_WAIT_MAX_S),
+    }
+    async with call.house.clients.use(call.caller) as client:
+        part = await client.request("logs", **params)
+    known = {name: part[name] for name in LogPart.__struct_fields__ if name in part}
+    data: bytes = part["data"]
+    return LogPart(**{**known, "data_base64": data, "text": data.decode("utf-8", "replace")})

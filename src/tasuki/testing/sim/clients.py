@@ -1,0 +1,212 @@
+"""A simulated client: the production machine, the calls that were planned for it, and what it was told."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+from tasuki.core.client_machine import Answered as Told
+from tasuki.core.client_machine import Arrived as Came
+from tasuki.core.client_machine import Call, ClientMachine, Event, Watch, WatchRefused
+from tasuki.core.client_machine import Command as ClientCommand
+from tasuki.core.job import body_hash
+from tasuki.core.machine import Now, Peer, Received, Ticked
+from tasuki.core.protocol import Accepted, CancelJobs, HelloClient, Request, SubmitJobs
+from tasuki.core.redial import Connect
+from tasuki.errors import Unavailable
+from tasuki.testing.harness_nodes import ClientNode
+from tasuki.testing.sim.history import Answered, Arrived, Asked
+from tasuki.testing.sim.load import Operation
+from tasuki.testing.sim.network import Link, Network
+from tasuki.testing.sim.process import HostClock, Life
+from tasuki.testing.sim.servers import SimServer
+from tasuki.testing.sim.world import World
+
+
+class Asking(msgspec.Struct, frozen=True):
+    """A call that is not answered yet."""
+
+    call: str
+    verb: str
+    job_ids: tuple[str, ...]
+
+
+class SimClient(Life, ClientNode):
+    """One client process, and after a crash the next one, which asks again for the results of the same jobs."""
+
+    machine: ClientMachine
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        servers: list[SimServer],
+        name: str,
+        peer: Peer,
+        token: str,
+        clock: HostClock,
+    ) -> None:
+        self.world = self.network = network
+        self.servers = {server.address: server for server in servers}
+        self.peer = peer
+        self.token = token
+        self.link: Link | None = None  # type: ignore[assignment]  # of the simulated network, not of the harness
+        self.asking: dict[int, Asking] = {}
+        self.waiting: dict[str, None] = {}
+        """Jobs whose ends it wants to hear of, and has not yet."""
+        self.refused = {}
+        self.failed = None
+        self._wanted: list[Operation] = []
+        self._tickets = itertools.count(1)
+        Life.__init__(self, world, name, clock)
+
+    def now(self) -> Now:
+        return self.clock.now()
+
+    # -- life -----------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self.born()
+        self.link = None
+        self._begin()
+        if self.waiting:
+            self.apply(Watch(list(self.waiting)))
+        self.tick_for_ever(self._tick, 2 * self.sim.options.tick_s)
+        self._catch_up()
+
+    def _begin(self) -> None:
+        hello = HelloClient(msg_id=0, client_id=self.name, token=self.token)
+        self.machine = ClientMachine(hello, addresses=list(self.servers), jitter=self.sim.streams.jitter.random)
+        self._tickets = itertools.count(1)
+        self.asking = {}
+
+    def crash(self, *, silent: bool = False) -> None:
+        """Whoever asked will never know."""
+        link = self.link
+        for asking in self.asking.values():
+            self.sim.tell(Answered(at=self.sim.at, client=self.name, call=asking.call, answer="unknown"))
+        self.died()
+        self.asking = {}
+        if link is not None:
+            self.network.process_gone([link], server=False, silent=silent)
+
+    def resume(self) -> None:
+        super().resume()
+        self.network.go_on()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        wanted, self._wanted = self._wanted, []
+        for operation in wanted:
+            self.operate(operation)
+
+    def exit_now(self) -> None:
+        raise AssertionError("a client's machine never ends its process")
+
+    def _tick(self) -> None:
+        self.apply(Ticked())
+
+    # -- the machine's driver -------------------------------------------------------------------------------------
+    def hear(self, event: Event) -> None:
+        self.apply(event)
+
+    def hear_message(self, event: Received) -> None:
+        self.apply(event)
+
+    def _dial(self, wanted: Connect) -> None:
+        self.network.connect(self, self.servers[wanted.address], wanted)
+
+    def _perform(self, command: ClientCommand) -> None:
+        super()._perform(command)
+        if isinstance(command, WatchRefused):
+            for job_id in command.job_ids:
+                self.waiting.pop(job_id, None)
+
+    # -- what its user does ---------------------------------------------------------------------------------------
+    def operate(self, operation: Operation) -> None:
+        """A planned call. What its user wants while it is down or paused is done when it is back."""
+        if not self.alive or self.paused:
+            self._wanted.append(operation)
+            return
+        verb = operation.verb
+        job_ids = operation.job_ids or tuple(spec.job_id for spec in operation.specs)
+        if verb == "watch":
+            self.waiting.update(dict.fromkeys(job_ids))
+            self.apply(Watch(list(job_ids)))
+            return
+        ticket = next(self._tickets)
+        asking = self.asking[ticket] = Asking(f"{self.name}/{self.life}/{ticket}", verb, job_ids)
+        self.sim.tell(
+            Asked(
+                at=self.sim.at,
+                client=self.name,
+                call=asking.call,
+                verb=verb,
+                job_ids=job_ids,
+                bodies=tuple(body_hash(spec).hex() for spec in operation.specs),
+            )
+        )
+        self.apply(self._call(ticket, operation, job_ids))
+
+    def _call(self, ticket: int, operation: Operation, job_ids: tuple[str, ...]) -> Call:
+        named = list(job_ids)
+        match operation.verb:
+            case "submit" | "rerun":
+                specs, on_failed = list(operation.specs), "rerun" if operation.verb == "rerun" else "return"
+                return Call(ticket, lambda msg_id: SubmitJobs(msg_id, specs, True, on_failed), watch=job_ids)
+            case "cancel":
+                return Call(ticket, lambda msg_id: CancelJobs(msg_id, named, "not wanted any more"))
+            case verb:
+                return Call(ticket, lambda msg_id: Request(msg_id, verb, {"job_ids": named}))
+
+    # -- what it is told ------------------------------------------------------------------------------------------
+    def _answered(self, told: Told) -> None:
+        asking = self.asking.pop(told.ticket)
+        at, call = self.sim.at, asking.call
+        if told.error is not None:
+            # What may be tried again may also have happened: an earlier try of the same call, whose answer was lost.
+            answer = "unknown" if isinstance(told.error, Unavailable) else "refused"
+            self.sim.tell(Answered(at=at, client=self.name, call=call, answer=answer))
+        elif isinstance(told.answer, Accepted):
+            exceptional = {item.index: item for item in told.answer.exceptions}
+            accepted = [
+                one for place, one in enumerate(asking.job_ids) if place not in exceptional or not exceptional[place].code
+            ]
+            created = [one for place, one in enumerate(asking.job_ids) if place not in exceptional]
+            self.waiting.update(dict.fromkeys(accepted))
+            self.sim.tell(
+                Answered(at=at, client=self.name, call=call, answer="ok", accepted=tuple(accepted), created=tuple(created))
+            )
+        elif asking.verb == "cancel":
+            words = [told.answer[job_id] for job_id in asking.job_ids]
+            states = tuple(str(word["state"] or "") for word in words)
+            yes = [
+                one for one, word in zip(asking.job_ids, words, strict=True) if word["requested"] or word["state"] == "CANCELED"
+            ]
+            self.sim.tell(Answered(at=at, client=self.name, call=call, answer="ok", accepted=tuple(yes), states=states))
+        elif asking.verb == "requeue":
+            done = tuple(job_id for job_id in asking.job_ids if told.answer[job_id]["done"])
+            self.sim.tell(Answered(at=at, client=self.name, call=call, answer="ok", accepted=done))
+        else:
+            self.sim.tell(Answered(at=at, client=self.name, call=call, answer="ok"))
+
+    def _arrived(self, arrived: Came) -> None:
+        for item in arrived.items:
+            self.waiting.pop(item.job_id, None)
+            self.sim.tell(
+                Arrived(
+                    at=self.sim.at,
+                    client=self.name,
+                    job_id=item.job_id,
+                    state=item.state,
+                    attempt=item.attempt,
+                    generation=item.generation,
+                    result_sha256=item.outcome.result_sha256,
+                )
+            )
+
+    # -- then -----------------------------------------------------------------------------------------------------
+    @property
+    def idle(self) -> bool:
+        """It waits for nothing."""
+        return self.alive and not self.paused and not (self.asking or self.waiting or self._wanted)

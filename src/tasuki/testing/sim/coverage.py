@@ -1,0 +1,278 @@
+"""What of the rare has happened in a run: each kind of fault, and each branch that only faults lead to. What never came is named.
+
+    counts = Counter()
+    for seed in range(2000):
+        outcome, covered = cover_seed(seed)
+        counts.update(covered)
+    assert not missing(counts)
+
+Seen from outside: in the lines of the history, in the outcome, and by counting calls of production functions for the time of a
+run (`probes.py`). A simulator whose faults no longer reach a branch shows nothing about it, however many seeds it runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from tasuki.core.job import TERMINAL, State
+from tasuki.testing.sim.faults import KINDS
+from tasuki.testing.sim.history import (
+    Answered,
+    AnyLine,
+    Canceled,
+    Gone,
+    Granted,
+    Leading,
+    Led,
+    Line,
+    Process,
+    Reaped,
+    Reported,
+    Requeued,
+    Row,
+    Settled,
+    Shown,
+    Submitted,
+    TookOver,
+)
+from tasuki.testing.sim.options import SimOptions, derived
+from tasuki.testing.sim.probes import PROBES, probes
+from tasuki.testing.sim.run import Outcome, check_plan, plan_of
+
+_EFFECTS = {"partition": "cut", "one_way": "cut"}
+"""Kinds whose effect is counted under another name."""
+
+VERBS = (
+    "submit", "rerun", "cancel", "requeue", "get", "lease", "held", "start", "renew", "release", "finish", "fail", "take_over",
+    "reap", "skip", "promote", "prune", "token",
+)  # fmt: skip
+
+LINES: dict[str, str] = {
+    "report fenced": "a report of an attempt that is not the current one",
+    "report repeated": "a report that had been recorded, said again",
+    "lease lost": "a worker renewed a lease that was not its own any more",
+    "release refused": "a worker gave back what was not its own any more",
+    "orphaned": "a lease was over, and is kept for its worker",
+    "orphan resumed": "its worker came back before anybody took the job",
+    "orphan finished": "its worker reported before anybody took the job",
+    "orphan granted": "somebody else took the job",
+    "lost for good": "a job whose losses are used up",
+    "failed for good": "a job whose retries are used up",
+    "timed out": "a job that took too long too often",
+    "skipped": "a job that waited past its not_after",
+    "lost while canceled": "a lease was over whose cancel was asked for",
+    "cancel wins": "an attempt was canceled while it ran",
+    "finish wins": "an attempt succeeded though its cancel was asked for",
+    "cancel of a waiting job": "it ended at once",
+    "cancel too late": "of a job that was over",
+    "requeued": "a terminal job was set going again",
+    "requeue refused": "a job was not terminal",
+    "rerun": "a submit set a failed job going again",
+    "submitted again": "a submit of a job that is stored",
+    "conflict": "a submit with another body",
+    "not known": "a caller was not told what became of its call",
+    "refused": "a caller was refused",
+    "epoch refused": "a duty under an epoch that is over",
+    "takeover refused": "an epoch was to be registered after a later one",
+    "another leader": "another server than the last one leads",
+    "the same leader again": "a server leads under a new epoch after its last one",
+    "stepped down": "a server stopped leading while it lived",
+    "saved ending recorded": "an ending that an earlier process of the worker had saved",
+    "saved ending fenced": "the same, too late",
+    "attempt stopped": "a worker or keeper ended an attempt",
+    "attempt killed": "an attempt died with its worker",
+    "exited": "a process ended by itself",
+}
+
+WORLDS: dict[str, Callable[[SimOptions], bool]] = {
+    "alone": lambda options: options.servers == 1,
+    "several servers": lambda options: (options.servers or 1) > 1,
+    "tokens": lambda options: bool(options.tokens),
+    "no tokens": lambda options: not options.tokens,
+    "wire": lambda options: bool(options.wire),
+}
+
+EXPECTED: dict[str, str] = {
+    **{f"fault {kind}": "it happened" for kind in KINDS},
+    **{
+        f"effect {kind}": "it made a difference to somebody"
+        for kind in dict.fromkeys([*(_EFFECTS.get(k, k) for k in KINDS), "keeper"])
+    },
+    **{f"verb {verb}": "the store was asked" for verb in VERBS},
+    **{f"world {name}": "a seed had such a world" for name in WORLDS},
+    **LINES,
+    **PROBES,
+}
+"""All that must have come at least once in a run of many seeds, and what each means."""
+
+
+def missing(counts: Mapping[str, int]) -> list[str]:
+    """What never came."""
+    return [name for name in EXPECTED if not counts.get(name)]
+
+
+class Coverage:
+    """What one seed has covered."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._handlers: dict[type[Line], Callable[[Any], None]] = {
+            Reported: self._reported,
+            Shown: self._shown,
+            Reaped: self._reaped,
+            Granted: self._granted,
+            Row: self._row,
+            Canceled: self._canceled,
+            Requeued: self._requeued,
+            Submitted: self._submitted,
+            Answered: self._answered,
+            Led: self._led,
+            TookOver: self._took_over,
+            Leading: self._leading,
+            Settled: self._settled,
+            Gone: self._gone,
+            Process: self._process,
+        }
+        self._orphaned: set[str] = set()
+        self._cancel_asked: set[str] = set()
+        self._states: dict[str, str] = {}
+        self._generations: dict[str, int] = {}
+        self._granted_in: dict[str, int] = {}
+        """lease_id → which life of its worker it was given to."""
+        self._lives: Counter[str] = Counter()
+        self._last_leader = ""
+        self._leads: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While it lasts, calls of production functions are counted too."""
+        with ExitStack() as stack:
+            for seam in probes(self.counts):
+                stack.enter_context(seam.open())
+            yield
+
+    def observe(self, line: AnyLine) -> None:
+        """The next line of the history."""
+        handle = self._handlers.get(type(line))
+        if handle is not None:
+            handle(line)
+
+    def end(self, outcome: Outcome) -> None:
+        """The run is over."""
+        self.counts.update({f"fault {kind}": count for kind, count in outcome.faults.items()})
+        self.counts.update({f"effect {kind}": count for kind, count in outcome.effects.items()})
+        self.counts.update({f"verb {verb}": count for verb, count in outcome.verbs.items()})
+        self.counts.update(f"world {name}" for name, applies in WORLDS.items() if applies(outcome.options))
+
+    # -- what workers say -------------------------------------------------------------------------------------------
+    def _reported(self, line: Reported) -> None:
+        if not line.accepted:
+            self.counts["report repeated" if line.repeated else "report fenced"] += 1
+            return
+        if line.job_id in self._orphaned:
+            self._orphaned.discard(line.job_id)
+            self.counts["orphan finished"] += 1
+        if line.job_id in self._cancel_asked:
+            self.counts["finish wins"] += line.state == State.SUCCEEDED
+            self.counts["cancel wins"] += line.state == State.CANCELED
+
+    def _shown(self, line: Shown) -> None:
+        if not line.held:
+            self.counts["release refused" if line.verb == "release" else "lease lost"] += 1
+        elif line.job_id in self._orphaned:
+            self._orphaned.discard(line.job_id)
+            self.counts["orphan resumed"] += 1
+
+    def _settled(self, line: Settled) -> None:
+        if self._granted_in.get(line.lease_id) != self._lives[line.worker_id]:
+            self.counts["saved ending recorded" if line.recorded else "saved ending fenced"] += 1
+
+    def _gone(self, line: Gone) -> None:
+        if line.how != "ended":
+            self.counts[f"attempt {line.how}"] += 1
+
+    # -- what the store did -----------------------------------------------------------------------------------------
+    def _granted(self, line: Granted) -> None:
+        self._granted_in[line.lease_id] = self._lives[line.worker_id]
+        if line.job_id in self._orphaned:
+            self._orphaned.discard(line.job_id)
+            self.counts["orphan granted"] += 1
+
+    def _reaped(self, line: Reaped) -> None:
+        if line.state == State.ORPHANED:
+            self._orphaned.add(line.job_id)
+            self.counts["orphaned"] += 1
+        self.counts["lost while canceled"] += line.state == State.CANCELED
+
+    def _row(self, line: Row) -> None:
+        if line.at_end or self._states.get(line.job_id) == line.state:
+            return
+        self._states[line.job_id] = line.state
+        if line.state in TERMINAL:
+            self._orphaned.discard(line.job_id)
+            self._cancel_asked.discard(line.job_id)
+        if line.state == State.FAILED:
+            self.counts["lost for good" if line.error_code == "LOST" else "failed for good"] += 1
+        self.counts["timed out"] += line.state == State.TIMED_OUT
+        self.counts["skipped"] += line.state == State.SKIPPED
+
+    def _canceled(self, line: Canceled) -> None:
+        before = self._states.get(line.job_id, "")
+        if line.requested:
+            self._cancel_asked.add(line.job_id)
+        elif before in TERMINAL:
+            self.counts["cancel too late"] += 1
+        else:
+            self.counts["cancel of a waiting job"] += line.state == State.CANCELED
+
+    def _requeued(self, line: Requeued) -> None:
+        self.counts["requeued" if line.done else "requeue refused"] += 1
+        self._generations[line.job_id] = line.generation
+
+    def _submitted(self, line: Submitted) -> None:
+        if line.refused:
+            self.counts["conflict"] += line.refused == "CONFLICT"
+            return
+        again = line.generation > self._generations.get(line.job_id, 0)
+        self.counts["rerun"] += again
+        self.counts["submitted again"] += not (line.created or again)
+        self._generations[line.job_id] = line.generation
+
+    # -- clients, servers, processes ----------------------------------------------------------------------------------
+    def _answered(self, line: Answered) -> None:
+        self.counts["not known"] += line.answer == "unknown"
+        self.counts["refused"] += line.answer == "refused"
+
+    def _led(self, line: Led) -> None:
+        self.counts["epoch refused"] += not line.done
+
+    def _took_over(self, line: TookOver) -> None:
+        self.counts["takeover refused"] += not line.done
+
+    def _leading(self, line: Leading) -> None:
+        if not line.epoch:
+            self.counts["stepped down"] += line.server_id in self._leads
+            self._leads.discard(line.server_id)
+            return
+        self._leads.add(line.server_id)
+        if self._last_leader:
+            self.counts["the same leader again" if self._last_leader == line.server_id else "another leader"] += 1
+        self._last_leader = line.server_id
+
+    def _process(self, line: Process) -> None:
+        if line.what == "started":
+            self._lives[line.name] += 1
+        self.counts["exited"] += line.what == "exited"
+
+
+def cover_seed(seed: int, options: SimOptions | None = None) -> tuple[Outcome, Counter[str]]:
+    """Run a seed under the checker, and see what it covers."""
+    complete = derived(seed, options or SimOptions(), tuple(KINDS))
+    coverage = Coverage()
+    with coverage.watching():
+        outcome = check_plan(seed, complete, plan_of(seed, complete), coverage.observe)
+    coverage.end(outcome)
+    return outcome, +coverage.counts

@@ -1,0 +1,456 @@
+"""What is done to the system, and when: drawn once from the seed, as a list, so that a failing seed can be tried with less of it.
+
+Each kind of fault says whom it can hit, how it begins and how it ends. All are over when the world is healed. A fault that finds
+nothing to hit (a crash of what is down) does not happen, and is not counted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from tasuki.testing.sim.history import Drifted, Fault
+from tasuki.testing.sim.options import SimOptions
+from tasuki.testing.sim.world import Streams
+
+if TYPE_CHECKING:
+    from tasuki.testing.sim.network import Link
+    from tasuki.testing.sim.system import System
+
+STORE, COORDINATION = "store", "coordination"
+
+
+class PlannedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One fault of one kind."""
+
+    number: int
+    at: float
+    kind: str
+    target: str
+    """The host or process that it hits."""
+    other: str = ""
+    """Of what is between two: the other one; empty: everybody else."""
+    for_s: float = 0.0
+    """How long it lasts; 0: it is done at once."""
+    amount: float = 0.0
+    """How bad it is: seconds, a probability, or a rate."""
+
+
+class Cast(NamedTuple):
+    """The names of all that faults can hit."""
+
+    servers: tuple[str, ...]
+    workers: tuple[str, ...]
+    clients: tuple[str, ...]
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return self.workers + self.clients
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        return self.servers + self.workers + self.clients
+
+
+def cast_of(options: SimOptions) -> Cast:
+    counts = (("server", options.servers), ("worker", options.workers), ("client", options.clients))
+    return Cast(*(tuple(f"{role}-{number}" for number in range(1, (count or 0) + 1)) for role, count in counts))
+
+
+class Kind(NamedTuple):
+    """`begin` does it, and says whether there was anything to do it to; `end` undoes what lasts."""
+
+    hits: Callable[[Cast], tuple[str, ...]]
+    begin: Callable[[System, PlannedFault], bool]
+    end: Callable[[System, PlannedFault], None] | None = None
+    lasts_s: tuple[float, float] = (0.0, 0.0)
+    amount: tuple[float, float] = (0.0, 0.0)
+    between: Callable[[Cast], tuple[str, ...]] | None = None
+    """Who the other one is; one in three hits everybody."""
+    several: bool = False
+    """Only where several servers work on one store."""
+
+
+# ---------------------------------------------------------------------------------------------------- the network
+
+
+def _links(system: System, fault: PlannedFault) -> list[Link]:
+    return [
+        link
+        for link in system.network.links.values()
+        if link.node_open
+        and link.server_open
+        and fault.target in (link.node.name, link.server.name)
+        and (not fault.other or fault.other in (link.node.name, link.server.name))
+    ]
+
+
+def _slow(system: System, fault: PlannedFault) -> bool:
+    system.network.slow[fault.target] = system.network.slow.get(fault.target, 0.0) + fault.amount
+    return True
+
+
+def _slow_no_more(system: System, fault: PlannedFault) -> None:
+    left_s = system.network.slow.pop(fault.target) - fault.amount
+    if left_s > 1e-9:
+        system.network.slow[fault.target] = left_s
+
+
+def _half_open(system: System, fault: PlannedFault) -> bool:
+    links = _links(system, fault)
+    for link in links:
+        if fault.amount < 0.66:
+            link.to_server.mute = True
+        if fault.amount > 0.33:
+            link.to_node.mute = True
+    return bool(links)
+
+
+def _pairs(system: System, fault: PlannedFault, *, both: bool) -> list[tuple[str, str]]:
+    others = (fault.other,) if fault.other else tuple(name for name in system.cast.processes if name != fault.target)
+    there = [(fault.target, other) for other in others]
+    back = [(other, fault.target) for other in others]
+    return there + back if both else there if fault.amount < 0.5 else back
+
+
+def _partition(system: System, fault: PlannedFault) -> bool:
+    system.network.cut.update(_pairs(system, fault, both=True))
+    return True
+
+
+def _partition_over(system: System, fault: PlannedFault) -> None:
+    system.network.cut.subtract(_pairs(system, fault, both=True))
+    system.network.go_on()
+
+
+def _one_way(system: System, fault: PlannedFault) -> bool:
+    system.network.cut.update(_pairs(system, fault, both=False))
+    return True
+
+
+def _one_way_over(system: System, fault: PlannedFault) -> None:
+    system.network.cut.subtract(_pairs(system, fault, both=False))
+    system.network.go_on()
+
+
+def _refused(system: System, fault: PlannedFault) -> bool:
+    system.network.refusing[fault.target] += 1
+    for link in _links(system, fault):
+        if fault.amount < 0.5:
+            system.network.reset(link)
+    return True
+
+
+def _refused_no_more(system: System, fault: PlannedFault) -> None:
+    system.network.refusing[fault.target] -= 1
+
+
+def _reset(system: System, fault: PlannedFault) -> bool:
+    links = _links(system, fault)
+    for link in links:
+        system.network.reset(link)
+    system.world.effects["reset"] += len(links)
+    return bool(links)
+
+
+def _late(system: System, fault: PlannedFault) -> bool:
+    """What the peer sends is stuck; then the connection breaks, and comes to the server after what the peer sends next."""
+    links = [link for link in _links(system, fault) if not link.to_server.stuck]
+    for link in links:
+        link.to_server.stuck = True
+    return bool(links)
+
+
+def _late_over(system: System, fault: PlannedFault) -> None:
+    for link in list(system.network.links.values()):
+        if link.node.name == fault.target and link.to_server.stuck:
+            system.network.come_late(link, fault.amount)
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def _crash(system: System, fault: PlannedFault) -> bool:
+    process = system.processes[fault.target]
+    if not process.alive:
+        return False
+    process.crash(silent=fault.kind == "power")
+    system.world.effects[fault.kind] += 1
+    return True
+
+
+def _started_again(system: System, fault: PlannedFault) -> None:
+    process = system.processes[fault.target]
+    if not process.alive:
+        process.start()
+
+
+def _pause(system: System, fault: PlannedFault) -> bool:
+    process = system.processes[fault.target]
+    if not process.alive or process.paused:
+        return False
+    process.pause()
+    return True
+
+
+def _resumed(system: System, fault: PlannedFault) -> None:
+    process = system.processes[fault.target]
+    if process.alive and process.paused:
+        process.resume()
+
+
+def _drain(system: System, fault: PlannedFault) -> bool:
+    worker = system.worker(fault.target)
+    if not worker.alive or worker.paused or worker.machine.draining:
+        return False
+    worker.drain()
+    return True
+
+
+def _stop(system: System, fault: PlannedFault) -> bool:
+    """A server is stopped in order, as for an upgrade."""
+    server = system.server(fault.target)
+    if not server.alive or server.paused or server.stopping:
+        return False
+    server.stop()
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- clocks
+
+
+def _jump(system: System, fault: PlannedFault) -> bool:
+    clock = system.clock_of(fault.target)
+    before = clock.wall()
+    clock.jump_wall(fault.amount)
+    system.world.effects["jump"] += clock.wall() != before
+    return True
+
+
+def _drift(system: System, fault: PlannedFault) -> bool:
+    clock = system.clock_of(fault.target)
+    if clock.rate != 1.0:
+        return False
+    clock.set_rate(1.0 + fault.amount)
+    if fault.kind == "drift_far":
+        system.world.tell(Drifted(at=system.world.at, name=fault.target))
+    return True
+
+
+def _drift_over(system: System, fault: PlannedFault) -> None:
+    clock = system.clock_of(fault.target)
+    system.world.effects[fault.kind] += clock.rate != 1.0
+    clock.set_rate(1.0)
+
+
+# ---------------------------------------------------------------------------------------------------- store and disks
+
+
+def _store_slow(system: System, fault: PlannedFault) -> bool:
+    system.storage.troubles.slow_s += fault.amount
+    return True
+
+
+def _store_slow_over(system: System, fault: PlannedFault) -> None:
+    system.storage.troubles.slow_s = max(0.0, system.storage.troubles.slow_s - fault.amount)
+
+
+def _store_lost(system: System, fault: PlannedFault) -> bool:
+    system.storage.troubles.lost = fault.amount
+    return True
+
+
+def _store_lost_over(system: System, fault: PlannedFault) -> None:
+    system.storage.troubles.lost = 0.0
+
+
+def _store_refused(system: System, fault: PlannedFault) -> bool:
+    system.storage.troubles.refused = fault.amount
+    return True
+
+
+def _store_refused_over(system: System, fault: PlannedFault) -> None:
+    system.storage.troubles.refused = 0.0
+
+
+def _store_restart(system: System, fault: PlannedFault) -> bool:
+    system.storage.troubles.down["restart"] += 1
+    return True
+
+
+def _store_restart_over(system: System, fault: PlannedFault) -> None:
+    system.storage.troubles.down["restart"] -= 1
+
+
+def _store_cut(system: System, fault: PlannedFault) -> bool:
+    system.network.cut[fault.target, STORE] += 1
+    return True
+
+
+def _store_cut_over(system: System, fault: PlannedFault) -> None:
+    system.network.cut[fault.target, STORE] -= 1
+
+
+def _disk_full(system: System, fault: PlannedFault) -> bool:
+    system.storage.troubles.full["hard" if fault.amount < 0.5 else "floor"] += 1
+    return True
+
+
+def _disk_full_over(system: System, fault: PlannedFault) -> None:
+    system.storage.troubles.full["hard" if fault.amount < 0.5 else "floor"] -= 1
+
+
+def _worker_disk_full(system: System, fault: PlannedFault) -> bool:
+    system.worker(fault.target).disk_full += 1
+    return True
+
+
+def _worker_disk_full_over(system: System, fault: PlannedFault) -> None:
+    system.worker(fault.target).disk_full -= 1
+
+
+# ---------------------------------------------------------------------------------------------------- between servers
+
+
+def _likely(name: str) -> tuple[Callable[[System, PlannedFault], bool], Callable[[System, PlannedFault], None]]:
+    """A probability of the coordination, set and reset."""
+
+    def begin(system: System, fault: PlannedFault) -> bool:
+        setattr(system.coordination, name, fault.amount)
+        return True
+
+    def end(system: System, fault: PlannedFault) -> None:
+        setattr(system.coordination, name, 0.0)
+
+    return begin, end
+
+
+def _coordination_cut(system: System, fault: PlannedFault) -> bool:
+    system.network.cut[fault.target, COORDINATION] += 1
+    return True
+
+
+def _coordination_cut_over(system: System, fault: PlannedFault) -> None:
+    system.network.cut[fault.target, COORDINATION] -= 1
+
+
+# ---------------------------------------------------------------------------------------------------- the table
+
+
+def _servers(cast: Cast) -> tuple[str, ...]:
+    return cast.servers
+
+
+def _workers(cast: Cast) -> tuple[str, ...]:
+    return cast.workers
+
+
+def _peers(cast: Cast) -> tuple[str, ...]:
+    return cast.peers
+
+
+def _processes(cast: Cast) -> tuple[str, ...]:
+    return cast.servers * 2 + cast.workers * 2 + cast.clients
+
+
+def _clocks(cast: Cast) -> tuple[str, ...]:
+    return (*cast.servers, *cast.workers, STORE, STORE)
+
+
+def _store(cast: Cast) -> tuple[str, ...]:
+    return (STORE,)
+
+
+def _coordination(cast: Cast) -> tuple[str, ...]:
+    return (COORDINATION,)
+
+
+SHORT, LONG, OFTEN = (0.5, 3.0), (1.0, 9.0), (0.2, 0.9)
+
+KINDS: dict[str, Kind] = {
+    "slow": Kind(_processes, _slow, _slow_no_more, LONG, (0.1, 1.5)),
+    "half_open": Kind(_peers, _half_open, amount=(0.0, 1.0)),
+    "partition": Kind(_processes, _partition, _partition_over, LONG, between=_servers),
+    "one_way": Kind(_processes, _one_way, _one_way_over, LONG, (0.0, 1.0), between=_servers),
+    "refused": Kind(_servers, _refused, _refused_no_more, SHORT, (0.0, 1.0)),
+    "reset": Kind(_processes, _reset),
+    "late": Kind(_peers, _late, _late_over, (0.2, 2.0), (0.2, 3.0)),
+    "crash": Kind(_processes, _crash, _started_again, (0.2, 6.0)),
+    "power": Kind(_processes, _crash, _started_again, (1.0, 8.0)),
+    "pause": Kind(_processes, _pause, _resumed, LONG),
+    "drain": Kind(_workers, _drain),
+    "stop": Kind(_servers, _stop),
+    "jump": Kind(_clocks, _jump, amount=(-6.0, 6.0)),
+    "drift": Kind(_clocks, _drift, _drift_over, LONG, (-0.05, 0.05)),
+    "drift_far": Kind(_workers, _drift, _drift_over, (5.0, 15.0), (-0.8, -0.5)),
+    "store_slow": Kind(_store, _store_slow, _store_slow_over, SHORT, (0.1, 2.0)),
+    "store_lost": Kind(_store, _store_lost, _store_lost_over, SHORT, OFTEN),
+    "store_refused": Kind(_store, _store_refused, _store_refused_over, SHORT, OFTEN),
+    "store_restart": Kind(_store, _store_restart, _store_restart_over, SHORT),
+    "store_cut": Kind(_servers, _store_cut, _store_cut_over, LONG),
+    "disk_full": Kind(_store, _disk_full, _disk_full_over, SHORT, (0.0, 1.0)),
+    "worker_disk_full": Kind(_workers, _worker_disk_full, _worker_disk_full_over, LONG),
+    "hints_lost": Kind(_coordination, *_likely("hints_lost"), LONG, OFTEN, several=True),
+    "hints_late": Kind(_coordination, *_likely("hints_late"), LONG, OFTEN, several=True),
+    "hints_doubled": Kind(_coordination, *_likely("hints_doubled"), LONG, OFTEN, several=True),
+    "coordination_lost": Kind(_coordination, *_likely("lost"), LONG, OFTEN, several=True),
+    "coordination_late": Kind(_coordination, *_likely("late"), LONG, OFTEN, several=True),
+    "coordination_doubled": Kind(_coordination, *_likely("doubled"), LONG, OFTEN, several=True),
+    "coordination_cut": Kind(_servers, _coordination_cut, _coordination_cut_over, LONG, several=True),
+}
+
+
+def drawn(streams: Streams, options: SimOptions) -> list[PlannedFault]:
+    """All faults of a seed, in the order of their times."""
+    chance, cast = streams.faults, cast_of(options)
+    kinds = [kind for kind in options.kinds or () if not KINDS[kind].several or (options.servers or 0) > 1]
+    moments = sorted(options.chaos_s * (0.04 + 0.9 * chance.random()) for _ in range(options.faults or 0))
+    return [_one(chance, cast, number, at, chance.choice(kinds)) for number, at in enumerate(moments)] if kinds else []
+
+
+def _one(chance: random.Random, cast: Cast, number: int, at: float, name: str) -> PlannedFault:
+    kind = KINDS[name]
+    target, other = chance.choice(kind.hits(cast)), ""
+    for_s, amount = chance.uniform(*kind.lasts_s), chance.uniform(*kind.amount)
+    if kind.between is not None and chance.random() < 0.67:
+        others = [one for one in kind.between(cast) if one != target] if target not in cast.servers else list(cast.peers)
+        other = chance.choice(others)
+    return PlannedFault(number=number, at=at, kind=name, target=target, other=other, for_s=for_s, amount=amount)
+
+
+class Faults:
+    """Those of one run: begins and ends them, and counts those that happened."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.happened: Counter[str] = Counter()
+        self._lasting: dict[int, PlannedFault] = {}
+
+    def plan(self, faults: list[PlannedFault]) -> None:
+        for fault in faults:
+            self.system.world.at_time(fault.at, f"fault {fault.kind} {fault.target}", self._begin, fault)
+
+    def _begin(self, fault: PlannedFault) -> None:
+        world, kind = self.system.world, KINDS[fault.kind]
+        if not kind.begin(self.system, fault):
+            return
+        self.happened[fault.kind] += 1
+        world.tell(Fault(at=world.at, fault=fault.kind, target=f"{fault.target} {fault.other}".rstrip()))
+        if kind.end is not None:
+            self._lasting[fault.number] = fault
+            world.after(fault.for_s, f"fault {fault.kind} {fault.target} is over", self._end, fault)
+
+    def _end(self, fault: PlannedFault) -> None:
+        if self._lasting.pop(fault.number, None) is not None:
+            end = KINDS[fault.kind].end
+            assert end is not None
+            end(self.system, fault)
+
+    def heal(self) -> None:
+        """All that lasts is over."""
+        for fault in list(self._lasting.values()):
+            self._end(fault)

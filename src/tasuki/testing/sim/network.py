@@ -1,0 +1,305 @@
+"""Connections as TCP has them: in order, and nothing is lost inside one without its end, though the end may never be heard of.
+
+Each `Link` has two ways. A way that is muted delivers nothing more (half-open). One between two hosts that are cut off from each
+other keeps what was sent, as retransmission does, until they are not. Whoever sends to an end that is gone hears of that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tasuki.core.address import Address
+from tasuki.core.machine import Closed, Now, Opened, Received
+from tasuki.core.protocol import FRAME_MAX_BYTES, Message
+from tasuki.core.redial import Connect
+from tasuki.testing.sim.world import World
+from tasuki.wire.frames import FrameDecoder
+from tasuki.wire.messages import decode, encode
+
+if TYPE_CHECKING:
+    from tasuki.testing.sim.clients import SimClient
+    from tasuki.testing.sim.servers import SimServer
+    from tasuki.testing.sim.workers import SimWorker
+
+Peer: TypeAlias = "SimClient | SimWorker"
+
+
+class Begin:
+    """First on the way to a server: a connection is there."""
+
+
+class End:
+    """Last on either way: the other end is gone."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+Item = Message | Begin | End
+
+
+class Way:
+    """One direction of a link."""
+
+    def __init__(self, link: Link, *, up: bool) -> None:
+        self.link = link
+        self.up = up
+        self.mute = False
+        self.stuck = False
+        """Nothing arrives for now, but it will, however late."""
+        self.pieces: deque[list[Any]] = deque()
+        """What is on its way; each piece was written at once."""
+        self.written_at = -1.0
+        self.last_at = 0.0
+        """When the last piece arrives: later ones come later."""
+        self.held = 0
+        """Pieces that have come as far as they could."""
+        names = (link.node.name, link.server.name)
+        self.sender, self.receiver = names if up else names[::-1]
+        self.label = f"{self.sender} > {self.receiver}"
+
+    @property
+    def open(self) -> bool:
+        """There is somebody at its end."""
+        return self.link.server_open if self.up else self.link.node_open
+
+
+class Link:
+    """One connection, from a peer to a server."""
+
+    def __init__(self, conn: int, node: Peer, server: SimServer) -> None:
+        self.conn = conn
+        self.node = node
+        self.server = server
+        self.node_open = self.server_open = True
+        self.extra_s = 0.0
+        """How much slower than others this connection is."""
+        self.to_server = Way(self, up=True)
+        self.to_node = Way(self, up=False)
+
+
+class Network:
+    """All links, and what is wrong between which hosts."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.links: dict[int, Link] = {}
+        """Those of which at least one end is open."""
+        self.cut: Counter[tuple[str, str]] = Counter()
+        """(from, to): hosts between which nothing passes."""
+        self.slow: dict[str, float] = {}
+        """Seconds more for everything from and to this host."""
+        self.refusing: Counter[str] = Counter()
+        """Servers to which nobody can connect."""
+        self.random = world.streams.jitter
+        self._chance = world.streams.network
+        self._latency_s = world.options.latency_s or 0.002
+        self._wire = bool(world.options.wire)
+        self._number = 0
+
+    def delay_s(self, one: str, other: str) -> float:
+        """How long something takes from one host to the other now."""
+        delay_s = self._latency_s * (1.0 + 3.0 * self._chance.random())
+        slow = self.slow
+        if slow and (one in slow or other in slow):
+            self.world.effects["slow"] += 1
+            delay_s += (slow.get(one, 0.0) + slow.get(other, 0.0)) * self._chance.random()
+        return delay_s
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return bool(self.cut) and self.cut[one, other] > 0
+
+    def now(self) -> Now:
+        """Of nobody's host: each has clocks of its own."""
+        return Now(self.world.at, self.world.at)
+
+    # -- connecting -----------------------------------------------------------------------------------------------
+    def dial(self, node: Peer, address: Address) -> None:
+        """With the patience of somebody who has nowhere else to turn to."""
+        self.connect(node, node.servers[address], Connect(address))
+
+    def connect(self, node: Peer, server: SimServer, wanted: Connect) -> None:
+        """The peer hears Opened or Closed."""
+        delay_s = 2 * self.delay_s(node.name, server.name)
+        if self.is_cut(node.name, server.name) or self.is_cut(server.name, node.name) or delay_s > wanted.timeout_s:
+            node.later(wanted.timeout_s, f"{node.name} gives up on {server.name}", node.hear, Closed(0, "timed out"))
+        else:
+            node.later(delay_s, f"{node.name} dials {server.name}", self._dialed, node, server)
+
+    def _dialed(self, node: Peer, server: SimServer) -> None:
+        if self.refusing[server.name] or not server.alive:
+            self.world.effects["refused"] += self.refusing[server.name] > 0
+            node.hear(Closed(0, "connection refused"))
+            return
+        self._number += 1
+        link = node.link = self.links[self._number] = Link(self._number, node, server)
+        if self.world.options.latency_s and self._chance.random() < 0.1:
+            link.extra_s = 0.2 * self._chance.random()
+        self._put(link.to_server, Begin())
+        node.hear(Opened(link.conn, node.peer))
+
+    # -- sending --------------------------------------------------------------------------------------------------
+    def send_to_server(self, node: Peer, conn: int, message: Message) -> None:
+        link = node.link
+        if link is not None and link.conn == conn:
+            self._write(link.to_server, message)
+
+    def send_down(self, conn: int, message: Message) -> None:
+        link = self.links.get(conn)
+        if link is not None and link.server_open:
+            self._write(link.to_node, message)
+
+    def _write(self, way: Way, message: Message) -> None:
+        if not self._wire:
+            self._put(way, message)
+            return
+        for frame in FrameDecoder(FRAME_MAX_BYTES).feed(encode(message)):
+            self._put(way, decode(frame, FRAME_MAX_BYTES))
+
+    def _put(self, way: Way, item: Item) -> None:
+        if way.mute:
+            self.world.effects["half_open"] += 1
+            return
+        world = self.world
+        if way.written_at == world.at and way.pieces:
+            way.pieces[-1].append(item)
+            return
+        way.written_at = world.at
+        way.last_at = max(way.last_at, world.at + way.link.extra_s + self.delay_s(way.sender, way.receiver))
+        way.pieces.append([item])
+        world.at_time(way.last_at, f"{way.label}: {type(item).__name__}", self._arrive, way)
+
+    def _arrive(self, way: Way) -> None:
+        if not way.pieces:
+            return
+        receiver = way.link.server if way.up else way.link.node
+        if way.stuck:
+            self.world.effects["late"] += 1
+            way.held += 1
+        elif self.is_cut(way.sender, way.receiver):
+            self.world.effects["cut"] += 1
+            way.held += 1
+        elif receiver.paused and way.open:
+            self.world.effects["pause"] += 1
+            way.held += 1
+        else:
+            piece = way.pieces.popleft()
+            if way.open:
+                self._deliver(way, piece)
+            else:
+                self._bounce(way, piece)
+
+    def _bounce(self, way: Way, piece: list[Item]) -> None:
+        """Nobody is there any more: the sender's kernel is told so."""
+        back = way.link.to_node if way.up else way.link.to_server
+        if not isinstance(piece[-1], End) and back.open and not back.mute:
+            self._put(back, End("connection reset"))
+
+    def _deliver(self, way: Way, piece: list[Item]) -> None:
+        link = way.link
+        if way.up:
+            server = link.server
+            for item in piece:
+                if not link.server_open:
+                    break
+                if isinstance(item, Begin):
+                    server.apply(Opened(link.conn, link.node.peer))
+                elif isinstance(item, End):
+                    self.server_loses(link, item.reason)
+                elif not server.stopping:
+                    server.apply(Received(link.conn, item))
+            server.pump()
+        else:
+            node, life = link.node, link.node.life
+            for item in piece:
+                if not link.node_open or node.life != life:
+                    break
+                if isinstance(item, End):
+                    self.node_loses(link, item.reason)
+                elif not isinstance(item, Begin):
+                    node.hear_message(Received(link.conn, item))
+            if node.life == life:
+                node.flush()
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+    def node_loses(self, link: Link, reason: str) -> None:
+        """The peer's side is over, and it hears so."""
+        if link.node_open:
+            link.node_open = False
+            node = link.node
+            if node.link is link:
+                node.link = None
+            node.later(0.0, f"{node.name} lost {link.server.name}", node.hear, Closed(link.conn, reason))
+            self._tidy(link)
+
+    def server_loses(self, link: Link, reason: str) -> None:
+        if link.server_open:
+            link.server_open = False
+            self._tidy(link)
+            link.server.apply(Closed(link.conn, reason))
+
+    def close_from_node(self, node: Peer, reason: str) -> None:
+        """The peer closes: it hears so at once, the server when that reaches it."""
+        if (link := node.link) is not None:
+            self._put(link.to_server, End(reason))
+            self.node_loses(link, reason)
+
+    def exit(self, node: Peer) -> None:
+        """The peer's process ends by itself: what it sent before still arrives."""
+        node.exit_now()
+
+    def hang_up(self, conn: int, last_words: Message | None, reason: str) -> None:
+        """A server closes: the peer hears of it when it has read what was sent before."""
+        link = self.links.get(conn)
+        if link is not None and link.server_open:
+            if last_words is not None:
+                self._write(link.to_node, last_words)
+            self._put(link.to_node, End(reason))
+            link.server_open = False
+            self._tidy(link)
+
+    def reset(self, link: Link) -> None:
+        """The connection breaks, and what was on its way is lost."""
+        self.node_loses(link, "connection reset")
+        link.to_server.pieces.clear()
+        if link.server_open:
+            link.server.hear_later(link, "connection reset")
+
+    def come_late(self, link: Link, late_s: float) -> None:
+        """The connection breaks for its peer; what was stuck comes to the server when the peer may have sent more on another."""
+        self.node_loses(link, "connection reset")
+        self.world.after(late_s, f"{link.to_server.label}: late", self._unstuck, link)
+
+    def _unstuck(self, link: Link) -> None:
+        link.to_server.stuck = False
+        self._put(link.to_server, End("connection reset"))
+        self.go_on()
+
+    def process_gone(self, links: list[Link], *, server: bool, silent: bool) -> None:
+        """A process ended. Its kernel says so to the other ends, unless its host is gone too (`silent`)."""
+        for link in links:
+            mine, other = (link.to_node, link.to_server) if server else (link.to_server, link.to_node)
+            if silent:
+                mine.mute = other.mute = True
+            else:
+                self._put(mine, End("connection reset"))
+            if server:
+                link.server_open = False
+            else:
+                link.node_open = False
+                link.node.link = None
+            self._tidy(link)
+
+    def _tidy(self, link: Link) -> None:
+        if not link.node_open and not link.server_open:
+            self.links.pop(link.conn, None)
+
+    # -- faults that end ------------------------------------------------------------------------------------------
+    def go_on(self) -> None:
+        """Something that held messages up is over: those that are not held up any more arrive."""
+        for link in list(self.links.values()):
+            for way in (link.to_server, link.to_node):
+                held, way.held = way.held, 0
+                for _ in range(held):
+                    self.world.after(self.delay_s(way.sender, way.receiver), f"{way.label}: held", self._arrive, way)

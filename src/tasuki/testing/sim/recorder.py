@@ -1,0 +1,250 @@
+"""What a committed turn did, told as lines of the history: from the turn, its answers, and the rows after it.
+
+Only reads. Lines stand in the order in which `stores.batching.execute` does what they tell of; the rows come last, each once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import compress
+from operator import attrgetter
+
+from tasuki.core.job import TERMINAL, Job, OnDisconnect
+from tasuki.core.verbs import Answer, Answers, MissingBlobs, Standing, Turn
+from tasuki.errors import Conflict
+from tasuki.stores.store import Store
+from tasuki.testing.sim.history import (
+    Canceled,
+    Granted,
+    Led,
+    Reaped,
+    Removed,
+    Reported,
+    Requeued,
+    Row,
+    Shown,
+    Submitted,
+    TookOver,
+)
+from tasuki.testing.sim.process import HostClock
+from tasuki.testing.sim.world import World
+
+_LISTS = ("finish", "fail", "start", "renew", "release", "cancel", "requeue", "submit", "rerun", "lease", "held", "get", "token")
+
+_lists = attrgetter(*_LISTS)
+
+
+class Recorder:
+    """Watches one store."""
+
+    def __init__(self, world: World, store: Store, clock: HostClock) -> None:
+        self.world = world
+        self.store = store
+        self._clock = clock
+        self.verbs: Counter[str] = Counter()
+        """Calls of each verb; those of a leader's that found nothing to do are not counted."""
+        self.open: dict[str, None] = {}
+        """Jobs that are not terminal."""
+        self.jobs: dict[str, None] = {}
+        """All that were ever stored and not removed."""
+        self._last: dict[str, Row] = {}
+        self._touched: dict[str, None] = {}
+
+    def turn(self, server_id: str, turn: Turn, answers: Answers) -> None:
+        """It is committed."""
+        self._touched = {}
+        if turn.epoch:
+            self._duties(server_id, turn, answers)
+        else:
+            self.verbs.update(compress(_LISTS, _lists(turn)))
+            self._workers(turn, answers)
+            if turn.cancel or turn.requeue:
+                self._orders(turn, answers)
+            if turn.submit or turn.rerun:
+                self._submitted(turn, answers)
+            if turn.lease:
+                self._granted(turn, answers)
+        self._rows()
+
+    def refused(self, server_id: str, turn: Turn) -> None:
+        """The store refused its epoch."""
+        self.world.tell(Led(at=self.world.at, server_id=server_id, epoch=turn.epoch, done=False))
+
+    def took_over(self, server_id: str, epoch: int, *, done: bool) -> None:
+        self.verbs["take_over"] += 1
+        self.world.tell(TookOver(at=self.world.at, server_id=server_id, epoch=epoch, done=done))
+
+    # -- the leader -----------------------------------------------------------------------------------------------
+    def _duties(self, server_id: str, turn: Turn, answers: Answers) -> None:
+        at = self.world.at
+        if turn.take_over:
+            self.took_over(server_id, turn.epoch, done=answers.took_over)
+            return
+        found = {"reap": len(answers.reap), "skip": len(answers.skip), "promote": answers.promote.count, "prune": answers.prune}
+        for name, count in found.items():
+            if count:
+                self.verbs[name] += 1
+        self.world.tell(Led(at=at, server_id=server_id, epoch=turn.epoch, done=True))
+        for one in answers.reap:
+            self._touched[one.job_id] = None
+            self.world.tell(
+                Reaped(at=at, job_id=one.job_id, attempt=one.attempt, worker_id=one.worker_id, state=one.state, epoch=turn.epoch)
+            )
+        self._touched.update(dict.fromkeys(answers.skip))
+        if answers.prune:
+            known = list(self.jobs)
+            for job_id, job in zip(known, self.store.get(known), strict=True):
+                if job is None:
+                    self.world.tell(Removed(at=at, job_id=job_id))
+                    del self.jobs[job_id]
+                    del self._last[job_id]
+
+    # -- workers --------------------------------------------------------------------------------------------------
+    def _workers(self, turn: Turn, answers: Answers) -> None:
+        at, tell, touched = self.world.at, self.world.tell, self._touched
+        for verb, reports, recorded in (("finish", turn.finish, answers.finish), ("fail", turn.fail, answers.fail)):
+            for report, word in zip(reports, recorded, strict=True):
+                touched[report.job_id] = None
+                accepted = word.answer is Answer.RECORDED
+                tell(
+                    Reported(
+                        at=at,
+                        verb=verb,
+                        job_id=report.job_id,
+                        attempt=report.attempt,
+                        lease_id=report.lease_id,
+                        worker_id=report.worker_id,
+                        accepted=accepted,
+                        state=word.state or "" if accepted else "",
+                        repeated=word.answer is Answer.REPEATED,
+                        result_sha256=report.outcome.result_sha256,
+                    )
+                )
+        shown = [("start", claim, word is not Standing.LOST) for claim, word in zip(turn.start, answers.start, strict=True)]
+        shown += [("renew", claim, word is not Standing.LOST) for claim, word in zip(turn.renew, answers.renew, strict=True)]
+        shown += [("release", claim, done) for claim, done in zip(turn.release, answers.release, strict=True)]
+        for verb, claim, held in shown:
+            touched[claim.job_id] = None
+            tell(
+                Shown(
+                    at=at,
+                    verb=verb,
+                    job_id=claim.job_id,
+                    attempt=claim.attempt,
+                    lease_id=claim.lease_id,
+                    worker_id=claim.worker_id,
+                    incarnation=claim.incarnation,
+                    held=held,
+                )
+            )
+
+    def _granted(self, turn: Turn, answers: Answers) -> None:
+        at, wall, highest_wall = self.world.at, self._clock.wall(), self._clock.highest_wall()
+        for request, grants in zip(turn.lease, answers.lease, strict=True):
+            jobs = self.store.get([grant.job_id for grant in grants]) if grants else ()
+            for grant, job in zip(grants, jobs, strict=True):
+                assert job is not None
+                self._touched[grant.job_id] = None
+                self.world.tell(
+                    Granted(
+                        at=at,
+                        job_id=grant.job_id,
+                        attempt=grant.attempt,
+                        generation=job.generation,
+                        lease_id=grant.lease_id,
+                        worker_id=request.worker_id,
+                        incarnation=request.incarnation,
+                        wall=wall,
+                        highest_wall=highest_wall,
+                        not_before=job.not_before,
+                        not_after=job.not_after,
+                        on_disconnect=request.on_disconnect,
+                        ttl_s=grant.ttl_s,
+                        grace_s=request.reconnect_grace_s if request.on_disconnect is OnDisconnect.KEEP else 0.0,
+                    )
+                )
+
+    # -- submitters -----------------------------------------------------------------------------------------------
+    def _orders(self, turn: Turn, answers: Answers) -> None:
+        at = self.world.at
+        for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
+            self._touched[job_id] = None
+            self.world.tell(Canceled(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))
+        if turn.requeue:
+            job_ids = [job_id for job_id, _, _ in turn.requeue]
+            for job_id, requeued, job in zip(job_ids, answers.requeue, self.store.get(job_ids), strict=True):
+                self._touched[job_id] = None
+                generation = job.generation if job is not None else 0
+                self.world.tell(Requeued(at=at, job_id=job_id, done=requeued.done, generation=generation))
+
+    def _submitted(self, turn: Turn, answers: Answers) -> None:
+        at = self.world.at
+        pairs = [*zip(turn.submit, answers.submit, strict=True), *zip(turn.rerun, answers.rerun, strict=True)]
+        jobs = self.store.get([submission.spec.job_id for submission, _ in pairs])
+        for (submission, answer), job in zip(pairs, jobs, strict=True):
+            job_id = submission.spec.job_id
+            refused = answer.code if isinstance(answer, Conflict) else "BLOB_MISSING" if isinstance(answer, MissingBlobs) else ""
+            if job is not None:
+                self._touched[job_id] = None
+                self.jobs[job_id] = None
+            self.world.tell(
+                Submitted(
+                    at=at,
+                    job_id=job_id,
+                    body=submission.body_hash.hex(),
+                    created=getattr(answer, "created", False),
+                    refused=refused,
+                    generation=job.generation if job is not None else 0,
+                )
+            )
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+    def _rows(self) -> None:
+        touched = list(self._touched)
+        if not touched:
+            return
+        for job_id, job in zip(touched, self.store.get(touched), strict=True):
+            if job is not None:
+                self._row(job_id, job, always=False)
+
+    def all_rows(self) -> None:
+        """At the end."""
+        known = list(self.jobs)
+        for job_id, job in zip(known, self.store.get(known), strict=True):
+            if job is not None:
+                self._row(job_id, job, always=True)
+
+    def _row(self, job_id: str, job: Job, *, always: bool) -> None:
+        """A row that a commit touched and left as it was is not told again."""
+        outcome = job.outcome
+        terminal = job.state in TERMINAL
+        row = Row(
+            at=self.world.at,
+            job_id=job_id,
+            state=job.state,
+            attempt=job.attempt,
+            generation=job.generation,
+            failures=job.failures,
+            losses=job.losses,
+            max_retries=job.spec.max_retries,
+            max_losses=job.spec.max_losses,
+            lease_id=job.lease.lease_id if job.lease is not None else None,
+            not_before=job.not_before,
+            error_code=(outcome.error_code or "") if terminal and outcome is not None else "",
+            result_sha256=outcome.result_sha256 if outcome is not None else None,
+            cancel_requested=job.cancel_requested,
+            body=job.body_hash.hex(),
+            leader_epoch=job.leader_epoch,
+            at_end=always,
+        )
+        if terminal:
+            self.open.pop(job_id, None)
+        else:
+            self.open[job_id] = None
+        last = self._last.get(job_id)
+        if always or last is None or _compared(row) != _compared(last):
+            self._last[job_id] = row
+            self.world.tell(row)
+
+
+_compared = attrgetter(*(name for name in Row.__struct_fields__ if name not in ("at", "at_end")))

@@ -1,0 +1,212 @@
+"""One seed from its first event to the verdict: chaos, then a healed world that must come to its end.
+
+    outcome = run_seed(7)                          # Outcome(seed=7, trace_hash=…, violations=[…], …)
+    outcome = run_seed(7, SimOptions(servers=2))   # what is not chosen is drawn from the seed
+    outcome = run_plan(7, options, plan)           # with a plan of one's own: a seed's, and some of it left out
+
+`check_seed` and `check_plan` do the same under the checker.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from tasuki.testing.sim import faults, load
+from tasuki.testing.sim.checker import Broken, Checker, Violation
+from tasuki.testing.sim.history import AnyLine, Ended, Healed, Watching
+from tasuki.testing.sim.options import SimOptions, derived
+from tasuki.testing.sim.storage import MakeStore
+from tasuki.testing.sim.system import System
+from tasuki.testing.sim.world import HotLoop, Streams, Trace, World
+
+LOOK_S = 0.5  # how often a healed world is asked whether it is at rest
+WATCHED = (
+    "submitted", "granted", "shown", "reported", "reaped", "canceled", "requeued", "tookover", "led", "row", "removed", "asked",
+    "answered", "arrived", "began", "gone", "settled", "busy", "process", "fault", "drifted", "leading",
+)  # fmt: skip
+VERBS_MIN, FAULTS_MIN = 300, 10  # below these a seed shows too little to count
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a seed does to its world. Any part of it may be left out."""
+
+    faults: tuple[faults.PlannedFault, ...]
+    operations: tuple[load.Operation, ...]
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What came of one seed."""
+
+    seed: int
+    options: SimOptions
+    trace_hash: str = ""
+    events: int = 0
+    virtual_s: float = 0.0
+    lines: int = 0
+    turns: int = 0
+    verbs: Counter[str] = msgspec.field(default_factory=Counter)
+    """Calls of the store's verbs, without a leader's that found nothing to do."""
+    faults: Counter[str] = msgspec.field(default_factory=Counter)
+    """Those that happened, by kind."""
+    effects: Counter[str] = msgspec.field(default_factory=Counter)
+    """How often each kind made a difference."""
+    healed_after_s: float = 0.0
+    """How long it took, once healed, until nothing was left to do."""
+    unfinished: str = ""
+    """What was still to be done when its time was over."""
+    problem: str = ""
+    """Why the run could not go on: a hot loop."""
+    violations: list[Violation] = msgspec.field(default_factory=list)
+    """What the checker found; it ends with the first."""
+
+    @property
+    def good(self) -> bool:
+        return not (self.violations or self.problem or self.unfinished)
+
+    @property
+    def counts(self) -> bool:
+        """Enough happened for this seed to show anything."""
+        return self.verbs.total() >= VERBS_MIN and self.faults.total() >= FAULTS_MIN
+
+    def text(self) -> str:
+        """One line for people."""
+        wrong = [*map(str, self.violations), self.problem, f"unfinished: {self.unfinished}" if self.unfinished else ""]
+        verdict = "; ".join(filter(None, wrong)) or "ok"
+        done = f"{self.verbs.total()} verbs, {self.faults.total()} faults, {self.events} events, {self.virtual_s:.0f} s"
+        return f"seed {self.seed} [{self.trace_hash}] {done}: {verdict} | {self.options.text()}"
+
+
+def plan_of(seed: int, options: SimOptions) -> Plan:
+    """What this seed does under these options, which are complete."""
+    streams = Streams(seed)
+    return Plan(tuple(faults.drawn(streams, options)), tuple(load.drawn(streams, options)))
+
+
+def run_seed(
+    seed: int,
+    options: SimOptions | None = None,
+    observe: Callable[[AnyLine], None] | None = None,
+    *,
+    trace: Trace | None = None,
+    make_store: MakeStore | None = None,
+) -> Outcome:
+    """Everything that was left open is drawn from the seed; `observe` hears every line of the history as it happens."""
+    complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
+    return run_plan(seed, complete, plan_of(seed, complete), observe, trace=trace, make_store=make_store)
+
+
+def run_plan(
+    seed: int,
+    options: SimOptions,
+    plan: Plan,
+    observe: Callable[[AnyLine], None] | None = None,
+    *,
+    trace: Trace | None = None,
+    make_store: MakeStore | None = None,
+) -> Outcome:
+    """Run a plan. A `Broken` that `observe` raises ends it; anything else that goes wrong is raised here."""
+    outcome = Outcome(seed=seed, options=options)
+
+    def heard(line: AnyLine) -> None:
+        outcome.lines += 1
+        if observe is not None:
+            observe(line)
+
+    world = World(seed, options, heard, trace)
+    world.tell(Watching(at=0.0, kinds=WATCHED))
+    system = System(world, make_store)
+    chaos = faults.Faults(system)
+    try:
+        with _seldom_collected():
+            _run(system, chaos, plan, outcome)
+    except HotLoop as error:
+        outcome.problem = str(error)
+    except Broken as error:
+        outcome.violations = [error.violation]
+    finally:
+        _note(system, chaos, outcome)
+        system.storage.close()
+    return outcome
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """A world is one large knot until its end: looking for garbage in it again and again takes a tenth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(1_000_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _run(system: System, chaos: faults.Faults, plan: Plan, outcome: Outcome) -> None:
+    world, options = system.world, system.world.options
+    system.plan(plan.operations)
+    chaos.plan(list(plan.faults))
+    system.start()
+    world.run_until(options.chaos_s)
+    chaos.heal()
+    system.heal()
+    world.tell(Healed(at=world.at))
+    healed_at, healed_events = world.at, world.events - world.idle_events
+    rested_s = 0.0
+    while rested_s < options.rest_s and world.at < healed_at + options.heal_limit_s:
+        world.run_until(world.at + LOOK_S)
+        outcome.unfinished = system.unfinished()
+        rested_s = 0.0 if outcome.unfinished else rested_s + LOOK_S
+    outcome.healed_after_s = world.at - rested_s - healed_at
+    system.storage.recorder.all_rows()
+    events = world.events - world.idle_events - healed_events
+    world.tell(Ended(at=world.at, quiet=not outcome.unfinished, events=events))
+
+
+def _note(system: System, chaos: faults.Faults, outcome: Outcome) -> None:
+    world = system.world
+    outcome.trace_hash = world.trace_hash
+    outcome.events = world.events
+    outcome.virtual_s = world.at
+    outcome.turns = system.storage.turns
+    outcome.verbs = system.storage.recorder.verbs
+    outcome.faults = chaos.happened
+    outcome.effects = +world.effects
+
+
+def check_seed(
+    seed: int, options: SimOptions | None = None, *, trace: Trace | None = None, make_store: MakeStore | None = None
+) -> Outcome:
+    """Run a seed under the checker: safety after every event, liveness at the end."""
+    complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
+    return check_plan(seed, complete, plan_of(seed, complete), trace=trace, make_store=make_store)
+
+
+def check_plan(
+    seed: int,
+    options: SimOptions,
+    plan: Plan,
+    observe: Callable[[AnyLine], None] | None = None,
+    *,
+    trace: Trace | None = None,
+    make_store: MakeStore | None = None,
+) -> Outcome:
+    """The same with a plan of one's own; `observe` hears each line before the checker does, also the one that breaks it."""
+    checker = Checker(raises=True)
+
+    def heard(line: AnyLine) -> None:
+        if observe is not None:
+            observe(line)
+        checker.observe(line)
+
+    judge = checker.observe if observe is None else heard
+    outcome = run_plan(seed, options, plan, judge, trace=trace, make_store=make_store)
+    if outcome.good:
+        try:
+            checker.end()
+        except Broken as error:
+            outcome.violations = [error.violation]
+    return outcome

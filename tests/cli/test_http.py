@@ -1,0 +1,116 @@
+"""HTTP from the command line: `tasuki server --http`, `tasuki up`, `tasuki token enroll`, with real processes."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tasuki.cli import serve
+from tasuki.config import Address, DataFolder
+from tasuki.errors import ConfigError
+from tests.cli.commands import Running, User, running
+
+pytestmark = pytest.mark.e2e
+
+
+def http_url(server: Running) -> str:
+    return next(line.removeprefix("listening ") for line in server.lines if line.startswith("listening http"))
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, httpx.Client]]:
+    """`tasuki up` with a worker for commands, and somebody who talks HTTP to it with the folder's token."""
+    user = User(tmp_path_factory.mktemp("http"))
+    words = ("--tcp", "127.0.0.1:0", "--http", "127.0.0.1:0", "--app", "zpe", "--slots", "2", "--exec", "say=/bin/echo {args}")
+    with running(user, "up", *words, "--config", os.fspath(_execs(user.home))) as server:
+        token = (user.data / "token").read_text().strip()
+        with httpx.Client(base_url=http_url(server), headers=bearer(token), timeout=20.0) as client:
+            yield user, client
+
+
+def _execs(folder: Path) -> Path:
+    path = folder / "execs.toml"
+    path.write_text('[exec.count]\nargv = ["/bin/sh", "-c", "seq 1 5; sleep 60"]\n')
+    return path
+
+
+def test_a_command_runs_and_its_result_is_a_zip(served: tuple[User, httpx.Client]) -> None:
+    _, client = served
+
+    made = client.post("/v1/jobs", json={"exec": "say", "args": ["hello"]}).json()
+    result = client.get(f"/v1/jobs/{made['job_id']}/result?wait=20")
+
+    assert result.headers["content-type"] == "application/zip"
+    with zipfile.ZipFile(io.BytesIO(result.content)) as archive:
+        assert archive.read("stdout.log") == b"hello\n"
+
+
+def test_the_log_of_a_running_command_is_followed_by_offset(served: tuple[User, httpx.Client]) -> None:
+    _, client = served
+    job_id = client.post("/v1/jobs", json={"exec": "count"}).json()["job_id"]
+    text, offset = "", 0
+    while "5\n" not in text:
+        part = client.get(f"/v1/jobs/{job_id}/logs?offset={offset}&wait=5").json()
+        text, offset = text + part["text"], part["next"]
+        assert not part["ended"]
+
+    client.post(f"/v1/jobs/{job_id}/cancel", json={})
+    ended = client.get(f"/v1/jobs/{job_id}?wait=20").json()
+
+    assert text == "1\n2\n3\n4\n5\n"
+    assert ended["state"] == "CANCELED"
+
+
+def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, httpx.Client]) -> None:
+    user, client = served
+
+    made = user.json("token", "enroll", "--app", "zpe", "--label", "lab", "--json")
+    worker = client.post("/calc/zpe/compute/servers/register", headers=bearer(made["token"]), json={}).json()
+    job_id = client.post("/calc/zpe/jobs", json={"n": 1}).json()["job_id"]
+    leased = client.post("/calc/zpe/compute/jobs/lease?wait=10", headers=bearer(worker["worker_token"]), json={}).json()
+
+    assert made["token"].startswith("tsk_e_")
+    assert leased["job_id"] == job_id
+    rows = {row["token_id"]: row for row in user.json("token", "list", "--json")}
+    assert rows[made["token_id"]]["revoked_at"] is not None
+    assert rows[worker["token_id"]]["worker_id"] == worker["worker_id"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"apps": ("zpe",)},
+        {"apps": ("a.b",), "http": Address("http", "127.0.0.1", 0)},
+        {"http": Address("http", "0.0.0.0", 0)},
+        {"unix": False},
+    ],
+    ids=str,
+)
+def test_a_door_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        serve.check(serve.Listen(folder=DataFolder(tmp_path), **fields))
+
+
+def test_up_goes_on_without_http_if_its_port_is_taken_and_says_so(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        try:
+            taken.bind(("127.0.0.1", 7080))
+            taken.listen()
+        except OSError:  # somebody else has it: all the better
+            pass
+        with running(User(tmp_path), "up", "--tcp", "127.0.0.1:0", "--workers", "0") as server:
+            lines = list(server.lines)
+
+    assert [line for line in lines if line.startswith("without HTTP: cannot listen on http://127.0.0.1:7080")]

@@ -1,0 +1,228 @@
+"""How a worker gets, changes and loses its token: one enrol token is one worker, and nobody becomes somebody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, token_sha256
+from tasuki.core.broker_events import SomeRevoked
+from tasuki.core.protocol import ErrorMessage, GiveCredit, HelloClient, HelloWorker, Reply, Request, SubmitJobs, Welcome
+from tests.core.desk import TCP, Desk
+
+SCOPE = ("job.assign.zpe",)
+
+
+def enrolling(desk: Desk, token_id: str = "e1", **fields: Any) -> int:
+    """A peer that came in with an enrol token."""
+    conn = desk.open(TCP)
+    secret = f"secret-{token_id}"
+    if desk.store.token(token_sha256(secret)) is None:
+        desk.token(token_id, "enrol", *SCOPE, expires_at=desk.clock.wall() + ENROL_TOKEN_S, **fields)
+    desk.ask(conn, HelloClient(msg_id=1, client_id="new", token=secret))
+    assert conn not in desk.hung_up, desk.hung_up
+    return conn
+
+
+def register(desk: Desk, conn: int, token_id: str = "t1") -> Reply | ErrorMessage:
+    return desk.request(conn, "worker.register", token_id=token_id, sha256=token_sha256(f"secret-{token_id}"))
+
+
+def worker(desk: Desk, token_id: str, worker_id: str, incarnation: str = "i1") -> int:
+    conn = desk.open(TCP)
+    hello = HelloWorker(
+        msg_id=1, worker_id=worker_id, incarnation=incarnation, token=f"secret-{token_id}", patterns=("job.assign.zpe",)
+    )
+    desk.ask(conn, hello)
+    return conn
+
+
+def test_an_enrol_token_registers_a_worker_with_a_token_of_its_own() -> None:
+    desk = Desk()
+
+    answer = register(desk, enrolling(desk))
+
+    assert isinstance(answer, Reply)
+    row = desk.store.token(token_sha256("secret-t1"))
+    assert row is not None
+    assert (row.kind, row.worker_id, row.scope, row.created_by) == ("worker", "w-e1", SCOPE, "token:e1")
+    assert row.expires_at == desk.clock.wall() + WORKER_TOKEN_S
+    assert answer.body == {"worker_id": "w-e1", "token_id": "t1", "expires_at": row.expires_at}
+
+
+def test_an_enrol_token_is_good_for_one_registration() -> None:
+    desk = Desk()
+    first, second = enrolling(desk), enrolling(desk)
+    for conn, token_id in ((first, "t1"), (second, "t2")):
+        desk.tell(conn, Request(9, "worker.register", {"token_id": token_id, "sha256": token_sha256(f"secret-{token_id}")}))
+
+    desk.turns()
+
+    assert desk.last(first, Reply).corr_id == 9
+    assert desk.last(second, ErrorMessage).code == "FORBIDDEN"
+    assert desk.store.token(token_sha256("secret-t2")) is None
+
+
+def test_an_enrol_token_can_do_nothing_else() -> None:
+    desk = Desk()
+    conn = enrolling(desk)
+
+    desk.ask(conn, SubmitJobs(3, []))
+    answers = [desk.last(conn, ErrorMessage), desk.request(conn, "find"), desk.request(conn, "token.list")]
+
+    assert [answer.code for answer in answers if isinstance(answer, ErrorMessage)] == ["FORBIDDEN"] * 3
+
+
+def test_an_enrol_token_is_no_worker_token() -> None:
+    desk = Desk()
+    enrolling(desk)
+
+    conn = worker(desk, "e1", "w-e1")
+
+    error = desk.hung_up[conn]
+    assert error is not None
+    assert error.code == "FORBIDDEN"
+
+
+def test_a_worker_token_is_good_for_its_own_worker_only() -> None:
+    desk = Desk()
+    register(desk, enrolling(desk))
+
+    own, other = worker(desk, "t1", "w-e1"), worker(desk, "t1", "somebody-else")
+
+    assert desk.last(own, Welcome).kind == "worker"
+    assert desk.hung_up[other] is not None
+    assert own not in desk.hung_up
+
+
+def test_registering_a_worker_again_ends_the_token_that_it_had() -> None:
+    desk = Desk()
+    register(desk, enrolling(desk))
+    connected = worker(desk, "t1", "w-e1")
+
+    answer = register(desk, enrolling(desk, "e2", worker_id="w-e1"), "t2")
+
+    assert isinstance(answer, Reply)
+    assert answer.body["worker_id"] == "w-e1"
+    assert desk.store.revoked_among(["t1", "t2"]) == ["t1"]
+    assert connected in desk.hung_up
+
+
+def test_a_worker_rotates_its_token_and_comes_back_with_the_new_one() -> None:
+    desk = Desk()
+    register(desk, enrolling(desk))
+    conn = worker(desk, "t1", "w-e1")
+
+    answer = desk.request(conn, "worker.rotate", token_id="t2", sha256=token_sha256("secret-t2"))
+
+    assert isinstance(answer, Reply)
+    assert desk.store.revoked_among(["t1", "t2"]) == ["t1"]
+    again = worker(desk, "t2", "w-e1")
+    assert desk.all(again, Welcome)
+
+
+def test_a_token_that_was_revoked_first_cannot_be_rotated() -> None:
+    desk = Desk()
+    register(desk, enrolling(desk))
+    conn = worker(desk, "t1", "w-e1")
+    desk.store.revoke_token("t1", actor="somebody at another server")
+
+    answer = desk.request(conn, "worker.rotate", token_id="t2", sha256=token_sha256("secret-t2"))
+
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "FORBIDDEN"
+    assert desk.store.revoked_among(["t1", "t2"]) == ["t1", "t2"]
+
+
+def test_a_token_of_no_particular_worker_cannot_be_rotated() -> None:
+    desk = Desk()
+    desk.token("plain", "worker")
+    conn = worker(desk, "plain", "w9")
+
+    answer = desk.request(conn, "worker.rotate", token_id="t2", sha256=token_sha256("secret-t2"))
+
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "FORBIDDEN"
+
+
+def test_revoking_a_worker_ends_all_its_tokens_and_its_connection() -> None:
+    desk = Desk()
+    register(desk, enrolling(desk))
+    connected = worker(desk, "t1", "w-e1")
+
+    answer = desk.request(desk.node(), "worker.revoke", worker_id="w-e1")
+
+    assert isinstance(answer, Reply)
+    assert answer.body == {"worker_id": "w-e1", "revoked": ["t1"]}
+    assert desk.store.revoked_among(["t1"]) == ["t1"]
+    assert connected in desk.hung_up
+
+
+def test_a_worker_that_rotates_while_it_is_revoked_is_revoked() -> None:
+    desk = Desk()
+    register(desk, enrolling(desk))
+    conn, admin = worker(desk, "t1", "w-e1"), desk.node()
+    desk.tell(admin, Request(7, "worker.revoke", {"worker_id": "w-e1"}))
+    desk.tell(conn, Request(8, "worker.rotate", {"token_id": "t2", "sha256": token_sha256("secret-t2")}))
+
+    desk.turns()
+
+    assert desk.store.revoked_among(["t1", "t2"]) == ["t1", "t2"]
+
+
+def test_revoking_a_worker_that_nobody_knows_is_not_found() -> None:
+    desk = Desk()
+
+    answer = desk.request(desk.node(), "worker.revoke", worker_id="nobody")
+
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "NOT_FOUND"
+
+
+def test_only_an_administrator_revokes_workers() -> None:
+    desk = Desk()
+
+    answer = desk.request(desk.client(), "worker.revoke", worker_id="w1")
+
+    assert isinstance(answer, ErrorMessage)
+    assert answer.code == "FORBIDDEN"
+
+
+def test_an_enrol_token_must_end_soon() -> None:
+    desk = Desk()
+    row = {"token_id": "e1", "kind": "enrol", "sha256": token_sha256("x"), "created_at": 0.0}
+
+    answers = [desk.request(desk.node(), "token.create", **row, expires_at=at) for at in (None, ENROL_TOKEN_S + 1, ENROL_TOKEN_S)]
+
+    assert [type(answer) for answer in answers] == [ErrorMessage, ErrorMessage, Reply]
+
+
+def test_a_worker_can_ask_for_nothing_but_its_next_token() -> None:
+    desk = Desk()
+    conn = desk.worker()
+
+    desk.tell(conn, Request(5, "find", {}))
+
+    assert conn in desk.hung_up
+
+
+def test_credit_that_is_taken_back_is_not_used() -> None:
+    desk = Desk()
+    conn = desk.worker(credit=2)
+
+    desk.ask(conn, GiveCredit(-1))
+    desk.submit(desk.node(), "a", "b")
+
+    assert len(desk.grants(conn)) == 1
+
+
+def test_who_exchanges_a_token_hears_of_it_though_others_see_the_old_one_revoked() -> None:
+    desk = Desk()
+    conn = enrolling(desk)
+    desk.tell(conn, Request(9, "worker.register", {"token_id": "t1", "sha256": token_sha256("secret-t1")}))
+
+    desk.apply(SomeRevoked(["e1"]))
+    desk.turns()
+    desk.apply(SomeRevoked(["e1"]))
+
+    assert desk.last(conn, Reply).corr_id == 9
+    assert conn in desk.hung_up

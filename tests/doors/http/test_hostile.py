@@ -1,0 +1,239 @@
+"""Input that is malformed, too large, half-sent, late or doubled: an answer in the common form, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from tasuki.doors.http import limits
+from tests.doors.http.stage import ANSWER, Stage, Worker
+
+
+def raw(stage: Stage, data: bytes, timeout: float = 10.0) -> bytes:
+    """Send these bytes; all that comes back until the server closes."""
+    with socket.create_connection((stage.address.host, stage.address.port), timeout=timeout) as sock:
+        sock.sendall(data)
+        pieces = []
+        while piece := sock.recv(65536):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def head(stage: Stage, path: str, length: int, token: str | None = None) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token or stage.client}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
+    ).encode()
+
+
+def error_in(answer: bytes) -> tuple[bytes, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.split()[1], json.loads(body)["error"]
+
+
+BAD_BODIES = [
+    b"{",
+    b"[]",
+    b"null",
+    b"5",
+    b'"text"',
+    b"\xff\xfe",
+    b'{"a": NaN}',
+    b'{"a": Infinity}',
+    b"{'a': 1}",
+    b'{"a": 1} trailing',
+    b"[" * 100_000,
+    b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    b'{"payload": "\\ud800"}',
+    b'{"payload": 1e400}',
+]
+
+
+@pytest.mark.parametrize("path", ["/calc/zpe/jobs", "/v1/jobs/cancel"])
+@pytest.mark.parametrize("body", BAD_BODIES, ids=range(len(BAD_BODIES)))
+def test_a_body_that_makes_no_sense_is_400(stage: Stage, path: str, body: bytes) -> None:
+    answer = stage.call("POST", path, stage.client, content=body)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_PAYLOAD")
+    assert set(answer.json()["error"]) == {"code", "message", "details"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"lease_id": 5, **ANSWER},
+        {"lease_id": "", **ANSWER},
+        {"lease_id": "x" * 1000, **ANSWER},
+        {"lease_id": "a.1", **ANSWER, "result": "text"},
+        {"lease_id": "a.1", **ANSWER, "summary_text": None},
+        {"lease_id": "a.1", **ANSWER, "freqs_csv": ["a"]},
+        {"lease_id": "a.1", **ANSWER, "meta": 5},
+    ],
+    ids=range(7),
+)
+def test_a_result_of_the_wrong_shape_is_400(worker: Worker, body: dict[str, Any]) -> None:
+    answer = worker.post("/jobs/some-job/result", body)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_PAYLOAD")
+
+
+def test_notes_that_are_too_large_are_413_and_cost_no_attempt(stage: Stage, worker: Worker) -> None:
+    leased = worker.take(stage.submit())
+
+    answer = worker.finish(leased, meta={"log": "x" * 10_000})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
+    assert worker.finish(leased).status_code == 200
+
+
+def test_notes_that_nest_too_deep_are_400_and_cost_no_attempt(stage: Stage, worker: Worker) -> None:
+    leased = worker.take(stage.submit())
+    deep: dict[str, Any] = {}
+    for _ in range(50):
+        deep = {"a": deep}
+
+    answer = worker.finish(leased, meta=deep)
+
+    assert answer.status_code == 400
+    assert worker.finish(leased).status_code == 200
+
+
+@pytest.mark.parametrize("wait", ["x", "-1", "61", "nan", "1e9", ""])
+def test_a_wait_that_makes_no_sense_is_400(worker: Worker, wait: str) -> None:
+    assert worker.post(f"/jobs/lease?wait={wait}", {}).status_code == 400
+
+
+@pytest.mark.parametrize("wish", [{"max_jobs": 0}, {"max_jobs": 100_000}, {"max_jobs": "5"}, {"max_jobs": 1.5}])
+def test_a_wish_that_makes_no_sense_is_400(worker: Worker, wish: dict[str, Any]) -> None:
+    assert worker.post("/jobs/lease", wish).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/nowhere"), ("POST", "/calc/unknown/jobs"), ("GET", "/v1"), ("GET", "/v1/jobs/")]
+)
+def test_what_is_not_there_is_404_in_the_common_form(stage: Stage, method: str, path: str) -> None:
+    answer = stage.call(method, path, stage.client)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("DELETE", "/v1/jobs"), ("GET", "/calc/zpe/compute/jobs/lease"), ("POST", "/healthz")]
+)
+def test_another_method_is_405_in_the_common_form(stage: Stage, method: str, path: str) -> None:
+    answer = stage.call(method, path, stage.client)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "METHOD_NOT_ALLOWED")
+    assert answer.headers["allow"]
+
+
+def test_a_body_that_says_it_is_too_large_is_413_before_it_comes(stage: Stage) -> None:
+    answer = raw(stage, head(stage, "/v1/jobs", limits.BODY_MAX_BYTES + 1))
+
+    status, error = error_in(answer)
+    assert (status, error["code"]) == (b"413", "TOO_LARGE")
+
+
+def test_a_body_without_a_length_is_413_when_it_is_too_large(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_MAX_BYTES", 1000)
+
+    answer = stage.call("POST", "/v1/jobs", stage.client, content=iter([b"x" * 600, b"x" * 600]))
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
+
+
+def test_a_payload_that_is_too_large_for_a_job_is_413(stage: Stage) -> None:
+    answer = stage.post("/calc/zpe/jobs", {"text": "x" * 70_000})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
+
+
+def test_nobody_without_a_token_has_a_body_read(stage: Stage) -> None:
+    answer = raw(stage, head(stage, "/v1/jobs", 1_000_000, token="tsk_c_nobody"))
+
+    status, error = error_in(answer)
+    assert (status, error["code"]) == (b"401", "UNAUTHORIZED")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+        b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000,
+    ],
+    ids=["words", "tls", "headers"],
+)
+def test_what_is_no_http_is_400_in_the_common_form(stage: Stage, data: bytes) -> None:
+    status, error = error_in(raw(stage, data))
+
+    assert (status, error["code"]) == (b"400", "INVALID_PAYLOAD")
+
+
+def test_headers_that_never_end_are_hung_up_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.3)
+
+    assert raw(stage, b"GET /healthz HTTP/1.1\r\nHost: x\r\n") == b""
+
+
+def test_headers_of_a_second_request_that_never_end_are_hung_up_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.3)
+    with socket.create_connection((stage.address.host, stage.address.port), timeout=10.0) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = sock.recv(65536)
+        while not answer.endswith(b"}"):
+            answer += sock.recv(65536)
+        sock.sendall(b"GET /healthz HT")
+
+        assert sock.recv(65536) == b""
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_never_comes_is_400(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.3)
+
+    status, error = error_in(raw(stage, head(stage, "/v1/jobs", 100) + b'{"exec"'))
+
+    assert (status, error["code"]) == (b"400", "INVALID_PAYLOAD")
+
+
+def test_a_peer_that_leaves_in_the_middle_of_a_body_harms_nobody(stage: Stage) -> None:
+    with socket.create_connection((stage.address.host, stage.address.port)) as sock:
+        sock.sendall(head(stage, "/v1/jobs", 100) + b'{"exec"')
+
+    assert stage.get("/v1/jobs").status_code == 200
+
+
+def test_too_many_waiting_leases_of_one_worker_are_429(stage: Stage, worker: Worker) -> None:
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(worker.lease(wait=2).status_code)) for _ in range(18)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15.0)
+
+    assert sorted(answers) == [204] * 16 + [429] * 2
+
+
+def test_the_same_report_twice_at_once_is_recorded_once(stage: Stage, worker: Worker) -> None:
+    job_id = stage.submit()
+    leased = worker.take(job_id)
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(worker.finish(leased).status_code)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15.0)
+
+    assert answers == [200] * 4
+    assert stage.get(f"/v1/jobs/{job_id}").json()["attempt"] == 1
+
+
+def test_no_other_origin_is_allowed(stage: Stage) -> None:
+    answer = stage.get("/v1/jobs", headers={"Origin": "https://elsewhere.example"})
+
+    assert not [name for name in answer.headers if name.startswith("access-control-")]

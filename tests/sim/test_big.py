@@ -1,0 +1,96 @@
+"""A big world in small: it comes to its end, counts what happened in it, and shows what a death of a server or of a rack does."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.testing.sim.big import BigOptions, main, run_big
+from tasuki.testing.sim.big_report import percentiles, text
+from tasuki.testing.sim.big_tally import Followed, Tally
+
+CALM = BigOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
+ROUGH = BigOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, minutes=1.0)
+
+
+@functools.cache
+def figures_of(options: BigOptions) -> dict[str, Any]:
+    return run_big(options)
+
+
+def test_every_job_comes_to_its_end() -> None:
+    figures = figures_of(CALM)
+
+    jobs = figures["jobs"]
+    assert figures["violations"] == []
+    assert jobs["submitted"] == jobs["accepted"] == jobs["ended"] > 150
+    assert figures["delay"]["whole"]["count"] == jobs["submitted"]
+    assert jobs["followed"] > 2
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    again = run_big(CALM)
+
+    assert _virtual(again) == _virtual(figures_of(CALM))
+
+
+def _virtual(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if name not in ("cpu_s", "cpu_ms_per_job", "memory_mb")}
+
+
+def test_at_half_load_jobs_start_at_once_and_workers_beat_every_five_seconds() -> None:
+    figures = figures_of(CALM)
+
+    assert figures["delay"]["whole"]["p99"] < 1.0
+    assert figures["heartbeats_per_s"] == pytest.approx(CALM.workers / 5.0, rel=0.2)
+
+
+def test_jobs_of_a_dead_rack_run_again_after_their_leases_and_another_leads_after_the_leader() -> None:
+    figures = figures_of(ROUGH)
+
+    assert figures["violations"] == []
+    assert [disaster["what"] for disaster in figures["disasters"]] == [
+        "a server is killed",
+        "the leader is killed",
+        "a rack of workers loses power",
+        "a group floods",
+    ]
+    epochs = [epoch for _, _, epoch in figures["leaderships"] if epoch]
+    assert epochs == sorted(set(epochs))
+    assert len(epochs) >= 2
+    assert figures["recovered"]["count"] > 0
+    assert 12.0 < figures["recovered"]["p50"] < 20.0
+
+
+def test_the_report_is_for_people_and_the_file_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--workers", "20", "--servers", "2", "--clients", "2", "--jobs-per-s", "2", "--minutes", "0.3", "--calm"]
+
+    assert main([*shape, "--json", str(tmp_path / "figures.json")]) == 0
+
+    shown = capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert shown.strip() == text(figures)
+    assert "violations: none" in shown
+
+
+def test_percentiles_of_few_and_of_none() -> None:
+    assert percentiles(range(1, 101)) == {"count": 100, "p5": 6, "p50": 51, "p95": 96, "p99": 100, "max": 100}
+    assert percentiles([])["count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("followed", "broken"),
+    [
+        (Followed(accepted=True, grants=[1], finished=[(1, "a")], results=[("SUCCEEDED", 1, "a")]), ""),
+        (Followed(accepted=True, grants=[1], finished=[(1, "a")], results=[]), "I1"),
+        (Followed(accepted=True, grants=[1, 1], finished=[(1, "a")], results=[("SUCCEEDED", 1, "a")]), "I5"),
+        (Followed(accepted=True, grants=[1, 2], finished=[(2, "b")], results=[("SUCCEEDED", 1, "a")]), "I13"),
+    ],
+)
+def test_a_followed_job_shows_what_is_wrong(followed: Followed, broken: str) -> None:
+    tally = Tally.__new__(Tally)
+    tally.unheard, tally.followed = {}, {"sampled-1": followed}
+
+    assert [violation.split(":")[0] for violation in tally.violations()][:1] == ([broken] if broken else [])
