@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from tasuki.core.broker_events import (
@@ -19,7 +20,15 @@ from tasuki.core.broker_events import (
     TurnFailed,
     Won,
 )
-from tasuki.core.duties import COLLECT_INTERVAL_S, DUTY_INTERVAL_S, REAP_BATCH, SKIP_BATCH, SQUEEZED_GRACE_S
+from tasuki.core.duties import (
+    COLLECT_INTERVAL_S,
+    DUTY_INTERVAL_S,
+    PRUNE_AGAIN,
+    PRUNE_INTERVAL_S,
+    REAP_BATCH,
+    SKIP_BATCH,
+    SQUEEZED_GRACE_S,
+)
 from tasuki.core.job import InputFile, State
 from tasuki.core.members import ServerInfo
 from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
@@ -52,6 +61,22 @@ def deletes(desk: Desk) -> list[DeleteBlobs]:
     found = [command for command in desk.others if isinstance(command, DeleteBlobs)]
     desk.others = [command for command in desk.others if not isinstance(command, DeleteBlobs)]
     return found
+
+
+@pytest.mark.parametrize(("pruned", "goes_on"), [(PRUNE_AGAIN, True), (PRUNE_AGAIN - 1, False)])
+def test_pruning_goes_on_at_once_only_while_there_is_much_to_prune(pruned: int, goes_on: bool) -> None:
+    desk = Desk()
+    first = next_duty(desk)
+    desk.apply(TurnDone(first, replace(execute(desk.store, first), prune=pruned)))
+
+    desk.clock.advance(DUTY_INTERVAL_S)
+    again = next_duty(desk)
+
+    assert first.prune_after_s is not None
+    assert (again.prune_after_s is not None) is goes_on
+    desk.apply(TurnDone(again, execute(desk.store, again)))
+    desk.clock.advance(PRUNE_INTERVAL_S)
+    assert next_duty(desk).prune_after_s is not None
 
 
 def test_duties_are_a_turn_of_their_own() -> None:

@@ -231,6 +231,7 @@ def test_every_field_of_the_body_counts(name: str) -> None:
         {"retry_exit_codes": (75,)},
         {"headers": {"a": "b"}},
         {"array_id": "array"},
+        {"delay_first_loss": True},
     ],
     ids=str,
 )
@@ -241,7 +242,7 @@ def test_nothing_else_counts(fields: dict[str, Any]) -> None:
 
 def test_the_body_and_the_rest_are_all_fields() -> None:
     times, codes = {"not_before", "not_after"}, {"permanent_exit_codes", "retry_exit_codes"}
-    rest = {"job_id", "priority", "headers", "array_id"} | times | codes
+    rest = {"job_id", "priority", "headers", "array_id", "delay_first_loss"} | times | codes
 
     assert set(BODY) | rest == set(JobSpec.__struct_fields__)
 

@@ -211,6 +211,25 @@ def test_later_losses_wait_like_retries() -> None:
     assert [lost(losses=losses, max_losses=9).delay_s for losses in range(8)] == [0, 10, 20, 40, 80, 160, 300, 300]
 
 
+def test_all_losses_of_a_job_that_asks_for_it_wait() -> None:
+    verdicts = [
+        after_loss(
+            State.RUNNING,
+            cancel_requested=False,
+            keep=False,
+            failures=0,
+            losses=losses,
+            max_losses=9,
+            backoff_s=10.0,
+            worker_id="w1",
+            delay_first=True,
+        )
+        for losses in range(7)
+    ]
+
+    assert [verdict.delay_s for verdict in verdicts] == [10, 20, 40, 80, 160, 300, 300]
+
+
 def test_a_kept_job_is_orphaned() -> None:
     verdict = lost(keep=True, losses=2)
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.processes import ServerProcess, start_server, start_worker
@@ -18,6 +19,7 @@ TESTED = {
     "README.md",
     "execs.sh",
     "execs.toml",
+    "http_worker.py",
     "lines.sh",
     "prices.py",
     "prices.sh",
@@ -109,3 +111,27 @@ def test_a_python_function_is_imported_once_and_called_for_each_job(tmp_path: Pa
     told = output_of(["sh", EXAMPLES / "prices.sh"], environment(tmp_path), tmp_path).splitlines()
 
     assert told == ["119.00", "11.89", "1375.00", "no rate for 'xx'", "exit 2"]
+
+
+def test_a_worker_over_http_computes_the_zero_point_energy_of_h2(tmp_path: Path) -> None:
+    with start_server(tmp_path, "--http", "127.0.0.1:0", "--app", "zpe") as server:
+        url = next(line.split()[1] for line in server.output().splitlines() if line.startswith("listening http"))
+        command = [sys.executable, EXAMPLES / "http_worker.py", url, "zpe"]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(server.tasuki("token", "enroll", "--app", "zpe").stdout)
+            worker.stdin.flush()
+            headers = {"Authorization": f"Bearer {server.token}"}
+            with httpx.Client(base_url=f"{url}/calc/zpe", headers=headers, timeout=30.0) as client:
+                good, bad = (client.post("/jobs", json=body).json()["job_id"] for body in ({"frequencies_cm1": [4401.2]}, {}))
+                result = client.get(f"/jobs/{good}/result?wait=20").json()["result"]
+            told = [worker.stdout.readline() for _ in range(3)]
+        finally:
+            worker.kill()
+            worker.communicate()
+
+    assert 0.26 < result["zpe_ev"] < 0.28
+    assert told[0].startswith("registered as w-")
+    assert set(told[1:]) == {f"{good} finished\n", f"{bad} queued\n"}

@@ -186,6 +186,7 @@ def _http_door(server: Server, listen: Listen) -> HttpDoor | None:
     """FastAPI is imported here, not before: it takes longer than all the rest."""
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError:
         from tasuki.errors import ConfigError

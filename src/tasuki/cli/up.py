@@ -22,7 +22,7 @@ from tasuki.errors import ConfigError, Unavailable
 if TYPE_CHECKING:
     from tasuki.cli.serve import Events, Listen, Opened, Stop
     from tasuki.cli.workforce import Workforce
-    from tasuki.config import Address, DataFolder
+    from tasuki.config import DataFolder
     from tasuki.server.app import Server
 
 DEFAULT_FOLDER = Path("tasuki-data")
@@ -149,7 +149,7 @@ async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
 async def _work(opened: Opened, folder: DataFolder, workforce: Workforce, stop: Stop, events: Events, until_idle: bool) -> None:
     """Between the moment when all listeners are open and the moment when the server may close."""
     workforce.start()
-    _greet(events, folder, opened.addresses, until_idle)
+    _greet(events, folder, opened, until_idle)
     stopped = asyncio.ensure_future(stop.wanted.wait())
     idle = asyncio.ensure_future(_idle(opened)) if until_idle else None
     try:
@@ -196,11 +196,11 @@ def _busy(server: Server) -> bool:
     return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)
 
 
-def _greet(events: Events, folder: DataFolder, addresses: list[Address], until_idle: bool) -> None:
+def _greet(events: Events, folder: DataFolder, opened: Opened, until_idle: bool) -> None:
     events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
     if until_idle:
         return
-    url = next((str(address) for address in addresses if address.scheme != "unix"), None)
+    url = next((str(address) for address in opened.addresses if address.scheme != "unix"), None)
     found_by_itself = folder.root == DEFAULT_FOLDER.absolute()
     events.say("")
     events.say("Try in another terminal, in this folder:" if found_by_itself else "Try in another terminal:")
@@ -210,4 +210,8 @@ def _greet(events: Events, folder: DataFolder, addresses: list[Address], until_i
     if url is not None:
         events.say("As another user (make a token first: tasuki token create --kind client):")
         events.say(f"  tasuki list --to {url} --token-file FILE")
+    if opened.http_address is not None:
+        token = shlex.quote(str(folder.token_file))
+        events.say("Over HTTP:")
+        events.say(f'  curl -H "Authorization: Bearer $(cat {token})" {opened.http_address}/v1/jobs')
     events.say("")

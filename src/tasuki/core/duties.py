@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
+PRUNE_AGAIN = 128  # jobs pruned in one turn: then there may be many more, and the next turn goes on; fewer wait for the interval
 COLLECT_INTERVAL_S = 30.0
 SQUEEZED_GRACE_S = 300.0  # while the blobs are over their budget, one that was touched longer ago than this may go
 REAP_BATCH = 256
@@ -133,7 +134,7 @@ class Duties:
             broker.fellows.ready.add_some(answers.promote.subjects, answers.promote.count)
         if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
             self._duty_at = 0.0
-        if answers.prune:
+        if answers.prune >= PRUNE_AGAIN:
             self._prune_at = 0.0
         if turn.condemn is None:
             return []

@@ -31,9 +31,7 @@ POLL_INTERVAL_S = 1.0  # a revoked token must be noticed within 2 s, whether or 
 POLLED_JOBS = 4_000  # watched jobs that are looked up at each poll, in turns: some 20 ms of an index
 READY_SUBJECTS_MAX = 64  # more in one turn are told as "look at everything"
 SPARE_LOOKERS = 1  # workers that look for another server's job, beside one for each: some may have fallen silent
-LOOKED_AT_MAX = (
-    64  # of our workers for one such hint; where nearly all are busy, finding an idle one is not worth a longer search
-)
+LOOKED_AT_MAX = 64  # of our workers for one such hint; where nearly all are busy, an idle one is not worth a longer search
 
 _takes_what = attrgetter("worker_id", "patterns")
 

@@ -125,6 +125,8 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     """Free notes for the submitter. Not part of the body."""
     array_id: str | None = None
     """The array that this job is an element of. Not part of the body."""
+    delay_first_loss: bool = False
+    """After its first lost attempt too it waits, as after a failure; else only after later ones. Not part of the body."""
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):

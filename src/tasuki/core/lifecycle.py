@@ -137,8 +137,9 @@ def after_loss(
     max_losses: int,
     backoff_s: float,
     worker_id: str,
+    delay_first: bool = False,
 ) -> Verdict:
-    """A lease ran out: its worker is dead, cut off or hung. The first loss is tried again at once."""
+    """A lease ran out: its worker is dead, cut off or hung. The first loss is tried again at once, unless `delay_first`."""
     if cancel_requested:
         return Verdict(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; worker {worker_id} was lost")
     losses += 1
@@ -147,7 +148,8 @@ def after_loss(
         return Verdict(Event.FAIL, after(state, Event.FAIL), 0.0, failures, losses, f"{what}; no loss left")
     if keep:
         return Verdict(Event.ORPHAN, after(state, Event.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant")
-    delay_s = retry_delay_s(backoff_s, losses - 2) if losses > 1 else 0.0
+    waits = losses if delay_first else losses - 1
+    delay_s = retry_delay_s(backoff_s, waits - 1) if waits else 0.0
     return Verdict(Event.LOSE, after(state, Event.LOSE), delay_s, failures, losses, what)
 
 

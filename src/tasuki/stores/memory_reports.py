@@ -195,4 +195,5 @@ class MemoryReports(MemoryBlobs):
             max_losses=job.spec.max_losses,
             backoff_s=job.spec.backoff_s,
             worker_id=job.lease.worker_id,
+            delay_first=job.spec.delay_first_loss,
         )

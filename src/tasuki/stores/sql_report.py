@@ -17,7 +17,17 @@ from tasuki.errors import StaleEpoch
 from tasuki.stores.sql_base import must_change
 from tasuki.stores.sql_blobs import SqlBlobs
 from tasuki.stores.sql_read import LEADER_SCOPE
-from tasuki.stores.sql_rows import DELAYED, READY, JobRow, meta_of, result_sha256_of, result_size_of, said_by, said_in
+from tasuki.stores.sql_rows import (
+    DELAYED,
+    READY,
+    JobRow,
+    decode_spec,
+    meta_of,
+    result_sha256_of,
+    result_size_of,
+    said_by,
+    said_in,
+)
 from tasuki.stores.texts import storable
 
 _KINDS: dict[Event, str] = {
@@ -246,6 +256,7 @@ class SqlReport(SqlBlobs):
             max_losses=row.max_losses,
             backoff_s=row.backoff_s,
             worker_id=row.assigned_worker_id or "",
+            delay_first=decode_spec(row.spec).delay_first_loss,
         )
 
     def _check_epoch(self, epoch: int) -> None:

@@ -245,7 +245,7 @@ def test_batches_of_submit_lease_renew_and_result(stage: Stage, worker: Worker) 
 
 
 def test_a_job_whose_lease_ran_out_goes_to_another_and_the_late_result_is_409(tmp_path: Any) -> None:
-    with Stage(tmp_path, lease_ttl_s=1.0) as stage:
+    with Stage(tmp_path, lease_ttl_s=1.0, backoff_s=0.2) as stage:
         slow, quick = stage.register(), stage.register()
         job_id = stage.submit()
         first = slow.take(job_id)

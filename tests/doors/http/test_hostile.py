@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from tasuki.doors.http import limits
+from tasuki.doors.http.routes import ADMINS, ROUTES, Route
+from tasuki.errors import Unavailable
 from tests.doors.http.stage import ANSWER, Stage, Worker
 
 
@@ -146,6 +149,17 @@ def test_a_body_without_a_length_is_413_when_it_is_too_large(stage: Stage, monke
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
 
 
+def test_bodies_that_are_too_large_together_are_503_and_the_room_comes_back(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.door, "_intake", limits.Intake(max_bytes=1000))
+
+    answers = [stage.post("/v1/jobs", {"payload": "x" * size}) for size in (600, 2000, 600)]
+
+    assert [answer.status_code for answer in answers] == [200, 503, 200]
+    assert answers[1].json()["error"]["code"] == "OVERLOADED"
+
+
 def test_a_payload_that_is_too_large_for_a_job_is_413(stage: Stage) -> None:
     answer = stage.post("/calc/zpe/jobs", {"text": "x" * 70_000})
 
@@ -210,7 +224,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_body_harms_nobody(stage: Stage) -
 
 def test_too_many_waiting_leases_of_one_worker_are_429(stage: Stage, worker: Worker) -> None:
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(worker.lease(wait=2).status_code)) for _ in range(18)]
+    threads = [threading.Thread(target=lambda: answers.append(worker.lease(wait=1.5).status_code)) for _ in range(18)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -237,3 +251,20 @@ def test_no_other_origin_is_allowed(stage: Stage) -> None:
     answer = stage.get("/v1/jobs", headers={"Origin": "https://elsewhere.example"})
 
     assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if route.kinds != ADMINS], ids=lambda route: f"{route.method} {route.path}"
+)
+def test_nobody_is_told_what_is_behind_the_server(stage: Stage, monkeypatch: pytest.MonkeyPatch, route: Route) -> None:
+    async def away(question: object) -> None:
+        raise Unavailable("redis://:password@10.1.2.3:6379/0 does not answer")
+
+    monkeypatch.setattr(stage.server, "ask", away)
+    filled = {"app": "zpe", "job_id": "some-job", "worker_id": "some-worker"}
+    path = re.sub(r"{(\w+)}", lambda found: filled[found[1]], route.path)
+
+    answer = stage.call(route.method, path, stage.client)
+
+    assert answer.status_code == 503 or not route.kinds
+    assert not [word for word in ("redis", "password", "10.1.2.3") if word in answer.text]

@@ -98,6 +98,21 @@ def test_a_job_that_comes_when_nobody_waits_is_given_back() -> None:
     played(test)
 
 
+def test_a_short_wait_is_not_over_before_the_store_has_looked() -> None:
+    async def test(server: PlayedServer, worker: HttpWorker) -> None:
+        server.answers_heartbeats = False
+        waiting = lease(worker, wait_s=0.001)
+
+        done, _ = await asyncio.wait({waiting}, timeout=0.05)
+        server.link.send(AssignJobs(60.0, [grant("a")]))
+
+        assert not done
+        assert [one.job_id for one in await waiting] == ["a"]
+        assert not server.told(JobsReleased)
+
+    played(test)
+
+
 def test_credit_that_was_not_used_is_taken_back() -> None:
     async def test(server: PlayedServer, worker: HttpWorker) -> None:
         waiting = lease(worker, wanted=5)
@@ -197,10 +212,11 @@ def test_a_waiting_worker_says_that_it_is_still_there() -> None:
     async def test(server: PlayedServer, worker: HttpWorker) -> None:
         waiting = lease(worker)
         await settle()
+        before = len(server.told(Heartbeat))
 
         worker.tick()
 
-        assert server.told(Heartbeat)
+        assert len(server.told(Heartbeat)) == before + 1
         waiting.cancel()
 
     played(test)

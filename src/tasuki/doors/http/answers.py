@@ -10,10 +10,12 @@ from starlette.responses import Response
 from tasuki.errors import (
     Conflict,
     DeadlineExceeded,
+    DiskFull,
     Fenced,
     Forbidden,
     InvalidInput,
     NotFound,
+    Overloaded,
     StaleEpoch,
     TasukiError,
     TooLarge,
@@ -86,6 +88,15 @@ def json_answer(body: Any, status: int = 200, headers: dict[str, str] | None = N
 
 def envelope(code: str, message: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"error": {"code": code, "message": message, "details": details or {}}}
+
+
+def discreet(error: TasukiError) -> TasukiError:
+    """What is wrong behind the server is told with the code alone: the words may name a folder, a host, a database."""
+    if isinstance(error, DiskFull):
+        return DiskFull("there is too little space for this now; try again later")
+    if isinstance(error, Unavailable) and not isinstance(error, Overloaded):
+        return Unavailable("the server cannot do this now, because its store does not answer; try again")
+    return error
 
 
 def error_answer(error: TasukiError) -> Response:

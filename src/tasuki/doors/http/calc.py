@@ -26,6 +26,8 @@ def _spec(call: Call, job_id: str | None, payload: dict[str, Any], priority: int
         payload=msgspec.json.encode(payload),
         priority=priority,
         max_retries=call.house.config.max_retries,
+        backoff_s=call.house.config.backoff_s,
+        delay_first_loss=True,
     )
 
 

@@ -32,6 +32,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_s: float = 60.0
     max_retries: int = 3
     """Of the apps' jobs."""
+    backoff_s: float = 10.0
 
 
 class House(msgspec.Struct):

@@ -22,6 +22,7 @@ from tasuki.doors.http.documents import WORDS, outcome_of, payload_of
 from tasuki.doors.http.limits import gone, wait_of
 from tasuki.doors.http.replies import (
     Enrolled,
+    FailureRecorded,
     Leased,
     LeasedMany,
     Recorded,
@@ -179,30 +180,31 @@ def why_not(claim: Claim, job: Job | None, worker_id: str, subject: str) -> Tasu
 
 
 async def finish(call: Call) -> Recorded:
-    return await _report_one(call)
+    await _report_one(call)
+    return Recorded(call.job_id)
 
 
 async def finish_many(call: Call) -> ToldMany:
     return await _report_many(call, [(body.job_id, body) for body in call.body.results])
 
 
-async def fail(call: Call) -> Recorded:
-    return await _report_one(call)
+async def fail(call: Call) -> FailureRecorded:
+    await _report_one(call)
+    [job] = await call.house.server.ask(lambda reader: reader.get([call.job_id]))
+    if job is None:
+        raise NotFound(f"there is no job {call.job_id[:128]!r}")
+    return FailureRecorded(job.job_id, WORDS[job.state], job.failures + job.losses)
 
 
 async def fail_many(call: Call) -> ToldMany:
     return await _report_many(call, [(body.job_id, body) for body in call.body.failures])
 
 
-async def _report_one(call: Call) -> Recorded:
+async def _report_one(call: Call) -> None:
     claims, [fenced] = await _report(call, [(call.job_id, call.body)])
     if fenced is not None:
         [error] = await _judged(call, claims)
         raise error
-    [job] = await call.house.server.ask(lambda reader: reader.get([call.job_id]))
-    if job is None:
-        raise NotFound(f"there is no job {call.job_id[:128]!r}")
-    return Recorded(job.job_id, WORDS[job.state], job.failures + job.losses)
 
 
 async def _report_many(call: Call, reports: Sequence[tuple[str, Result | Failure]]) -> ToldMany:

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import uvicorn
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,13 +22,13 @@ from tasuki.config import check_app
 from tasuki.core.address import Address
 from tasuki.core.ids import IdMaker
 from tasuki.doors.http import limits
-from tasuki.doors.http.answers import CODES, envelope, error_answer, json_answer
+from tasuki.doors.http.answers import CODES, discreet, envelope, error_answer, json_answer
 from tasuki.doors.http.call import Call, House, HttpConfig
 from tasuki.doors.http.clients import Clients
 from tasuki.doors.http.gate import admit
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
-from tasuki.doors.http.routes import ROUTES, Route
+from tasuki.doors.http.routes import ADMINS, ROUTES, Route
 from tasuki.doors.http.workers import Workers
 from tasuki.errors import ConfigError, InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
 from tasuki.server.app import Server
@@ -61,6 +60,7 @@ class HttpDoor:
         workers = Workers(server, config.lease_ttl_s)
         new_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
         self._house = House(server, config, Clients(server), workers, new_id, Metrics())
+        self._intake = limits.Intake()
         self._under_way = 0
         self._closing = False
         self._server: _Uvicorn | None = None
@@ -117,16 +117,16 @@ class HttpDoor:
     def _application(self) -> FastAPI:
         app = FastAPI(title="tasuki", openapi_url=None, docs_url=None, redoc_url=None)
         app.router.redirect_slashes = False
+        # Plain routes: what FastAPI would find out about parameters and bodies, `limits` does, after the gate.
         for route in ROUTES:
-            app.add_api_route(route.path, self._endpoint(route), methods=[route.method], response_model=None)
+            app.router.add_route(route.path, self._endpoint(route), methods=[route.method])
         text = msgspec.json.encode(document())
 
         async def openapi(request: Request) -> Response:
             return Response(text, media_type="application/json")
 
-        app.add_api_route("/openapi.json", openapi, methods=["GET"], response_model=None)
+        app.router.add_route("/openapi.json", openapi, methods=["GET"])
         app.add_exception_handler(HTTPException, _framework_error)
-        app.add_exception_handler(RequestValidationError, _validation_error)
         return app
 
     def _endpoint(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
@@ -151,11 +151,14 @@ class HttpDoor:
         try:
             return await self._answer(route, request)
         except TasukiError as error:
-            return error_answer(error)
+            told = discreet(error) if route.kinds != ADMINS else error
+            if told is not error:
+                logger.warning("%s %s: %s", route.method, route.path, error.message)
+            return error_answer(told)
         except Exception as error:
             logger.exception("%s %s failed", route.method, route.path)
-            told = f"{route.method} {route.path} failed: {type(error).__name__}; please report it, with the server's log"
-            return error_answer(InternalError(told))
+            text = f"{route.method} {route.path} failed: {type(error).__name__}; please report it, with the server's log"
+            return error_answer(InternalError(text))
 
     async def _answer(self, route: Route, request: Request) -> Response:
         if not route.kinds:
@@ -164,15 +167,19 @@ class HttpDoor:
         if app is not None and app not in self._house.config.apps:
             raise NotFound(f"there is no app {app[:64]!r} here")
         caller = await admit(self._house.server, request, route.kinds)
-        call = Call(self._house, request, caller)
-        body = await limits.read_body(request)
-        if route.body is not None:
-            call.body = _decoded(route, body)
+        with self._intake.share() as share:
+            call = Call(self._house, request, caller)
+            body = await limits.read_body(request, share)
+            if route.body is not None:
+                call.body = _decoded(route, body)
+            return await self._handled(route, call)
+
+    async def _handled(self, route: Route, call: Call) -> Response:
         try:
             return _encoded(await route.handle(call))
         except Unauthorized:
             # A virtual connection was hung up on: the token has ended meanwhile, and the store knows how.
-            await admit(self._house.server, request, route.kinds)
+            await admit(self._house.server, call.request, route.kinds)
             raise Unavailable("the connection was renewed; try again") from None
 
 
@@ -191,10 +198,6 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     status = error.status_code if error.status_code in CODES else 400
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return json_answer(envelope(CODES[status], message), status, dict(error.headers or {}))
-
-
-async def _validation_error(request: Request, error: Exception) -> Response:
-    return json_answer(envelope("INVALID_PAYLOAD", "the request does not fit what this route takes"), 400)
 
 
 def _bound(address: Address) -> socket.socket:

@@ -13,15 +13,16 @@ from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tasuki.doors.http.answers import envelope
-from tasuki.errors import InvalidInput, TooLarge
+from tasuki.doors.tcp import connections_max
+from tasuki.errors import InvalidInput, Overloaded, TooLarge
 
 BODY_MAX_BYTES = 16 * 1024 * 1024
+BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once
 HEADERS_MAX_BYTES = 16 * 1024
 HEADERS_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 65  # a worker that polls twice a minute keeps its connection
 REQUESTS_MAX = 4096  # at once, those that wait included
-CONNECTIONS_MAX = 8192
 WAIT_MAX_S = 60.0
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS_MAX:
+        if len(self.connections) > connections_max() // 2:  # the other half is for TCP
             transport.close()
             return
         self._impatience = self.loop.call_later(HEADERS_TIMEOUT_S, self._lose_patience)
@@ -71,7 +72,44 @@ class LimitedProtocol(H11Protocol):
         self.transport.close()
 
 
-async def read_body(request: Request) -> bytes:
+class Intake:
+    """How much all bodies that are being worked on may take together."""
+
+    def __init__(self, max_bytes: int = BODIES_MAX_BYTES) -> None:
+        self._free_bytes = max_bytes
+
+    def share(self) -> Share:
+        """`with intake.share() as share:` for one request; it is given back at its end."""
+        return Share(self)
+
+    def take(self, size: int) -> None:
+        if size > self._free_bytes:
+            raise Overloaded("too many large requests at once; try again")
+        self._free_bytes -= size
+
+    def give_back(self, size: int) -> None:
+        self._free_bytes += size
+
+
+class Share:
+    """What one request has of the intake."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        self._intake.take(size)
+        self._size += size
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._intake.give_back(self._size)
+
+
+async def read_body(request: Request, share: Share) -> bytes:
     """All of the body, or TooLarge before more than the limit is read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY_MAX_BYTES:
@@ -83,6 +121,7 @@ async def read_body(request: Request) -> bytes:
                 size += len(piece)
                 if size > BODY_MAX_BYTES:
                     raise TooLarge(f"the body is larger than the limit of {BODY_MAX_BYTES} bytes")
+                share.take(len(piece))
                 pieces.append(piece)
     except TimeoutError:
         raise InvalidInput(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None

@@ -125,11 +125,19 @@ class ToldMany(msgspec.Struct):
 
 
 class Recorded(msgspec.Struct):
-    """It is stored. `status` is the job's: finished, or after a failure queued (it will be tried again), failed or canceled."""
+    """It is stored. The job is finished."""
+
+    job_id: str
+    status: str = "finished"
+
+
+class FailureRecorded(msgspec.Struct):
+    """It is stored. The job is queued (it will be tried again), failed or canceled."""
 
     job_id: str
     status: str
     retry_count: int
+    """Failures and lost attempts so far."""
 
 
 class Accepted(msgspec.Struct, omit_defaults=True):

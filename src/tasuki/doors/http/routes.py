@@ -149,7 +149,7 @@ ROUTES: tuple[Route, ...] = (
         compute.fail,
         kinds=WORKERS,
         body=bodies.Failure,
-        answer=replies.Recorded,
+        answer=replies.FailureRecorded,
         errors=(404, 409),
     ),
     _post(

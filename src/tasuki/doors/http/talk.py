@@ -58,10 +58,14 @@ class Talk:
         if self.closed is None:
             self._server.received(self._conn, message)
 
+    async def flow(self) -> None:
+        """Waits while the server takes no more: its store is behind."""
+        if not self._flowing.is_set():
+            await self._within(self._flowing.wait(), ANSWER_TIMEOUT_S)
+
     async def ask(self, msg_id: int, message: Message, timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
         """Say it and wait for the answer; an ErrorMessage is raised as the error that it describes."""
-        if not self._flowing.is_set():
-            await self._within(self._flowing.wait(), timeout_s)
+        await self.flow()
         if self.closed is not None:
             raise self.closed
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -105,7 +109,7 @@ class Talk:
 
     async def _send_chunks(self, msg_id: int, data: bytes) -> None:
         for offset in range(0, len(data), CHUNK_BYTES):
-            await self._within(self._flowing.wait(), ANSWER_TIMEOUT_S)
+            await self.flow()
             piece = data[offset : offset + CHUNK_BYTES]
             self.tell(Chunk(msg_id, offset, piece, last=offset + len(piece) == len(data)))
 

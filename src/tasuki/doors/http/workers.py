@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -90,6 +90,20 @@ def claim_of(job_id: str, lease_id: str) -> Claim:
     return Claim(job_id, inner, int(attempt)) if is_number else Claim(job_id, "", 0)
 
 
+def _note_error(looked: asyncio.Future[Message]) -> None:
+    """Seen, whether or not it is the answer: where jobs came all the same, it is not."""
+    if not looked.cancelled():
+        looked.exception()
+
+
+def _raise_if_refused(talk: Talk, looked: asyncio.Future[Message]) -> None:
+    """There is no job: because the token is over, because the store does not answer, or because there is none."""
+    if isinstance(talk.closed, Unauthorized):
+        raise talk.closed
+    if looked.done() and not looked.cancelled() and talk.closed is None:
+        looked.result()
+
+
 class HttpWorker:
     """One worker of one app."""
 
@@ -148,37 +162,36 @@ class HttpWorker:
 
     async def lease(self, caller: Caller, wanted: int, wait_s: float, gone: asyncio.Future[None]) -> list[Grant]:
         """Up to `wanted` jobs, as soon as there is one; none when the time is over, or the one who asked is `gone`."""
+        talk = await self._open(caller)
         if len(self._waiting) >= WAITING_MAX:
             raise TooManyRequests(f"worker {self.worker_id!r} has {WAITING_MAX} lease requests open; wait for their answers")
-        talk = await self._open(caller)
         waiting = _Waiting(wanted)
         self._waiting.append(waiting)
-        probe = None
+        talk.tell(GiveCredit(wanted))
+        msg_id = talk.next_id()
+        looked = asyncio.ensure_future(talk.ask(msg_id, Heartbeat(msg_id)))
+        looked.add_done_callback(_note_error)
+        ends: set[asyncio.Future[Any]] = {waiting.over, gone}
+        is_wanted = False
         try:
-            talk.tell(GiveCredit(wanted))
-            if not wait_s:  # it stands in the same turn: once it is answered, what there is has come
-                msg_id = talk.next_id()
-                probe = asyncio.ensure_future(talk.ask(msg_id, Heartbeat(msg_id)))
-            await asyncio.wait(
-                {waiting.over, gone, *([probe] if probe else ())},
-                timeout=wait_s or ANSWER_TIMEOUT_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if probe is not None and probe.done():
-                probe.result()  # its error is the request's
-                await asyncio.sleep(0)
+            if wait_s:
+                await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            # It stands in the same turn as the credit: once it is answered, what there was has come. Whoever left before that,
+            # because the time was short, would have the job given back that was just granted.
+            await asyncio.wait({*ends, looked}, return_when=asyncio.FIRST_COMPLETED)
+            is_wanted = not gone.done()
         finally:
-            if probe is not None:
-                probe.cancel()
             self._waiting.remove(waiting)
             waiting.end()
             if unused := wanted - len(waiting.grants):
                 talk.tell(GiveCredit(-unused))
-            if gone.done() and waiting.grants:
+            if not is_wanted and waiting.grants:
                 self._give_back(talk, waiting.grants)
                 waiting.grants = []
-        if talk.closed is not None and isinstance(talk.closed, Unauthorized) and not waiting.grants:
-            raise talk.closed
+            if not looked.done():
+                looked.cancel()
+        if not waiting.grants:
+            _raise_if_refused(talk, looked)
         self._note(waiting.grants)
         return waiting.grants
 
@@ -203,7 +216,7 @@ class HttpWorker:
     def _assigned(self, message: AssignJobs) -> None:
         unwanted = []
         for grant in message.grants:
-            if grant.lease_id in self._handed:  # delivered again, and we had it
+            if grant.lease_id in self._handed:  # delivered again, and it was handed out
                 continue
             waiting = next((one for one in self._waiting if one.room), None)
             if waiting is None:
@@ -241,6 +254,7 @@ class HttpWorker:
     async def report(self, caller: Caller, reports: Sequence[tuple[Claim, Outcome]]) -> list[str | None]:
         """None where it was recorded (or is an exact repeat), else why it is fenced."""
         talk = await self._open(caller)
+        await talk.flow()
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[str | None]] = []
         endings = []
