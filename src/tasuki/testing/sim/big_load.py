@@ -22,6 +22,7 @@ FAILING = 0.02  # of all attempts; each is tried again after BACKOFF_S
 BACKOFF_S = 10.0
 SAMPLED_EVERY = 50
 PRIORITIES = ((9, 0.05), (5, 0.75), (1, 0.20))
+USUAL_PRIORITY = 5
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -70,7 +71,7 @@ class Load:
         """The next job; of this group, at the usual priority, if one is named."""
         chance = self._chance
         name = group or GROUPS[_pick(chance, self._group_marks)].name
-        priority = 5 if group else PRIORITIES[_pick(chance, self._priority_marks)][0]
+        priority = USUAL_PRIORITY if group else PRIORITIES[_pick(chance, self._priority_marks)][0]
         self._number += 1
         sampled = self._number % SAMPLED_EVERY == 0
         job_id = f"{SAMPLED if sampled else 'job-'}{self._number}"

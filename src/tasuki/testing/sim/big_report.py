@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tasuki.testing.sim.big_load import GROUPS, PRIORITIES
+from tasuki.testing.sim.big_load import GROUPS, PRIORITIES, USUAL_PRIORITY
 from tasuki.testing.sim.big_tally import BUCKET_S, Tally
 
 if TYPE_CHECKING:
@@ -103,29 +103,29 @@ def _timeline(system: BigSystem) -> list[dict[str, float]]:
 
 
 def _disasters(system: BigSystem) -> list[dict[str, Any]]:
+    """What each did to the jobs that were submitted after it, until the next one. Groups are compared within one priority: a
+    lower one waits for all of a higher one, whatever its group."""
     found = []
-    for disaster in system.disasters:
-        first, last = int(disaster.at // BUCKET_S), int((disaster.at + WINDOW_S) // BUCKET_S)
+    ends = [disaster.at for disaster in system.disasters[1:]] + [system.load_ends]
+    for disaster, end in zip(system.disasters, ends, strict=True):
+        until = min(end, disaster.at + WINDOW_S)
+        first, last = int(disaster.at // BUCKET_S), int(until // BUCKET_S)
 
         def then(key: Key, first: int = first, last: int = last) -> bool:
-            return first <= key[0] <= last
+            return first <= key[0] < last
 
-        queue = [waiting for at, waiting, _ in system.queue if disaster.at <= at <= disaster.at + 2 * WINDOW_S]
+        def some(group: str | None, priority: int | None, then: Callable[[Key], bool] = then) -> dict[str, float]:
+            return _some(system.tally, lambda key: then(key) and key[1] == (group or key[1]) and key[2] == (priority or key[2]))
+
         found.append(
             {
                 "at": disaster.at,
                 "what": disaster.what,
                 "who": disaster.who,
-                "all": _some(system.tally, then),
-                "groups": {
-                    group.name: _some(system.tally, lambda key, name=group.name, then=then: then(key) and key[1] == name)  # type: ignore[misc]
-                    for group in GROUPS
-                },
-                "priorities": {
-                    str(priority): _some(system.tally, lambda key, band=priority, then=then: then(key) and key[2] == band)  # type: ignore[misc]
-                    for priority, _ in PRIORITIES
-                },
-                "longest_queue": max(queue, default=0),
+                "all": some(None, None),
+                "groups": {group.name: some(group.name, USUAL_PRIORITY) for group in GROUPS},
+                "priorities": {str(priority): some(None, priority) for priority, _ in PRIORITIES},
+                "longest_queue": max((waiting for at, waiting, _ in system.queue if disaster.at <= at < end), default=0),
             }
         )
     return found
@@ -167,7 +167,7 @@ def text(figures: dict[str, Any]) -> str:
     ]
     for disaster in figures["disasters"]:
         lines.append(_row(f"{disaster['what']} ({disaster['at']:.0f} s)", disaster["all"]))
-        lines += [_row(f"  group {name}", found) for name, found in disaster["groups"].items()]
+        lines += [_row(f"  group {name}, priority {USUAL_PRIORITY}", found) for name, found in disaster["groups"].items()]
         lines += [_row(f"  priority {name}", found) for name, found in disaster["priorities"].items()]
         lines.append(f"  longest queue: {disaster['longest_queue']}")
     lines.append(_row("lost with its worker, until it runs again", figures["recovered"]))
