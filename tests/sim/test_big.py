@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.testing.sim.big import BigOptions, main, run_big
-from tasuki.testing.sim.big_report import percentiles, text
+from tasuki.testing.sim.big import BigOptions, BigSystem, main, run_big
+from tasuki.testing.sim.big_report import figures, percentiles, text
 from tasuki.testing.sim.big_tally import Followed, Tally
 
 CALM = BigOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
@@ -21,12 +21,12 @@ def figures_of(options: BigOptions) -> dict[str, Any]:
 
 
 def test_every_job_comes_to_its_end() -> None:
-    figures = figures_of(CALM)
+    found = figures_of(CALM)
 
-    jobs = figures["jobs"]
-    assert figures["violations"] == []
+    jobs = found["jobs"]
+    assert found["violations"] == []
     assert jobs["submitted"] == jobs["accepted"] == jobs["ended"] > 150
-    assert figures["delay"]["whole"]["count"] == jobs["submitted"]
+    assert found["delay"]["whole"]["count"] == jobs["submitted"]
     assert jobs["followed"] > 2
 
 
@@ -41,27 +41,27 @@ def _virtual(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_at_half_load_jobs_start_at_once_and_workers_beat_every_five_seconds() -> None:
-    figures = figures_of(CALM)
+    found = figures_of(CALM)
 
-    assert figures["delay"]["whole"]["p99"] < 1.0
-    assert figures["heartbeats_per_s"] == pytest.approx(CALM.workers / 5.0, rel=0.2)
+    assert found["delay"]["whole"]["p99"] < 1.0
+    assert found["heartbeats_per_s"] == pytest.approx(CALM.workers / 5.0, rel=0.2)
 
 
 def test_jobs_of_a_dead_rack_run_again_after_their_leases_and_another_leads_after_the_leader() -> None:
-    figures = figures_of(ROUGH)
+    found = figures_of(ROUGH)
 
-    assert figures["violations"] == []
-    assert [disaster["what"] for disaster in figures["disasters"]] == [
+    assert found["violations"] == []
+    assert [disaster["what"] for disaster in found["disasters"]] == [
         "a server is killed",
         "the leader is killed",
         "a rack of workers loses power",
         "a group floods",
     ]
-    epochs = [epoch for _, _, epoch in figures["leaderships"] if epoch]
+    epochs = [epoch for _, _, epoch in found["leaderships"] if epoch]
     assert epochs == sorted(set(epochs))
     assert len(epochs) >= 2
-    assert figures["recovered"]["count"] > 0
-    assert 12.0 < figures["recovered"]["p50"] < 20.0
+    assert found["recovered"]["count"] > 0
+    assert 12.0 < found["recovered"]["p50"] < 20.0
 
 
 def test_the_report_is_for_people_and_the_file_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,9 +70,17 @@ def test_the_report_is_for_people_and_the_file_for_programs(tmp_path: Path, caps
     assert main([*shape, "--json", str(tmp_path / "figures.json")]) == 0
 
     shown = capsys.readouterr().out
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert shown.strip() == text(figures)
+    assert shown.strip() == text(json.loads((tmp_path / "figures.json").read_text()))
     assert "violations: none" in shown
+
+
+def test_figures_can_be_had_while_it_runs() -> None:
+    system = BigSystem(ROUGH)
+    system.start()
+
+    found = figures(system, 0.0)
+
+    assert (found["jobs"]["submitted"], found["disasters"]) == (0, [])
 
 
 def test_percentiles_of_few_and_of_none() -> None:

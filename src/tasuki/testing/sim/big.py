@@ -199,7 +199,7 @@ class BigSystem:
 
     @property
     def at_rest(self) -> bool:
-        return not self.tally.unheard and all(client.idle for client in self.clients)
+        return self.tally.accepted == self.tally.submits and not self.tally.unheard
 
 
 def _sim_options(options: BigOptions) -> SimOptions:

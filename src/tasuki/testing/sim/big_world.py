@@ -205,7 +205,3 @@ class BigClient(SimClient):
     def _arrived(self, arrived: Arrived) -> None:
         for item in arrived.items:
             self.tally.arrived(item)
-
-    @property
-    def idle(self) -> bool:
-        return not self._submitted
