@@ -89,6 +89,8 @@ class Keeper:
         self._kept: dict[int, Kept] = {}
         self._frames: Frames[Report] = Frames(list[Report])
         self._orders: list[Order] = []
+        self._turning = False
+        """Something was ordered in this turn of the loop."""
         self._unsent = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[Ready] | None = None
@@ -122,8 +124,10 @@ class Keeper:
             kept.fail(self.lost)
             return kept
         self._kept[kept.number] = kept
-        self._orders.append(Spawn(number=kept.number, **fields))
-        self._flush()  # at once: a turn of the loop is a tenth of what a start takes
+        is_first = not self._turning
+        self._order(Spawn(number=kept.number, **fields))
+        if is_first:  # at once: a turn of the loop is a tenth of what a start takes. What follows in this turn goes together
+            self._flush()
         return kept
 
     def prepare(self, order: Prepare) -> None:
@@ -197,9 +201,14 @@ class Keeper:
 
     def _order(self, order: Order) -> None:
         assert self._loop is not None
-        if not self._orders:
-            self._loop.call_soon(self._flush)
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn)
         self._orders.append(order)
+
+    def _turn(self) -> None:
+        self._turning = False
+        self._flush()
 
     def _flush(self) -> None:
         if self.lost is not None:
