@@ -28,9 +28,13 @@ class CuttingProxy:
         self._cut = ""
         self._deliver = threading.Event()
         self.cuts = 0
-        address = f"{parts.username}:{parts.password}@127.0.0.1:{self._listener.getsockname()[1]}"
-        self.url = urlunsplit((parts.scheme, address, parts.path, "sslmode=disable", ""))
+        self.url = self._url(url, self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def _url(self, url: str, port: int) -> str:
+        parts = urlsplit(url)
+        address = f"{parts.username}:{parts.password}@127.0.0.1:{port}"
+        return urlunsplit((parts.scheme, address, parts.path, "sslmode=disable", ""))
 
     def arm(self, cut: str) -> None:
         assert cut in ("before", "after", "late")
@@ -62,30 +66,29 @@ class CuttingProxy:
                     self._cut_off(cut, data, client, server)
                     return
                 server.sendall(data)
-        _shut(server)
+        shut(server)
 
     def _cut_off(self, cut: str, data: bytes, client: socket.socket, server: socket.socket) -> None:
         self.cuts += 1
         if cut == "after":
             # The way back is shut first, so that the answer has no way to the client.
-            _shut(client)
+            shut(client)
             server.sendall(data)
             return
-        _shut(client)
+        shut(client)
         if cut == "late":
             self._deliver.wait(DELIVER_TIMEOUT_S)
             server.sendall(data)
         else:
-            _shut(server)
+            shut(server)
 
-    @staticmethod
-    def _back(server: socket.socket, client: socket.socket) -> None:
+    def _back(self, server: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
                 client.sendall(data)
-        _shut(client)
+        shut(client)
 
 
-def _shut(side: socket.socket) -> None:
+def shut(side: socket.socket) -> None:
     with contextlib.suppress(OSError):
         side.shutdown(socket.SHUT_RDWR)

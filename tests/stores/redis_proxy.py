@@ -11,51 +11,27 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from typing import Self
 from urllib.parse import urlsplit
 
-from tests.stores.cutting_proxy import DELIVER_TIMEOUT_S, _shut
+from tests.stores.cutting_proxy import DELIVER_TIMEOUT_S, CuttingProxy, shut
 
 
-class RedisProxy:
+class RedisProxy(CuttingProxy):
     """Listens on a free port until the `with` block ends. `url` leads to the database through it."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._target = (parts.hostname or "", parts.port or 0)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._cut = ""
-        self._deliver = threading.Event()
         self.delivered = threading.Event()
-        self.cuts = 0
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}{parts.path}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(url)
 
-    def arm(self, cut: str) -> None:
-        assert cut in ("before", "after", "late")
-        self._cut = cut
+    def _url(self, url: str, port: int) -> str:
+        return f"redis://127.0.0.1:{port}{urlsplit(url).path}"
 
     def deliver(self) -> None:
         """Redis gets the late call; returns when it has answered."""
-        self._deliver.set()
+        super().deliver()
         assert self.delivered.wait(DELIVER_TIMEOUT_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-        self._deliver.set()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the listener was closed: the test is over
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
-                threading.Thread(target=self._serve, args=(client, server), daemon=True).start()
-
-    def _serve(self, client: socket.socket, server: socket.socket) -> None:
-        threading.Thread(target=self._back, args=(server, client), daemon=True).start()
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(1 << 20):
                 if self._cut and b"EVAL" in data:
@@ -63,15 +39,15 @@ class RedisProxy:
                     self._cut_off(cut, data, client, server)
                     break
                 server.sendall(data)
-        _shut(client)
-        _shut(server)
+        shut(client)
+        shut(server)
 
     def _cut_off(self, cut: str, data: bytes, client: socket.socket, server: socket.socket) -> None:
         self.cuts += 1
         # The way back is shut first, so that the answer has no way to the client; what comes is only noted.
         client.shutdown(socket.SHUT_WR)
         if cut == "late":
-            _shut(client)
+            shut(client)
             self._deliver.wait(DELIVER_TIMEOUT_S)
         if cut != "before":
             server.sendall(data)
@@ -87,4 +63,4 @@ class RedisProxy:
                 except OSError:  # it was cut off: this is the answer that it does not get
                     is_open = False
                     self.delivered.set()
-        _shut(client)
+        shut(client)

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError, Unavailable
@@ -73,16 +73,10 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
             logger.info("a turn is tried again: %s", error.message)
 
 
-@runtime_checkable
-class WholeTurns(Protocol):
-    """A store that does a whole turn in one call, with the same meaning as verb after verb in the order below."""
-
-    def fill_turn(self, answers: Answers, turn: Turn) -> None: ...
-
-
 def _fill(answers: Answers, store: Store, turn: Turn) -> None:
-    if isinstance(store, WholeTurns):
-        store.fill_turn(answers, turn)
+    fill_turn: Callable[[Answers, Turn], None] | None = getattr(store, "fill_turn", None)
+    if fill_turn is not None:  # a store may do a whole turn in one call, with the meaning of what follows
+        fill_turn(answers, turn)
         return
     if turn.finish:
         answers.finish = store.finish(turn.finish)
