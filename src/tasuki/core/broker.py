@@ -11,6 +11,7 @@ worker has credit and something may be ready, the turn asks the store for it, in
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from tasuki.core import enrolment, greeting, requests, settle, workers
 from tasuki.core.access import Kind
@@ -39,6 +40,7 @@ from tasuki.core.credit import shares
 from tasuki.core.draft import BlobRoute, CheckRoute, Draft, LeaseRoute
 from tasuki.core.duties import Duties, DutyConfig
 from tasuki.core.fellows import Fellows, describe
+from tasuki.core.idle import IdleWorkers
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.logs import LogDesk
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
@@ -65,6 +67,7 @@ from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
 LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
 SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
+CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
 STORE_RETRY_S = 0.2  # after a failed turn
 NOBODY = 0  # connections are numbered from 1
 
@@ -93,8 +96,11 @@ class Broker:
         self.logs = LogDesk()
         self.addresses: tuple[str, ...] = ()
         """Where peers can reach this server; the doors know."""
-        self._live_workers: dict[str, tuple[str, ...]] = {}
+        self.idle = IdleWorkers(self.trie)
+        self._live_workers: dict[str, tuple[str, ...]] | None = {}
+        """None: to be made anew when it is next needed."""
         self._looking: dict[int, WorkerSession] = {}
+        self._all_look = False
         self._wait_until = 0.0
         self._look_at = 0.0
 
@@ -266,13 +272,20 @@ class Broker:
         self.look_everywhere()  # itself for what it takes now, others for what it no longer keeps from them
 
     def note_live_workers(self) -> None:
+        """Who takes work has changed. It is put together once per turn: thousands may come or go at once."""
+        self._live_workers = None
+
+    def _live(self) -> dict[str, tuple[str, ...]]:
         """Jobs addressed to one of these by their last token are left for it, if it subscribes to them."""
+        if self._live_workers is not None:
+            return self._live_workers
         # A new one each time: requests of turns under way keep theirs.
         live = {worker.worker_id: worker.patterns for _, worker in self.fellows.workers() if worker.patterns}
         live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.patterns}
         self._live_workers = {
             worker_id: patterns for worker_id, patterns in live.items() if worker_id not in self.fellows.detached
         }
+        return self._live_workers
 
     # ------------------------------------------------------------------------------------------------ leasing
 
@@ -280,30 +293,27 @@ class Broker:
         """Ask the store for work for this worker at the next turn; with `backlog`, for more than what that turn submits."""
         worker.backlog = worker.backlog or backlog
         self._looking[worker.conn] = worker
+        self.idle.note(worker)
 
     def look_everywhere(self) -> None:
-        """Something became ready of which no submit tells: every worker with credit looks again."""
-        for worker in self.workers.values():
-            if worker.account.available:
-                self.look(worker, backlog=True)
+        """Something became ready of which no submit tells: every worker with credit looks again, at the next turn."""
+        self._all_look = True
 
     def look_for(self, subjects: Iterable[str], *, backlog: bool = False) -> None:
-        """Jobs of these subjects became ready: those that the draft submits, or with `backlog` others."""
-        for subject in subjects:
-            for conn in self.trie.match(subject):
-                worker = self.sessions.get(conn)
-                if isinstance(worker, WorkerSession) and worker.account.available:
-                    self.look(worker, backlog=backlog)
+        """Jobs of these subjects became ready: those that the draft submits, or with `backlog` others.
 
-    def look_again(self, workers: Iterable[WorkerSession]) -> None:
-        """They were not asked, because others were thought to take everything, and something is left."""
-        for worker in workers:
-            if self.sessions.get(worker.conn) is worker and worker.account.available:
-                self.look(worker, backlog=True)
+        For new ones some idle workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
+        all, whose number would be the cost of every turn. `settle` looks further for what they leave.
+        """
+        enough = None if backlog else 2 * (len(self.draft.submit) + len(self.draft.rerun)) + CHOICE_MIN
+        for subject in subjects:
+            for worker in islice(self.idle.matching(subject), enough):
+                self.look(worker, backlog=backlog)
 
     def leased(self, worker: WorkerSession, lease: LeaseRoute, granted: int) -> None:
         """A lease request came back. Fewer than asked for: there is nothing more for this worker now."""
         worker.account.settle(lease.reserved, granted)
+        self.idle.note(worker, last=granted > 0)
         more = granted == lease.reserved and not lease.fresh
         # Something may have become ready while the store was at work: that look is still to come.
         worker.backlog = more or (worker.backlog and worker.conn in self._looking)
@@ -311,6 +321,10 @@ class Broker:
             self.look(worker, backlog=True)
 
     def _lease_requests(self, now: Now) -> list[LeaseRequest]:
+        if self._all_look:
+            self._all_look = False
+            for worker in self.idle:
+                self.look(worker, backlog=True)
         self.look_for(self.draft.subjects)
         if not self._looking or self.disk_problem:
             return []
@@ -323,10 +337,8 @@ class Broker:
         wanted = len(self.draft.submit) + len(self.draft.rerun)
         plan = shares([(worker.worker_id, worker.account) for worker in full], None)
         plan += shares([(worker.worker_id, worker.account) for worker in fresh], wanted)
-        if wanted < len(fresh):
-            planned = {worker_id for worker_id, _ in plan}
-            self.draft.left_out = [worker for worker in fresh if worker.worker_id not in planned]
         requests = []
+        live_workers = self._live() if plan else {}
         for worker_id, limit in plan:
             worker = self.workers[worker_id]
             reserved = worker.account.reserve(limit)
@@ -340,7 +352,7 @@ class Broker:
                     ttl_s=worker.ttl_s,
                     on_disconnect=worker.on_disconnect,
                     reconnect_grace_s=worker.reconnect_grace_s,
-                    live_workers=self._live_workers,
+                    live_workers=live_workers,
                 )
             )
             self.draft.lease_routes.append(LeaseRoute(worker.conn, worker.incarnation, reserved, not worker.backlog))
@@ -350,7 +362,8 @@ class Broker:
         """What the store should do next, or None if there is nothing; the draft begins anew."""
         if now.monotonic < self._wait_until:
             return None
-        if (duty := self.duties.next_turn(now, others_wait=bool(self._looking or len(self.draft)))) is not None:
+        others_wait = bool(self._all_look or self._looking or len(self.draft))
+        if (duty := self.duties.next_turn(now, others_wait=others_wait)) is not None:
             return duty
         leases = self._lease_requests(now)
         if not (leases or len(self.draft)):
@@ -409,6 +422,7 @@ class Broker:
             for pattern in session.patterns:
                 self.trie.remove(pattern, conn)
             self._looking.pop(conn, None)
+            self.idle.forget(conn)
             if self.workers.get(session.worker_id) is session:
                 del self.workers[session.worker_id]
                 self.note_live_workers()

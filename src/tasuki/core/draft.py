@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from tasuki.core.protocol import Acceptance, BlobPut
-from tasuki.core.sessions import WorkerSession
 from tasuki.core.verbs import BlobClaim, BlobPlace, Held, LeaseRequest, Report, Submission, TokenRow, Turn
 
 
@@ -132,8 +131,6 @@ class Draft:
         self.place_routes: list[BlobRoute] = []
         self.stored_routes: list[BlobRoute] = []
         self.lease_routes: list[LeaseRoute] = []
-        self.left_out: list[WorkerSession] = []
-        """Idle workers that were not asked, because there were fewer new jobs than workers."""
 
     def __len__(self) -> int:
         """How much waits, items and messages; what backpressure looks at."""

@@ -31,7 +31,6 @@ POLL_INTERVAL_S = 1.0  # a revoked token must be noticed within 2 s, whether or 
 POLLED_JOBS = 4_000  # watched jobs that are looked up at each poll, in turns: some 20 ms of an index
 READY_SUBJECTS_MAX = 64  # more in one turn are told as "look at everything"
 SPARE_LOOKERS = 1  # workers that look for another server's job, beside one for each: some may have fallen silent
-LOOKED_AT_MAX = 64  # of our workers for one such hint; where nearly all are busy, an idle one is not worth a longer search
 
 _takes_what = attrgetter("worker_id", "patterns")
 
@@ -67,7 +66,6 @@ class Fellows:
         """By server: its workers and their patterns, as last noted by the broker."""
         self._poll_at = 0.0
         self._watched: Iterator[str] = iter(())
-        self._next_looker = 0
         self._forget_hint()
 
     def _forget_hint(self) -> None:
@@ -164,19 +162,16 @@ class Fellows:
             named = broker.workers.get(subject.rpartition(".")[2])
             if named is not None and named.account.available:
                 broker.look(named, backlog=True)
-            able = broker.trie.match(subject)
             sent: Counter[Takes] = Counter()
-            for _ in able[:LOOKED_AT_MAX]:
-                self._next_looker = (self._next_looker + 1) % len(able)
-                worker = broker.sessions.get(able[self._next_looker])
-                if isinstance(worker, WorkerSession) and sent[worker.takes] < enough and self._can_look(worker):
+            for worker in broker.idle.matching(subject):
+                if sent[worker.takes] < enough and self._can_look(worker):
                     sent[worker.takes] += 1  # apart, because the job may be of a kind that only some of them run
                     broker.look(worker, backlog=True)
                     if sent[Takes.ANY] >= enough:
                         break
 
     def _can_look(self, worker: WorkerSession) -> bool:
-        return bool(worker.account.available) and not (worker.reading or worker.resuming or worker.worker_id in self.detached)
+        return not (worker.reading or worker.resuming or worker.worker_id in self.detached)
 
     def revoked(self, broker: Broker, token_ids: Iterable[str]) -> list[Command]:
         """These tokens are good for nothing any more: their connections end."""

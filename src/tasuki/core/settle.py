@@ -73,7 +73,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
             broker, route.conn, route.msg_id, draft.renew[route.start : route.stop], answers.renew[route.start : route.stop], out
         )
     for index, lease in enumerate(draft.lease_routes):
-        _granted(broker, lease, turn.lease[index].worker_id, answers.lease[index], draft.left_out, out, now)
+        _granted(broker, lease, turn.lease[index].worker_id, answers.lease[index], out, now)
     for submit in draft.submit_routes:
         _submitted(broker, submit, answers, out)
     for act in draft.act_routes:
@@ -89,7 +89,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
             out += enrolment.token_done(broker, token, answers, now)
         else:
             _token_done(broker, token, answers, out)
-    if draft.left_out:
+    if draft.submit or draft.rerun:
         _look_for_the_rest(broker, draft, answers)
     if answers.release:  # a job whose cancel was asked for ends when it is given back
         broker.ask_ends(claim.job_id for claim, done in zip(draft.release, answers.release, strict=True) if done)
@@ -133,9 +133,9 @@ def _blob_stored(broker: Broker, route: BlobRoute, place: BlobPlace, stored: boo
 def _look_for_the_rest(broker: Broker, draft: Draft, answers: Answers) -> None:
     """What the workers that were asked for it could not take may fit others, or those of them that could take more."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
-    new = [answer.job_id for answer in (*answers.submit, *answers.rerun) if isinstance(answer, Submitted)]
-    if not granted.issuperset(new):
-        broker.look_again(draft.left_out)
+    pairs = (*zip(draft.submit, answers.submit, strict=True), *zip(draft.rerun, answers.rerun, strict=True))
+    left = {new.spec.subject: None for new, answer in pairs if isinstance(answer, Submitted) and answer.job_id not in granted}
+    broker.look_for(left, backlog=True)
 
 
 def _spec_bytes(grant: Grant) -> int:
@@ -299,7 +299,6 @@ def _granted(
     lease: LeaseRoute,
     worker_id: str,
     grants: list[Grant],
-    left_out: list[WorkerSession],
     out: list[Command],
     now: Now,
 ) -> None:
@@ -314,8 +313,6 @@ def _granted(
             broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)
         return
     broker.leased(worker, lease, len(grants))
-    if lease.fresh and len(grants) == lease.reserved:
-        left_out.append(worker)  # it could take more of what this turn brought
     if not grants:
         return
     deliveries, sent_at = worker.deliveries, now.monotonic
