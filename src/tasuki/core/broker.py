@@ -365,6 +365,8 @@ class Broker:
         others_wait = bool(self._all_look or self._looking or len(self.draft))
         if (duty := self.duties.next_turn(now, others_wait=others_wait)) is not None:
             return duty
+        if not others_wait:
+            return None
         leases = self._lease_requests(now)
         if not (leases or len(self.draft)):
             return None

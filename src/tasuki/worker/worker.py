@@ -19,9 +19,10 @@ import random
 import secrets
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import msgspec
@@ -204,10 +205,9 @@ class Worker:
         )
         self._machine = WorkerMachine(identity, addresses=addresses, jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
-        with tempfile.TemporaryDirectory(prefix="tasuki-worker-") as scratch:
-            data = Path(self._data) if self._data is not None else Path(scratch)
+        with nullcontext(self._data) if self._data is not None else TemporaryDirectory(prefix="tasuki-worker-") as folder:
             self._runner = CommandRunner(
-                data,
+                Path(folder),
                 self._execs,
                 incarnation=self.incarnation,
                 fetch=self._transfers.fetch,
