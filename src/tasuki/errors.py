@@ -193,6 +193,17 @@ class DeadlineExceeded(TasukiError):
     retryable = True
 
 
+def discreet(error: TasukiError) -> TasukiError:
+    """The same for peers who are not to know what is behind the server: the words may name a folder, a host, a database."""
+    if isinstance(error, DiskFull):
+        return DiskFull("there is too little space for this now; try again later")
+    if isinstance(error, Unavailable) and not isinstance(error, Overloaded):
+        return Unavailable("the server cannot do this now, because its store does not answer; try again")
+    if isinstance(error, InternalError):
+        return InternalError("this failed inside the server; please report it: the server's log has the rest")
+    return error
+
+
 def _tree(root: type[TasukiError]) -> dict[str, type[TasukiError]]:
     found = {root.code: root}
     for child in root.__subclasses__():

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from tasuki.cli import doctor
 from tasuki.worker import keeper_cgroup
 from tasuki.worker.keeper_cgroup import NoCgroup
 from tests.cli.commands import Running, User, running
+from tests.services_redis import RedisService
 
 pytestmark = pytest.mark.e2e
 
@@ -49,6 +51,25 @@ def test_how_limits_are_kept_is_said_with_the_reason(
 
     assert says.format(tmp_path) in found.message
     assert found.state == "ok"
+
+
+def test_a_redis_is_told_to_keep_what_it_is_given(user: User) -> None:
+    with RedisService(appendonly="no", maxmemory_policy="allkeys-lru") as service:
+        url = service.url()
+        bad = findings(user, "--store", url)["store"]
+        client: Any = service.client()
+        client.config_set("appendonly", "yes")
+        client.config_set("maxmemory-policy", "noeviction")
+        good = findings(user, "--store", url)["store"]
+        client.close()
+    gone = user.run("doctor", "--json", "--store", url.replace("redis://", "redis://me:hunter2@"))
+
+    assert bad["state"] == "warn"
+    assert re.search("appendonly is off.*allkeys-lru", bad["message"])
+    assert good["state"] == "ok"
+    assert gone.returncode == 1
+    assert "cannot be reached" in gone.stdout
+    assert "hunter2" not in gone.stdout + gone.stderr
 
 
 def test_a_running_server_is_found(served: tuple[User, Running]) -> None:

@@ -25,7 +25,8 @@ HEAVY = (
     "tasuki.server",
 )
 TOKEN_COMMANDS = ["token create", "token list", "token revoke"]
-WORDS = sorted({*COMMANDS, *TOKEN_COMMANDS} - {"token"})
+DEAD_COMMANDS = ["dead list", "dead show", "dead retry"]
+WORDS = sorted({*COMMANDS, *TOKEN_COMMANDS, *DEAD_COMMANDS} - {"token", "dead"})
 
 
 def shown(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, object]:
@@ -70,7 +71,7 @@ def test_the_list_of_commands_has_all_words_and_exit_codes(arguments, capsys, mo
     assert exits.table() in text.replace("\n  ", "\n")
 
 
-@pytest.mark.parametrize("word", sorted(set(COMMANDS) - {"token", "demo"}))
+@pytest.mark.parametrize("word", sorted(set(COMMANDS) - {"token", "dead", "demo"}))
 def test_the_line_in_the_list_is_the_commands_own(word: str) -> None:
     module_name, summary = COMMANDS[word]
     module = import_module(f"tasuki.cli.{module_name}")

@@ -1,12 +1,15 @@
-"""Both back ends of the coordination keep its contract."""
+"""All back ends of the coordination keep its contract."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tasuki.coords.coordination import Coordination
 from tasuki.coords.memory import MemoryCoordination
+from tasuki.coords.redis import RedisCoordination
 from tasuki.coords.sql import SqlCoordination
+from tasuki.stores.redis_connection import connect
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.coords_suite import CoordinationSuite
 from tests.services import PostgresService
@@ -50,3 +53,32 @@ class TestSqlCoordination(CoordinationSuite):
                 connection.execute("UPDATE tasuki_member SET beat_at = beat_at - %s", (seconds,))
 
         return let_pass
+
+
+class TestRedisCoordination(CoordinationSuite):
+    """Likewise."""
+
+    @pytest.fixture
+    def make_coordination(self, redis_url: str) -> Iterator[Callable[[], Coordination]]:
+        opened: list[RedisCoordination] = []
+
+        def make() -> Coordination:
+            opened.append(RedisCoordination(connect(redis_url, 5.0), where="Redis", app="zpe"))
+            return opened[-1]
+
+        yield make
+        for coordination in opened:
+            coordination.close()
+
+    @pytest.fixture
+    def let_pass(self, redis_url: str) -> Iterator[Callable[[float], None]]:
+        raw: Any = connect(redis_url, 5.0)
+
+        def let_pass(seconds: float) -> None:
+            for scope in raw.keys("zpe:lock:*"):
+                raw.hincrbyfloat(scope, "expires_at", -seconds)
+            for member_id in raw.zrange("zpe:beats", 0, -1):
+                raw.zincrby("zpe:beats", -seconds, member_id)
+
+        yield let_pass
+        raw.close()

@@ -22,6 +22,7 @@ from tasuki.core.protocol import (
     GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
+    HelloWorker,
     JobsFinished,
     JobsRecorded,
     JobsReleased,
@@ -333,6 +334,18 @@ def test_after_a_failed_turn_the_store_is_left_alone_for_a_moment(desk: Desk) ->
     assert desk.broker.next_turn(desk.now()) is None
     desk.clock.advance(STORE_RETRY_S)
     assert desk.broker.next_turn(desk.now()) is not None
+
+
+def test_what_a_failed_turn_says_of_the_store_is_for_administrators_only(desk: Desk) -> None:
+    admin, client, stranger = desk.node(), desk.client(), desk.open()
+    desk.tell(admin, SubmitJobs(31, [JobSpec(job_id="a")]))
+    desk.tell(client, SubmitJobs(32, [JobSpec(job_id="b")]))
+    desk.tell(stranger, HelloWorker(msg_id=33, worker_id="w9", incarnation="w9-1", token="t", patterns=(">",)))
+
+    desk.apply(TurnFailed(one_turn(desk), Unavailable("redis://10.1.2.3:6379 does not answer")))
+
+    told = [desk.last(admin, ErrorMessage).message, desk.last(client, ErrorMessage).message, str(desk.hung_up[stranger])]
+    assert ["10.1.2.3" in text for text in told] == [True, False, False]
 
 
 def test_a_failed_turn_tells_askers_hangs_up_on_hellos_and_keeps_workers_words(desk: Desk) -> None:

@@ -23,6 +23,7 @@ from tasuki.core.broker_events import (
 from tasuki.core.duties import (
     COLLECT_INTERVAL_S,
     DUTY_INTERVAL_S,
+    PROMOTE_BATCH,
     PRUNE_AGAIN,
     PRUNE_INTERVAL_S,
     REAP_BATCH,
@@ -32,7 +33,7 @@ from tasuki.core.duties import (
 from tasuki.core.job import InputFile, State
 from tasuki.core.members import ServerInfo
 from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
-from tasuki.core.verbs import Turn
+from tasuki.core.verbs import Answers, Promoted, Turn
 from tasuki.errors import StaleEpoch, Unavailable
 from tasuki.stores.batching import execute
 from tests.core.desk import Desk
@@ -155,6 +156,53 @@ def test_a_refused_epoch_deposes_and_is_not_tried_again() -> None:
     desk.apply(Elected(0))
     desk.clock.advance(60)
     assert desk.broker.next_turn(desk.now()) is None
+
+
+def test_duties_have_caught_up_when_each_was_done_and_nothing_is_left() -> None:
+    desk = Desk(shared=True)
+    desk.store.take_over("desk", 3)
+    desk.apply(Elected(3))
+    assert not desk.broker.duties.caught_up
+
+    desk.turns()
+
+    assert desk.broker.duties.caught_up
+    desk.apply(Elected(0))
+    assert not desk.broker.duties.caught_up
+
+
+def test_a_full_batch_means_that_duties_have_not_caught_up() -> None:
+    desk = Desk(shared=True)
+    desk.store.take_over("desk", 3)
+    desk.apply(Elected(3))
+    turn = next_duty(desk)
+
+    desk.apply(TurnDone(turn, Answers(promote=Promoted(("a",), PROMOTE_BATCH))))
+
+    assert not desk.broker.duties.caught_up
+    assert desk.broker.duties.counts.promoted == PROMOTE_BATCH
+
+
+def test_a_failed_duty_is_due_again_at_once() -> None:
+    desk = Desk(shared=True)
+    desk.store.take_over("desk", 3)
+    desk.apply(Elected(3))
+    turn = next_duty(desk)
+    assert turn.prune_after_s is not None
+
+    desk.apply(TurnFailed(turn, Unavailable("gone")))
+    desk.clock.advance(1)
+
+    assert not desk.broker.duties.caught_up
+    assert next_duty(desk).prune_after_s == turn.prune_after_s
+
+
+def test_who_cannot_reach_the_bytes_condemns_no_blobs() -> None:
+    desk = Desk(shared=True, collects_blobs=False)
+    desk.store.take_over("desk", 3)
+    desk.apply(Elected(3))
+
+    assert next_duty(desk).condemn is None
 
 
 def test_a_failed_duty_tells_no_peer_and_comes_again() -> None:

@@ -157,6 +157,19 @@ def test_revoking_a_worker_ends_all_its_tokens_and_its_connection() -> None:
     assert connected in desk.hung_up
 
 
+def test_revoking_a_worker_for_a_subject_leaves_its_tokens_for_other_subjects() -> None:
+    desk = Desk()
+    desk.token("narrow", "worker", "job.assign.zpe", worker_id="w1")
+    desk.token("wide", "worker", "job.assign.*", worker_id="w1")
+    desk.token("other", "worker", "job.assign.other", worker_id="w1")
+
+    answer = desk.request(desk.node(), "worker.revoke", worker_id="w1", subject="job.assign.zpe")
+
+    assert isinstance(answer, Reply)
+    assert sorted(answer.body["revoked"]) == ["narrow", "wide"]
+    assert desk.store.revoked_among(["other"]) == []
+
+
 def test_a_worker_that_rotates_while_it_is_revoked_is_revoked() -> None:
     desk = Desk()
     register(desk, enrolling(desk))

@@ -264,6 +264,7 @@ def test_a_restarted_server_does_not_run_again_what_was_running(world: World) ->
 
 def test_leases_count_as_renewed_when_a_server_takes_over(world: World) -> None:
     client, worker = world.client(), world.worker()
+    world.run_for(1.0)  # what is granted in the moment of a takeover counts as renewed by that one
     client.submit_ids("a")
     world.settle()
     world.kill_server()

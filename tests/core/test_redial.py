@@ -174,6 +174,12 @@ def test_a_peer_on_a_unix_socket_learns_nothing() -> None:
     assert learned(Redial(parse_url("unix:///run/s"), lambda: 0.0), "tcp://127.0.0.1:7000", "tls://c.example:7000") == set()
 
 
+@pytest.mark.parametrize("given", ["http://a.example:7080", "https://a.example"])
+def test_a_peer_over_http_learns_nothing(given: str) -> None:
+    named = ("tcp://b.example:7000", "tls://b.example:7000", "https://b.example:443")
+    assert learned(Redial(parse_url(given), lambda: 0.0), *named) == set()
+
+
 def test_loopback_is_learned_on_loopback() -> None:
     assert learned(Redial(parse_url("tcp://127.0.0.1:7000"), lambda: 0.0), "tcp://127.0.0.1:7001") == {"tcp://127.0.0.1:7001"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.coords.coordination import Coordination, Member
+from tasuki.coords.coordination import Coordination, Locked, Member
 from tasuki.coords.memory import MemoryCoordination
 from tasuki.core.hints import everything
 from tasuki.core.job import JobSpec
@@ -100,12 +100,17 @@ class World:
         self.coordination = Frail()
         self.grapevine = Grapevine()
 
-    def make(self, name: str) -> Server:
+    def make(self, name: str, *, stands: bool = True) -> Server:
         blobs = FolderBlobs(self.folder / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
         config = ServerConfig(server_id=name, data=self.folder, disk_floor_bytes=0, disk_floor_inodes=0)
         coordination: Coordination = self.coordination
         company = Together(
-            lambda: coordination, LocalWakeups(self.grapevine), incarnation=f"{name}-1", schema_version=1, lock_ttl_s=LOCK_TTL_S
+            lambda: coordination,
+            LocalWakeups(self.grapevine),
+            incarnation=f"{name}-1",
+            schema_version=1,
+            lock_ttl_s=LOCK_TTL_S,
+            stands=stands,
         )
         return Server(config, lambda: self.store, lambda: self.store, blobs, company)
 
@@ -149,6 +154,24 @@ def test_exactly_one_leads_and_all_know_each_other(world: World) -> None:
             assert len(leaders(servers)) == 1
             [leader] = leaders(servers)
             assert world.store.epoch() == (leader.broker.duties.epoch, leader.config.server_id)
+
+    run(work)
+
+
+def test_one_that_does_not_stand_takes_part_and_never_leads(world: World) -> None:
+    async def work() -> None:
+        guest = world.make("guest", stands=False)
+        await guest.start()
+        async with world.servers("a") as [server]:
+            await until(lambda: server.broker.duties.epoch)
+            await until(lambda: guest.broker.fellows.servers and server.broker.fellows.servers)
+            epoch = server.broker.duties.epoch
+            await server.stop()
+            await until(lambda: not guest.broker.fellows.servers)
+            # Nobody else asks for the lock, which is free.
+            assert world.coordination.acquire("leader", "test", LOCK_TTL_S, 0) == Locked(epoch + 1)
+            assert not guest.broker.duties.epoch
+        await guest.stop()
 
     run(work)
 

@@ -131,6 +131,7 @@ GOOD: dict[str, list[Story]] = {
         (granted(ttl_s=4.0, at=0.0), reaped(at=4.5)),
         (granted(ttl_s=4.0, at=0.0), shown("renew", at=3.0), reaped(at=7.0)),
         (granted(ttl_s=4.0, at=0.0), took_over(at=3.0), reaped(at=7.0)),
+        (granted(ttl_s=4.0, at=0.0), took_over(at=3.0), took_over("s2", 2, at=5.0), reaped(at=7.0)),
         (granted(ttl_s=4.0, grace_s=3.0, at=0.0), reaped(at=7.0)),
         (granted(ttl_s=4.0, at=0.0), STORE_DRIFTED, reaped(at=2.0), granted("k", ttl_s=1.0, at=3.0)),
     ],
@@ -268,6 +269,8 @@ BAD: dict[str, list[Story]] = {
         (granted(ttl_s=4.0, at=0.0), reaped(at=3.9)),
         (granted(ttl_s=4.0, at=0.0), shown("renew", at=3.0), reaped(at=6.9)),
         (granted(ttl_s=4.0, at=0.0), took_over(at=3.0), reaped(at=6.9)),
+        (took_over(at=1.0), granted(ttl_s=4.0, at=2.0), took_over("s2", 2, at=5.0), reaped(at=8.9)),
+        (granted(ttl_s=4.0, at=0.0), took_over(at=3.0), shown("renew", at=4.0), took_over("s2", 2, at=5.0), reaped(at=8.9)),
         (granted(ttl_s=4.0, grace_s=3.0, at=0.0), reaped(at=6.9)),
     ],
     "liveness": [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ class Worker(threading.Thread):
         self.unexpected: list[Any] = []
         self._chance = random.Random(seed)
         self._stop_wanted = stop
+        self._health = f"{url}/healthz"
         self._client = httpx.Client(base_url=f"{url}/calc/zpe/compute", timeout=15.0)
         answer = self._client.post("/servers/register", json={}, headers={"Authorization": f"Bearer {enroll}"})
         self._client.headers["Authorization"] = f"Bearer {answer.json()['worker_token']}"
@@ -61,11 +61,17 @@ class Worker(threading.Thread):
                 self.unexpected += [item for item in items if item["status"] not in (200, 409)]
                 return
 
+    def _server_answers(self) -> bool:
+        try:
+            return self._client.get(self._health).status_code == 200
+        except httpx.TransportError:
+            return False
+
     def _post(self, path: str, body: Any) -> httpx.Response | None:
         try:
             answer = self._client.post(path, json=body)
         except httpx.TransportError:
-            time.sleep(0.05)
+            wait_until(lambda: self._stop_wanted.is_set() or self._server_answers(), 60, "the server is there again")
             return None
         if answer.status_code >= 500 and answer.status_code != 503:
             self.unexpected.append(answer.text)

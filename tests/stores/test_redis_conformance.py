@@ -7,12 +7,30 @@ import pytest
 from tasuki.core.job import JobSpec
 from tasuki.stores.redis import RedisStore
 from tasuki.testing.store_suite import MakeStore, StoreSuite
+from tests.services_redis import RedisService, other_redis_program, redis_program, version_of
 
 
 class TestRedisStore(StoreSuite):
     @pytest.fixture
     def make_store(self, redis_url: str) -> MakeStore:
         return lambda clock: RedisStore.open(redis_url, clock=clock)
+
+
+def test_the_redis_of_the_system_is_another_version(system_redis: RedisService) -> None:
+    usual = redis_program()
+
+    assert usual is not None
+    assert system_redis.client().info()["redis_version"] != version_of(usual)
+
+
+class TestRedisStoreInTheRedisOfTheSystem(StoreSuite):
+    """Debian's is 7, the wheel's 6.2. Where there is none, the test above says so, once for all."""
+
+    __test__ = other_redis_program() is not None
+
+    @pytest.fixture
+    def make_store(self, system_redis_url: str) -> MakeStore:
+        return lambda clock: RedisStore.open(system_redis_url, clock=clock)
 
 
 # The state machine goes through the list in every run (test_redis_machine.py); all cases do so only where time is no matter.

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import redis
 
+from tasuki.core.app import template_of
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.verbs import Answer, Grant, LeaseRequest, Report, Standing, Submission, Submitted
@@ -28,7 +29,7 @@ class Zpe:
 
     def __init__(self, url: str) -> None:
         self.clock = FakeClock()
-        template = JobSpec(job_id="", subject="job.assign.zpe", max_retries=2, max_losses=1)
+        template = msgspec.structs.replace(template_of("zpe", max_retries=2), max_losses=1)
         self.store = RedisStore.open(url, app="zpe", template=template, result_ttl_s=RESULT_TTL_S, clock=self.clock)
         self.stage = Stage(self.store, self.clock)
         port, number = urlsplit(url).port, urlsplit(url).path.strip("/")
@@ -121,20 +122,21 @@ def test_a_failed_job_waits_in_delay_then_stands_in_the_queue_again(zpe: Zpe) ->
     assert (zpe.queue(), zpe.raw.zcard("zpe:delay")) == (["j1"], 0)
 
 
-def test_a_lease_that_ends_costs_a_loss_and_the_index_is_clean(zpe: Zpe) -> None:
+def test_a_lease_that_ends_costs_a_loss_and_a_delay_and_the_index_is_clean(zpe: Zpe) -> None:
     zpe.push("j1")
     zpe.lease()
     zpe.clock.advance(PAST_LEASE_S)
 
     zpe.stage.reap()
 
-    assert (zpe.queue(), zpe.raw.get("zpe:retry_count:j1"), zpe.raw.zcard("zpe:lease:index")) == (["j1"], "1", 0)
+    assert (zpe.queue(), zpe.raw.get("zpe:retry_count:j1"), zpe.raw.zcard("zpe:lease:index")) == ([], "1", 0)
+    assert zpe.raw.zrange("zpe:delay", 0, -1, withscores=True) == [("j1", zpe.clock.wall() + 10.0)]
     assert not zpe.raw.exists("zpe:lease:j1")
 
 
-def test_the_losses_after_the_first_wait_as_the_seed_says(zpe: Zpe) -> None:
-    """delay = min(300, 10 * 2^retry), counted from the second loss on: the first is tried again at once."""
-    spec = JobSpec(job_id="j1", subject="job.assign.zpe", payload=PAYLOAD, max_losses=9)
+def test_losses_wait_as_the_seed_says(zpe: Zpe) -> None:
+    """delay = min(300, 10 * 2^retry), the first loss too."""
+    spec = msgspec.structs.replace(template_of("zpe"), job_id="j1", payload=PAYLOAD, max_losses=9)
     zpe.store.submit([Submission(spec, "alice", body_hash(spec))])
     delays = []
     for _ in range(4):
@@ -146,7 +148,7 @@ def test_the_losses_after_the_first_wait_as_the_seed_says(zpe: Zpe) -> None:
         zpe.clock.advance(delays[-1])
         zpe.stage.promote()
 
-    assert delays == [0.0, 10.0, 20.0, 40.0]
+    assert delays == [10.0, 20.0, 40.0, 80.0]
 
 
 def test_past_its_retries_a_job_is_a_dead_letter(zpe: Zpe) -> None:
@@ -254,8 +256,9 @@ def test_it_can_be_canceled(zpe: Zpe) -> None:
 def test_it_is_counted_after_the_leaders_next_look(zpe: Zpe) -> None:
     zpe.push("j1", "j2", "j3")
 
-    zpe.stage.promote()
+    promoted = zpe.store.promote(epoch=zpe.stage.epoch)
 
+    assert (promoted.subjects, promoted.count) == (("job.assign.zpe",), 3)
     assert zpe.store.counts()["zpe"].pending == 3
     assert zpe.stage.found() == ["j3", "j2", "j1"]
 

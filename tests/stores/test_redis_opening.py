@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def works(url: str) -> bool:
         ("rediss://:hunter2@host", "Redis at host"),
         ("unix:///run/redis.sock?db=1", "Redis at /run/redis.sock"),
         ("redis+sentinel://u:hunter2@a:1,b:2/main/0", "Redis at a:1,b:2"),
+        ("redis://user:hunt/er2@host:6379/0", "Redis"),
+        ("redis://user:hunt?er2@host:6379/0", "Redis"),
+        ("redis://[user:hunter2@host", "Redis"),
     ],
 )
 def test_a_name_never_has_the_password(url: str, name: str) -> None:
@@ -64,6 +68,14 @@ def test_rediss_is_tls(tmp_path: Path) -> None:
 def test_an_address_that_cannot_work_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(ConfigError, match="addresses look like"):
         connect(url, 1.0)
+
+
+@pytest.mark.parametrize("url", ["redis://user:hunt/er2@host:6379/0", "redis://user:hunter2@host:x/0"])
+def test_an_address_that_is_not_understood_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="%2F") as raised:
+        connect(url, 1.0)
+
+    assert "hunt" not in "".join(traceback.format_exception(raised.value))
 
 
 @pytest.mark.parametrize("app", ["", "a:b", "a b", "*"])

@@ -26,6 +26,7 @@ VERDICT = """
 local job = { failures = ARGV[2], losses = ARGV[3], cancel_requested = ARGV[4] == '1' and '1' or nil }
 job.keep = ARGV[9] == '1' or nil
 local facts = { max_retries = ARGV[5], max_losses = ARGV[5], backoff_s = ARGV[6] }
+facts.delay_first_loss = ARGV[7] == 'loss' and ARGV[10] == '1' and '1' or nil
 local verdict
 if ARGV[7] == 'loss' then
   verdict = rules.after_loss(ARGV[1], job, facts, ARGV[8])
@@ -116,10 +117,19 @@ def test_the_verdict_on_a_failure_is_the_same(
     max_losses=COUNTS,
     backoff_s=BACKOFFS,
     keep=st.booleans(),
+    delay_first=st.booleans(),
 )
 @settings(max_examples=150)
 def test_the_verdict_on_a_loss_is_the_same(
-    lua: Asked, state: State, failures: int, losses: int, cancel_requested: bool, max_losses: int, backoff_s: float, keep: bool
+    lua: Asked,
+    state: State,
+    failures: int,
+    losses: int,
+    cancel_requested: bool,
+    max_losses: int,
+    backoff_s: float,
+    keep: bool,
+    delay_first: bool,
 ) -> None:
     wanted = after_loss(
         state,
@@ -130,11 +140,11 @@ def test_the_verdict_on_a_loss_is_the_same(
         max_losses=max_losses,
         backoff_s=backoff_s,
         worker_id="w %1",
+        delay_first=delay_first,
     )
 
-    answer = lua(
-        VERDICT, *(state, failures, losses, int(cancel_requested), max_losses, repr(backoff_s), "loss", "w %1", int(keep))
-    )
+    counted = (state, failures, losses, int(cancel_requested), max_losses, repr(backoff_s))
+    answer = lua(VERDICT, *counted, "loss", "w %1", int(keep), int(delay_first))
 
     event, target, delay_s, *counters, reason = answer
     assert (event, target, float(delay_s), reason) == (wanted.event, wanted.state, wanted.delay_s, wanted.reason)

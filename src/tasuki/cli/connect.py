@@ -1,6 +1,6 @@
 """From `--to`, `--data`, `--token-file` and `--tls-ca` to a client. Reads the token, and finds the data folder's own.
 
-The admin token of a data folder is sent over TCP only to the server that owns the folder: the server notes where it listens
+The admin token of a data folder is sent over TCP or HTTP only to the server that owns the folder: it notes where it listens
 in the folder (`listening`), and the note counts only while the folder's owner is alive. Any other listener on this machine
 may belong to another user.
 """
@@ -38,9 +38,15 @@ class Place(NamedTuple):
 
 def with_client(place: Place, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """Connect, do the work, leave."""
+    from tasuki.cli.direct import guest, is_store, store_of
     from tasuki.client import AsyncClient
+    from tasuki.config import default_url
 
     async def main() -> T:
+        there = place.to or default_url()
+        if there is not None and is_store(there):
+            async with guest(store_of(there)) as near, AsyncClient(near, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+                return await work(client)
         url, token = find_server(place)
         client = AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S)
         async with client:
@@ -89,7 +95,8 @@ def own_token(folder: DataFolder, url: str) -> str:
 
 
 def _same_place(address: Address, ours: list[Address]) -> bool:
-    return address.loopback and any(address.port == other.port and other.scheme == address.scheme for other in ours)
+    direct = address.loopback and not address.path  # a path leads on, through something that is not our server
+    return direct and any(address.port == other.port and other.scheme == address.scheme for other in ours)
 
 
 def listening(folder: DataFolder) -> list[Address]:

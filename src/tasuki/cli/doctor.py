@@ -44,7 +44,14 @@ class Finding(NamedTuple):
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     command(
-        app, "doctor", examples=["tasuki doctor", "tasuki doctor --data /srv/tasuki", "tasuki doctor --to tcp://host:7000 --json"]
+        app,
+        "doctor",
+        examples=[
+            "tasuki doctor",
+            "tasuki doctor --data /srv/tasuki",
+            "tasuki doctor --to tcp://host:7000 --json",
+            "tasuki doctor --store redis://127.0.0.1:6379/0      # would it keep what it is given?",
+        ],
     )(doctor)
 
 
@@ -55,12 +62,21 @@ def doctor(
             "--to", metavar="URL", help="Server to look at. Default: TASUKI_URL, else the one that runs on the data folder."
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            metavar="URL",
+            envvar="TASUKI_STORE",
+            help="Look at this store too: redis://… and its settings, or postgresql://….",
+        ),
+    ] = None,
     data: options.Data = None,
     token_file: options.TokenFile = None,
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> int:
-    """Check Python, SQLite, the data folder, its server and its token.
+    """Check Python, SQLite, the data folder, its server and its token, and a shared store.
 
     Starts nothing; exit 1 if a check fails.
     """
@@ -81,6 +97,8 @@ def doctor(
         lambda: _socket(folder),
         lambda: _server(place, folder),
     ]
+    if store:
+        checks.append(lambda: _store(store))
     findings = [check() for check in checks]
 
     def human() -> Iterator[str]:
@@ -252,3 +270,42 @@ def _server(place: Place, folder: DataFolder) -> Finding:
             "server", FAIL, f"{error.code}: {error.message}", "start one with `tasuki up`, or check --to and the token"
         )
     return Finding("server", OK, f"{url}: {who}, answers in {took_s * 1000:.1f} ms")
+
+
+def _store(url: str) -> Finding:
+    """Reads only, and makes nothing."""
+    from tasuki.server.node import check_store, is_redis, open_postgresql_reader
+
+    try:
+        check_store(url)
+        if is_redis(url):
+            return _redis(url)
+        reader = open_postgresql_reader(url)()
+        try:
+            epoch, holder = reader.epoch()
+        finally:
+            reader.close()
+    except TasukiError as error:
+        return Finding("store", FAIL, f"{error.code}: {error.message}", "check --store, and whether it runs")
+    return Finding("store", OK, f"PostgreSQL answers; epoch {epoch}, held by {holder or 'nobody'}")
+
+
+def _redis(url: str) -> Finding:
+    """What a server says of its settings when it starts."""
+    import redis
+
+    from tasuki.stores.redis_connection import connect, look_at_settings, name_of, translate
+
+    where, client = name_of(url), connect(url, CONNECT_TIMEOUT_S)
+    try:
+        client.ping()
+        found = look_at_settings(client, where)
+    except redis.RedisError as error:
+        raise translate(error, where, None) from None
+    finally:
+        client.close()
+    if found.problems:
+        return Finding("store", WARN, f"{where}: {'; '.join(found.problems)}", "docs/operate/redis.md has the settings")
+    if found.unknown:
+        return Finding("store", WARN, f"{where}: could not check {', '.join(found.unknown)}", "ask whoever runs it")
+    return Finding("store", OK, f"{where} answers, and keeps what it is given")

@@ -223,15 +223,17 @@ def explain(
     """Why a job stands where it stands, and what befell it."""
     told = with_client(Place(to, data, token_file, tls_ca), lambda client: client.explain(job_id))
 
-    def human() -> Iterable[str]:
-        yield f"{told['job_id']}  {told['state']}  ({told['subject']})"
-        for sentence in told["because"]:
-            yield f"  {plain(sentence)}"
-        for incident in told["story"]:
-            details = " ".join(plain(incident[name]) for name in ("worker_id", "actor", "reason") if incident.get(name))
-            yield f"  {when(incident['at'])}  {incident['kind']}, attempt {incident['attempt']}  {details}".rstrip()
+    Output(json=json).show(told, lambda: explain_lines(told))
 
-    Output(json=json).show(told, human)
+
+def explain_lines(told: dict[str, Any]) -> Iterable[str]:
+    """Why it stands there, then its story, oldest first."""
+    yield f"{told['job_id']}  {told['state']}  ({told['subject']})"
+    for sentence in told["because"]:
+        yield f"  {plain(sentence)}"
+    for incident in told["story"]:
+        details = " ".join(plain(incident[name]) for name in ("worker_id", "actor", "reason") if incident.get(name))
+        yield f"  {when(incident['at'])}  {incident['kind']}, attempt {incident['attempt']}  {details}".rstrip()
 
 
 def retry(

@@ -35,7 +35,7 @@ def migrate(
 
     No server may be running on a data folder. On PostgreSQL servers of the version before may go on, unless this says otherwise.
     """
-    name, applied = _migrate_postgresql(store) if store else _migrate_folder(data)
+    name, applied = _migrate_store(store) if store else _migrate_folder(data)
     done = f"applied {', '.join(applied)}" if applied else "already up to date"
     Output(json=json).show({"database": name, "applied": applied}, lambda: [f"{name}: {done}"])
 
@@ -56,13 +56,18 @@ def _migrate_folder(data: options.Data) -> tuple[str, list[str]]:
         lock.release()
 
 
+def _migrate_store(url: str) -> tuple[str, list[str]]:
+    from tasuki.server.node import check_store, is_redis
+
+    check_store(url)
+    return ("Redis has no tables", []) if is_redis(url) else _migrate_postgresql(url)
+
+
 def _migrate_postgresql(url: str) -> tuple[str, list[str]]:
     from tasuki.django import standalone
-    from tasuki.server.node import check_store
     from tasuki.stores.sql_postgres import connection_parameters
     from tasuki.stores.sql_postgres_errors import Translated, name_of
 
-    check_store(url)
     given = connection_parameters(url)
     standalone.configure()
     alias = standalone.register_postgresql(given)

@@ -24,8 +24,8 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="URL",
-        help="Server: tcp://host:7000[,host2:7000], tls://host:7000 or unix:///path. Default: TASUKI_URL, else the server "
-        "of the data folder, else an embedded one for the time of the command.",
+        help="Server: tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, https://host or unix:///path. "
+        "Default: TASUKI_URL, else the server of the data folder, else an embedded one for the time of the command.",
     ),
 ]
 Data = Annotated[

@@ -45,6 +45,7 @@ def add_to(app: typer.Typer) -> None:
             "tasuki run --timeout 60 --file ./data.csv -o result.zip python3 in/data.py --fast",
             "tasuki run --job-id nightly-2026-01-31 backup /srv        # again with this id: the stored result, no second run",
             "tasuki run --to tcp://host:7000 --token-file token --subject render.eu.1 render --mode fast",
+            "tasuki run --to https://host/tasuki --token-file token render --mode fast        # every command works over HTTP",
         ],
     )(run)
 

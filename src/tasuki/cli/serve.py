@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tasuki.cli import exits
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import encode_json, write_line
+from tasuki.core.app import DEFAULT_APP
 from tasuki.core.term import LOCK_TTL_S
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Listen(NamedTuple):
     """Without HTTP rather than not at all, if its port is taken or FastAPI is not installed."""
     apps: tuple[str, ...] = ()
     http_lease_ttl_s: float = 60.0
+    coordination: str = ""
+    strict: bool = False
 
 
 class Events:
@@ -130,8 +133,33 @@ def check(listen: Listen) -> None:
         raise ConfigError("nothing to listen on: give --tcp HOST:PORT or --http HOST:PORT, or leave --no-unix out")
     for app in listen.apps:
         check_app(app)
-    if listen.apps and listen.http is None:
+    _check_places(listen)
+
+
+def _check_places(listen: Listen) -> None:
+    from tasuki.errors import ConfigError
+    from tasuki.server.node import check_redis_driver, check_store, is_redis
+
+    if listen.store:
+        check_store(listen.store)
+    if is_redis(listen.store):
+        if len(listen.apps) > 1:
+            raise ConfigError(
+                f"--app {' --app '.join(listen.apps)}: on Redis an app has keys of its own, so a server serves one; "
+                "start one server for each app"
+            )
+    elif listen.apps and listen.http is None:
         raise ConfigError(f"--app {listen.apps[0]} is served over HTTP: give --http HOST:PORT too")
+    elif listen.strict:
+        raise ConfigError("--strict is about the settings of Redis: give --store redis://…, or leave it out")
+    if listen.coordination:
+        if not listen.store or is_redis(listen.store):
+            raise ConfigError(
+                "--coordination is for servers on PostgreSQL; on Redis it is in the store, a data folder has one server"
+            )
+        if not is_redis(listen.coordination):
+            raise ConfigError(f"--coordination {listen.coordination.partition('://')[0][:40]}://…: use redis://host:6379/0")
+        check_redis_driver()
 
 
 class Opened:
@@ -156,7 +184,7 @@ class Opened:
         self.addresses = [await self._door.listen_tcp(address, self._tls) for address in listen.tcp]
         if listen.unix:
             self.addresses.append(await self._door.listen_unix(listen.folder.socket))
-        note_listening(listen.folder, self.addresses)
+        note_listening(listen.folder, [*self.addresses, *([self.http_address] if self.http_address is not None else ())])
         reachable = [address for address in self.addresses if address.reachable]
         if listen.store and not (listen.advertise or reachable):
             logger.warning("other servers cannot tell peers where this one is; give --advertise tls://HOST:PORT")
@@ -165,6 +193,7 @@ class Opened:
     async def _reopen_http(self) -> None:
         from tasuki.errors import ConfigError
 
+        self.http_address = None
         if self._http is None or self._listen.http is None:
             return
         try:
@@ -231,15 +260,23 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
         await _check_ports((*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else ())))
     prepare_folder(listen.folder)
     config = ServerConfig(
-        server_id=_server_id(),
+        server_id=new_server_id(),
         data=listen.folder.root,
         lease_ttl_s=listen.lease_ttl_s,
         retention_s=listen.retention_days * 86400.0,
         blob_grace_s=listen.blob_grace_s,
         blob_budget_bytes=listen.blob_budget_bytes,
-        host=_host(),
+        host=host_name(),
     )
-    places = Places(listen.folder, listen.store, listen.blobs, listen.lead_ttl_s)
+    places = Places(
+        listen.folder,
+        listen.store,
+        listen.blobs,
+        listen.lead_ttl_s,
+        coordination=listen.coordination,
+        app=listen.apps[0] if listen.apps else DEFAULT_APP,
+        strict=listen.strict,
+    )
     try:
         server = make_server(places, config, kill_at(fault_point()))
     except OSError as error:
@@ -265,10 +302,10 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
         await server.stop()
 
 
-def _host() -> str:
+def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
 
 
-def _server_id() -> str:
+def new_server_id() -> str:
     """Of this start: in containers hosts and pids are often the same."""
-    return f"{_host()}-{os.getpid()}-{secrets.token_hex(3)}"
+    return f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"

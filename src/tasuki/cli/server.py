@@ -1,4 +1,4 @@
-"""`tasuki server`: a server without workers, on a data folder, or one of several on PostgreSQL."""
+"""`tasuki server`: a server without workers, on a data folder, or one of several on PostgreSQL or Redis."""
 
 from __future__ import annotations
 
@@ -30,8 +30,23 @@ StoreUrl = Annotated[
         "--store",
         metavar="URL",
         envvar="TASUKI_STORE",
-        help="postgresql://user@host/database, which several servers may share. Default: SQLite in the data folder.",
+        show_envvar=True,
+        help="postgresql://user@host/database or redis://host:6379/0 (rediss://, redis+sentinel://), which several servers may "
+        "share. An address with a password belongs into the variable: others can read the command line. "
+        "Default: SQLite in the data folder.",
     ),
+]
+Coordination = Annotated[
+    str | None,
+    typer.Option(
+        "--coordination",
+        metavar="URL",
+        envvar="TASUKI_COORDINATION",
+        help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
+    ),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
 ]
 BlobsUrl = Annotated[
     str | None,
@@ -64,7 +79,11 @@ Http = Annotated[
 ]
 App = Annotated[
     list[str] | None,
-    typer.Option("--app", metavar="NAME", help="With --http: serve /calc/NAME, its jobs and workers. Several times."),
+    typer.Option(
+        "--app",
+        metavar="NAME",
+        help="With --http: serve /calc/NAME, its jobs and workers. Several times; on Redis once, it is the prefix of the keys.",
+    ),
 ]
 HttpLeaseTtl = Annotated[
     float, typer.Option("--http-lease-ttl", metavar="SECONDS", help="How long a silent worker over HTTP keeps its jobs.")
@@ -86,6 +105,7 @@ def add_to(app: typer.Typer) -> None:
             "tasuki server --store postgresql://tasuki@db/tasuki --blobs s3://bucket/tasuki --tcp 10.0.0.1:7000 "
             "--tls-cert cert.pem --tls-key key.pem      # one of several",
             "tasuki server --http 0.0.0.0:7080 --tls-cert cert.pem --tls-key key.pem --app zpe      # workers behind NAT",
+            "tasuki server --store redis://127.0.0.1:6379/0 --http 127.0.0.1:7080 --app zpe      # one of several",
             'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
         ],
     )(server)
@@ -110,6 +130,8 @@ def server(
     http: Http = None,
     app: App = None,
     http_lease_ttl: HttpLeaseTtl = 60.0,
+    coordination: Coordination = None,
+    strict: Strict = False,
     log_level: options.LogLevel = "info",
     json: options.Json = False,
 ) -> int:
@@ -140,6 +162,8 @@ def server(
         http=parse_http(http) if http else None,
         apps=tuple(dict.fromkeys(app or ())),
         http_lease_ttl_s=http_lease_ttl,
+        coordination=coordination or "",
+        strict=strict,
     )
     return serve.run_loop(_main(listen))
 

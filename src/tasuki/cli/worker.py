@@ -1,4 +1,4 @@
-"""`tasuki worker`: takes jobs from a server and runs the programs that its operator allows."""
+"""`tasuki worker`: takes jobs from a server, or straight from a store, and runs the programs that its operator allows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import typer
 from tasuki.cli import options
 from tasuki.cli.command import command
 from tasuki.cli.connect import read_token
+from tasuki.cli.direct import StoreAddress, is_store
+from tasuki.cli.server import Coordination
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def add_to(app: typer.Typer) -> None:
             "tasuki worker --to tcp://host:7000 --token-file worker.token --exec render='/opt/render/bin/render --quiet'",
             "tasuki worker --to tcp://host:7000 --subject 'render.eu.*' --subject 'common.>' --slots 4 --config execs.toml",
             "tasuki worker --subject '>' --any-program      # over the data folder's unix socket, for your own jobs",
+            "TASUKI_URL=redis://127.0.0.1:6379/0 tasuki worker --app zpe --exec zpe='python3 zpe.py'      # straight from Redis",
         ],
     )(worker)
 
@@ -44,7 +47,18 @@ Server = Annotated[
     typer.Option(
         "--to",
         metavar="URL",
-        help="Server, or several to choose from: tcp://a:7000,b:7000. Default: TASUKI_URL, else the data folder's unix socket.",
+        help="Server, or several to choose from: tcp://a:7000,b:7000; or a store, for workers that may know its address: "
+        "redis://host:6379/0, postgresql://user@host/database. Default: TASUKI_URL, else the data folder's unix socket.",
+    ),
+]
+App = Annotated[
+    str | None,
+    typer.Option(
+        "--app",
+        metavar="NAME",
+        envvar="TASUKI_APP",
+        help="Run this app's jobs with the exec of the same name: payload on stdin, result.json in $TASUKI_OUT. "
+        "With --to redis://… also the prefix of the keys.",
     ),
 ]
 Subjects = Annotated[
@@ -84,11 +98,21 @@ ReconnectGrace = Annotated[
 LeaseTtl = Annotated[
     float | None, typer.Option("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's.")
 ]
+BlobsUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--blobs",
+        metavar="URL",
+        envvar="TASUKI_BLOBS",
+        help="With --to redis://… or postgresql://…: where the servers keep what is larger than 64 KiB, s3://bucket/prefix.",
+    ),
+]
 UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)]
 
 
 def worker(
     to: Server = None,
+    app: App = None,
     subject: Subjects = None,
     slots: Slots = None,
     exec_: options.Execs = None,
@@ -102,6 +126,8 @@ def worker(
     log_head: options.LogHead = options.LOG_HEAD,
     log_tail: options.LogTail = options.LOG_TAIL,
     until_stdin_ends: UntilStdinEnds = False,
+    blobs: BlobsUrl = None,
+    coordination: Coordination = None,
     log_level: options.LogLevel = "info",
     data: options.Data = None,
     token_file: options.TokenFile = None,
@@ -113,8 +139,8 @@ def worker(
     The first SIGTERM or Ctrl-C drains: no new jobs, running ones finish. The second stops them.
     """
     from tasuki.cli import log
-    from tasuki.config import data_folder, default_url
-    from tasuki.worker import Worker
+    from tasuki.cli.app_worker import AppWorker
+    from tasuki.config import check_app, data_folder, default_url
     from tasuki.worker.settings import RECONNECT_GRACE_MAX_S
 
     log.configure(log_level, json=json)
@@ -123,10 +149,15 @@ def worker(
     if not 0 <= reconnect_grace <= RECONNECT_GRACE_MAX_S:
         raise ConfigError(f"--reconnect-grace must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace:g}")
     check_drain_timeout(drain_timeout)
+    if app is not None:
+        check_app(app)
     folder = data_folder(data)
-    made = Worker(
-        to or default_url() or f"unix://{folder.socket}",
-        token=read_token(token_file),
+    url = to or default_url() or f"unix://{folder.socket}"
+    made = AppWorker(
+        url,
+        app=app,
+        store=StoreAddress(url, app, blobs or "", coordination or "") if is_store(url) else None,
+        token="" if is_store(url) else read_token(token_file),
         worker_id=worker_id,
         subjects=tuple(subject or ()),
         concurrency=slots,

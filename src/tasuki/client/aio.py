@@ -52,7 +52,7 @@ from tasuki.core.protocol import (
     batches,
 )
 from tasuki.core.redial import Connect, believed
-from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
+from tasuki.errors import ConfigError, InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
 from tasuki.net import Line, client_tls
 from tasuki.net.loops import now
 from tasuki.wire.compression import CODECS
@@ -118,6 +118,8 @@ class AsyncClient:
             self._embedded = data_folder(self._data)
             self._url = await self._loop.run_in_executor(None, ensure_server, self._embedded)
         addresses = parse_url(self._url)
+        if self._tls_ca and any(address.scheme == "http" for address in addresses):
+            raise ConfigError(f"{self._url} is not encrypted, a CA file is of no use for it; is it https://?")
         remote = any(not address.loopback for address in addresses)
         hello = HelloClient(
             msg_id=0,
@@ -213,12 +215,10 @@ class AsyncClient:
         if link is None:
             return
         try:
-            data = encode(message, link.codec, max_bytes=FRAME_MAX_BYTES)
+            link.say(message)
         except InvalidInput as error:
             named = _which_job(message, error) if isinstance(message, SubmitJobs) else error
             self._apply(Unsendable(getattr(message, "msg_id", 0), named))
-        else:
-            link.send_bytes(data)
 
     def _dial(self, wanted: Connect) -> None:
         self._dials += 1
@@ -366,7 +366,10 @@ class AsyncClient:
         return True
 
     def _drop(self, handles: Iterable[AsyncJobHandle]) -> None:
-        self._apply(Unwatch([handle.job_id for handle in handles if self._let_go(handle)]))
+        job_ids = [handle.job_id for handle in handles if self._let_go(handle)]
+        self._apply(Unwatch(job_ids))
+        if self._line.link is not None:
+            self._line.link.forget(job_ids)
 
     def job(self, job_id: str) -> AsyncJobHandle:
         """A job that was submitted before, by this or another process: its result can be awaited here."""

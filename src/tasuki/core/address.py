@@ -10,24 +10,31 @@ import msgspec
 from tasuki.errors import ConfigError
 
 DEFAULT_PORT = 7000
+DEFAULT_PORTS = {"tcp": DEFAULT_PORT, "tls": DEFAULT_PORT, "http": 7080, "https": 443}
 HOST_MAX_CHARS = 253  # of a name in DNS
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+HTTP_PLACE = re.compile(r"[A-Za-z0-9._~/:\[\]-]*")
 
 
 class Address(msgspec.Struct, frozen=True):
     """One place to connect to or to listen on."""
 
     scheme: str
-    """tcp, tls or unix"""
+    """tcp, tls, unix, http or https"""
     host: str = ""
     port: int = 0
     path: str = ""
+    """Of a unix socket; of http and https what comes before the server's own paths: nothing, or /prefix."""
 
     def __str__(self) -> str:
         if self.scheme == "unix":
             return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}{self.path}"
+
+    @property
+    def http(self) -> bool:
+        return self.scheme in ("http", "https")
 
     @property
     def loopback(self) -> bool:
@@ -50,21 +57,41 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def parse_url(url: str) -> list[Address]:
-    """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`: the places to try."""
+    """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080`, `https://a/prefix`: the places to try."""
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in ("tcp", "tls", "unix"):
-        raise ConfigError(f"address {url!r} is not understood; use tcp://host:7000[,host2:7000], tls://host:7000 or unix:///path")
+    if not separator or scheme not in (*DEFAULT_PORTS, "unix"):
+        raise ConfigError(
+            f"address {url!r} is not understood; use tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, "
+            "https://host or unix:///path"
+        )
     if scheme == "unix":
         if not rest.startswith("/"):
             raise ConfigError(f"address {url!r}: a unix socket needs an absolute path, as in unix:///run/tasuki/socket")
         return [Address("unix", path=rest)]
+    if "@" in rest:  # what stands before it may be a password, which is not repeated here
+        raise ConfigError(f"an address such as {scheme}://host has no user or password in it; give the token with --token-file")
+    if scheme in ("http", "https"):
+        return [_place(scheme, part, url) for part in rest.split(",")]
     return [_host_port(scheme, part, url) for part in rest.rstrip("/").split(",")]
+
+
+def _place(scheme: str, text: str, url: str) -> Address:
+    """One of http or https: host, port and prefix; each of several may say its scheme again."""
+    own, separator, rest = text.partition("://")
+    if separator and own != scheme:
+        raise ConfigError(f"address {url!r} mixes {scheme} with {own[:20]!r}; give servers of one kind")
+    place = rest if separator else text
+    if not HTTP_PLACE.fullmatch(place):
+        raise ConfigError(f"address {url!r}: {text!r} has more than a host, a port and a path")
+    host_port, slash, path = place.partition("/")
+    address = _host_port(scheme, host_port, url)
+    return Address(scheme, address.host, address.port, (slash + path).rstrip("/"))
 
 
 def _host_port(scheme: str, text: str, url: str) -> Address:
     host, separator, port = text.rpartition(":")
     if not separator or host.endswith(":") or (":" in host and not host.startswith("[")):
-        host, port = text, str(DEFAULT_PORT)
+        host, port = text, str(DEFAULT_PORTS[scheme])
     host = host.removeprefix("[").removesuffix("]")
     if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
         raise ConfigError(f"address {url!r}: {text!r} is not host:port with a port from 0 to 65535")

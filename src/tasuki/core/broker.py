@@ -65,6 +65,7 @@ from tasuki.core.verbs import BlobClaim, LeaseRequest, Reaped, Turn
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized
 
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
+SESSIONS_INTERVAL_S = 0.5  # silence, an expired token, an assignment without a sign: all of them are a matter of seconds
 LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
 SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
 CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
@@ -88,10 +89,7 @@ class Broker:
         self.disk_problem = ""
         self.store_problem = ""
         """Why the last turn was not stored; empty: it was."""
-        keep = DutyConfig(
-            retention_s=config.retention_s, blob_grace_s=config.blob_grace_s, blob_budget_bytes=config.blob_budget_bytes
-        )
-        self.duties = Duties(keep, config.epoch)
+        self.duties = Duties(DutyConfig.of(config), config.epoch)
         self.fellows = Fellows()
         self.logs = LogDesk()
         self.addresses: tuple[str, ...] = ()
@@ -102,7 +100,7 @@ class Broker:
         self._looking: dict[int, WorkerSession] = {}
         self._all_look = False
         self._wait_until = 0.0
-        self._look_at = 0.0
+        self._look_at = self._look_at_sessions_at = 0.0
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -384,6 +382,13 @@ class Broker:
             self.look_everywhere()
         commands += self.fellows.poll(self, now)
         commands += self.logs.ticked(self, now)
+        if now.monotonic >= self._look_at_sessions_at:
+            self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S
+            commands += self._look_at_sessions(now)
+        return commands
+
+    def _look_at_sessions(self, now: Now) -> list[Command]:
+        commands: list[Command] = []
         for session in list(self.sessions.values()):
             if session.identity is not None and session.identity.expired(now.wall):
                 commands += self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))
@@ -392,7 +397,7 @@ class Broker:
             if isinstance(session, WorkerSession):
                 if silent_s > session.ttl_s + LEASE_MARGIN_S:
                     commands += self.hang_up(session.conn, ProtocolError(f"no heartbeat for {silent_s:.0f} s"))
-                else:
+                elif session.deliveries:
                     self._redeliver(session, now)
             elif isinstance(session, ClientSession):
                 if silent_s > greeting.IDLE_TIMEOUT_S:

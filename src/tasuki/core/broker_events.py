@@ -30,6 +30,7 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     retention_s: float = 30 * 86400.0
     blob_grace_s: float = 3600.0
     blob_budget_bytes: int | None = None
+    collects_blobs: bool = True
     frame_max_bytes: int = 8 * 1024 * 1024
 
 

@@ -25,7 +25,7 @@ from tasuki.errors import StaleEpoch, TasukiError
 
 if TYPE_CHECKING:
     from tasuki.core.broker import Broker
-    from tasuki.core.broker_events import Command
+    from tasuki.core.broker_events import BrokerConfig, Command
 
 DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
@@ -47,6 +47,27 @@ class DutyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Blobs that no job refers to: so long after they were last brought or asked for."""
     blob_budget_bytes: int | None = None
     """While all blobs take more than this, unused ones go after SQUEEZED_GRACE_S; new ones are refused if that does not help."""
+    collects: bool = True
+    """Blobs. Not for a leader that cannot reach their bytes."""
+
+    @classmethod
+    def of(cls, config: BrokerConfig) -> DutyConfig:
+        return cls(
+            retention_s=config.retention_s,
+            blob_grace_s=config.blob_grace_s,
+            blob_budget_bytes=config.blob_budget_bytes,
+            collects=config.collects_blobs,
+        )
+
+
+class DutyCounts(msgspec.Struct):
+    """What a leader's turns came to."""
+
+    reaped: int = 0
+    skipped: int = 0
+    promoted: int = 0
+    pruned: int = 0
+    blobs_deleted: int = 0
 
 
 class Duties:
@@ -57,6 +78,9 @@ class Duties:
         self.epoch = epoch
         self.over_budget = ""
         """Why no new blob can be taken; empty: there is room."""
+        self.counts = DutyCounts()
+        self.caught_up = False
+        """Each duty was done under this epoch, and left nothing that is due."""
         self._claim: tuple[int, str] | None = None
         """An epoch that was won and has to be registered, and our name."""
         self._duty_at = self._prune_at = self._collect_at = 0.0
@@ -72,6 +96,7 @@ class Duties:
     def lead(self, epoch: int) -> None:
         """From now on the duties are ours, under this epoch; 0: no more."""
         self.epoch = epoch
+        self.caught_up = False
         self._duty_at = self._prune_at = self._collect_at = 0.0
         self._deleting, self._deleted = False, []
 
@@ -80,6 +105,7 @@ class Duties:
         if epoch and epoch == self.epoch:
             self._deleting = False
             self._deleted.extend(places)
+            self.counts.blobs_deleted += len(places)
 
     def next_turn(self, now: Now, *, others_wait: bool) -> Turn | None:
         """What is due, or None."""
@@ -105,7 +131,7 @@ class Duties:
             turn.prune_after_s = self.config.retention_s
         if now.monotonic >= self._collect_at:
             self._collect_at = now.monotonic + COLLECT_INTERVAL_S
-            if not self._deleting:
+            if not self._deleting and self.config.collects:
                 turn.condemn = self._collection()
         turn.forget_blobs, self._deleted = self._deleted, []
         return turn
@@ -119,6 +145,17 @@ class Duties:
         """The turn is committed: tell those whom it concerns, and go on at once if there is more than one batch."""
         if turn.take_over:
             return [TookOver(turn.epoch, answers.took_over)]
+        self._tell(broker, answers)
+        self._count(answers)
+        if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
+            self._duty_at = 0.0
+        if answers.prune >= PRUNE_AGAIN:
+            self._prune_at = 0.0
+        commands = self._condemned(answers) if turn.condemn is not None else []
+        self.caught_up = min(self._duty_at, self._prune_at, self._collect_at) > 0 and not self._deleting and not self._deleted
+        return commands
+
+    def _tell(self, broker: Broker, answers: Answers) -> None:
         if answers.reap:
             broker.forget_deliveries(answers.reap)
             ended = [reaped.job_id for reaped in answers.reap if reaped.state in TERMINAL]
@@ -132,13 +169,12 @@ class Duties:
         if answers.promote.subjects:
             broker.look_for(answers.promote.subjects, backlog=True)
             broker.fellows.ready.add_some(answers.promote.subjects, answers.promote.count)
-        if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
-            self._duty_at = 0.0
-        if answers.prune >= PRUNE_AGAIN:
-            self._prune_at = 0.0
-        if turn.condemn is None:
-            return []
-        return self._condemned(answers)
+
+    def _count(self, answers: Answers) -> None:
+        self.counts.reaped += len(answers.reap)
+        self.counts.skipped += len(answers.skip)
+        self.counts.promoted += answers.promote.count
+        self.counts.pruned += answers.prune
 
     def _condemned(self, answers: Answers) -> list[Command]:
         places, stored_bytes = answers.condemn.places, answers.condemn.stored_bytes
@@ -154,10 +190,13 @@ class Duties:
         return [DeleteBlobs(self.epoch, places)]
 
     def failed(self, turn: Turn, error: TasukiError) -> list[Command]:
-        """Nothing of it happened; what is still due comes again. A stale epoch is final."""
+        """Nothing of it happened, and all of it is due again. A stale epoch is final."""
         if turn.take_over:
             return [TookOver(turn.epoch, False)]
         if isinstance(error, StaleEpoch):
             return [Deposed(turn.epoch)]
         self._deleted[:0] = turn.forget_blobs
+        self._duty_at = 0.0 if turn.reap else self._duty_at
+        self._prune_at = 0.0 if turn.prune_after_s is not None else self._prune_at
+        self._collect_at = 0.0 if turn.condemn is not None else self._collect_at
         return []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, Identity, Kind
+from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, Identity, Kind, covers
 from tasuki.core.draft import TokenRoute
 from tasuki.core.ids import check_name
 from tasuki.core.job import is_sha256
@@ -47,6 +47,8 @@ class _Note(msgspec.Struct, frozen=True, kw_only=True):
 
     worker_id: str
     actor: str
+    subject: str = ""
+    """Only the tokens for it; empty: all that the worker has."""
     token: NewToken | None = None
     scope: tuple[str, ...] = ()
     exchanged: int | None = None
@@ -97,11 +99,11 @@ def rotate(broker: Broker, conn: int, request: Request, identity: Identity, now:
 
 
 def revoke(broker: Broker, conn: int, request: Request, identity: Identity) -> list[Command]:
-    """All tokens of one worker: they are looked up first."""
+    """All tokens of one worker, or those with which it may take jobs of one `subject`: they are looked up first."""
     identity.check_admin(REVOKE)
     worker_id = check_name(str(request.params.get("worker_id", "")), "worker_id")
     broker.draft.list_tokens = True
-    note = _Note(worker_id=worker_id, actor=identity.name)
+    note = _Note(worker_id=worker_id, actor=identity.name, subject=str(request.params.get("subject", "")))
     broker.draft.token_routes.append(TokenRoute(conn, request.msg_id, REVOKE, 0, note))
     return []
 
@@ -162,11 +164,13 @@ def _added(broker: Broker, route: TokenRoute, answers: Answers, note: _Note) -> 
 
 
 def _bound(answers: Answers, note: _Note) -> tuple[str, ...]:
-    return tuple(row.token_id for row in answers.list_tokens if _is_of(row, note.worker_id))
+    return tuple(row.token_id for row in answers.list_tokens if _is_of(row, note))
 
 
-def _is_of(row: TokenRow, worker_id: str) -> bool:
-    return row.kind == Kind.WORKER and row.worker_id == worker_id and row.revoked_at is None
+def _is_of(row: TokenRow, note: _Note) -> bool:
+    if (row.kind, row.worker_id, row.revoked_at) != (Kind.WORKER, note.worker_id, None):
+        return False
+    return not note.subject or not row.scope or any(covers(pattern, note.subject) for pattern in row.scope)
 
 
 def _drop(broker: Broker, token_ids: tuple[str, ...], note: _Note) -> None:

@@ -23,6 +23,7 @@ from tasuki.errors import InvalidTransition
 
 LEASE_TTL_S = 15.0  # TCP and local workers
 LEASE_MARGIN_S = 2.0  # what the store waits past the ttl, and what a kill may take
+TAKEOVER_TIE_S = 0.001  # renewed so soon after a takeover counts as renewed by it: times are sums, which are not quite exact
 RETRY_DELAY_MAX_S = 300.0
 RETENTION_DAYS = 30.0
 ATTEMPT_STEP = 1_000_000  # a restored store goes on from the next multiple: the millions count the restores (docs/decisions/0024)

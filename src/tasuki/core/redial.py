@@ -5,7 +5,8 @@ spread over all the others. After a loss the next one is dialed at once, and the
 them goes through quickly; when it has found nobody, the next round waits, longer each time.
 
 The addresses that were given always stay. A server's Welcome names others; these are believed only where they cannot make things
-worse: none for a unix socket, whose peers need no token; no plain one beside TLS; no loopback seen from another host.
+worse: none for a unix socket, whose peers need no token; no plain one beside TLS; no loopback seen from another host; none
+beside HTTP, whose peers may have been sent through a proxy for a reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MISSED_MAX = 3  # an address that so many Welcomes in a row did not name is drop
 
 def believed(text: str, given: Sequence[Address]) -> Address | None:
     """An address that a server named, if a peer that was given these may turn to it; see above."""
-    if any(address.scheme == "unix" for address in given):
+    if any(address.scheme == "unix" or address.http for address in given):
         return None
     try:
         found = parse_url(text)
@@ -39,7 +40,7 @@ def believed(text: str, given: Sequence[Address]) -> Address | None:
     address = found[0]
     lowers = address.scheme != "tls" and any(known.scheme == "tls" for known in given)
     elsewhere = address.loopback and not all(known.loopback for known in given)
-    return None if len(found) > 1 or not address.reachable or lowers or elsewhere else address
+    return None if len(found) > 1 or not address.reachable or address.http or lowers or elsewhere else address
 
 
 class Connect(msgspec.Struct, frozen=True):

@@ -59,7 +59,10 @@ def check_outcome(outcome: Outcome) -> None:
         raise TooLarge(f"a message of {len(outcome.message)} characters is too long, the limit is {MESSAGE_MAX_CHARS}")
     if outcome.meta:
         _check_depth(outcome.meta)
-        size = len(msgspec.msgpack.encode(outcome.meta))
+        try:
+            size = len(msgspec.msgpack.encode(outcome.meta))
+        except OverflowError:
+            raise InvalidInput("an outcome's meta has a whole number of more than 64 bits; send it as text") from None
         if size > META_MAX_BYTES:
             raise TooLarge(f"an outcome's meta has {size} bytes, the limit is {META_MAX_BYTES}; put large things into the result")
 

@@ -18,7 +18,7 @@ from tasuki.core.protocol import BATCH_MAX, Acceptance, BlobPut, Reply, Request,
 from tasuki.core.reports import NUMBER_MAX
 from tasuki.core.sessions import ClientSession
 from tasuki.core.verbs import BlobClaim, Submission, TokenRow
-from tasuki.errors import DiskFull, InvalidInput, NotFound, TasukiError
+from tasuki.errors import DiskFull, InvalidInput, NotFound, TasukiError, Unavailable, discreet
 
 if TYPE_CHECKING:
     from tasuki.core.broker import Broker
@@ -32,7 +32,8 @@ TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
 def submit(broker: Broker, client: ClientSession, identity: Identity, message: SubmitJobs) -> list[Command]:
     """Check each job by itself and add it to the draft; what cannot be accepted is named by its index."""
     if broker.disk_problem:
-        raise DiskFull(f"no job can be accepted: {broker.disk_problem}")
+        full = DiskFull(f"no job can be accepted: {broker.disk_problem}")
+        raise full if identity.admin else discreet(full)
     if message.on_failed not in ("return", "rerun"):
         raise InvalidInput(f'on_failed must be "return" or "rerun", got {message.on_failed[:40]!r}')
     if len(message.specs) > SPECS_MAX:
@@ -84,6 +85,8 @@ def request(broker: Broker, client: ClientSession, identity: Identity, request: 
     if verb in READ_VERBS:
         if verb == "explain":
             workers, trouble = broker.describe_workers(), broker.disk_problem or broker.store_problem
+            if trouble and not identity.admin:
+                trouble = discreet(DiskFull("") if broker.disk_problem else Unavailable("")).message
             return [Query(client.conn, request.msg_id, verb, params, identity, workers, trouble=trouble)]
         return [Query(client.conn, request.msg_id, verb, params, identity, [])]
     if verb == "logs":

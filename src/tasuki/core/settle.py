@@ -36,7 +36,7 @@ from tasuki.core.protocol import (
 from tasuki.core.reports import not_uploaded
 from tasuki.core.sessions import ClientSession, Delivery, WorkerSession
 from tasuki.core.verbs import Answer, Answers, BlobPlace, Grant, Held, MissingBlobs, Recorded, Report, Standing, Submitted, Turn
-from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, TasukiError, Unauthorized, Unavailable
+from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, TasukiError, Unauthorized, Unavailable, discreet
 
 if TYPE_CHECKING:
     from tasuki.core.broker import Broker
@@ -445,8 +445,10 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
     out: list[Command] = []
 
     def tell(conn: int, msg_id: int) -> None:
-        if conn in broker.sessions:
-            out.append(Send(conn, ErrorMessage(msg_id, error.code, error.message, error.details())))
+        session = broker.sessions.get(conn)
+        if session is not None:
+            told = error if session.identity is not None and session.identity.admin else discreet(error)
+            out.append(Send(conn, ErrorMessage(msg_id, told.code, told.message, told.details())))
 
     for submit in draft.submit_routes:
         tell(submit.conn, submit.msg_id)
@@ -465,7 +467,7 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
     for blob in (*draft.place_routes, *draft.stored_routes):
         tell(blob.conn, blob.put.msg_id)
     for hello in draft.hello_routes:
-        out += broker.hang_up(hello.conn, error)
+        out += broker.hang_up(hello.conn, discreet(error))
     for lease in draft.lease_routes:
         worker = broker.sessions.get(lease.conn)
         if isinstance(worker, WorkerSession):

@@ -233,6 +233,8 @@ class ScopeEpoch(models.Model):
     scope = NameField(max_length=64, primary_key=True)
     epoch = models.BigIntegerField()
     holder = NameField(max_length=255)
+    taken_over_at = models.FloatField(null=True)
+    """When, on the lease clock: a lease is renewed by one takeover, not by one after the other."""
 
     def __str__(self) -> str:
         return f"{self.scope}: {self.epoch} ({self.holder})"

@@ -14,7 +14,7 @@ from tasuki.errors import ConfigError
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 OLDEST_CODE = 1
 MEMBER_ALIVE_S = 30.0  # a server that beat within this time is taken to be alive
 

@@ -1,7 +1,8 @@
-"""Blobs over a link, both ways, in chunks: what clients and workers share. The server's side is `server/transfers.py`.
+"""Blobs, both ways: what clients and workers share. The server's side is `server/transfers.py`.
 
-A transfer is a conversation: one request and its several answers, known by the request's msg_id. It is entered in the line's
-table for exactly as long as somebody listens (`with _Conversation`); what comes later is dropped.
+Over TCP they travel in chunks between the other messages; a link that has another way for them brings its own `Carrier`. A
+transfer in chunks is a conversation: one request and its several answers, known by the request's msg_id. It is entered in the
+line's table for exactly as long as somebody listens (`with _Conversation`); what comes later is dropped.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable
-from typing import Any, BinaryIO, Self
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, BinaryIO, Protocol, Self
 
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
-from tasuki.errors import Corrupt, ProtocolError, TasukiError, Unavailable, from_wire
+from tasuki.errors import Corrupt, DiskFull, Overloaded, ProtocolError, TasukiError, Unavailable, from_wire
 from tasuki.net.link import Link
 
 FIRST_MSG_ID = 1 << 40  # above what a machine's own counter reaches, so that the two never meet
@@ -23,11 +24,19 @@ RETRY_MAX_S = 2.0
 WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not read from until half of them are taken
 
 
+class Carrier(Protocol):
+    """A way for blobs that needs no conversation. Unavailable: it may be tried again."""
+
+    async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
+
+    def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]: ...
+
+
 class BlobLine:
     """Transfers on whatever link is there at the moment; begun again, or gone on with, after a lost connection."""
 
     def __init__(self) -> None:
-        self._link: Link | None = None
+        self._carrier: Carrier | None = None
         self._msg_id = FIRST_MSG_ID
         self._conversations: dict[int, _Conversation] = {}
         self._changed = asyncio.Event()
@@ -36,12 +45,16 @@ class BlobLine:
         self._error: TasukiError | None = None
 
     def connected(self, link: Link) -> None:
-        self._link = link
+        self.carried_by(_Chunks(self, link))
+
+    def carried_by(self, carrier: Carrier) -> None:
+        """There is a link, and it has a way of its own for blobs."""
+        self._carrier = carrier
         self._changed.set()
 
     def lost(self) -> None:
         """The link is gone: every transfer under way hears of it."""
-        self._link = None
+        self._carrier = None
         if self._error is None:
             self._changed.clear()
         self._tell_all(Unavailable("the connection was lost during a transfer"))
@@ -50,7 +63,7 @@ class BlobLine:
         """There will be no link any more, because of `error`: every transfer ends with it, also those that come later."""
         if self._error is None:
             self._error = error or Unavailable("there is no connection for the transfer any more")
-        self._link = None
+        self._carrier = None
         self._changed.set()
         self._ended.set()
         self._tell_all(self._error)
@@ -71,53 +84,49 @@ class BlobLine:
 
     async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None = None) -> None:
         """Make sure that the server has this blob; nothing is sent if it does."""
-        await self._persist(lambda link: self._put_once(link, file, ref, progress))
+        await self._persist(lambda carrier: carrier.put(file, ref, progress))
 
     async def get(self, ref: BlobRef, job_id: str, write: Callable[[bytes], Any]) -> None:
         """Receive a blob of a job, verified; goes on where it was after a lost connection."""
         digest = hashlib.sha256()
         received = 0
 
-        async def once(link: Link) -> None:
+        async def once(carrier: Carrier) -> None:
             nonlocal received
-            offset = received
-            with _Conversation(self, link, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
-                last = False
-                while not last:
-                    chunk = await conversation.chunk()
-                    digest.update(chunk.data)
-                    write(chunk.data)
-                    received += len(chunk.data)
-                    last = chunk.last
+            async with contextlib.aclosing(carrier.pieces(ref, job_id, received)) as pieces:
+                async for piece in pieces:
+                    digest.update(piece)
+                    write(piece)
+                    received += len(piece)
 
         await self._persist(once)
         if digest.hexdigest() != ref.sha256:
             raise Corrupt(f"blob {ref.sha256} of job {job_id!r} arrived with sha256 {digest.hexdigest()}; try again")
 
-    async def _persist(self, once: Callable[[Link], Awaitable[None]]) -> None:
+    async def _persist(self, once: Callable[[Carrier], Awaitable[None]]) -> None:
         pause_s = RETRY_FIRST_S
         while True:
-            link = await self._wait_for_link()
+            carrier = await self._wait_for_carrier()
             try:
-                await once(link)
+                await once(carrier)
                 return
             except Unavailable as error:
                 if self._error is not None:
                     raise self._error from None
-                if type(error) is not Unavailable:  # disk full, overloaded: the caller's to decide
+                if isinstance(error, DiskFull | Overloaded):  # the caller's to decide
                     raise
-            if self._link is link:  # the server said "not now"; a lost connection is made again in its own time
+            if self._carrier is carrier:  # the server said "not now"; a lost connection is made again in its own time
                 await self._pause(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
             else:
                 pause_s = RETRY_FIRST_S
 
-    async def _wait_for_link(self) -> Link:
-        while self._link is None:
+    async def _wait_for_carrier(self) -> Carrier:
+        while self._carrier is None:
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
-        return self._link
+        return self._carrier
 
     async def _pause(self, seconds: float) -> None:
         """Shorter if the line is closed meanwhile."""
@@ -125,8 +134,16 @@ class BlobLine:
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
 
-    async def _put_once(self, link: Link, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
-        with _Conversation(self, link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes)) as conversation:
+
+class _Chunks:
+    """The carrier of a link that has no other: chunks between the messages."""
+
+    def __init__(self, line: BlobLine, link: Link) -> None:
+        self._line = line
+        self._link = link
+
+    async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+        with _Conversation(self._line, self._link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes)) as conversation:
             if not (await conversation.reply()).get("go"):
                 return
             file.seek(0)
@@ -135,14 +152,22 @@ class BlobLine:
             while True:
                 data = await loop.run_in_executor(None, file.read, CHUNK_BYTES)
                 last = offset + len(data) >= ref.size_bytes or not data
-                link.send(Chunk(conversation.msg_id, offset, data, last))
+                self._link.send(Chunk(conversation.msg_id, offset, data, last))
                 offset += len(data)
-                await link.drain()
+                await self._link.drain()
                 if progress is not None:
                     progress(offset)
                 if last or conversation.waiting:  # an answer before the last chunk is a refusal: the rest is of no use
                     break
             await conversation.reply()
+
+    async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
+        with _Conversation(self._line, self._link, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
+            last = False
+            while not last:
+                chunk = await conversation.chunk()
+                yield chunk.data
+                last = chunk.last
 
 
 class _Conversation:

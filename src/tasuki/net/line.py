@@ -6,6 +6,7 @@ The machine decides where and when; this dials, and tells it what happened (`Ope
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import ssl
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tasuki.core.protocol import Message, Welcome
 from tasuki.core.redial import Connect
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.net.blobs import BlobLine
+from tasuki.net.channel import Channel
 from tasuki.net.link import Link, connect
 
 
@@ -22,13 +24,15 @@ class Line:
     """`tell` passes an event to the machine; Closed of connection 0: none was made."""
 
     def __init__(self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None) -> None:
-        self.link: Link | None = None
+        self.link: Channel | None = None
         self.blobs = BlobLine()
         self._tell = tell
         self._tls = tls
         self._numbers = itertools.count(1)
         self._dialing: asyncio.Task[None] | None = None
         self._closed = False
+        self._leaving: set[asyncio.Task[None]] = set()
+        """What has still to be taken down of links that are gone."""
 
     def dial(self, wanted: Connect) -> None:
         """Begin to connect; the machine hears of the end."""
@@ -36,7 +40,7 @@ class Line:
 
     async def _dial(self, wanted: Connect) -> None:
         try:
-            link = await connect(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+            link = await self._connected(wanted)
         except Unavailable as error:
             self._tell(Closed(0, error.message))
             return
@@ -49,16 +53,30 @@ class Line:
         self.link = link
         self._tell(Opened(link.tag, link.peer))
 
-    def _message(self, link: Link, message: Message) -> None:
+    async def _connected(self, wanted: Connect) -> Channel:
+        if not wanted.address.http:
+            return await connect(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+        # Its imports take longer than all others together: only here, and not while the loop waits.
+        module = await asyncio.to_thread(importlib.import_module, "tasuki.net.http_link")
+        link: Channel = module.HttpLink(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+        return link
+
+    def _message(self, link: Channel, message: Message) -> None:
         if self.blobs.take(message):
             return
         if type(message) is Welcome:
             if message.codecs:
                 link.codec = message.codecs[0]
-            self.blobs.connected(link)
+            if isinstance(link, Link):
+                self.blobs.connected(link)
+            elif link.blobs is not None:
+                self.blobs.carried_by(link.blobs)
         self._tell(Received(link.tag, message))
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: Channel, reason: str) -> None:
+        leaving = asyncio.ensure_future(link.wait_closed())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
         if self._closed:
             return
         if self.link is link:
@@ -80,3 +98,4 @@ class Line:
         if self._dialing is not None:
             self._dialing.cancel()
             await asyncio.gather(self._dialing, return_exceptions=True)
+        await asyncio.gather(*self._leaving)

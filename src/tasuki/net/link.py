@@ -42,6 +42,7 @@ class Link(asyncio.Protocol):
         max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
     ) -> None:
         self.codec: str | None = None
+        self.blobs = None  # they travel as messages
         self.peer = Peer("tcp")
         self.tag: Any = None
         self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
@@ -132,20 +133,16 @@ class Link(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         """It leaves in this turn of the loop: at once, or, if it is not the first, at the turn's end."""
-        self.send_bytes(self._encoded(message))
+        self.send_bytes(encode_answer(message, self.codec))
+
+    def say(self, message: Message) -> None:
+        """Send it, or InvalidInput if no frame can hold it: then the link is none the worse for it."""
+        self.send_bytes(encode(message, self.codec, max_bytes=FRAME_MAX_BYTES))
 
     def send_together(self, messages: Iterable[Message]) -> None:
         """These in one write, for a peer that should know all of them before it acts on the first."""
-        if data := b"".join([self._encoded(message) for message in messages]):
+        if data := b"".join([encode_answer(message, self.codec) for message in messages]):
             self.send_bytes(data)
-
-    def _encoded(self, message: Message) -> bytes:
-        data = encode(message, self.codec)
-        if len(data) > FRAME_MAX_BYTES and isinstance(message, Reply):
-            # The peer would hang up, come back and ask the same again.
-            error = TooLarge(f"the answer has {len(data)} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
-            data = encode(ErrorMessage(message.corr_id, error.code, error.message))
-        return data
 
     def send_bytes(self, data: bytes) -> None:
         if self._closed or self.transport is None:
@@ -220,6 +217,12 @@ class Link(asyncio.Protocol):
             self.transport.abort()
         self._finish(reason)
 
+    async def wait_closed(self) -> None:
+        """Nothing of it is left: the transport goes by itself."""
+
+    def forget(self, job_ids: Iterable[str]) -> None:
+        """What a peer tells of these without being asked is dropped by whoever hears it."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._finish(str(exc) if exc is not None else "the peer closed the connection")
 
@@ -232,6 +235,16 @@ class Link(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self._on_closed(self, reason)
+
+
+def encode_answer(message: Message, codec: str | None) -> bytes:
+    """The frame of a message; of a Reply that is too large for one, an error that says so."""
+    data = encode(message, codec)
+    if len(data) > FRAME_MAX_BYTES and isinstance(message, Reply):
+        # The peer would hang up, come back and ask the same again.
+        error = TooLarge(f"the answer has {len(data)} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
+        data = encode(ErrorMessage(message.corr_id, error.code, error.message))
+    return data
 
 
 def _peer_of(transport: asyncio.Transport) -> Peer:

@@ -50,7 +50,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Resul
 from tasuki.core.sessions import ClientSession, WorkerSession
 from tasuki.core.settle import result_of
 from tasuki.core.verbs import Answers, BlobPlace, Turn
-from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable
+from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
 from tasuki.server.lanes import Lane
 from tasuki.server.queries import Reader, answer_query
 from tasuki.server.readers import Readers
@@ -100,6 +100,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     retention_s: float = 30 * 86400.0
     blob_grace_s: float = 3600.0
     blob_budget_bytes: int | None = None
+    collects_blobs: bool = True
     host: str = ""
     readers: int = 1
     disk_floor_bytes: int = DISK_FLOOR_BYTES
@@ -146,6 +147,7 @@ class Server:
         self._idle = asyncio.Event()
         self._stopping = False
         self.on_last_client: Callable[[], None] = lambda: None
+        self.on_turn: Callable[[Turn, Answers], None] = lambda turn, answers: None
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -167,6 +169,7 @@ class Server:
                 retention_s=config.retention_s,
                 blob_grace_s=config.blob_grace_s,
                 blob_budget_bytes=config.blob_budget_bytes,
+                collects_blobs=config.collects_blobs,
                 frame_max_bytes=config.frame_max_bytes,
             )
         )
@@ -301,6 +304,8 @@ class Server:
         self._busy = False
         self._fault("turn.before_answers")
         event: Event = TurnDone(turn, answers) if isinstance(answers, Answers) else TurnFailed(turn, answers)
+        if isinstance(event, TurnDone):
+            self.on_turn(event.turn, event.answers)
         commands = self.broker.apply(event, self.now())
         if len(self.broker.draft) < BUSY_ITEMS:
             # Little waits: the answers leave first, and the next turn begins behind them.
@@ -430,11 +435,10 @@ class Server:
         except RecursionError:
             link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
         except TasukiError as error:
-            link.send(error_message(query.msg_id, error))
-        except Exception as error:  # a defect of ours: whoever asked must not wait for ever
+            link.send(error_message(query.msg_id, error if query.identity.admin else discreet(error)))
+        except Exception:  # a defect of ours: whoever asked must not wait for ever
             logger.exception("%s failed", query.verb)
-            told = InternalError(f"{query.verb} failed: {type(error).__name__}: {error}; please report it, with the server's log")
-            link.send(error_message(query.msg_id, told))
+            link.send(error_message(query.msg_id, discreet(InternalError(""))))
         else:
             if query.question is not None:
                 self.tell(JobSeen(query.conn, query.msg_id, query.question, body))

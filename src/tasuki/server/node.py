@@ -1,5 +1,7 @@
-"""A server with all its parts: what `tasuki up` and `tasuki server` start. SQLite and blobs in a data folder, or PostgreSQL and
-S3 for several servers; then the folder holds only the socket and the token of this server's own user.
+"""A server with all its parts: what `tasuki up` and `tasuki server` start. SQLite and blobs in a data folder, or PostgreSQL or
+Redis, and S3, for several servers; then the folder holds only the socket and the token of this server's own user.
+
+Drivers and Django are imported by the functions that need them: a server on Redis never imports Django.
 """
 
 from __future__ import annotations
@@ -9,27 +11,38 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.folder import FolderBlobs, FolderWriter
 from tasuki.blobs.opening import open_blobs
 from tasuki.config import DataFolder
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
+from tasuki.core.app import DEFAULT_APP
+from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.term import LOCK_TTL_S
 from tasuki.core.verbs import TokenRow
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, TooLarge
 from tasuki.server.app import Server, ServerConfig
 from tasuki.server.publish import finish_publishing
 from tasuki.server.queries import Reader
 from tasuki.server.together import Together
 from tasuki.stores.store import Store
 
+if TYPE_CHECKING:
+    from tasuki.stores.redis import RedisStore
+
 logger = logging.getLogger("tasuki.server")
 JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
 BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
 SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
+COORDINATION_PREFIX = "tasuki-servers"  # of the keys in a Redis that coordinates the servers of a SQL store
+TTL_SLACK_S = 86_400.0  # pruning by the leader comes first; a key's own end is for a Redis whose servers are all gone
 
 
 def make_secret(kind: str) -> str:
@@ -91,15 +104,17 @@ def open_sqlite_reader(folder: DataFolder) -> Callable[[], Reader]:
 
 
 def open_postgresql(
-    url: str, folder: DataFolder, fault: Callable[[str], None], lock_ttl_s: float = LOCK_TTL_S
+    url: str, folder: DataFolder | None, fault: Callable[[str], None] = lambda point: None, lock_ttl_s: float = LOCK_TTL_S
 ) -> Callable[[], Store]:
-    """The same for a database that several servers share. Its tables are made or brought up to date first."""
+    """The same for a database that several servers share. Its tables are made or brought up to date first. Without a folder no
+    admin token is made."""
 
     def open_store() -> Store:
         from tasuki.stores.sql import SqlStore
 
         store = SqlStore.open_postgresql(url, fault=fault, lock_ttl_s=lock_ttl_s)
-        ensure_admin_token(store, folder.token_file)
+        if folder is not None:
+            ensure_admin_token(store, folder.token_file)
         return store
 
     return open_store
@@ -115,7 +130,7 @@ def open_postgresql_reader(url: str) -> Callable[[], Reader]:
     return open_reader
 
 
-def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float) -> Together:
+def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, stands: bool = True) -> Together:
     """The other servers on that database."""
     from tasuki.coords.sql import SqlCoordination
     from tasuki.stores.sql import SCHEMA_VERSION
@@ -127,6 +142,63 @@ def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float) -> Togeth
         incarnation=secrets.token_hex(8),
         schema_version=SCHEMA_VERSION,
         lock_ttl_s=lock_ttl_s,
+        stands=stands,
+    )
+
+
+def is_redis(url: str) -> bool:
+    return url.startswith(REDIS_SCHEMES)
+
+
+def open_redis(
+    url: str,
+    folder: DataFolder | None = None,
+    *,
+    app: str = DEFAULT_APP,
+    retention_s: float = RETENTION_DAYS * 86_400.0,
+    strict: bool = False,
+    check: bool = True,
+) -> Callable[[], Store]:
+    """The same for a Redis that several servers share. `app` is the prefix of its keys; settings that keep no promise are warned
+    of, or with `strict` refused. Without a folder no admin token is made: for those who take part and open no door."""
+
+    def open_store() -> Store:
+        store = _redis_store(url, app, retention_s, strict=strict, check=check)
+        if folder is not None:
+            ensure_admin_token(store, folder.token_file)
+        return store
+
+    return open_store
+
+
+def open_redis_reader(
+    url: str, *, app: str = DEFAULT_APP, retention_s: float = RETENTION_DAYS * 86_400.0
+) -> Callable[[], Reader]:
+    return lambda: _redis_store(url, app, retention_s, check=False)
+
+
+def _redis_store(url: str, app: str, retention_s: float, *, strict: bool = False, check: bool = True) -> RedisStore:
+    from tasuki.stores.redis import RedisStore
+
+    return RedisStore.open(url, app=app, result_ttl_s=int(retention_s + TTL_SLACK_S), strict=strict, check=check)
+
+
+def company_on_redis(
+    url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, app: str = DEFAULT_APP, stands: bool = True
+) -> Together:
+    """The other servers on that Redis with the same app. One that does not stand never leads: it only takes part."""
+    from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
+    from tasuki.stores.redis import SCHEMA_VERSION
+    from tasuki.stores.redis_connection import connect, name_of
+    from tasuki.stores.redis_wakeups import RedisWakeups
+
+    return Together(
+        lambda: RedisCoordination(connect(url, TIMEOUT_SHARE * lock_ttl_s), where=name_of(url), app=app),
+        RedisWakeups(url, app=app, server_id=server_id),
+        incarnation=secrets.token_hex(8),
+        schema_version=SCHEMA_VERSION,
+        lock_ttl_s=lock_ttl_s,
+        stands=stands,
     )
 
 
@@ -162,10 +234,16 @@ class Places(NamedTuple):
 
     folder: DataFolder
     store: str = ""
-    """postgresql://…; empty: SQLite in the folder."""
+    """postgresql://… or redis://…; empty: SQLite in the folder."""
     blobs: str = ""
     """s3://…, or a folder; empty: in the data folder."""
     lock_ttl_s: float = LOCK_TTL_S
+    coordination: str = ""
+    """redis://… for the servers of a PostgreSQL store; empty: in the store itself."""
+    app: str = DEFAULT_APP
+    """With Redis: the prefix of its keys, and what outsiders' jobs are jobs of."""
+    strict: bool = False
+    """With Redis: settings that keep no promise are refused."""
 
 
 def make_server(places: Places, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
@@ -178,14 +256,61 @@ def make_server(places: Places, config: ServerConfig, fault: Callable[[str], Non
     own_folder(folder)
     if not places.blobs:
         logger.warning("the blobs of this server are in %s: other servers cannot reach them; give --blobs s3://…", folder.blobs)
+    shared = msgspec.structs.replace(config, readers=SHARED_READERS)
+    if is_redis(places.store):
+        return Server(
+            shared,
+            open_redis(places.store, folder, app=places.app, retention_s=config.retention_s, strict=places.strict),
+            open_redis_reader(places.store, app=places.app, retention_s=config.retention_s),
+            blobs,
+            company_on_redis(places.store, config.server_id, places.lock_ttl_s, app=places.app),
+            fault,
+        )
     return Server(
-        msgspec.structs.replace(config, readers=SHARED_READERS),
+        shared,
         open_postgresql(places.store, folder, fault, places.lock_ttl_s),
         open_postgresql_reader(places.store),
         blobs,
-        company_on_postgresql(places.store, config.server_id, places.lock_ttl_s),
+        _company_beside_sql(places, config.server_id),
         fault,
     )
+
+
+def make_guest(places: Places, config: ServerConfig, *, stands: bool) -> tuple[Server, Together]:
+    """A server that takes part in a store which others keep up: it makes no token and owns no folder; `places.folder` holds its
+    socket at most. Without `places.blobs` there are none for it, neither to read nor to write."""
+    check_store(places.store)
+    url, floor = places.store, config.disk_floor_bytes
+    blobs: BlobStore = NoBlobs(places.folder.blobs, max_blob_bytes=0, floor_free_bytes=floor)
+    if places.blobs:
+        blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
+    config = msgspec.structs.replace(config, readers=SHARED_READERS, collects_blobs=bool(places.blobs))
+    if is_redis(url):
+        company = company_on_redis(url, config.server_id, places.lock_ttl_s, app=places.app, stands=stands)
+        opening = open_redis(url, app=places.app, retention_s=config.retention_s, strict=places.strict)
+        reading = open_redis_reader(url, app=places.app, retention_s=config.retention_s)
+    else:
+        company = _company_beside_sql(places, config.server_id, stands=stands)
+        opening = open_postgresql(url, None, lock_ttl_s=places.lock_ttl_s)
+        reading = open_postgresql_reader(url)
+    return Server(config, opening, reading, blobs, company), company
+
+
+class NoBlobs(FolderBlobs):
+    """Of a guest that was given none: what it kept in a folder of its own, nobody else could read."""
+
+    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> FolderWriter:
+        raise TooLarge(
+            f"{size_bytes or 'these'} bytes are too much to be kept in the store itself, and there are no blobs here; "
+            "give --blobs s3://…, the same as the servers'"
+        )
+
+
+def _company_beside_sql(places: Places, server_id: str, *, stands: bool = True) -> Together:
+    """Who is alive and who leads may be kept in Redis; which epochs count is the database's word in any case."""
+    if not places.coordination:
+        return company_on_postgresql(places.store, server_id, places.lock_ttl_s, stands=stands)
+    return company_on_redis(places.coordination, server_id, places.lock_ttl_s, app=COORDINATION_PREFIX, stands=stands)
 
 
 def own_folder(folder: DataFolder) -> None:
@@ -197,6 +322,15 @@ def own_folder(folder: DataFolder) -> None:
 
 def check_store(url: str) -> None:
     """ConfigError for what is no store that several servers can share."""
-    if not url.startswith(("postgresql://", "postgres://")):
+    if is_redis(url):
+        check_redis_driver()
+    elif not url.startswith(("postgresql://", "postgres://")):
         scheme = url.partition("://")[0][:40]
-        raise ConfigError(f"--store {scheme}://…: use postgresql://user@host/database, or none for the data folder")
+        raise ConfigError(
+            f"--store {scheme}://…: use postgresql://user@host/database or redis://host:6379/0, or none for the data folder"
+        )
+
+
+def check_redis_driver() -> None:
+    if find_spec("redis") is None:
+        raise ConfigError("redis:// needs the driver redis-py; install it with: pip install 'tasuki[redis]'")

@@ -77,7 +77,8 @@ class Alone:
 
 
 class Together:
-    """Other servers, over a coordination and hints. `open_coordination` is called on the coordination's thread."""
+    """Other servers, over a coordination and hints. `open_coordination` is called on the coordination's thread. One that does not
+    stand (for election) beats, hears and tells, and never leads."""
 
     def __init__(
         self,
@@ -87,12 +88,14 @@ class Together:
         incarnation: str,
         schema_version: int,
         lock_ttl_s: float = term.LOCK_TTL_S,
+        stands: bool = True,
     ) -> None:
         self._open_coordination = open_coordination
         self._wakeups = wakeups
         self._incarnation = incarnation
         self._schema_version = schema_version
         self._lock_ttl_s = lock_ttl_s
+        self._stands = stands
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-coordination")
         self._tasks: set[asyncio.Task[None]] = set()
         self._info = b""
@@ -102,6 +105,8 @@ class Together:
         self._beating = False
         self._reachable = True
         self._is_leaving = self._has_left = False
+        self.busy: term.Busy | None = None
+        """Who has the leader's lock, as we heard when we last asked for it."""
         self._answered = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -140,7 +145,8 @@ class Together:
     def tick(self, now: Now) -> None:
         if self._is_leaving:  # a beat now could come after our word that we leave
             return
-        self._decide(Ticked())
+        if self._stands:
+            self._decide(Ticked())
         if now.monotonic >= self._beat_at and not self._beating:
             self._beat_at = now.monotonic + BEAT_INTERVAL_S
             self._spawn(self._beat())
@@ -261,6 +267,7 @@ class Together:
             floor = await self._server.highest_epoch()
             holder = self._server.config.server_id
             answer = await self._call(self._coordination.acquire, SCOPE, holder, self._lock_ttl_s, floor)
+            self.busy = answer if isinstance(answer, term.Busy) else None
         except TasukiError as error:
             logger.debug("the leader's lock could not be asked for: %s", error)
         finally:

@@ -28,6 +28,7 @@ from tasuki.core.job import (
 )
 from tasuki.core.lifecycle import (
     LEASE_MARGIN_S,
+    TAKEOVER_TIE_S,
     Event,
     after,
     cancel_is_immediate,
@@ -70,6 +71,8 @@ class MemoryStore(MemoryReports):
         self._random = random
         self._turns = FairTurns()
         self._epoch = (0, "")
+        self._taken_over_at: float | None = None
+        """On the lease clock."""
         self._last_seq = 0
 
     # -- submitters -----------------------------------------------------------------------------------------------
@@ -266,12 +269,14 @@ class MemoryStore(MemoryReports):
         with self.turn():
             if epoch <= self._epoch[0]:
                 return False
-            old = self._epoch
+            now, old, earlier = self.clock.lease(), self._epoch, self._taken_over_at
             self._undo.append(lambda: setattr(self, "_epoch", old))
-            self._epoch = (epoch, holder)
+            self._undo.append(lambda: setattr(self, "_taken_over_at", earlier))
+            self._epoch, self._taken_over_at = (epoch, holder), now
             for _, _, job_id in list(self._leased):
                 record = self._records[job_id]
-                self._extend(record, record.ttl_s)
+                if earlier is None or earlier > now or _heard_since(record, earlier):
+                    self._extend(record, record.ttl_s)
             return True
 
     def _check_epoch(self, epoch: int) -> None:
@@ -345,6 +350,13 @@ class MemoryStore(MemoryReports):
 
 def _may_take(request: LeaseRequest, subject: str) -> bool:
     return any(matches(pattern, subject) for pattern in request.patterns) and not request.leaves(subject)
+
+
+def _heard_since(record: Record, at: float) -> bool:
+    """Whether its worker got or renewed the lease after this time of the lease clock."""
+    lease = record.job.lease
+    assert lease is not None
+    return lease.expires_at > at + record.ttl_s + LEASE_MARGIN_S + TAKEOVER_TIE_S
 
 
 def _due(entries: list[Entry], now: float, limit: int) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
+from tasuki.core.app import DEFAULT_APP
 from tasuki.core.job import Incident, Job, JobSpec
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.verbs import (
@@ -31,9 +32,11 @@ from tasuki.core.verbs import (
     Requeued,
     Standing,
     Submission,
+    TokenRow,
     Turn,
 )
 from tasuki.errors import ConfigError, InvalidInput, Unavailable
+from tasuki.stores import redis_values as values
 from tasuki.stores import redis_verbs as verbs
 from tasuki.stores.redis_connection import TIMEOUT_S, check_settings, connect, name_of
 from tasuki.stores.redis_read import RedisReader
@@ -46,6 +49,7 @@ from tasuki.stores.store import Clock, Feature
 
 T = TypeVar("T")
 
+SCHEMA_VERSION = 1  # of the keys and what is in them
 RESULT_TTL_S = int((RETENTION_DAYS + 1) * 86_400)  # pruning comes first; this is for stores that no leader looks after
 
 
@@ -77,8 +81,11 @@ class RedisStore(RedisReader):
 
     features = frozenset({Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED})
 
-    def __init__(self, session: Session, clock: Clock | None = None, random: Random = os.urandom) -> None:
+    def __init__(
+        self, session: Session, app: str, own_subject: str, clock: Clock | None = None, random: Random = os.urandom
+    ) -> None:
         self._session = session
+        self._app, self._own_subject = app, own_subject
         self._random = random
         self._open: _Open | None = None
         self.clock = clock or RedisClock(session)
@@ -88,25 +95,28 @@ class RedisStore(RedisReader):
         cls,
         url: str,
         *,
-        app: str = "tasuki",
+        app: str = DEFAULT_APP,
         template: JobSpec | None = None,
         result_ttl_s: int = RESULT_TTL_S,
         strict: bool = False,
+        check: bool = True,
         clock: Clock | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Self:
-        """Connect. `app` is the prefix of all keys, `template` makes outsiders' jobs; `strict` refuses bad settings."""
+        """Connect. `app` is the prefix of all keys, `template` makes outsiders' jobs; `strict` refuses bad settings. Without
+        `check` they are not looked at: another object of this process has done so."""
         if not app or not app.replace("-", "").replace("_", "").isalnum():
             raise ConfigError(f"app {app!r} must be letters, digits, - and _: it is the prefix of its keys in Redis")
         client = connect(url, timeout_s)
-        session = Session(client, name_of(url), script(app, outsiders_of(app, template), result_ttl_s), clock)
+        outsiders = outsiders_of(app, template)
+        session = Session(client, name_of(url), script(app, outsiders, result_ttl_s), clock)
         try:
             session.time()
-            is_durable = check_settings(client, name_of(url), strict=strict)
+            is_durable = not check or check_settings(client, name_of(url), strict=strict)
         except BaseException:
             session.close()
             raise
-        store = cls(session, clock)
+        store = cls(session, app, outsiders.spec.subject, clock)
         if not is_durable:
             store.features = cls.features - {Feature.DURABLE}
         return store
@@ -133,7 +143,7 @@ class RedisStore(RedisReader):
         """All of a Turn in one call."""
         if self._open is not None and self._open.calls:
             raise Unavailable("a whole turn cannot be done inside another one")
-        calls = calls_of(turn, self.clock, self._random)
+        calls = calls_of(turn, self.clock, self._random, self._own_subject)
         if calls:
             self._session.run([call for _, call in calls], lambda replies: fill(answers, calls, replies))
 
@@ -154,7 +164,7 @@ class RedisStore(RedisReader):
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
         if on_failed not in ("return", "rerun"):
             raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
-        return self._do(verbs.submit(submissions, on_failed)) if submissions else []
+        return self._do(verbs.submit(submissions, on_failed, self._own_subject)) if submissions else []
 
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
         return self._do(verbs.cancel([(job_id, actor, reason) for job_id in job_ids])) if job_ids else []
@@ -209,3 +219,9 @@ class RedisStore(RedisReader):
 
     def incidents(self, job_id: str) -> list[Incident]:
         return self._do(verbs.incidents(job_id))
+
+    def token(self, sha256: str) -> TokenRow | None:
+        """One plain command, unless a turn is open: doors ask this for every request."""
+        if self._open is not None:
+            return super().token(sha256)
+        return values.token(self._session.fields_of(f"{self._app}:token:{sha256}"))

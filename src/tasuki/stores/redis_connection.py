@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
@@ -29,7 +32,16 @@ CONNECT_TIMEOUT_S = 5.0
 SENTINEL_PORT = 26379
 OLDEST_VERSION = (6, 2)
 
-_REFUSED = ("WRONGPASS", "NOAUTH", "NOPERM", "no permissions", "invalid username-password", "Authentication required")
+_REFUSED = (
+    "WRONGPASS",
+    "NOAUTH",
+    "NOPERM",
+    "no permissions",
+    "can't access",  # a key, inside a script; Redis 7 says it in the words above
+    "can't run this command",
+    "invalid username-password",
+    "Authentication required",
+)
 _MOVED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "LOADING", "UNKILLABLE")
 """Not here, or not now; nothing was written. With a new connection another server may be asked."""
 _FULL = ("OOM command not allowed", "MISCONF", "No space left")
@@ -37,23 +49,38 @@ _FULL = ("OOM command not allowed", "MISCONF", "No space left")
 
 def connect(url: str, timeout_s: float) -> redis.Redis:
     """A client with one connection, which is made by the first command, and again by the first one after it broke."""
+    client: redis.Redis = _client(url, timeout_s, redis.Redis, Sentinel, Retry)
+    return client
+
+
+def connect_async(url: str, timeout_s: float) -> redis.asyncio.Redis:
+    """The same for an event loop."""
+    client: redis.asyncio.Redis = _client(url, timeout_s, redis.asyncio.Redis, AsyncSentinel, AsyncRetry)
+    return client
+
+
+def _client(url: str, timeout_s: float, kind: Any, sentinels: Any, retry: Any) -> Any:
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
         "socket_keepalive": True,
         # Whether a command may be sent twice is for `redis_turns.py` to say.
-        "retry": Retry(NoBackoff(), 0),
+        "retry": retry(NoBackoff(), 0),
         "protocol": 2,
     }
     try:
         if "+sentinel" in urlsplit(url).scheme:
-            return _behind_sentinels(url, options)
-        return redis.Redis.from_url(url, **options)
-    except ValueError as error:
-        raise ConfigError(f"{name_of(url)}: {error}; addresses look like redis://user:password@host:6379/0") from error
+            return _behind_sentinels(url, options, sentinels)
+        return kind.from_url(url, **options)
+    except ValueError:
+        # Its own text may quote a part of the password.
+        raise ConfigError(
+            f"the address of {name_of(url)} is not understood; addresses look like redis://user:password@host:6379/0, and "
+            "/ ? # @ : % in a password are written as %2F %3F %23 %40 %3A %25"
+        ) from None
 
 
-def _behind_sentinels(url: str, options: dict[str, Any]) -> redis.Redis:
+def _behind_sentinels(url: str, options: dict[str, Any], sentinels: Any) -> Any:
     parts = urlsplit(url)
     service, _, database = parts.path.strip("/").partition("/")
     if not service:
@@ -68,10 +95,8 @@ def _behind_sentinels(url: str, options: dict[str, Any]) -> redis.Redis:
         options["username"] = unquote(parts.username) if parts.username else None
         options["password"] = unquote(parts.password or "")
     kept = ("socket_timeout", "socket_connect_timeout", "ssl", *(name for name in given if name.startswith("ssl_")))
-    make: Any = Sentinel  # without types of its own
-    sentinels = make(hosts, sentinel_kwargs={**{name: options[name] for name in kept if name in options}, **asked})
-    client: redis.Redis = sentinels.master_for(service, db=int(database or 0), **options)
-    return client
+    found = sentinels(hosts, sentinel_kwargs={**{name: options[name] for name in kept if name in options}, **asked})
+    return found.master_for(service, db=int(database or 0), **options)
 
 
 def _host_and_port(place: str) -> tuple[str, int]:
@@ -81,7 +106,12 @@ def _host_and_port(place: str) -> tuple[str, int]:
 
 def name_of(url: str) -> str:
     """The server as people know it: never the password."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "Redis"
+    if "@" in parts.path + parts.query + parts.fragment:  # a / ? or # stood in the password, and what is before it is no host
+        return "Redis"
     return f"Redis at {parts.netloc.rpartition('@')[2] or parts.path}"
 
 
@@ -103,11 +133,34 @@ def translate(error: redis.RedisError, where: str, was_stored: Callable[[], bool
     return InternalError(f"{where}: {said}")
 
 
+class Settings(NamedTuple):
+    """What Redis is told to do with what it was given."""
+
+    problems: tuple[str, ...]
+    """What may lose an acknowledged job, and the way out."""
+    unknown: tuple[str, ...]
+    """Settings that could not be checked: managed servers forbid it."""
+    is_durable: bool = True
+    """False: a restart loses everything."""
+
+
 def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
     """What must be so for an acknowledged job to be kept. Wrong: a warning, or ConfigError if `strict`. Unknown: a warning.
 
     False: a restart of Redis loses everything.
     """
+    found = look_at_settings(client, where)
+    for name in found.unknown:
+        logger.warning("%s: its setting %s could not be checked", where, name)
+    if found.problems and strict:
+        raise ConfigError(f"{where}: {'; '.join(found.problems)}")
+    for problem in found.problems:
+        logger.warning("%s: %s", where, problem)
+    return found.is_durable
+
+
+def look_at_settings(client: redis.Redis, where: str) -> Settings:
+    """ConfigError for what can never work."""
     server = _asked(lambda: client.info("server"))
     version = str(server.get("redis_version", ""))
     if version and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
@@ -119,9 +172,6 @@ def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
         "maxmemory-policy": _asked(lambda: client.info("memory")).get("maxmemory_policy"),
         "appendfsync": _asked(lambda: client.config_get("appendfsync")).get("appendfsync"),
     }
-    for name, value in found.items():
-        if value is None:
-            logger.warning("%s: its setting %s could not be checked", where, name)
     problems = []
     if found["appendonly"] == 0:
         problems.append("appendonly is off: a restart loses acknowledged jobs; set appendonly yes")
@@ -129,11 +179,8 @@ def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
         problems.append(f"maxmemory-policy is {found['maxmemory-policy']}: it may throw jobs away; set noeviction")
     if found["appendfsync"] == "no":
         problems.append("appendfsync is no: a power cut loses what the system had not written; set everysec, or always")
-    if problems and strict:
-        raise ConfigError(f"{where}: {'; '.join(problems)}")
-    for problem in problems:
-        logger.warning("%s: %s", where, problem)
-    return found["appendonly"] != 0
+    unknown = tuple(name for name, value in found.items() if value is None)
+    return Settings(tuple(problems), unknown, is_durable=found["appendonly"] != 0)
 
 
 def _asked(ask: Callable[[], Any]) -> dict[str, Any]:

@@ -15,13 +15,17 @@ from importlib.resources import files
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.app import template_of
 from tasuki.core.fair import REMEMBERED_GROUPS_MAX
 from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TRANSITIONS
+from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.subject import group_of
 from tasuki.core.verbs import COUNTED, kind_of
 from tasuki.stores.generations import GENERATIONS_BEGIN_AT
-from tasuki.stores.redis_values import RARE, STATUS_WORDS, Facts, Record, spec_value
+from tasuki.stores.redis_values import RARE, STATUS_WORDS, Facts, Record, template_value
+
+_FIELDS_AT_ONCE = 15  # and the id
+_LIST_HEAD_BYTES = 3  # of a msgpack list of 16 elements or more
 
 MARK_TTL_S = 86_400  # how long the last turn of a store that is gone is remembered; a lost answer is asked for within seconds
 
@@ -55,8 +59,8 @@ class Outsiders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outsiders_of(app: str, template: JobSpec | None = None) -> Outsiders:
-    """Those of an app: by default handlers' jobs whose subject names the app."""
-    spec = template or JobSpec(job_id="", subject=f"job.assign.{app}")
+    """Those of an app: by default what its jobs over HTTP are."""
+    spec = template or template_of(app)
     return Outsiders(spec=replace(spec, job_id="", payload=b""), submitter=f"app:{app}")
 
 
@@ -98,6 +102,7 @@ def _constants() -> str:
         "WORDS": {state.value: word for state, word in STATUS_WORDS.items()},
         "RESUMED": RESUMED,
         "LEASE_MARGIN_S": LEASE_MARGIN_S,
+        "TAKEOVER_TIE_S": TAKEOVER_TIE_S,
         "RETRY_DELAY_MAX_S": RETRY_DELAY_MAX_S,
         "PRIORITY_MAX": PRIORITY_MAX,
         "REMEMBERED_GROUPS_MAX": REMEMBERED_GROUPS_MAX,
@@ -108,26 +113,32 @@ def _constants() -> str:
 
 
 def _records() -> str:
-    """The functions that make a job's table of its record's fields, and back; and the same for its facts."""
+    """The functions that make a job's table of its record, and back; and a table of its facts."""
     names = Record.__struct_fields__
-    hot = ", ".join(f"{name} = row[{number}] or nil" for number, name in enumerate(names, 1) if name != "rare")
-    rare = names.index("rare") + 1
-    fields = ", ".join("rare or false" if name == "rare" else f"job.{name} or false" for name in names)
+    hot = [name for name in names if name != "rare"]
+    # A table that is made with more than 16 fields is made for 32: most jobs have few of them at a time.
+    fields, late = hot[:_FIELDS_AT_ONCE], hot[_FIELDS_AT_ONCE:]
+    packed = ", ".join("rare or false" if name == "rare" else f"job.{name} or false" for name in names)
     facts = ", ".join(f"{name} = row[{number}] or nil" for number, name in enumerate(Facts.__struct_fields__, 1))
     return f"""
 local RARE = {_literal(dict.fromkeys(RARE, 1))}
-local function read_record(row)
-  local job = {{ {hot} }}
-  if row[{rare}] then
-    for name, value in pairs(row[{rare}]) do
+-- Without a table for the list itself: what follows its head ({_LIST_HEAD_BYTES} bytes) is read one by one.
+local function read_record(id, packed)
+  local _, {", ".join(names)} = cmsgpack.unpack_limit(packed, {len(names)}, {_LIST_HEAD_BYTES})
+  local job = {{ id = id, {", ".join(f"{name} = {name} or nil" for name in fields)} }}
+  {"; ".join(f"if {name} then job.{name} = {name} end" for name in late)}
+  if rare then
+    for name, value in pairs(rare) do
       job[name] = value
     end
     job.has_rare = true
   end
   return job
 end
-local function record_fields(job, rare)
-  return {{ {fields} }}
+local record = {{ {", ".join(["false"] * len(names))} }} -- one list for all that are packed
+local function pack_record(job, rare)
+  {", ".join(f"record[{number}]" for number in range(1, len(names) + 1))} = {packed}
+  return cmsgpack.pack(record)
 end
 local function read_facts(row)
   return {{ {facts} }}
@@ -138,7 +149,7 @@ end
 def _own(outsiders: Outsiders) -> dict[str, Literal]:
     spec = outsiders.spec
     return {
-        "spec": spec_value(spec, outsiders.submitter, None),
+        "spec": template_value(spec, outsiders.submitter),
         "subject": spec.subject,
         "group": group_of(spec.subject),
         "kind": str(kind_of(spec.exec, outsiders.submitter).value),

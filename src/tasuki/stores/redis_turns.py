@@ -33,6 +33,15 @@ Clocks = tuple[Argument, Argument]
 NO_CLOCKS: Clocks = ("", "")
 
 
+def _twice(look: Callable[[], T]) -> T:
+    try:
+        return look()
+    except Interrupted as error:
+        if error.why is not Why.CONNECTION or isinstance(error.__cause__, redis.TimeoutError):
+            raise
+        return look()
+
+
 class Session:
     """One store's connection and its numbered turns; of one thread at a time."""
 
@@ -57,10 +66,21 @@ class Session:
 
     # -- turns ----------------------------------------------------------------------------------------------------
     def look(self, call: Call[T]) -> T:
-        """A verb that only reads."""
+        """A verb that only reads. Harmless twice: a connection that broke while it idled is made again at once."""
         calls: list[Call[Any]] = [call]
-        [answer] = self._send("look", calls, self._clocks())[1]
+        [answer] = _twice(lambda: self._send("look", calls, self._clocks())[1])
         return call.decode(answer)
+
+    def fields_of(self, name: str) -> list[bytes]:
+        """Field, value, … of a hash; likewise."""
+        found: dict[bytes, bytes] = _twice(lambda: self._command("HGETALL", name))
+        return [part for pair in found.items() for part in pair]
+
+    def _command(self, *parts: str) -> Any:
+        try:
+            return self._client.execute_command(*parts)
+        except redis.RedisError as error:
+            raise self._error(error) from error
 
     def run(self, calls: Sequence[Call[Any]], done: Callable[[list[Reply]], None]) -> None:
         """All of them in one transaction. `done` gets the answers, also those that are found only when the turn is recalled."""

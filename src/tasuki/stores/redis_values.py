@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -58,6 +58,8 @@ _decode_progress = msgspec.json.Decoder(Progress).decode
 _decode_story = msgspec.msgpack.Decoder(tuple[str, str, int, str, str, str]).decode
 _decode_audit = msgspec.msgpack.Decoder(tuple[str, str, str, str, str]).decode
 
+INSIDE_MAX_BYTES = 1024  # a payload up to this has no key of its own, unless outsiders know that key
+
 _MAP_16 = 0xDE
 _FIXED_MAP = 0x80
 _FIXED_MAP_MAX = 15
@@ -81,6 +83,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The sha256 of its input blobs, one after the other."""
     not_before: Text = False
     not_after: Text = False
+    delay_first_loss: Text = False
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -146,9 +149,54 @@ _decode_facts = msgspec.msgpack.Decoder(Facts).decode
 # ---------------------------------------------------------------------------------------------------- specs
 
 
-def spec_value(spec: JobSpec, submitter: str, hashed: bytes | None) -> bytes:
-    """`{app}:spec:{id}`: the length of the facts, the facts, and the spec without its payload."""
+Place = tuple[int, str, str, str]
+"""Priority, group, kind and subject of a queue."""
+
+
+class Shape(NamedTuple):
+    """What many jobs have in common."""
+
+    place: Place
+    facts: bytes
+    """The facts up to the hash of their body; see `_PLAIN_FACTS`."""
+
+
+@lru_cache(4096)
+def shape_of(
+    subject: str, exec: str, submitter: str, priority: int, max_retries: int, max_losses: int, backoff_s: float
+) -> Shape:
+    group, kind = group_of(subject), str(kind_of(exec, submitter).value)
     facts = Facts(
+        subject, group, kind, str(priority), submitter, str(max_retries), str(max_losses), repr(backoff_s), "0" * _HASH_CHARS
+    )
+    return Shape((priority, group, kind, subject), encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])
+
+
+_HASH_CHARS = 64
+_PLAIN_FACTS = b"\xc2" * (len(Facts.__struct_fields__) - Facts.__struct_fields__.index("body_hash") - 1)
+"""What stands behind the hash of a body as long as none of it is there: false for each field."""
+
+
+def spec_value(spec: JobSpec, submitter: str, hashed: bytes, *, with_payload: bool) -> tuple[bytes, Place]:
+    """`{app}:spec:{id}`: the length of the facts, the facts, and the spec, without its payload if that has a key of its own.
+    And the queue that it waits in, if it waits for nothing else."""
+    shape = shape_of(spec.subject, spec.exec, submitter, spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s)
+    if spec.files or spec.array_id or spec.delay_first_loss or spec.not_before is not None or spec.not_after is not None:
+        facts = encode(_all_facts(spec, submitter, hashed.hex()))
+    else:
+        facts = shape.facts + hashed.hex().encode() + _PLAIN_FACTS
+    packed = encode(spec if with_payload else replace(spec, payload=b""))
+    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + packed, shape.place
+
+
+def template_value(template: JobSpec, submitter: str) -> bytes:
+    """The same of all jobs that outsiders make, up to the value of the job_id, which is put behind it."""
+    facts = encode(_all_facts(template, submitter, False))
+    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _spec_head(template)
+
+
+def _all_facts(spec: JobSpec, submitter: str, hashed: Text) -> Facts:
+    return Facts(
         spec.subject,
         group_of(spec.subject),
         str(kind_of(spec.exec, submitter).value),
@@ -157,15 +205,13 @@ def spec_value(spec: JobSpec, submitter: str, hashed: bytes | None) -> bytes:
         str(spec.max_retries),
         str(spec.max_losses),
         repr(spec.backoff_s),
-        hashed.hex() if hashed is not None else False,
+        hashed,
         spec.array_id or False,
         inputs_of(spec) or False,
         repr(spec.not_before) if spec.not_before is not None else False,
         repr(spec.not_after) if spec.not_after is not None else False,
+        "1" if spec.delay_first_loss else False,
     )
-    packed = encode(facts)
-    rest = encode(replace(spec, payload=b"") if spec.payload else spec) if hashed is not None else _spec_head(spec)
-    return len(packed).to_bytes(_LENGTH_BYTES, "big") + packed + rest
 
 
 def inputs_of(spec: JobSpec) -> str:
@@ -173,7 +219,7 @@ def inputs_of(spec: JobSpec) -> str:
 
 
 def _spec_head(template: JobSpec) -> bytes:
-    """The spec of an outsider's job up to the value of its job_id, which is put behind it."""
+    """The spec up to the value of its job_id."""
     fields = msgspec.to_builtins(template, builtin_types=(bytes,))
     fields.pop("job_id", None)
     fields.pop("payload", None)
@@ -181,7 +227,7 @@ def _spec_head(template: JobSpec) -> bytes:
 
 
 def split(value: bytes) -> tuple[Facts, bytes]:
-    """The facts, and the spec without its payload."""
+    """The facts, and the spec, in which a payload that has a key of its own is missing."""
     end = _LENGTH_BYTES + int.from_bytes(value[:_LENGTH_BYTES], "big")
     return _decode_facts(value[_LENGTH_BYTES:end]), value[end:]
 
@@ -199,7 +245,7 @@ _LENGTH_BYTES = 4
 
 
 def with_payload(spec: bytes, payload: bytes) -> bytes:
-    """The whole spec in msgpack, from the two keys that it is stored in."""
+    """The whole spec in msgpack, if its payload has a key of its own."""
     return _grown(spec) + _PAYLOAD + encode(payload) if payload else spec
 
 
@@ -237,7 +283,7 @@ def said(report: Report, verb: str) -> str:
 
 
 def outcome_arguments(outcome: Outcome) -> list[Argument]:
-    """The outcome without what has a key of its own; the blob that is its result; the letters of those keys, and their values."""
+    """The outcome without what has a key of its own; the letters of what has one, and of a result that is a blob (b); these."""
     letters, values = "", list[Argument]()
     if outcome.result is not None:
         letters, values = "r", [outcome.result]
@@ -247,8 +293,10 @@ def outcome_arguments(outcome: Outcome) -> list[Argument]:
         letters += "".join(PARTS[name] for name in taken)
         values += taken.values()
         outcome = replace(outcome, meta={name: value for name, value in outcome.meta.items() if name not in taken})
-    blob = outcome.result_ref.sha256 if outcome.result_ref is not None else ""
-    return [encode(outcome), blob, letters, *values]
+    if outcome.result_ref is not None:
+        letters += "b"
+        values.append(outcome.result_ref.sha256)
+    return [encode(outcome), letters, *values]
 
 
 def _outcome(packed: bytes | None, result: bytes | None, summary: bytes | None, freqs: bytes | None) -> Outcome | None:

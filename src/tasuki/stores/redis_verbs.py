@@ -13,7 +13,6 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.job import Incident, Job, Outcome, State, differing_fields
-from tasuki.core.subject import group_of
 from tasuki.core.verbs import (
     Answer,
     Assignment,
@@ -37,7 +36,6 @@ from tasuki.core.verbs import (
     Submission,
     Submitted,
     TokenRow,
-    kind_of,
 )
 from tasuki.errors import Conflict
 from tasuki.stores import redis_values as values
@@ -76,15 +74,17 @@ class Found(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- submitters
 
 
-def submit(submissions: Sequence[Submission], on_failed: str) -> Call[list[Answered]]:
-    places: dict[tuple[int, str, int, str], int] = {}
+def submit(submissions: Sequence[Submission], on_failed: str, own_subject: str) -> Call[list[Answered]]:
+    """A payload has a key of its own if outsiders may look for it there (`own_subject`), or if it is large."""
+    places: dict[values.Place, int] = {}
     jobs: list[Argument] = []
     for submission in submissions:
         spec, number = submission.spec, 0
+        is_inside = spec.subject != own_subject and len(spec.payload) <= values.INSIDE_MAX_BYTES
+        value, place = values.spec_value(spec, submission.submitter, submission.body_hash, with_payload=is_inside)
         if spec.not_before is None and spec.not_after is None and not spec.files:
-            kind = kind_of(spec.exec, submission.submitter).value
-            number = places.setdefault((spec.priority, group_of(spec.subject), kind, spec.subject), len(places) + 1)
-        jobs += (number, values.spec_value(spec, submission.submitter, submission.body_hash), spec.payload)
+            number = places.setdefault(place, len(places) + 1)
+        jobs += (number, value, b"" if is_inside else spec.payload)
     arguments: list[Argument] = [on_failed, len(places)]
     for place in places:
         arguments += (*place, values.record_head(place[1], False), values.record_head(place[1], True))

@@ -21,9 +21,9 @@ Calls = list[tuple[str, Call[Any]]]
 _ONE_BY_ONE = frozenset({"add_token", "revoke_token"})
 
 
-def calls_of(turn: Turn, clock: Clock, random: Random) -> Calls:
+def calls_of(turn: Turn, clock: Clock, random: Random, own_subject: str) -> Calls:
     """The order is Turn's promise."""
-    return [*_reports(turn), *_duties(turn, clock), *_rest(turn, random)]
+    return [*_reports(turn), *_duties(turn, clock), *_rest(turn, random, own_subject)]
 
 
 def _reports(turn: Turn) -> Calls:
@@ -64,7 +64,7 @@ def _duties(turn: Turn, clock: Clock) -> Calls:
     return calls
 
 
-def _rest(turn: Turn, random: Random) -> Calls:
+def _rest(turn: Turn, random: Random, own_subject: str) -> Calls:
     calls: Calls = []
     if turn.place_blobs:
         calls.append(("place_blobs", verbs.place_blobs(turn.place_blobs)))
@@ -75,9 +75,9 @@ def _rest(turn: Turn, random: Random) -> Calls:
     for token_id, actor in turn.revoke_token:
         calls.append(("revoke_token", verbs.revoke_token(token_id, actor)))
     if turn.submit:
-        calls.append(("submit", verbs.submit(turn.submit, "return")))
+        calls.append(("submit", verbs.submit(turn.submit, "return", own_subject)))
     if turn.rerun:
-        calls.append(("rerun", verbs.submit(turn.rerun, "rerun")))
+        calls.append(("rerun", verbs.submit(turn.rerun, "rerun", own_subject)))
     if turn.lease:
         calls.append(("lease", verbs.lease(turn.lease, random)))
     if turn.held:

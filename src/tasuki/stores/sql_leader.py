@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S, Event, after, skip_outcome
+from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, Event, after, skip_outcome
 from tasuki.core.verbs import Promoted, Reaped
 from tasuki.stores.sql_read import LEADER_SCOPE
 from tasuki.stores.sql_report import SqlReport
@@ -23,11 +25,19 @@ class SqlLeader(SqlReport):
 
     def take_over(self, holder: str, epoch: int) -> bool:
         with self._turn:
-            if self._session.change("take_over", (LEADER_SCOPE, epoch, holder)) != 1:
+            now = self.clock.lease()
+            earlier = self._earlier_takeover(now)
+            if self._session.change("take_over", (LEADER_SCOPE, epoch, holder, now)) != 1:
                 return False
             # Also what makes leases outlive a restart: their times are of a clock that began again with the machine.
-            self._session.change("renew_all", (self.clock.lease() + LEASE_MARGIN_S,))
+            self._session.change("renew_all", (now + LEASE_MARGIN_S, earlier + LEASE_MARGIN_S + TAKEOVER_TIE_S))
             return True
+
+    def _earlier_takeover(self, now: float) -> float:
+        """When the last one was, on this lease clock. If another one comes in between, some leases are renewed once more."""
+        found = self._session.rows("taken_over_at", (LEADER_SCOPE,))
+        known = [at for (at,) in found if at is not None and at <= now]
+        return known[0] if known else -math.inf
 
     def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
         with self._turn:

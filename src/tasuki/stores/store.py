@@ -209,7 +209,8 @@ class Store(Protocol):
     def take_over(self, holder: str, epoch: int) -> bool:
         """Register this epoch. False, and no change, unless it is higher than every one before.
 
-        Every lease that was not reaped yet counts as renewed now, by its own ttl.
+        Every lease that was not reaped yet counts as renewed now, by its own ttl; but not one that an earlier takeover renewed
+        and its worker has not renewed since. (An earlier one of a lease clock that has begun again does not count.)
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 LEASE_START_S = 1_000.0  # seconds since a boot that never was
+REBOOTED_S = 30.0
 WALL_START_S = 1_700_000_000.0  # 2023-11-14T22:13:20Z
 
 
@@ -27,6 +28,10 @@ class FakeClock:
             raise ValueError(f"time does not run backwards: {seconds} s; use jump_wall() for a clock that was set")
         self._lease += seconds
         self._wall += seconds
+
+    def reboot(self) -> None:
+        """The machine was started again: its lease clock begins anew."""
+        self._lease = REBOOTED_S
 
     def jump_wall(self, seconds: float) -> None:
         """Somebody set the wall clock, forwards or backwards. Leases must not care."""

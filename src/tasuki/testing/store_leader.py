@@ -91,6 +91,67 @@ class LeaderCases(StoreCase):
         assert stage.store.reap(epoch=epoch) == []
         assert stage.renew(grant) is Standing.GO_ON
 
+    def test_a_worker_that_stays_silent_is_waited_for_by_one_takeover_not_by_each(self, stage: Stage) -> None:
+        """Servers that come and go more often than a lease lasts, or `tasuki duties --once` every minute."""
+        stage.running("a")
+        stage.clock.advance(14)
+        stage.lead("leader-2")
+        stage.clock.advance(PAST_LEASE_S - 1)
+
+        assert stage.store.reap(epoch=stage.lead("leader-3")) == []
+        stage.clock.advance(1)
+
+        assert [reaped.job_id for reaped in stage.store.reap(epoch=stage.lead("leader-4"))] == ["a"]
+
+    def test_what_is_over_after_one_takeover_is_over_for_the_next(self, stage: Stage) -> None:
+        stage.running("stopped", lease={"ttl_s": 60.0})
+        stage.running("kept", lease={"ttl_s": 60.0, **KEEP})
+        stage.clock.advance(3600)
+        stage.lead("leader-2")
+        stage.clock.advance(3600)
+
+        reaped = stage.store.reap(epoch=stage.lead("leader-3"))
+
+        assert {it.job_id: it.state for it in reaped} == {"stopped": State.PENDING, "kept": State.ORPHANED}
+
+    def test_a_worker_that_renewed_since_is_waited_for_again(self, stage: Stage) -> None:
+        grants = {"stopped": stage.running("stopped"), "kept": stage.running("kept", lease=KEEP)}
+        stage.lead("leader-2")
+        stage.clock.advance(1)
+        assert [stage.renew(grant) for grant in grants.values()] == [Standing.GO_ON, Standing.GO_ON]
+        stage.clock.advance(3600)
+
+        assert stage.store.reap(epoch=stage.lead("leader-3")) == []
+
+    def test_a_lease_that_was_given_since_is_waited_for(self, stage: Stage) -> None:
+        stage.lead("leader-2")
+        stage.clock.advance(1)
+        stage.running("a")
+        stage.clock.advance(3600)
+
+        assert stage.store.reap(epoch=stage.lead("leader-3")) == []
+
+    def test_a_takeover_that_was_refused_does_not_count(self, stage: Stage) -> None:
+        stage.running("a")
+        stage.clock.advance(1)
+        assert not stage.store.take_over("leader-0", stage.store.epoch()[0])
+        stage.clock.advance(3600)
+
+        assert stage.store.reap(epoch=stage.lead("leader-3")) == []
+
+    def test_after_the_lease_clock_began_again_every_lease_is_renewed(self, stage: Stage) -> None:
+        """The machine of a SQLite store was started again: its earlier times mean nothing."""
+        stage.running("a")
+        stage.clock.advance(1)
+        stage.lead("leader-2")
+        stage.clock.reboot()
+
+        stage.lead("leader-3")
+
+        lease = stage.job("a").lease
+        assert lease is not None
+        assert lease.expires_at == stage.clock.lease() + 15.0 + LEASE_MARGIN_S
+
     # -- assign ---------------------------------------------------------------------------------------------------
     def test_assign_grants_a_ready_job_to_the_worker(self, stage: Stage) -> None:
         stage.add("a")
@@ -158,6 +219,20 @@ class LeaderCases(StoreCase):
             delays.append(not_before - stage.clock.wall())
             stage.clock.advance(delays[-1])
             stage.promote()
+
+        assert delays == [10.0, 20.0, 40.0]
+
+    def test_a_job_that_asks_for_it_is_delayed_after_its_first_loss_too(self, stage: Stage) -> None:
+        stage.running("a", max_losses=5, delay_first_loss=True)
+        delays = []
+        for _ in range(3):
+            stage.lose()
+            not_before = stage.job("a").not_before
+            assert not_before is not None
+            delays.append(not_before - stage.clock.wall())
+            stage.clock.advance(delays[-1])
+            stage.promote()
+            stage.take("a")
 
         assert delays == [10.0, 20.0, 40.0]
 

@@ -57,6 +57,7 @@ specs = st.builds(
     files=st.sampled_from([(), (InputFile("in", sha256=BLOB, size_bytes=3),)]),
     max_retries=st.integers(0, 2),
     max_losses=st.integers(0, 2),
+    delay_first_loss=st.booleans(),
     backoff_s=st.sampled_from([0.0, 10.0]),
     priority=st.sampled_from([1, 5]),
     array_id=st.sampled_from([None, "array"]),

@@ -38,6 +38,7 @@ MakeStore = Callable[[FakeClock], Store]
 
 PAST_LEASE_S = LEASE_TTL_S + LEASE_MARGIN_S + 0.5
 GRACE_S = 60.0
+A_MOMENT_S = 2.0**-6  # more than TAKEOVER_TIE_S, and sums with it are exact
 KEEP: dict[str, Any] = {"on_disconnect": OnDisconnect.KEEP, "reconnect_grace_s": GRACE_S}
 
 
@@ -53,6 +54,7 @@ class Stage:
         self.store = store
         self.clock = clock
         self.epoch = self.lead("leader-1")
+        self.clock.advance(A_MOMENT_S)
 
     def lead(self, holder: str) -> int:
         """Register the next epoch for this holder."""

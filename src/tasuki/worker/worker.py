@@ -60,6 +60,7 @@ from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
     Attempt,
     HandlerJob,
+    RunResult,
     StopReason,
     worker_failure,
 )
@@ -415,6 +416,7 @@ class Worker:
         attempt = active.attempt
         try:
             result = await self._runner.run(attempt, active.stop, lambda: self._apply(Started(attempt.lease_id)))
+            result = await self._as_reported(attempt, result)
         except Unavailable as error:  # nothing was started
             logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
             self._active.pop(attempt.lease_id, None)
@@ -430,7 +432,11 @@ class Worker:
                     self._unreported.save(self._ending_of(attempt, outcome), result.result_file)
                     return
                 outcome = Outcome(error_code=error.code, message=f"the result could not be kept: {error.message}")
-        self._end(active, outcome)
+        await self._end_handler(active, outcome)
+
+    async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
+        """For subclasses whose results look otherwise."""
+        return result
 
     def _look_at(self, active: _Active, task: asyncio.Task[None]) -> None:
         """An attempt whose end nobody tells would be renewed for ever."""

@@ -1,4 +1,4 @@
-"""A server with an HTTP door in a thread of the test's own process, on SQLite and a free port."""
+"""A server with an HTTP door in a thread of the test's own process, on a free port: on SQLite, or on Redis."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ from tests.doors.http.stage import Stage, Worker
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with Stage(tmp_path_factory.mktemp("http")) as stage:
+def store_url(request: pytest.FixtureRequest) -> str:
+    """An empty store; see `on_each_store`."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return ""
+    return str(request.getfixturevalue("redis_service").url())
+
+
+@pytest.fixture
+def own_store_url(request: pytest.FixtureRequest, store_url: str) -> str:
+    """Another one of the same kind, for this test alone."""
+    return str(request.getfixturevalue("redis_service").url()) if store_url else ""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory, store_url: str) -> Iterator[Stage]:
+    with Stage(tmp_path_factory.mktemp("http"), store=store_url) as stage:
         yield stage
 
 

@@ -6,24 +6,34 @@ import asyncio
 import secrets
 import ssl
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
+import pytest
 
 from tasuki.config import Address, DataFolder
 from tasuki.core.access import token_sha256
 from tasuki.core.protocol import HelloClient, Request
 from tasuki.doors.http.call import HttpConfig
 from tasuki.doors.http.door import HttpDoor
+from tasuki.doors.http.routes import Route
 from tasuki.doors.http.talk import Talk
 from tasuki.server.app import ServerConfig
 from tasuki.server.node import Places, make_secret, make_server, prepare_folder
 
 T = TypeVar("T")
+on_each_store = pytest.mark.parametrize("store_url", ["sqlite", "redis"], indirect=True, scope="module")
+"""For a test, or as `pytestmark` for a file: the stage is set up on each of them. Without it: on SQLite."""
+MADE_UP = {"app": "zpe", "job_id": "no-such-job", "worker_id": "no-such-worker", "sha256": "0" * 64}
 ANSWER = {"result": {"zpe_ev": 0.27}, "summary_text": "ZPE 0.27 eV", "freqs_csv": "mode,cm-1\n1,4401\n"}
+
+
+def path_of(route: Route) -> str:
+    """The route's path, with made-up names for what it is about."""
+    return route.path.format(**MADE_UP)
 
 
 class Stage:
@@ -35,11 +45,12 @@ class Stage:
         tls: ssl.SSLContext | None = None,
         verify: ssl.SSLContext | bool = True,
         store: str = "",
+        fault: Callable[[str], None] = lambda point: None,
         **config: Any,
     ) -> None:
         self.folder = DataFolder(folder / "data")
         self._config = HttpConfig(**{"apps": ("zpe", "other"), "lease_ttl_s": 60.0, **config})
-        self._tls, self._verify, self._store = tls, verify, store
+        self._tls, self._verify, self._store, self._fault = tls, verify, store, fault
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -60,9 +71,9 @@ class Stage:
 
     async def _start(self) -> None:
         prepare_folder(self.folder)
-        self.server = make_server(
-            Places(self.folder, self._store), ServerConfig(server_id=self.folder.root.parent.name, data=self.folder.root)
-        )
+        places = Places(self.folder, self._store, app=self._config.apps[0])
+        config = ServerConfig(server_id=self.folder.root.parent.name, data=self.folder.root)
+        self.server = make_server(places, config, self._fault)
         await self.server.start()
         self.door = HttpDoor(self.server, self._config)
         self.address = await self.door.listen(Address("http", "127.0.0.1", 0), self._tls)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.doors.http.stage import ANSWER, Stage, Worker
+from tests.doors.http.stage import ANSWER, Stage, Worker, on_each_store
+
+pytestmark = on_each_store
 
 
 def code(answer: Any) -> tuple[int, str]:
@@ -244,18 +247,23 @@ def test_batches_of_submit_lease_renew_and_result(stage: Stage, worker: Worker) 
     assert [stage.status(one["job_id"])["status"] for one in leased] == ["finished"] * 4 + ["queued"]
 
 
-def test_a_job_whose_lease_ran_out_goes_to_another_and_the_late_result_is_409(tmp_path: Any) -> None:
-    with Stage(tmp_path, lease_ttl_s=1.0, backoff_s=0.2) as stage:
+def test_a_job_whose_lease_ran_out_goes_to_another_and_what_comes_late_is_409(tmp_path: Path, own_store_url: str) -> None:
+    with Stage(tmp_path, store=own_store_url, lease_ttl_s=1.0, backoff_s=0.2) as stage:
         slow, quick = stage.register(), stage.register()
         job_id = stage.submit()
         first = slow.take(job_id)
 
         second = quick.lease(wait=15).json()
-        late, recorded = slow.finish(first), quick.finish(second)
+        late = [slow.finish(first), slow.fail(first), slow.renew(first)]
+        recorded = quick.finish(second)
+        later = [slow.finish(first), slow.finish(first, summary_text="another"), slow.fail(first), slow.renew(first)]
+        repeated, other = quick.finish(second), quick.finish(second, summary_text="another")
 
         assert second["job_id"] == job_id
-        assert code(late) == (409, "FENCED")
-        assert recorded.status_code == 200
+        assert [code(answer) for answer in (*late, *later)] == [(409, "FENCED")] * 7
+        assert (recorded.status_code, repeated.status_code) == (200, 200)
+        assert code(other) == (409, "CONFLICT")
+        assert stage.get(f"/calc/zpe/jobs/{job_id}/result").json()["summary_text"] == ANSWER["summary_text"]
 
 
 def test_a_lease_request_that_was_given_up_loses_no_job(stage: Stage, worker: Worker) -> None:

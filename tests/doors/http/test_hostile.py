@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import threading
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 
 from tasuki.doors.http import limits
-from tasuki.doors.http.routes import ADMINS, ROUTES, Route
+from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.errors import Unavailable
-from tests.doors.http.stage import ANSWER, Stage, Worker
+from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
 
 
 def raw(stage: Stage, data: bytes, timeout: float = 10.0) -> bytes:
@@ -93,6 +92,15 @@ def test_notes_that_are_too_large_are_413_and_cost_no_attempt(stage: Stage, work
     assert worker.finish(leased).status_code == 200
 
 
+def test_notes_with_a_number_that_no_store_can_keep_are_400_and_cost_no_attempt(stage: Stage, worker: Worker) -> None:
+    leased = worker.take(stage.submit())
+
+    answer = worker.finish(leased, meta={"n": 2**64})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_PAYLOAD")
+    assert worker.finish(leased, result={"n": 2**64}).status_code == 200
+
+
 def test_notes_that_nest_too_deep_are_400_and_cost_no_attempt(stage: Stage, worker: Worker) -> None:
     leased = worker.take(stage.submit())
     deep: dict[str, Any] = {}
@@ -108,6 +116,13 @@ def test_notes_that_nest_too_deep_are_400_and_cost_no_attempt(stage: Stage, work
 @pytest.mark.parametrize("wait", ["x", "-1", "61", "nan", "1e9", ""])
 def test_a_wait_that_makes_no_sense_is_400(worker: Worker, wait: str) -> None:
     assert worker.post(f"/jobs/lease?wait={wait}", {}).status_code == 400
+
+
+@pytest.mark.parametrize("priority", ["0.5", "-1", "10", "1_0", "\u0663", "1e0", ""])
+def test_a_priority_that_is_no_number_of_a_band_is_400(stage: Stage, priority: str) -> None:
+    answer = stage.post(f"/calc/zpe/jobs?priority={priority}", {})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_PAYLOAD")
 
 
 @pytest.mark.parametrize("wish", [{"max_jobs": 0}, {"max_jobs": 100_000}, {"max_jobs": "5"}, {"max_jobs": 1.5}])
@@ -131,7 +146,17 @@ def test_another_method_is_405_in_the_common_form(stage: Stage, method: str, pat
     answer = stage.call(method, path, stage.client)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "METHOD_NOT_ALLOWED")
-    assert answer.headers["allow"]
+    assert method not in answer.headers["allow"].split(", ")
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_a_path_names_all_that_may_be_done_with_it(stage: Stage, route: Route) -> None:
+    documented = {other.method for other in ROUTES if other.path == route.path}
+
+    answer = stage.call("OPTIONS", path_of(route), stage.client)
+
+    assert answer.status_code == 405
+    assert documented <= set(answer.headers["allow"].split(", "))
 
 
 def test_a_body_that_says_it_is_too_large_is_413_before_it_comes(stage: Stage) -> None:
@@ -253,18 +278,14 @@ def test_no_other_origin_is_allowed(stage: Stage) -> None:
     assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
-@pytest.mark.parametrize(
-    "route", [route for route in ROUTES if route.kinds != ADMINS], ids=lambda route: f"{route.method} {route.path}"
-)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_nobody_is_told_what_is_behind_the_server(stage: Stage, monkeypatch: pytest.MonkeyPatch, route: Route) -> None:
     async def away(question: object) -> None:
         raise Unavailable("redis://:password@10.1.2.3:6379/0 does not answer")
 
     monkeypatch.setattr(stage.server, "ask", away)
-    filled = {"app": "zpe", "job_id": "some-job", "worker_id": "some-worker"}
-    path = re.sub(r"{(\w+)}", lambda found: filled[found[1]], route.path)
 
-    answer = stage.call(route.method, path, stage.client)
+    answer = stage.call(route.method, path_of(route), stage.client)
 
     assert answer.status_code == 503 or not route.kinds
     assert not [word for word in ("redis", "password", "10.1.2.3") if word in answer.text]

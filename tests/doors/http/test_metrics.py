@@ -1,14 +1,41 @@
-"""/metrics: what it counts, and that labels are bounded."""
+"""/metrics: what it counts, that labels are bounded, and that the dashboard asks for nothing that is not there."""
 
 from __future__ import annotations
 
-from tasuki.core.verbs import GroupCounts
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from tasuki.core.job import JobSpec, Outcome, State
+from tasuki.core.verbs import (
+    Answer,
+    Answers,
+    Canceled,
+    Grant,
+    GroupCounts,
+    LeaseRequest,
+    Reaped,
+    Recorded,
+    Report,
+    Submission,
+    Submitted,
+    Turn,
+)
+from tasuki.doors.http.job_metrics import REMEMBERED_MAX, UNKNOWN_GROUP, JobMetrics
 from tasuki.doors.http.metrics import GROUPS_MAX, OTHER_GROUPS, bounded
 from tests.doors.http.stage import Stage, Worker
 
+DEPLOY = Path(__file__).parents[3] / "deploy" / "grafana"
+
 
 def value(text: str, name: str) -> float:
-    return float(next(line for line in text.splitlines() if line.startswith(name)).rpartition(" ")[2])
+    """0 if there is no such line: a counter begins with the first count."""
+    return float(next((line for line in text.splitlines() if line.startswith(name)), "0").rpartition(" ")[2])
 
 
 def test_jobs_leases_and_reports_are_counted(stage: Stage, worker: Worker) -> None:
@@ -45,3 +72,208 @@ def test_groups_beyond_the_limit_are_one() -> None:
     assert len({group for group, _ in found}) == GROUPS_MAX + 1
     assert found[OTHER_GROUPS, "pending"] == sum(range(1, 51))
     assert sum(found.values()) == sum(range(1, GROUPS_MAX + 51))
+
+
+# -- what turns did to jobs ----------------------------------------------------------------------------------------
+
+
+def of_zpe(stage: Stage) -> dict[str, float]:
+    """The counters of the group zpe, without its name and `_total`."""
+    found = {}
+    for family in text_string_to_metric_families(stage.get("/metrics", stage.admin).text):
+        for sample in family.samples:
+            if sample.labels.get("group") == "zpe" and sample.name.endswith(("_total", "_count")):
+                rest = [value for name, value in sorted(sample.labels.items()) if name != "group"]
+                found[" ".join([re.sub("_(total|count)$", "", sample.name), *rest])] = sample.value
+    return found
+
+
+def gained(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: number - before.get(name, 0.0) for name, number in after.items() if number != before.get(name, 0.0)}
+
+
+def test_a_job_that_succeeds_is_counted_at_each_step(stage: Stage, worker: Worker) -> None:
+    before = of_zpe(stage)
+
+    worker.finish(worker.take(stage.submit()))
+
+    assert gained(before, of_zpe(stage)) == {
+        "tasuki_jobs_submitted": 1,
+        "tasuki_jobs_leased": 1,
+        "tasuki_jobs_ended succeeded": 1,
+        "tasuki_delivery_latency_seconds": 1,
+    }
+
+
+def test_failures_retries_and_dead_letters_are_counted_apart(stage: Stage, worker: Worker) -> None:
+    before = of_zpe(stage)
+
+    worker.fail(worker.take(stage.submit()))
+    worker.fail(worker.take(stage.submit()), permanent=True)
+
+    found = gained(before, of_zpe(stage))
+    assert (found["tasuki_attempts_failed"], found["tasuki_jobs_retried failed"], found["tasuki_dead_letters"]) == (2, 1, 1)
+    assert found["tasuki_jobs_ended failed"] == 1
+
+
+def test_a_cancel_that_is_said_twice_ends_a_job_once(stage: Stage, worker: Worker) -> None:
+    before = of_zpe(stage)
+    job_id = stage.submit()
+
+    for _ in range(2):
+        stage.post(f"/v1/jobs/{job_id}/cancel", {"reason": "test"})
+
+    assert gained(before, of_zpe(stage))["tasuki_jobs_ended canceled"] == 1
+
+
+def test_no_name_of_a_job_a_worker_or_a_token_is_a_label(stage: Stage, worker: Worker) -> None:
+    leased = worker.take(stage.submit())
+
+    text = stage.get("/metrics", stage.admin).text
+
+    assert not [secret for secret in (leased["job_id"], leased["lease_id"], worker.worker_id, worker.token) if secret in text]
+
+
+def test_who_leads_and_whether_the_store_answers_is_told(stage: Stage) -> None:
+    text = stage.get("/metrics", stage.admin).text
+
+    assert (value(text, "tasuki_leader "), value(text, "tasuki_up ")) == (1, 1)
+
+
+class Turns:
+    """Turns as the server would tell of them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = JobMetrics(self.registry)
+
+    def submit(self, *job_ids: str, subject: str = "a.b", at: float = 0.0, **fields: Any) -> None:
+        specs = [JobSpec(job_id=job_id, subject=subject, **fields) for job_id in job_ids]
+        turn = Turn(submit=[Submission(spec, "alice", b"") for spec in specs])
+        self.metrics.turn(turn, Answers(submit=[Submitted(job_id, True) for job_id in job_ids]), at)
+
+    def lease(self, job_id: str, *, spec: bytes = b"\x80", at: float = 0.0) -> None:
+        turn = Turn(lease=[LeaseRequest(worker_id="w", incarnation="i")])
+        self.metrics.turn(turn, Answers(lease=[[Grant(job_id, spec, "alice", "l", 1, 15.0)]]), at)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+def test_delivery_is_measured_from_the_submit_to_the_first_lease() -> None:
+    turns = Turns()
+    turns.submit("j", at=10.0)
+    turns.lease("j", at=12.0)
+    turns.lease("j", at=500.0)
+
+    assert turns.count("tasuki_delivery_latency_seconds_sum", group="a") == 2.0
+    assert turns.count("tasuki_delivery_latency_seconds_count", group="a") == 1
+
+
+def test_a_job_that_was_not_to_start_at_once_is_not_measured() -> None:
+    turns = Turns()
+    turns.submit("j", not_before=1e10)
+    turns.lease("j", at=500.0)
+
+    assert turns.count("tasuki_delivery_latency_seconds_count", group="a") == 0
+
+
+@pytest.mark.parametrize(("state", "retried", "dead"), [(State.PENDING, 1, 0), (State.ORPHANED, 1, 0), (State.FAILED, 0, 1)])
+def test_a_lost_attempt_is_followed_by_another_or_by_the_end(state: State, retried: int, dead: int) -> None:
+    turns = Turns()
+    turns.submit("j")
+
+    turns.metrics.turn(Turn(epoch=1, reap=9), Answers(reap=[Reaped("j", state, "w", 1, "silent")]), 1.0)
+
+    assert turns.count("tasuki_attempts_lost_total", group="a") == 1
+    assert turns.count("tasuki_jobs_retried_total", group="a", why="lost") == retried
+    assert turns.count("tasuki_dead_letters_total", group="a") == dead
+
+
+def test_a_job_that_another_server_leased_is_counted_without_its_group() -> None:
+    turns = Turns()
+    report = Report("theirs", "w", "l", 1, Outcome())
+
+    turns.metrics.turn(Turn(finish=[report]), Answers(finish=[Recorded(Answer.RECORDED, State.SUCCEEDED)]), 1.0)
+
+    assert turns.count("tasuki_jobs_ended_total", group=UNKNOWN_GROUP, state="succeeded") == 1
+
+
+def test_a_refused_and_a_repeated_report_end_nothing() -> None:
+    turns = Turns()
+    turns.submit("j")
+    reports = [Report("j", "w", "l", 1, Outcome())] * 2
+    answers = [Recorded(Answer.FENCED, State.RUNNING), Recorded(Answer.REPEATED, State.SUCCEEDED)]
+
+    turns.metrics.turn(Turn(finish=reports), Answers(finish=answers), 1.0)
+
+    assert turns.count("tasuki_reports_fenced_total", group="a") == 1
+    assert turns.count("tasuki_jobs_ended_total", group="a", state="succeeded") == 0
+
+
+def test_only_the_first_groups_have_a_name_among_the_counters() -> None:
+    turns = Turns()
+    for number in range(GROUPS_MAX + 3):
+        turns.submit(f"j{number}", subject=f"g{number}.x")
+
+    assert turns.count("tasuki_jobs_submitted_total", group=f"g{GROUPS_MAX - 1}") == 1
+    assert turns.count("tasuki_jobs_submitted_total", group=OTHER_GROUPS) == 3
+
+
+def test_what_is_remembered_of_waiting_jobs_is_bounded() -> None:
+    turns = Turns()
+    turns.submit(*(f"j{number}" for number in range(REMEMBERED_MAX + 1)))
+
+    turns.metrics.turn(Turn(cancel=[("j0", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), 1.0)
+    turns.metrics.turn(Turn(cancel=[("j1", "x", "")]), Answers(cancel=[Canceled(State.CANCELED)]), 1.0)
+
+    assert turns.count("tasuki_jobs_ended_total", group="a", state="canceled") == 1
+
+
+def test_the_sizes_of_batches_are_seen() -> None:
+    turns = Turns()
+    turns.submit("a", "b", "c")
+
+    assert turns.count("tasuki_turn_items_sum", what="submit") == 3
+    assert turns.count("tasuki_turn_items_count", what="submit") == 1
+
+
+# -- deploy/grafana ------------------------------------------------------------------------------------------------
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DEPLOY / "tasuki.json").read_text())
+    return found
+
+
+def test_the_dashboard_asks_for_nothing_that_a_scrape_does_not_have(stage: Stage, worker: Worker) -> None:
+    worker.fail(worker.take(stage.submit()))
+    families = text_string_to_metric_families(stage.get("/metrics", stage.admin).text)
+    there = {f"{family.name}{suffix}" for family in families for suffix in ("", "_total", "_bucket", "_sum", "_count")}
+
+    asked = {name for panel in dashboard()["panels"] for target in panel["targets"] for name in names(target["expr"])}
+
+    assert len(asked) > 15
+    assert asked <= there
+
+
+def names(expression: str) -> list[str]:
+    return re.findall(r"\btasuki_\w+", expression)
+
+
+def test_the_dashboard_has_panels_that_do_not_overlap_and_one_source() -> None:
+    board = dashboard()
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+
+    assert (board["uid"], board["schemaVersion"] >= 36) == ("tasuki", True)
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "group"}
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {"${datasource}"}
+
+
+def test_the_scrape_config_names_a_file_for_the_token() -> None:
+    text = (DEPLOY / "prometheus.yml").read_text()
+
+    assert "credentials_file: " in text
+    assert "credentials: " not in text

@@ -214,7 +214,7 @@ def test_a_waiting_worker_says_that_it_is_still_there() -> None:
         await settle()
         before = len(server.told(Heartbeat))
 
-        worker.tick()
+        worker.tick(server.now().monotonic)
 
         assert len(server.told(Heartbeat)) == before + 1
         waiting.cancel()

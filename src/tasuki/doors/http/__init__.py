@@ -11,7 +11,8 @@ when the store has recorded it. `routes.py` is the one table of what there is: e
     answers.py   JSON out, errors as {"error": {"code", "message", "details"}}
     routes.py    the table; openapi.py makes the document of it
     calc.py      /calc/{app}/jobs: the jobs of an app            compute.py   /calc/{app}/compute: its workers
-    v1.py        /v1: the general client API                     health.py    /healthz, /readyz     metrics.py   /metrics
+    v1.py        /v1: the general client API                     health.py    /healthz, /readyz
+    metrics.py   /metrics                                        job_metrics.py  what turns did to jobs, counted
     bodies.py    what requests bring                             documents.py an app's result <-> an Outcome
 
 Only `door.py` is imported from outside. Nothing here knows which store is behind the server.

@@ -7,20 +7,21 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from tasuki import errors
 from tasuki.errors import (
     Conflict,
     DeadlineExceeded,
-    DiskFull,
     Fenced,
     Forbidden,
+    InternalError,
     InvalidInput,
     NotFound,
-    Overloaded,
     StaleEpoch,
     TasukiError,
     TooLarge,
     Unauthorized,
     Unavailable,
+    from_wire,
 )
 
 JSON = "application/json"
@@ -92,11 +93,9 @@ def envelope(code: str, message: str, details: dict[str, Any] | None = None) -> 
 
 def discreet(error: TasukiError) -> TasukiError:
     """What is wrong behind the server is told with the code alone: the words may name a folder, a host, a database."""
-    if isinstance(error, DiskFull):
-        return DiskFull("there is too little space for this now; try again later")
-    if isinstance(error, Unavailable) and not isinstance(error, Overloaded):
-        return Unavailable("the server cannot do this now, because its store does not answer; try again")
-    return error
+    if status_of(error) == 500:  # whatever it is, who asked can do nothing about it
+        return from_wire(error.code, errors.discreet(InternalError("")).message)
+    return errors.discreet(error)
 
 
 def error_answer(error: TasukiError) -> Response:

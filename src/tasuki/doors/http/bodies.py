@@ -155,6 +155,12 @@ class JobsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     on_failed: str = "return"
 
 
+class BlobOffer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A blob that the caller is about to send."""
+
+    size_bytes: Annotated[int, Meta(ge=0, le=2**53)]
+
+
 class JobIds(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Which jobs, and why."""
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 
+from tasuki.core.app import template_of
 from tasuki.core.job import BlobRef, JobSpec
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.answers import EndedOtherwise, NotFinished
 from tasuki.doors.http.call import Call, iso, refusal_of, submit, told
 from tasuki.doors.http.clients import Client
 from tasuki.doors.http.documents import WORDS, result_of
-from tasuki.doors.http.limits import number, wait_of
+from tasuki.doors.http.limits import wait_of, whole_number
 from tasuki.doors.http.replies import AppAccepted, AppAcceptedMany, AppResult, AppStatus
 from tasuki.errors import NotFound, TooLarge
 
@@ -20,15 +21,10 @@ RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is taken apart here; r
 
 
 def _spec(call: Call, job_id: str | None, payload: dict[str, Any], priority: int) -> JobSpec:
-    return JobSpec(
-        job_id=job_id or call.house.new_id(),
-        subject=call.subject,
-        payload=msgspec.json.encode(payload),
-        priority=priority,
-        max_retries=call.house.config.max_retries,
-        backoff_s=call.house.config.backoff_s,
-        delay_first_loss=True,
-    )
+    config = call.house.config
+    template = template_of(call.app, max_retries=config.max_retries, backoff_s=config.backoff_s)
+    own = {"job_id": job_id or call.house.new_id(), "payload": msgspec.json.encode(payload), "priority": priority}
+    return msgspec.structs.replace(template, **own)
 
 
 def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> AppAccepted:
@@ -37,8 +33,8 @@ def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> AppAccepted:
 
 async def submit_one(call: Call) -> AppAccepted:
     """The body is the payload; `?job_id=` makes asking again harmless."""
-    priority = number(call.request, "priority", 5, 9)
-    spec = _spec(call, call.request.query_params.get("job_id"), call.body, int(priority))
+    priority = whole_number(call.request, "priority", 5, 9)
+    spec = _spec(call, call.request.query_params.get("job_id"), call.body, priority)
     call.house.metrics.submitted(1)
     async with call.house.clients.use(call.caller) as client:
         [acceptance] = await submit(client, [spec])
@@ -114,4 +110,4 @@ async def _bytes_of(client: Client, view: dict[str, Any]) -> bytes:
     if outcome["result_bytes"] > RESULT_MAX_BYTES:
         raise TooLarge(f"the result has {outcome['result_bytes']} bytes; read it from /v1/jobs/{view['job_id']}/result")
     ref = BlobRef(outcome["result_sha256"], outcome["result_bytes"])
-    return b"".join([piece async for piece in client.talk.blob(ref, view["job_id"])])
+    return b"".join([piece async for piece in client.talk.blob(ref.sha256, view["job_id"])])

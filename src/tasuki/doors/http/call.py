@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.requests import Request
 
+from tasuki.core.app import BACKOFF_S, MAX_RETRIES
 from tasuki.core.ids import IdMaker
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Acceptance, Accepted, SubmitJobs
@@ -30,9 +31,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     apps: tuple[str, ...] = ()
     """Names below /calc."""
     lease_ttl_s: float = 60.0
-    max_retries: int = 3
+    max_retries: int = MAX_RETRIES
     """Of the apps' jobs."""
-    backoff_s: float = 10.0
+    backoff_s: float = BACKOFF_S
 
 
 class House(msgspec.Struct):

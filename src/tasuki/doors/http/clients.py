@@ -1,12 +1,28 @@
-"""Those who submit and ask: one virtual client connection for each token that is in use, kept a while for the next request."""
+"""Those who submit and ask: one virtual client connection for each token that is in use, kept a while for the next request.
+
+Whoever waits for the ends of jobs listens for them here. A job that somebody listened for stays watched until it has ended, so
+that who asks for it again, in one long poll after the other, costs the store nothing more.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from tasuki.core.greeting import IDLE_TIMEOUT_S
-from tasuki.core.protocol import CancelJobs, Heartbeat, HelloClient, Message, Reply, Request, Results
+from tasuki.core.protocol import (
+    CancelJobs,
+    Heartbeat,
+    HelloClient,
+    JobResult,
+    Message,
+    Reply,
+    Request,
+    Results,
+    outcome_bytes,
+)
 from tasuki.doors.http.gate import Caller
 from tasuki.doors.http.talk import Talk
 from tasuki.errors import TasukiError, Unavailable
@@ -15,6 +31,30 @@ from tasuki.server.app import Server
 KEPT_S = IDLE_TIMEOUT_S / 2  # after the last request
 BEAT_S = IDLE_TIMEOUT_S / 3  # while somebody waits
 CLIENT_ID = "http"
+HEARD_MAX_BYTES = 4 * 1024 * 1024  # results of one listener, inline ones of 64 KiB; the rest is read again when it asks again
+
+
+class Listener:
+    """Somebody who waits for jobs to end. `woken` is done at the first end, or when the connection has ended."""
+
+    def __init__(self) -> None:
+        self.items: list[JobResult] = []
+        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._size_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        return self._size_bytes > HEARD_MAX_BYTES
+
+    def hear(self, item: JobResult) -> None:
+        if not self.full:
+            self._size_bytes += outcome_bytes(item.outcome)
+            self.items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
 
 
 class Client:
@@ -26,7 +66,9 @@ class Client:
         self.used_at = 0.0
         self.beat_at = server.now().monotonic
         self.opened: asyncio.Future[None] | None = None
-        self._ends: dict[str, list[asyncio.Future[None]]] = {}
+        self._listeners: dict[str, list[Listener]] = {}
+        self._watched: set[str] = set()
+        """The server will say when these end."""
 
     async def request(self, verb: str, **params: Any) -> Any:
         """The body of the Reply."""
@@ -37,41 +79,71 @@ class Client:
         msg_id = self.talk.next_id()
         return _body(await self.talk.ask(msg_id, CancelJobs(msg_id, job_ids, reason)))
 
+    @contextmanager
+    def listen(self, job_ids: Collection[str]) -> Iterator[Listener]:
+        """Hear of these jobs' ends; `watch` is what makes the server tell them."""
+        listener = Listener()
+        for job_id in job_ids:
+            self._listeners.setdefault(job_id, []).append(listener)
+        try:
+            yield listener
+        finally:
+            for job_id in job_ids:
+                others = self._listeners[job_id]
+                others.remove(listener)
+                if not others:
+                    del self._listeners[job_id]
+
+    def unwatched(self, job_ids: Collection[str]) -> list[str]:
+        """Those of which the server has still to be told that somebody waits for their ends."""
+        return [job_id for job_id in job_ids if job_id not in self._watched]
+
+    async def watch(self, job_ids: list[str]) -> dict[str, str]:
+        """Their states; those that have ended are heard of at once, the others when they end."""
+        self._watched.update(job_ids)  # before the answer: an end that comes right behind it takes its job out again
+        try:
+            states: dict[str, str] = (await self.request("watch", job_ids=job_ids))["states"]
+        except BaseException:
+            self._watched.difference_update(job_ids)
+            raise
+        return states
+
     async def until_ended(self, job_id: str, wait_s: float) -> None:
         """Returns when the job has ended, or the time is over."""
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._ends.setdefault(job_id, [])
-        waiting.append(ended)
-        try:
+        with self.listen([job_id]) as listener:
             await self.request("watch", job_ids=[job_id])
-            await asyncio.wait([ended], timeout=wait_s)
+            await asyncio.wait([listener.woken], timeout=wait_s)
             if self.talk.closed is not None:
                 raise self.talk.closed
-        finally:
-            waiting.remove(ended)
-            if not waiting:
-                self._ends.pop(job_id, None)
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Results):
             for item in message.items:
-                _wake(self._ends.get(item.job_id, ()))
+                self._watched.discard(item.job_id)
+                for listener in self._listeners.get(item.job_id, ()):
+                    listener.hear(item)
 
     def _on_close(self, error: TasukiError) -> None:
-        for waiting in self._ends.values():
-            _wake(waiting)
-
-
-def _wake(waiting: Any) -> None:
-    for ended in waiting:
-        if not ended.done():
-            ended.set_result(None)
+        for listeners in self._listeners.values():
+            for listener in listeners:
+                listener.wake()
 
 
 def _body(message: Message) -> Any:
     if not isinstance(message, Reply):
         raise Unavailable(f"the server answered with {type(message).__name__}; try again")
     return message.body
+
+
+@asynccontextmanager
+async def own_talk(server: Server, caller: Caller) -> AsyncIterator[Talk]:
+    """A connection for one thing alone: what is still under way on it at the end is broken off."""
+    talk = Talk(server, caller.address, lambda message: None)
+    try:
+        await talk.hello(HelloClient(msg_id=talk.next_id(), client_id=CLIENT_ID, token=caller.secret, agent="http"))
+        yield talk
+    finally:
+        talk.leave()
 
 
 class Clients:

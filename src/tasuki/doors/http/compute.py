@@ -68,7 +68,8 @@ async def register(call: Call) -> Registered:
     secret, token_id = make_secret("worker"), secrets.token_hex(6)
     async with call.house.clients.use(call.caller) as client:
         told = await client.request("worker.register", token_id=token_id, sha256=token_sha256(secret), label=call.body.label)
-        client.talk.leave()
+        if client.users == 1:  # others who show the same token are still to be told that it is spent
+            client.talk.leave()
     return _registered(told["worker_id"], secret, token_id, told["expires_at"])
 
 
@@ -92,10 +93,10 @@ def _registered(worker_id: str, secret: str, token_id: str, expires_at: float) -
 
 
 async def revoke(call: Call) -> WorkerRevoked:
-    """For an administrator: all tokens of a worker."""
+    """For an administrator: all tokens with which a worker takes jobs of this app."""
     worker_id = str(call.request.path_params["worker_id"])
     async with call.house.clients.use(call.caller) as client:
-        told = await client.request("worker.revoke", worker_id=worker_id)
+        told = await client.request("worker.revoke", worker_id=worker_id, subject=call.subject)
     return WorkerRevoked(worker_id, len(told["revoked"]))
 
 

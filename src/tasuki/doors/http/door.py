@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from tasuki.config import check_app
 from tasuki.core.address import Address
@@ -25,10 +26,11 @@ from tasuki.doors.http import limits
 from tasuki.doors.http.answers import CODES, discreet, envelope, error_answer, json_answer
 from tasuki.doors.http.call import Call, House, HttpConfig
 from tasuki.doors.http.clients import Clients
-from tasuki.doors.http.gate import admit
+from tasuki.doors.http.gate import Gate
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
-from tasuki.doors.http.routes import ADMINS, ROUTES, Route
+from tasuki.doors.http.routes import ROUTES, Route
+from tasuki.doors.http.shortcut import Shortcut
 from tasuki.doors.http.workers import Workers
 from tasuki.errors import ConfigError, InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
 from tasuki.server.app import Server
@@ -60,6 +62,8 @@ class HttpDoor:
         workers = Workers(server, config.lease_ttl_s)
         new_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
         self._house = House(server, config, Clients(server), workers, new_id, Metrics())
+        server.on_turn = self._house.metrics.turn
+        self._gate = Gate(server)
         self._intake = limits.Intake()
         self._under_way = 0
         self._closing = False
@@ -73,7 +77,7 @@ class HttpDoor:
         """Listen; the address with the port that was really taken."""
         sock = _bound(address)
         config = uvicorn.Config(
-            self.app,
+            Shortcut(self.app),
             http=limits.LimitedProtocol,
             ws="none",
             loop="none",
@@ -140,6 +144,8 @@ class HttpDoor:
             try:
                 answer = await self._surely_answer(route, request)
                 status = answer.status_code
+                if route.streamed:
+                    answer.headers["Connection"] = "close"  # what was not read of the body is none of the next request
                 return answer
             finally:
                 self._under_way -= 1
@@ -151,14 +157,13 @@ class HttpDoor:
         try:
             return await self._answer(route, request)
         except TasukiError as error:
-            told = discreet(error) if route.kinds != ADMINS else error
+            told = discreet(error)  # whatever the route: who asks may not have been let in yet
             if told is not error:
                 logger.warning("%s %s: %s", route.method, route.path, error.message)
             return error_answer(told)
-        except Exception as error:
+        except Exception:
             logger.exception("%s %s failed", route.method, route.path)
-            text = f"{route.method} {route.path} failed: {type(error).__name__}; please report it, with the server's log"
-            return error_answer(InternalError(text))
+            return error_answer(discreet(InternalError("")))
 
     async def _answer(self, route: Route, request: Request) -> Response:
         if not route.kinds:
@@ -166,12 +171,16 @@ class HttpDoor:
         app = request.path_params.get("app")
         if app is not None and app not in self._house.config.apps:
             raise NotFound(f"there is no app {app[:64]!r} here")
-        caller = await admit(self._house.server, request, route.kinds)
+        caller = await self._gate.admit(request, route.kinds)
+        call = Call(self._house, request, caller)
+        if route.streamed:
+            return await self._handled(route, call)
         with self._intake.share() as share:
-            call = Call(self._house, request, caller)
             body = await limits.read_body(request, share)
             if route.body is not None:
                 call.body = _decoded(route, body)
+            elif route.content:
+                call.body = body
             return await self._handled(route, call)
 
     async def _handled(self, route: Route, call: Call) -> Response:
@@ -179,7 +188,7 @@ class HttpDoor:
             return _encoded(await route.handle(call))
         except Unauthorized:
             # A virtual connection was hung up on: the token has ended meanwhile, and the store knows how.
-            await admit(self._house.server, call.request, route.kinds)
+            await self._gate.admit(call.request, route.kinds)
             raise Unavailable("the connection was renewed; try again") from None
 
 
@@ -197,7 +206,14 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code if error.status_code in CODES else 400
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return json_answer(envelope(CODES[status], message), status, dict(error.headers or {}))
+    headers = {"Allow": _methods_of(request)} if status == 405 else dict(error.headers or {})
+    return json_answer(envelope(CODES[status], message), status, headers)
+
+
+def _methods_of(request: Request) -> str:
+    """What may be done at this path. The framework names the methods of the first route only."""
+    routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
 def _bound(address: Address) -> socket.socket:

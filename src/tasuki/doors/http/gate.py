@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 
 import msgspec
@@ -55,12 +56,49 @@ def judge(row: TokenRow | None, wall: float) -> Identity:
     return identify(row, wall)
 
 
-async def admit(server: Server, request: Request, kinds: Collection[Kind]) -> Caller:
-    """The caller, if a token of its kind may use this route."""
-    secret = secret_of(request)
-    sha256 = token_sha256(secret)
-    identity = judge(await server.ask(lambda reader: reader.token(sha256)), server.now().wall)
-    if identity.kind not in kinds:
-        raise Forbidden(f"a token of kind {identity.kind} may not do this; it takes one of kind {' or '.join(sorted(kinds))}")
-    client = request.client
-    return Caller(identity, sha256, secret, f"{client.host}:{client.port}" if client is not None else "")
+class Gate:
+    """Asks the store who calls. What arrives while it is being asked goes together with the next question: each request is
+    judged by an answer that was asked for after it came, and many of them cost one."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._wanted: dict[str, asyncio.Future[TokenRow | None]] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    async def admit(self, request: Request, kinds: Collection[Kind]) -> Caller:
+        """The caller, if a token of its kind may use this route."""
+        secret = secret_of(request)
+        sha256 = token_sha256(secret)
+        identity = judge(await self._row(sha256), self._server.now().wall)
+        if identity.kind not in kinds:
+            wanted = " or ".join(sorted(kinds))
+            raise Forbidden(f"a token of kind {identity.kind} may not do this; it takes one of kind {wanted}")
+        client = request.client
+        return Caller(identity, sha256, secret, f"{client.host}:{client.port}" if client is not None else "")
+
+    async def _row(self, sha256: str) -> TokenRow | None:
+        answer = self._wanted.get(sha256)
+        if answer is None:
+            answer = self._wanted[sha256] = asyncio.get_running_loop().create_future()
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._ask())
+        return await asyncio.shield(answer)
+
+    async def _ask(self) -> None:
+        try:
+            while self._wanted:
+                wanted, self._wanted = self._wanted, {}
+                await self._ask_for(wanted)
+        finally:
+            self._asking = None
+
+    async def _ask_for(self, wanted: dict[str, asyncio.Future[TokenRow | None]]) -> None:
+        try:
+            rows = await self._server.ask(lambda reader: [reader.token(sha256) for sha256 in wanted])
+        except Exception as error:  # noqa: BLE001 - raised again where each of them waits
+            for answer in wanted.values():
+                answer.set_exception(error)
+                answer.exception()  # whoever asked may have left
+        else:
+            for answer, row in zip(wanted.values(), rows, strict=True):
+                answer.set_result(row)

@@ -26,6 +26,7 @@ REQUESTS_MAX = 4096  # at once, those that wait included
 WAIT_MAX_S = 60.0
 
 T = TypeVar("T")
+_digits = re.compile(r"[0-9]{1,16}").fullmatch
 _missing = re.compile(r"Object missing required field `([^`]+)`(?: - at `\$\.?(.*)`)?").fullmatch
 
 
@@ -160,6 +161,16 @@ def number(request: Request, name: str, default: float, most: float, *, least: f
     if not least <= value <= most:
         raise InvalidInput(f"{name} must be a number from {least:g} to {most:g}, got {text[:40]!r}")
     return value
+
+
+def whole_number(request: Request, name: str, default: int, most: int, *, least: int = 0) -> int:
+    """A whole number of the query."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not _digits(text) or not least <= int(text) <= most:
+        raise InvalidInput(f"{name} must be a whole number from {least} to {most}, got {text[:40]!r}")
+    return int(text)
 
 
 def wait_of(request: Request) -> float:

@@ -1,11 +1,12 @@
-"""/metrics for Prometheus: the store's counters by group, who is connected here, and what this door does.
+"""/metrics for Prometheus: how many jobs stand where, what this server's turns did (`job_metrics.py`), what this door does.
 
-Jobs are counted in the store, for all servers together; everything else is this server's own. Groups are bounded: a name for each
-would let whoever may submit fill the monitoring.
+Where jobs stand is counted in the store, for all servers together; everything else is this server's own. Labels are bounded, and
+never a job, a worker or a token.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,13 +15,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from tasuki.core.verbs import GroupCounts
+from tasuki.core.broker import Broker
+from tasuki.core.verbs import Answers, GroupCounts, Turn
 from tasuki.doors.http.call import Call
-
-GROUPS_MAX = 100  # with a label of their own, those with most jobs; the others are added up
-OTHER_GROUPS = "(other)"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+from tasuki.doors.http.job_metrics import GROUPS_MAX, ITEMS, OTHER_GROUPS, SECONDS, JobMetrics
 
 
 class Metrics:
@@ -28,22 +26,27 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        self._jobs = JobMetrics(registry)
         self._requests = Counter("tasuki_http_requests", "Requests answered.", ("method", "route", "status"), registry=registry)
         self._seconds = Histogram(
             "tasuki_http_request_seconds",
             "Time to the answer, waiting included.",
             ("method", "route"),
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._under_way = Gauge(
             "tasuki_http_requests_under_way", "Requests being answered, those that wait included.", registry=registry
         )
-        self._items = Histogram("tasuki_http_batch_items", "Jobs in one request.", ("what",), buckets=_ITEMS, registry=registry)
+        self._items = Histogram("tasuki_http_batch_items", "Jobs in one request.", ("what",), buckets=ITEMS, registry=registry)
         self._leased = Counter("tasuki_http_jobs_leased", "Jobs handed out to workers over HTTP.", ("app",), registry=registry)
         self._reported = Counter(
             "tasuki_http_jobs_reported", "Reports of workers over HTTP.", ("app", "what", "answer"), registry=registry
         )
+
+    def turn(self, turn: Turn, answers: Answers) -> None:
+        """The server's store has committed one."""
+        self._jobs.turn(turn, answers, time.monotonic())
 
     def began(self) -> None:
         self._under_way.inc()
@@ -67,18 +70,18 @@ class Metrics:
         self._reported.labels(app, what, "recorded").inc(recorded)
         self._reported.labels(app, what, "fenced").inc(fenced)
 
-    def text(self, counts: Mapping[str, GroupCounts], workers: Iterable[dict[str, object]]) -> bytes:
+    def text(self, counts: Mapping[str, GroupCounts], broker: Broker) -> bytes:
         """Everything, with what the store and the server say at this moment."""
         now = CollectorRegistry()
-        now.register(_Now(counts, list(workers)))
+        now.register(_Now(counts, broker))
         return generate_latest(now) + generate_latest(self._registry)
 
 
 class _Now(Collector):
-    """One look at the store's counters and at the workers."""
+    """One look at the store's counters, the workers, and the server."""
 
-    def __init__(self, counts: Mapping[str, GroupCounts], workers: list[dict[str, object]]) -> None:
-        self._counts, self._workers = counts, workers
+    def __init__(self, counts: Mapping[str, GroupCounts], broker: Broker) -> None:
+        self._counts, self._broker = counts, broker
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         jobs = GaugeMetricFamily(
@@ -87,10 +90,15 @@ class _Now(Collector):
         for (group, state), count in bounded(self._counts).items():
             jobs.add_metric((group, state), count)
         yield jobs
-        yield GaugeMetricFamily("tasuki_workers", "Workers that are connected, to whichever server.", len(self._workers))
+        workers = self._broker.describe_workers()
+        yield GaugeMetricFamily("tasuki_workers", "Workers that are connected, to whichever server.", len(workers))
         for name, text in (("credit", "Jobs that they would take at once."), ("running", "Jobs that they have.")):
-            total = sum(int(str(worker[name])) for worker in self._workers)
-            yield GaugeMetricFamily(f"tasuki_workers_{name}", text, total)
+            yield GaugeMetricFamily(f"tasuki_workers_{name}", text, sum(int(str(worker[name])) for worker in workers))
+        yield GaugeMetricFamily(
+            "tasuki_leader", "1 at the server that does the leader's duties.", bool(self._broker.duties.epoch)
+        )
+        problem = self._broker.store_problem or self._broker.disk_problem
+        yield GaugeMetricFamily("tasuki_up", "1 if the store took the last turn and there is room for jobs.", not problem)
 
 
 def bounded(counts: Mapping[str, GroupCounts]) -> dict[tuple[str, str], int]:
@@ -112,5 +120,5 @@ def _values(counts: GroupCounts) -> list[int]:
 async def scrape(call: Call) -> Response:
     """For Prometheus, with an administrator's token."""
     counts = await call.house.server.ask(lambda reader: reader.counts())
-    text = call.house.metrics.text(counts, call.house.server.broker.describe_workers())
+    text = call.house.metrics.text(counts, call.house.server.broker)
     return Response(text, 200, media_type=CONTENT_TYPE_LATEST)

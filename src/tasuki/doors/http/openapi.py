@@ -16,6 +16,7 @@ API_VERSION = "1"
 DESCRIPTIONS = {
     200: "Done.",
     204: "There is no job.",
+    206: "The part that was asked for.",
     400: "The request can never work as it is (INVALID_PAYLOAD).",
     401: "No token, or one that is not valid or has expired.",
     403: "The token may not do this, or was revoked.",
@@ -66,14 +67,14 @@ def _operation(route: Route) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in _parameters(route.path)
     ]
-    parameters += [
-        {"name": name, "in": "query", "description": text, "schema": {"type": kind}} for name, kind, text in route.query
-    ]
+    parameters += [{"name": name, "in": "query", "description": text, "schema": schema} for name, schema, text in route.query]
     if parameters:
         made["parameters"] = parameters
     if route.body is not None:
         kinds = (route.body, route.batch) if route.batch is not None else (route.body,)
         made["requestBody"] = {"required": _is_required(route), "content": _content(*kinds)}
+    elif route.content:
+        made["requestBody"] = {"required": True, "content": {route.content: {}}}
     if route.kinds:
         made["security"] = [{"bearer": []}]
         made["x-token-kinds"] = sorted(route.kinds)
@@ -92,9 +93,11 @@ def _is_required(route: Route) -> bool:
 
 
 def _responses(route: Route) -> dict[str, Any]:
-    binary: dict[str, Any] = {"application/octet-stream": {}, "application/zip": {}}
+    binary: dict[str, Any] = {media_type: {} for media_type in route.binary}
     content = binary if route.binary else {"text/plain": {}} if route.text else _content(*_answers(route))
     made: dict[str, Any] = {"200": {"description": DESCRIPTIONS[200], "content": content}}
+    if route.partial:
+        made["206"] = {"description": DESCRIPTIONS[206], "content": content}
     if route.empty:
         made["204"] = {"description": DESCRIPTIONS[204]}
     common = (400, 401, 403, 413, 500, 503) if route.kinds else ()

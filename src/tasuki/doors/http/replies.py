@@ -175,6 +175,19 @@ class LogPart(msgspec.Struct, kw_only=True):
     """The servers to ask instead: the job runs there."""
 
 
+class BlobHad(msgspec.Struct):
+    """Whether the blob is here; else send it."""
+
+    have: bool
+
+
+class BlobKept(msgspec.Struct):
+    """The blob is durable. A job that names it must follow within the hour."""
+
+    sha256: str
+    size_bytes: int
+
+
 class Health(msgspec.Struct):
     """The server is there."""
 

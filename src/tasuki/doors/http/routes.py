@@ -8,15 +8,24 @@ from typing import Any
 import msgspec
 
 from tasuki.core.access import Kind
-from tasuki.doors.http import bodies, calc, compute, health, metrics, replies, v1
+from tasuki.doors.http import blobs, bodies, calc, compute, frames, health, metrics, replies, v1
 from tasuki.doors.http.call import Call, House
+from tasuki.doors.http.limits import WAIT_MAX_S
+from tasuki.net.http_names import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE
+from tasuki.wire.compression import CODECS
 
 CLIENTS = frozenset({Kind.CLIENT, Kind.ADMIN})
 ADMINS = frozenset({Kind.ADMIN})
 WORKERS = frozenset({Kind.WORKER})
 ENROLLERS = frozenset({Kind.ENROL})
 
-WAIT = ("wait", "number", "How many seconds the answer may wait for something to tell, 0 to 60.")
+
+def _number(kind: str, least: float, most: float) -> dict[str, Any]:
+    return {"type": kind, "minimum": least, "maximum": most}
+
+
+_TEXT = {"type": "string"}
+WAIT = ("wait", _number("number", 0, WAIT_MAX_S), "How many seconds the answer may wait for something to tell.")
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,17 +38,23 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     body: Any = None
     batch: Any = None
     """What the body is instead, if it has the field `jobs`."""
+    content: str = ""
+    """The media type of a body that is not JSON; `handle` gets it as bytes."""
+    streamed: bool = False
+    """`handle` reads the body itself: it may be larger than any other."""
     answer: Any = dict[str, Any]
     """One type, or several as a tuple."""
     empty: bool = False
     """It may answer 204."""
-    binary: bool = False
-    """It answers with bytes."""
+    binary: tuple[str, ...] = ()
+    """The media types of an answer that is bytes."""
+    partial: bool = False
+    """It may answer with a part (206)."""
     text: bool = False
     errors: tuple[int, ...] = ()
     """Besides those that all routes of its kind have."""
-    query: tuple[tuple[str, str, str], ...] = ()
-    """(name, type, what for)"""
+    query: tuple[tuple[str, dict[str, Any], str], ...] = ()
+    """(name, its JSON schema, what for)"""
 
     @property
     def summary(self) -> str:
@@ -59,7 +74,8 @@ def _post(path: str, handle: Callable[[Call], Awaitable[Any]], **fields: Any) ->
 
 
 _JOBS, _COMPUTE = "/calc/{app}/jobs", "/calc/{app}/compute"
-_QUERY = tuple((name, "string", "A filter.") for name in ("state", "subject", "array_id", "worker_id", "text", "cursor"))
+_BLOB, _BYTES = BLOBS_PATH + "/{sha256}", "application/octet-stream"
+_QUERY = tuple((name, _TEXT, "A filter.") for name in ("state", "subject", "array_id", "worker_id", "text", "cursor"))
 
 ROUTES: tuple[Route, ...] = (
     _open("/healthz", health.healthz),
@@ -71,7 +87,7 @@ ROUTES: tuple[Route, ...] = (
         body=dict[str, Any],
         answer=replies.AppAccepted,
         errors=(404, 409),
-        query=(("job_id", "string", "Your own id."), ("priority", "integer", "0 to 9, higher first.")),
+        query=(("job_id", _TEXT, "Your own id."), ("priority", _number("integer", 0, 9), "Higher first.")),
     ),
     _post(_JOBS + "/batch", calc.submit_many, body=bodies.AppJobs, answer=replies.AppAcceptedMany, errors=(404,)),
     _get(_JOBS + "/{job_id}", calc.status, answer=replies.AppStatus),
@@ -169,25 +185,44 @@ ROUTES: tuple[Route, ...] = (
         answer=(replies.Accepted, replies.AcceptedMany),
         errors=(404, 409),
     ),
-    _get("/v1/jobs", v1.list_jobs, query=(*_QUERY, ("limit", "integer", "1 to 1000.")), errors=()),
+    _get("/v1/jobs", v1.list_jobs, query=(*_QUERY, ("limit", _number("integer", 1, 1000), "How many.")), errors=()),
     _post("/v1/jobs/cancel", v1.cancel_many, body=bodies.JobIds, errors=(404,)),
     _post("/v1/jobs/requeue", v1.requeue_many, body=bodies.JobIds, errors=(404,)),
     _get("/v1/jobs/{job_id}", v1.get_job, query=(WAIT,)),
     _post("/v1/jobs/{job_id}/cancel", v1.cancel_one, body=bodies.Reason, errors=(404,)),
     _post("/v1/jobs/{job_id}/requeue", v1.requeue_one, body=bodies.Reason, errors=(404,)),
-    _get("/v1/jobs/{job_id}/result", v1.result, binary=True, errors=(404, 409), query=(WAIT,)),
+    _get("/v1/jobs/{job_id}/result", v1.result, binary=(_BYTES, "application/zip"), errors=(404, 409), query=(WAIT,)),
     _get(
         "/v1/jobs/{job_id}/logs",
         v1.logs,
         answer=replies.LogPart,
         query=(
-            ("stream", "string", "stdout or stderr."),
-            ("offset", "integer", "Where to go on."),
-            ("attempt", "integer", "The one that the offset is of; 0: the current one."),
-            ("wait", "number", "How many seconds to wait for something new, 0 to 25."),
+            ("stream", {"type": "string", "enum": ["stdout", "stderr"]}, "Which one."),
+            ("offset", _number("integer", 0, v1.OFFSET_MAX), "Where to go on."),
+            ("attempt", _number("integer", 0, v1.OFFSET_MAX), "The one that the offset is of; 0: the current one."),
+            ("wait", _number("number", 0, v1.LOG_WAIT_MAX_S), "How many seconds to wait for something new."),
         ),
     ),
     _get("/v1/jobs/{job_id}/explain", v1.explain),
     _get("/v1/stats", v1.stats, kinds=ADMINS, errors=()),
+    # -- what `tasuki --to http://…` speaks
+    _post(
+        FRAMES_PATH,
+        frames.frames,
+        content=FRAMES_TYPE,
+        binary=(FRAMES_TYPE,),
+        query=(WAIT, ("codec", {"type": "string", "enum": list(CODECS)}, "What the answer's frames may be compressed with.")),
+    ),
+    _post(_BLOB, blobs.offer, body=bodies.BlobOffer, answer=replies.BlobHad),
+    Route(
+        method="PUT",
+        path=_BLOB,
+        handle=blobs.put,
+        kinds=CLIENTS,
+        content=_BYTES,
+        streamed=True,
+        answer=replies.BlobKept,
+    ),
+    _get(_BLOB, blobs.get, binary=(_BYTES,), partial=True, query=(("job_id", _TEXT, "Whose input or result it is."),)),
     _get("/metrics", metrics.scrape, kinds=ADMINS, text=True, errors=()),
 )

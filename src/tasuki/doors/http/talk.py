@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
 from tasuki.core.job import BlobRef
@@ -19,6 +19,8 @@ from tasuki.server.app import Server
 
 ANSWER_TIMEOUT_S = 30.0  # of the server; a store that takes longer is taken to be away
 CHUNKS_AHEAD_MAX = 8  # of one download, 256 KiB each
+
+_Answers = asyncio.Queue[Message | TasukiError]
 
 
 class Talk:
@@ -41,7 +43,7 @@ class Talk:
         self._on_close = on_close
         self._msg_ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Message]] = {}
-        self._several: dict[int, asyncio.Queue[Message | TasukiError]] = {}
+        self._several: dict[int, _Answers] = {}
         self._paused: set[object] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -65,6 +67,13 @@ class Talk:
 
     async def ask(self, msg_id: int, message: Message, timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
         """Say it and wait for the answer; an ErrorMessage is raised as the error that it describes."""
+        answer = await self.exchange(msg_id, message, timeout_s)
+        if isinstance(answer, ErrorMessage):
+            raise from_wire(answer.code, answer.message, answer.details)
+        return answer
+
+    async def exchange(self, msg_id: int, message: Message, timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
+        """Say it and wait for the answer, whatever it is; only the end of the connection is raised."""
         await self.flow()
         if self.closed is not None:
             raise self.closed
@@ -72,7 +81,8 @@ class Talk:
         self._asked[msg_id] = answer
         try:
             self._server.received(self._conn, message)
-            return await self._within(answer, timeout_s)
+            found: Message = await self._within(answer, timeout_s)
+            return found
         finally:
             self._asked.pop(msg_id, None)
 
@@ -98,26 +108,43 @@ class Talk:
     async def put_blob(self, data: bytes) -> BlobRef:
         """Have these bytes kept by their hash."""
         sha256 = await asyncio.get_running_loop().run_in_executor(None, _sha256, data)
-        msg_id = self.next_id()
-        async with _Several(self._several, msg_id) as answers:
-            self.tell(BlobPut(msg_id, sha256, len(data)))
-            reply = await self._next(answers)
-            if isinstance(reply, Reply) and not reply.body.get("have"):
-                await self._send_chunks(msg_id, data)
-                await self._next(answers)
+        await self.put_pieces(BlobRef(sha256, len(data)), _cut(data))
         return BlobRef(sha256, len(data))
 
-    async def _send_chunks(self, msg_id: int, data: bytes) -> None:
-        for offset in range(0, len(data), CHUNK_BYTES):
-            await self.flow()
-            piece = data[offset : offset + CHUNK_BYTES]
-            self.tell(Chunk(msg_id, offset, piece, last=offset + len(piece) == len(data)))
+    async def put_pieces(self, ref: BlobRef, pieces: AsyncIterator[bytes]) -> None:
+        """Have a blob kept whose bytes come piece by piece; they are not asked for if it is there."""
+        msg_id = self.next_id()
+        async with _Several(self._several, msg_id) as answers:
+            if not await self._offer(msg_id, ref, answers):
+                await self._send_chunks(msg_id, pieces, answers)
+                await self._next(answers)
 
-    async def blob(self, ref: BlobRef, job_id: str) -> AsyncIterator[bytes]:
+    async def has_blob(self, ref: BlobRef) -> bool:
+        """Is it there? Then it is kept for as long as one that has just come. Begins an upload that `leave` must end if not."""
+        msg_id = self.next_id()
+        async with _Several(self._several, msg_id) as answers:
+            return await self._offer(msg_id, ref, answers)
+
+    async def _offer(self, msg_id: int, ref: BlobRef, answers: _Answers) -> bool:
+        self.tell(BlobPut(msg_id, ref.sha256, ref.size_bytes))
+        reply = await self._next(answers)
+        return isinstance(reply, Reply) and bool(reply.body.get("have"))
+
+    async def _send_chunks(self, msg_id: int, pieces: AsyncIterator[bytes], answers: _Answers) -> None:
+        offset = 0
+        async for piece in pieces:
+            if answers.qsize():  # a refusal: the rest is of no use
+                return
+            await self.flow()
+            self.tell(Chunk(msg_id, offset, piece))
+            offset += len(piece)
+        self.tell(Chunk(msg_id, offset, b"", last=True))
+
+    async def blob(self, sha256: str, job_id: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """The bytes of a job's blob, piece by piece. Whoever reads them from the store has compared them with their hash."""
         msg_id = self.next_id()
         async with _Several(self._several, msg_id) as answers:
-            self.tell(BlobGet(msg_id, ref.sha256, job_id))
+            self.tell(BlobGet(msg_id, sha256, job_id, offset))
             while True:
                 chunk = await self._next(answers)
                 self._taken.set()
@@ -127,7 +154,7 @@ class Talk:
                 if chunk.last:
                     return
 
-    async def _next(self, answers: asyncio.Queue[Message | TasukiError]) -> Message:
+    async def _next(self, answers: _Answers) -> Message:
         if self.closed is not None:
             raise self.closed
         answer = await self._within(answers.get(), ANSWER_TIMEOUT_S)
@@ -149,10 +176,7 @@ class Talk:
         if answer is None:
             self._hear(message)
         elif not answer.done():
-            if isinstance(message, ErrorMessage):
-                answer.set_exception(from_wire(message.code, message.message, message.details))
-            else:
-                answer.set_result(message)
+            answer.set_result(message)
 
     def send_together(self, messages: Iterable[Message]) -> None:
         for message in messages:
@@ -198,15 +222,20 @@ class Talk:
 class _Several:
     """A question that has more than one answer."""
 
-    def __init__(self, table: dict[int, asyncio.Queue[Message | TasukiError]], msg_id: int) -> None:
+    def __init__(self, table: dict[int, _Answers], msg_id: int) -> None:
         self._table, self._msg_id = table, msg_id
 
-    async def __aenter__(self) -> asyncio.Queue[Message | TasukiError]:
+    async def __aenter__(self) -> _Answers:
         self._table[self._msg_id] = asyncio.Queue()
         return self._table[self._msg_id]
 
     async def __aexit__(self, *error: object) -> None:
         del self._table[self._msg_id]
+
+
+async def _cut(data: bytes) -> AsyncIterator[bytes]:
+    for offset in range(0, len(data), CHUNK_BYTES):
+        yield data[offset : offset + CHUNK_BYTES]
 
 
 def _sha256(data: bytes) -> str:

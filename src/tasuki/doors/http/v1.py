@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
-from tasuki.core.job import TERMINAL, BlobRef, InputFile, JobSpec, State
+from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.answers import EndedOtherwise, NotFinished
 from tasuki.doors.http.bodies import JobBody, JobsBody
 from tasuki.doors.http.calc import detail_of
 from tasuki.doors.http.call import Call, refusal_of, submit, told
 from tasuki.doors.http.clients import Client
-from tasuki.doors.http.limits import number, wait_of
+from tasuki.doors.http.limits import number, wait_of, whole_number
 from tasuki.doors.http.replies import Accepted, AcceptedMany, LogPart
 from tasuki.errors import InvalidInput
 
 LOG_WAIT_MAX_S = 25.0
-OFFSET_MAX = float(2**53)
+OFFSET_MAX = 2**53
 ZIP_MAGIC = b"PK\x03\x04"
 
 
@@ -104,7 +104,7 @@ async def list_jobs(call: Call) -> Any:
     unknown = set(query) - {"state", "subject", "array_id", "worker_id", "text", "cursor", "limit"}
     if unknown:
         raise InvalidInput(f"there is no filter {min(unknown)[:40]!r}; left out, it would quietly find everything")
-    limit = int(number(call.request, "limit", 50, 1000, least=1))
+    limit = whole_number(call.request, "limit", 50, 1000, least=1)
     async with call.house.clients.use(call.caller) as client:
         return await client.request("find", limit=limit, **filters)
 
@@ -163,15 +163,16 @@ async def result(call: Call) -> Response:
             data = outcome["result"] or b""
             return Response(data, 200, headers, _media_type(data))
         headers["Content-Length"] = str(outcome["result_bytes"])
-        pieces = client.talk.blob(BlobRef(outcome["result_sha256"], outcome["result_bytes"]), call.job_id)
+        pieces = client.talk.blob(outcome["result_sha256"], call.job_id)
         first = await anext(pieces, b"")  # what cannot be read is an error, and no half answer
         kept = stack.pop_all()
-        return StreamingResponse(_stream(kept, first, pieces), 200, headers, _media_type(first))
+        return StreamingResponse(stream(kept, first, pieces), 200, headers, _media_type(first))
     finally:
         await stack.aclose()
 
 
-async def _stream(kept: AsyncExitStack, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def stream(kept: AsyncExitStack, first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """An answer's body; what it needs is kept until its end."""
     async with kept:
         yield first
         async for piece in rest:
@@ -188,8 +189,8 @@ async def logs(call: Call) -> LogPart:
     params: dict[str, Any] = {
         "job_id": call.job_id,
         "stream": query.get("stream", "stdout"),
-        "offset": int(number(call.request, "offset", 0, OFFSET_MAX)),
-        "attempt": int(number(call.request, "attempt", 0, OFFSET_MAX)),
+        "offset": whole_number(call.request, "offset", 0, OFFSET_MAX),
+        "attempt": whole_number(call.request, "attempt", 0, OFFSET_MAX),
         "wait_s": number(call.request, "wait", 0.0, LOG_WAIT_MAX_S),
     }
     async with call.house.clients.use(call.caller) as client:

@@ -322,10 +322,10 @@ class HttpWorker:
                 if not answer.done():
                     answer.set_exception(error)
 
-    def tick(self) -> None:
-        now = self._server.now().monotonic
-        for lease_id in [lease_id for lease_id, handed in self._handed.items() if handed.until < now]:
-            del self._handed[lease_id]
+    def tick(self, now: float) -> None:
+        if self._handed:
+            for lease_id in [lease_id for lease_id, handed in self._handed.items() if handed.until < now]:
+                del self._handed[lease_id]
         if self._waiting and self._talk is not None and now - self._beat_at > self.ttl_s / 4:
             self._beat_at = now
             self._talk.tell(Heartbeat(self._talk.next_id()))
@@ -358,7 +358,7 @@ class Workers:
     def tick(self) -> None:
         now = self._server.now().monotonic
         for worker_id, worker in list(self._workers.items()):
-            worker.tick()
+            worker.tick(now)
             if not worker.users and now - worker.used_at > self._ttl_s:
                 worker.leave()
                 del self._workers[worker_id]

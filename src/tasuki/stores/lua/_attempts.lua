@@ -2,7 +2,7 @@
 
 local attempts = {}
 
--- The job is `to.worker_id`'s now: one attempt more, a fresh lease. Answers what a Grant is made of (see _shows.lua).
+-- The job is `to.worker_id`'s now: one attempt more, a fresh lease.
 function attempts.grant(job, to, epoch)
   local was = job.state
   if not LEASED[was] then
@@ -15,12 +15,12 @@ function attempts.grant(job, to, epoch)
   end
   -- Field by field: this is done for every job, and a table of changes costs as much as all the rest.
   job.state = rules.after(was, 'grant')
-  job.attempt = tostring((job.attempt or 0) + 1)
+  job.attempt = plus_one(job.attempt)
   job.assigned_worker_id, job.assigned_at = to.worker_id, now.text
   job.lease_id, job.incarnation, job.ttl_s = to.lease_id, to.incarnation, to.ttl_s
   job.started_at, job.said, job.progress, job.delayed = nil, nil, nil, nil
   job.keep, job.reconnect_grace_s, job.expires_at = nil, nil, nil
-  if to.on_disconnect == 'keep' or tonumber(to.reconnect_grace_s) ~= 0 or epoch then
+  if to.on_disconnect == 'keep' or to.has_grace or epoch then
     local keep = to.on_disconnect == 'keep' and '1'
     jobs.set(job, { keep = keep, reconnect_grace_s = to.reconnect_grace_s, leader_epoch = epoch or job.leader_epoch })
   end
@@ -30,7 +30,6 @@ function attempts.grant(job, to, epoch)
     jobs.show_status(job, '')
   end
   leases.show(job)
-  return { job.id, to.lease_id, job.attempt, to.ttl_s }
 end
 
 -- What the verdict on an attempt says. Without an outcome it is the store's own word on a lost worker.

@@ -1,16 +1,15 @@
 -- What is known of a job, and all that follows when it changes: queue or index, counters, status, story.
 --
 -- {app}:job:{id} is the msgpack of what changes: `Record` in redis_values.py says which fields in which order, and `read_record`
--- and `record_fields` are rendered from it. {app}:spec:{id} is what never changes: the length of the facts (4 bytes), the facts
+-- and `pack_record` are rendered from it. {app}:spec:{id} is what never changes: the length of the facts (4 bytes), the facts
 -- (`Facts` in redis_values.py), and the JobSpec without its payload. All values are texts; what is none, no or zero is not there.
 
 local loaded = {} -- id -> job, as far as this script has looked
-local changed = {} -- id -> job whose record is to be written
+local changed, changed_size = {}, 0 -- jobs whose record is to be written
 local gained = {} -- group -> counter -> by how much this turn changes it
 
 local function read(id, packed)
-  local job = read_record(cmsgpack.unpack(packed))
-  job.id = id
+  local job = read_record(id, packed)
   loaded[id] = job
   return job
 end
@@ -22,11 +21,6 @@ function jobs.load(id)
     job = packed and read(id, packed) or nil
   end
   return job
-end
-
--- If this script has met it.
-function jobs.loaded(id)
-  return loaded[id]
 end
 
 -- Many at once.
@@ -54,16 +48,37 @@ end
 -- What never changes.
 function jobs.facts(job)
   if not job.facts then
-    local stored = strings[of('spec', job.id)] or redis.call('GET', of('spec', job.id))
-    job.facts = read_facts_of(stored)
+    job.facts = read_facts_of(redis.call('GET', of('spec', job.id)))
   end
   return job.facts
 end
 
+local function mark(job)
+  if not job.is_changed then
+    job.is_changed = true
+    changed_size = changed_size + 1
+    changed[changed_size] = job
+  end
+end
+
+-- Of many of those that are loaded.
+function jobs.preload_facts(ids)
+  local bare, names = {}, {}
+  for _, id in ipairs(ids) do
+    local job = loaded[id]
+    if job and not job.facts then
+      bare[#bare + 1], names[#names + 1] = job, of('spec', id)
+    end
+  end
+  for i, value in ipairs(read_many(names)) do
+    bare[i].facts = value and read_facts_of(value) or nil
+  end
+end
+
 -- Its fields were set.
 function jobs.touch(job)
-  job.version = tostring((job.version or 0) + 1)
-  changed[job.id] = job
+  job.version = plus_one(job.version)
+  mark(job)
 end
 
 -- Sets fields; false takes one away. No version is counted.
@@ -72,24 +87,30 @@ function jobs.set(job, changes)
     job[field] = value or nil
     job.has_rare = job.has_rare or RARE[field]
   end
-  changed[job.id] = job
+  mark(job)
+end
+
+local function rare_of(job)
+  local rare = nil
+  for name in pairs(RARE) do
+    if job[name] then
+      rare = rare or {}
+      rare[name] = job[name]
+    end
+  end
+  return rare
 end
 
 -- After each verb.
 function jobs.flush()
-  for id, job in pairs(changed) do
-    local rare = nil
-    if job.has_rare then
-      for name in pairs(RARE) do
-        if job[name] then
-          rare = rare or {}
-          rare[name] = job[name]
-        end
-      end
+  for i = 1, changed_size do
+    local job = changed[i]
+    job.is_changed = nil
+    if not job.is_deleted then
+      put(of('job', job.id), pack_record(job, job.has_rare and rare_of(job)))
     end
-    put(of('job', id), cmsgpack.pack(record_fields(job, rare)))
   end
-  changed = {}
+  changed_size = 0
 end
 
 function jobs.count(group, state, by)
@@ -187,9 +208,11 @@ function jobs.create(id, seq, fields)
   return job
 end
 
-function jobs.submit(id, seq, fields)
+function jobs.submit(id, seq, facts, fields)
   fields.delayed = fields.not_before and tonumber(fields.not_before) > now.wall and '1'
-  enter(jobs.create(id, seq, fields))
+  local job = jobs.create(id, seq, fields)
+  job.facts = facts
+  enter(job)
 end
 
 -- One change of a job. It is not delayed any more unless `changes` say so. `detail` is for its status.
@@ -290,7 +313,7 @@ function jobs.delete(job)
     drop(of(kind, job.id))
   end
   unrank(key.jobs, job.id)
-  loaded[job.id], changed[job.id] = nil, nil
+  loaded[job.id], job.is_deleted = nil, true
 end
 
 local ALL = 2 ^ 31

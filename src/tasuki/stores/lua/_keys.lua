@@ -4,7 +4,8 @@
 --
 --   {app}:queue                 LIST    ready jobs of the app's own subject and default priority: LPUSH in, the oldest is last.
 --                                       An outsider's SET {app}:payload:{id} + LPUSH {app}:queue {id} is a job
---   {app}:payload:{id}          STRING  what the job works on; expires with the result
+--   {app}:payload:{id}          STRING  what the job works on; expires with the result. Of jobs of other subjects only a large one,
+--                                       others stand in {app}:spec:{id}
 --   {app}:status:{id}           HASH    status (queued, running, finished, failed, canceled), detail, updated_at; likewise
 --   {app}:lease:{id}            HASH    worker_id, lease_id, expires_at. No TTL
 --   {app}:lease:index           ZSET    leased jobs by when their lease may be taken from its worker
@@ -28,7 +29,7 @@
 --   {app}:late                  ZSET    waiting jobs that have a not_after, by it
 --   {app}:counts                HASH    {counter}:{group} -> jobs
 --   {app}:sequence              HASH    what counts up: job, served, token, blob
---   {app}:epoch                 HASH    epoch, holder
+--   {app}:epoch                 HASH    epoch, holder, taken_over_at
 --   {app}:tokens                ZSET    sha256 of all tokens by order of creation
 --   {app}:token_ids             HASH    token_id -> sha256
 --   {app}:audit                 LIST    msgpack of [at, actor, action, target, detail], the newest first

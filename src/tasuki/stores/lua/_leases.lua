@@ -43,10 +43,20 @@ function leases.extend(job, ttl_s)
   if job.ttl_s ~= ttl_s then
     jobs.set(job, { ttl_s = ttl_s })
   end
+  if job.is_extended then
+    flush_ranks()
+  end
+  job.is_extended = true
   local expires_at = count_from_now(job)
   if job.shown then
     write('HSET', of('lease', job.id), 'expires_at', expires_at)
   end
+end
+
+-- Whether its worker got or renewed it after this time.
+function leases.heard_since(job, at)
+  local expires_at = at + tonumber(job.ttl_s) + LEASE_MARGIN_S
+  return leases.over_at(job.id) > expires_at + TAKEOVER_TIE_S + (job.keep and tonumber(job.reconnect_grace_s) or 0)
 end
 
 -- The fields of a record that has none.

@@ -1,8 +1,9 @@
 -- How an attempt ended: {app}:outcome:{id}, with {app}:result|summary|freqs:{id} for what has a key of its own. An outcome comes
--- as { packed = msgpack, parts = { r = bytes, s = text, f = text }, blob = sha256 of a result that is a blob }.
+-- as { packed = msgpack, r = bytes, s = text, f = text, blob = sha256 of a result that is a blob }.
 
 local outcomes = {}
 
+local PARTS = { 'r', 's', 'f' }
 local KEYS_OF_PARTS = { r = 'result', s = 'summary', f = 'freqs' }
 
 local function set(name, value, ttl_s)
@@ -18,9 +19,12 @@ function outcomes.write(job, ended, changes, ttl_s)
   outcomes.clear(job, changes)
   put(of('outcome', job.id), ended.packed)
   local flags = 'o'
-  for part, value in pairs(ended.parts or {}) do
-    set(of(KEYS_OF_PARTS[part], job.id), value, ttl_s)
-    flags = flags .. part
+  for i = 1, #PARTS do
+    local part = PARTS[i]
+    if ended[part] then
+      set(of(KEYS_OF_PARTS[part], job.id), ended[part], ttl_s)
+      flags = flags .. part
+    end
   end
   if ended.blob then
     blobs.refer(ended.blob, job.id)

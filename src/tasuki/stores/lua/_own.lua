@@ -10,8 +10,11 @@ local function adopt(id)
   if not has_payload(id) then
     return nil
   end
-  put(of('spec', id), OWN.spec .. cmsgpack.pack(id))
-  return jobs.create(id, next_of('job'), { group = OWN.group, payload = '1', shown = '1' })
+  local spec = OWN.spec .. cmsgpack.pack(id)
+  put(of('spec', id), spec)
+  local job = jobs.create(id, next_of('job'), { group = OWN.group, payload = '1', shown = '1' })
+  job.facts = read_facts_of(spec)
+  return job
 end
 
 local is_list_empty = nil
@@ -33,44 +36,54 @@ function own_jobs.load(id)
   return job
 end
 
--- The same after `jobs.preload`. `is_fresh`: it was written since.
-function own_jobs.load_preloaded(id, is_fresh)
-  local job = jobs.loaded(id)
-  if job or not (is_fresh or own_jobs.may_be_there()) then
-    return job
+local function all_of(kind, ids)
+  local names = {}
+  for i, id in ipairs(ids) do
+    names[i] = of(kind, id)
   end
-  return own_jobs.load(id)
+  return names
+end
+
+-- Whether any of these is a job. One answer for all: of new jobs, which is what most are, nothing else needs to be asked.
+function own_jobs.is_any_known(ids)
+  return count_existing(all_of('job', ids)) > 0
+    or own_jobs.may_be_there() and count_existing(all_of('payload', ids)) > 0
+end
+
+local function waits_here(job)
+  return queues.is_waiting(job) and queues.is_own(jobs.facts(job))
 end
 
 -- The jobs at the old end of the list, the oldest first, after leaving out `skip` of them. What is no job, or does not wait
 -- here, or stands here twice, is thrown out: outsiders may push what they like.
 function own_jobs.peek(skip, count)
-  local found, seen = {}, {}
-  local position = -1
-  while #found < skip + count do
-    local id = redis.call('LINDEX', key.queue, position)
-    if not id then
-      break
-    end
-    local job = jobs.load(id) or adopt(id)
-    if job and not seen[id] and queues.is_waiting(job) and queues.is_own(jobs.facts(job)) then
-      found[#found + 1] = job
-      seen[id] = true
-      position = position - 1
-    else
-      write('LREM', key.queue, -1, id)
-      if seen[id] then -- the one nearer to the end is gone now, and the other one is in its place
-        found, seen, position = {}, {}, -1
+  local found, seen, ids = {}, {}, nil
+  repeat
+    ids = redis.call('LRANGE', key.queue, -(skip + count), -(#found + 1))
+    jobs.preload(ids)
+    jobs.preload_facts(ids)
+    for i = #ids, 1, -1 do
+      local id = ids[i]
+      local job = not seen[id] and (jobs.load(id) or adopt(id))
+      if job and waits_here(job) then
+        found[#found + 1] = job
+        seen[id] = true
+      else
+        write('LREM', key.queue, -1, id)
+        if seen[id] then -- the one nearer to the end is gone now, and this one stands in its place
+          found, seen = {}, {}
+          break
+        end
       end
     end
-  end
+  until #ids == 0 or #found == skip + count
   for _ = 1, math.min(skip, #found) do
     table.remove(found, 1)
   end
   return found
 end
 
--- What outsiders pushed since the last look, at most `limit`, so that it is counted and can be asked for.
+-- What outsiders pushed since the last look, at most `limit`, so that it is counted and can be asked for. Answers how many.
 function own_jobs.meet(limit)
   local fresh = {}
   for _, id in ipairs(redis.call('LRANGE', key.queue, 0, limit - 1)) do
@@ -79,7 +92,9 @@ function own_jobs.meet(limit)
     end
     fresh[#fresh + 1] = id
   end
+  local met = 0
   for i = #fresh, 1, -1 do
-    adopt(fresh[i])
+    met = met + (adopt(fresh[i]) and 1 or 0)
   end
+  return met
 end

@@ -3,28 +3,19 @@
 
 local reports = {}
 
-local function read_parts(letters)
-  if letters == '' then
-    return nil
-  end
-  local parts = {}
-  for i = 1, #letters do
-    parts[string.sub(letters, i, i)] = take(1)
-  end
-  return parts
-end
+local ended = { packed = '', r = nil, s = nil, f = nil, blob = nil }
+local report = { id = '', worker_id = '', lease_id = '', attempt = '', started_at = '', said = '', ended = ended }
 
+-- One table for all of them, each until the next is read.
 local function read_report(id, with_failure)
-  local worker_id, lease_id, attempt, started_at, said, packed, blob, letters = take(8)
-  local report = {
-    id = id,
-    worker_id = worker_id,
-    lease_id = lease_id,
-    attempt = attempt,
-    started_at = started_at,
-    said = said,
-    ended = { packed = packed, blob = given(blob), parts = read_parts(letters) },
-  }
+  report.id = id
+  report.worker_id, report.lease_id, report.attempt, report.started_at, report.said = take(5)
+  local packed, letters = take(2)
+  ended.packed, ended.r, ended.s, ended.f, ended.blob = packed, nil, nil, nil, nil
+  for i = 1, #letters do
+    local letter = string.sub(letters, i, i)
+    ended[letter == 'b' and 'blob' or letter] = take(1)
+  end
   if with_failure then
     report.error_code, report.permanent, report.what = take(3)
   end

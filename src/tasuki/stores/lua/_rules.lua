@@ -66,7 +66,8 @@ function rules.after_loss(state, job, facts, worker_id)
   if job.keep then
     return verdict(state, 'orphan', 0, failures, losses, what .. '; kept until the next grant')
   end
-  local delay_s = losses > 1 and rules.retry_delay_s(tonumber(facts.backoff_s), losses - 2) or 0
+  local waits = facts.delay_first_loss and losses or losses - 1
+  local delay_s = waits > 0 and rules.retry_delay_s(tonumber(facts.backoff_s), waits - 1) or 0
   return verdict(state, 'lose', delay_s, failures, losses, what)
 end
 

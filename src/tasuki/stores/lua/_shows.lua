@@ -46,17 +46,23 @@ end
 
 -- The same, flat: id, lease_id, attempt and so on become id, lease_id, attempt, spec, payload and so on.
 local function flat_grants(answer)
-  local names, shown = {}, {}
+  local names, size, shown, payloads = {}, 0, {}, {}
   for i = 1, #answer, 3 do
-    local place = (i - 1) / 3 * 2
-    names[place + 1], names[place + 2] = of('spec', answer[i]), of('payload', answer[i])
+    local id = answer[i]
+    local job = jobs.load(id)
+    size = size + 1
+    names[size] = of('spec', id)
+    if job and job.payload then
+      size = size + 1
+      names[size], payloads[id] = of('payload', id), true
+    end
   end
-  local values = read_many(names)
+  local values, position = read_many(names), 0
   for i = 1, #answer, 3 do
-    local grant = (i - 1) / 3
-    local place = grant * 5
+    local place = (i - 1) / 3 * 5
     shown[place + 1], shown[place + 2], shown[place + 3] = answer[i], answer[i + 1], answer[i + 2]
-    shown[place + 4], shown[place + 5] = values[grant * 2 + 1] or '', values[grant * 2 + 2] or ''
+    shown[place + 4], shown[place + 5] = values[position + 1] or '', payloads[answer[i]] and values[position + 2] or ''
+    position = position + (payloads[answer[i]] and 2 or 1)
   end
   return shown
 end

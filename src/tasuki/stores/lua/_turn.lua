@@ -34,6 +34,18 @@ local function text(number)
   return string.format('%.17g', number)
 end
 
+local successors = {}
+
+-- The number after this one, or after none; both are texts.
+local function plus_one(number)
+  local successor = successors[number or '0']
+  if not successor then
+    successor = tostring((number or 0) + 1)
+    successors[number or '0'] = successor
+  end
+  return successor
+end
+
 -- Raised by a leader's verb of an epoch that does not lead; `main` takes the turn back and says so.
 local STALE = { 'stale' }
 

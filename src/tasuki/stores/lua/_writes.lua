@@ -1,13 +1,10 @@
--- Every write goes through here. Three things follow from that:
+-- Every write goes through here. Two things follow from that:
 --   What a turn writes can be taken back inside the script that tried it. A turn that nobody has to take back (`undo` is nil, the
 --   rule) pays nothing for this.
 --   Strings and sorted sets are written after each verb, many in one command: a command costs more than what it writes.
---   Of several writes to one place only the last is made.
 
 local undo = nil -- what to call to take the writes back, the latest last
 local remembered = {} -- keys whose old value is in `undo`
-local strings = {} -- key -> value, or false to delete it
-local ranks = {} -- sorted set -> member -> score, or false to take it out
 
 local COMMAND_MAX = 2000 -- arguments of one command; Lua cannot unpack many more at once
 
@@ -37,6 +34,12 @@ local function remember(name)
   end
 end
 
+-- What waits for the end of the verb. Flat lists whose length is counted: they are filled for every job, and a table by name costs
+-- twice as much. A key may be put several times, the last one counts; what is deleted is deleted after all else.
+local puts, put_size = {}, 0 -- key, value, …
+local dropped, has_dropped = {}, false -- key -> true
+local ranks = {} -- sorted set -> { added = { member, score, … }, added_size, gone = { member, … }, gone_size }
+
 -- At once. Sorted sets grow with the number of jobs: of them only the one member is remembered, never the whole.
 local function write(command, name, first, ...)
   if undo then
@@ -48,7 +51,9 @@ local function write(command, name, first, ...)
       remember(name)
     end
   end
-  strings[name] = nil
+  if has_dropped then
+    dropped[name] = nil
+  end
   if first == nil then
     return redis.call(command, name)
   end
@@ -57,38 +62,88 @@ end
 
 -- After the verb: SET and DEL.
 local function put(name, value)
-  strings[name] = value
+  puts[put_size + 1], puts[put_size + 2] = name, value
+  put_size = put_size + 2
+  if has_dropped then
+    dropped[name] = nil
+  end
 end
 
 local function drop(name)
-  strings[name] = false
+  dropped[name], has_dropped = true, true
 end
 
--- After the verb: ZADD and ZREM.
-local function rank(name, score, member)
-  local members = ranks[name]
-  if not members then
-    members = {}
-    ranks[name] = members
-  end
-  members[member] = score
-end
-
-local function unrank(name, member)
-  rank(name, false, member)
-end
-
--- The command with all arguments, which come in pieces of `step` that belong together.
-local function in_pieces(command, name, arguments, step)
+-- The command with the first `size` arguments, which come in pieces of `step` that belong together.
+local function in_pieces(command, name, arguments, size, step)
   local width = COMMAND_MAX - COMMAND_MAX % step
-  for first = 1, #arguments, width do
-    local last = math.min(first + width - 1, #arguments)
+  for first = 1, size, width do
+    local last = math.min(first + width - 1, size)
     if name then
       redis.call(command, name, unpack(arguments, first, last))
     else
       redis.call(command, unpack(arguments, first, last))
     end
   end
+end
+
+-- The last ones first: most come in order, and Redis looks for the place in a small set from its beginning.
+local function reverse(list, size)
+  for i = 1, math.floor(size / 2) do
+    local j = size + 1 - i
+    list[i], list[j] = list[j], list[i]
+  end
+end
+
+local function flush_rank(name, waiting)
+  local added, added_size, gone, gone_size = waiting.added, waiting.added_size, waiting.gone, waiting.gone_size
+  if undo then
+    for i = 1, added_size, 2 do
+      remember_member(name, added[i])
+    end
+    for i = 1, gone_size do
+      remember_member(name, gone[i])
+    end
+  end
+  waiting.added_size, waiting.gone_size = 0, 0
+  reverse(added, added_size)
+  in_pieces('ZADD', name, added, added_size, 2)
+  in_pieces('ZREM', name, gone, gone_size, 1)
+end
+
+local function rank_of(name)
+  local waiting = ranks[name]
+  if not waiting then
+    waiting = { added = {}, added_size = 0, gone = {}, gone_size = 0 }
+    ranks[name] = waiting
+  end
+  return waiting
+end
+
+-- After the verb: ZADD and ZREM. Not twice the same member, unless it was taken out in between.
+local function rank(name, score, member)
+  local waiting = ranks[name] or rank_of(name)
+  if waiting.gone_size > 0 then
+    flush_rank(name, waiting)
+  end
+  local added, size = waiting.added, waiting.added_size
+  added[size + 1], added[size + 2] = member, score
+  waiting.added_size = size + 2
+end
+
+local function unrank(name, member)
+  local waiting = ranks[name] or rank_of(name)
+  local size = waiting.gone_size + 1
+  waiting.gone[size] = member
+  waiting.gone_size = size
+end
+
+-- How many of these keys there are.
+local function count_existing(names)
+  local count = 0
+  for first = 1, #names, COMMAND_MAX do
+    count = count + redis.call('EXISTS', unpack(names, first, math.min(first + COMMAND_MAX - 1, #names)))
+  end
+  return count
 end
 
 -- MGET of any number of keys.
@@ -106,43 +161,31 @@ local function read_many(names)
 end
 
 local function flush_ranks()
-  for name, members in pairs(ranks) do
-    local added, gone, size, gone_size = {}, {}, 0, 0 -- counted here: Lua searches for the end of a list
-    for member, score in pairs(members) do
-      if undo then
-        remember_member(name, member)
-      end
-      if score then
-        added[size + 1], added[size + 2] = score, member
-        size = size + 2
-      else
-        gone_size = gone_size + 1
-        gone[gone_size] = member
-      end
-    end
-    in_pieces('ZADD', name, added, 2)
-    in_pieces('ZREM', name, gone, 1)
+  for name, waiting in pairs(ranks) do
+    flush_rank(name, waiting)
   end
-  ranks = {}
 end
 
 local function flush_strings()
-  local set, gone, size, gone_size = {}, {}, 0, 0
-  for name, value in pairs(strings) do
-    if undo then
-      remember(name)
-    end
-    if value then
-      set[size + 1], set[size + 2] = name, value
-      size = size + 2
-    else
-      gone_size = gone_size + 1
-      gone[gone_size] = name
+  if undo then
+    for i = 1, put_size, 2 do
+      remember(puts[i])
     end
   end
-  in_pieces('MSET', nil, set, 2)
-  in_pieces('DEL', nil, gone, 1)
-  strings = {}
+  in_pieces('MSET', nil, puts, put_size, 2)
+  put_size = 0
+  if has_dropped then
+    local names, size = {}, 0
+    for name in pairs(dropped) do
+      if undo then
+        remember(name)
+      end
+      size = size + 1
+      names[size] = name
+    end
+    in_pieces('DEL', nil, names, size, 1)
+    dropped, has_dropped = {}, false
+  end
 end
 
 local function take_back()

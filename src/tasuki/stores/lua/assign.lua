@@ -13,9 +13,11 @@ local function assign(epoch, id, worker_id, incarnation, ttl_s, on_disconnect, r
     ttl_s = ttl_s,
     on_disconnect = on_disconnect,
     reconnect_grace_s = reconnect_grace_s,
+    has_grace = tonumber(reconnect_grace_s) ~= 0,
     lease_id = lease_id,
   }
-  return attempts.grant(job, to, epoch)
+  attempts.grant(job, to, epoch)
+  return { id, lease_id, job.attempt, ttl_s }
 end
 
 verbs.assign = function()

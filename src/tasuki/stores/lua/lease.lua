@@ -25,44 +25,49 @@ local function read_request(lists)
   request.live_workers = lists[take_number()]
   request.patterns = take_list()
   request.job_ids = take_list()
+  request.has_grace = tonumber(request.reconnect_grace_s) ~= 0
   request.granted = 0
   return request
 end
 
--- The jobs at the head of a queue after the first `skip`, the oldest first, as {seq, id, job if it was loaded}.
+-- The jobs at the head of a queue after the first `skip`, the oldest first.
 local function head_of(queue, skip, count)
-  local found = {}
+  local found
   if queue.is_list then
-    for i, job in ipairs(own_jobs.peek(skip, count)) do
-      found[i] = { seq = tonumber(job.seq), id = job.id, queue = queue }
+    found = own_jobs.peek(skip, count)
+  else
+    flush_ranks()
+    local ids = redis.call('ZRANGE', queue.name, skip, skip + count - 1)
+    jobs.preload(ids)
+    found = {}
+    for i, id in ipairs(ids) do
+      found[i] = jobs.load(id)
     end
-    return found
   end
-  flush_ranks()
-  local flat = redis.call('ZRANGE', queue.name, skip, skip + count - 1, 'WITHSCORES')
-  local ids = {}
-  for i = 1, #flat, 2 do
-    ids[#ids + 1] = flat[i]
-    found[#found + 1] = { seq = tonumber(flat[i + 1]), id = flat[i], queue = queue }
+  for _, job in ipairs(found) do
+    job.queue = queue
   end
-  jobs.preload(ids)
   return found
 end
 
 local function older_first(one, other)
-  return one.seq < other.seq
+  return tonumber(one.seq) < tonumber(other.seq)
 end
 
 -- The oldest jobs of several queues; and for each queue how many of its own are among them, if it may have more.
 local function candidates_of(waiting, late, count)
   local found, open = {}, {}
-  for _, queue in ipairs(waiting) do
+  for i, queue in ipairs(waiting) do
     local head = head_of(queue, late[queue.name] or 0, count)
     if #head == count then
       open[queue.name] = count
     end
-    for _, entry in ipairs(head) do
-      found[#found + 1] = entry
+    if i == 1 then
+      found = head
+    else
+      for _, job in ipairs(head) do
+        found[#found + 1] = job
+      end
     end
   end
   if #waiting > 1 then
@@ -74,7 +79,7 @@ end
 -- Its answer is flat: a table for each grant would cost as much as the grant.
 local function grant_to(request, job, grants)
   local count = request.granted
-  request.lease_id = request.lease_prefix .. string.format('%08x', count)
+  request.lease_id = request.lease_prefix .. string.format('%06x', count)
   attempts.grant(job, request)
   local size = 3 * count
   grants[size + 1], grants[size + 2], grants[size + 3] = job.id, request.lease_id, job.attempt
@@ -87,10 +92,8 @@ local function serve(request, waiting, count, grants)
   repeat
     local found, open = candidates_of(waiting, late, wanted - request.granted)
     local is_open = false
-    for _, entry in ipairs(found) do
-      local name = entry.queue.name
-      local job = jobs.load(entry.id)
-      job.queue = entry.queue
+    for _, job in ipairs(found) do
+      local name = job.queue.name
       if rules.is_late(job.not_after, now.wall) then
         late[name] = (late[name] or 0) + 1
       else

@@ -17,31 +17,35 @@ local function read_queues()
       shown = shown,
       head = head .. tail,
       with_payload = head_with_payload .. tail,
+      count = 0,
     }
   end
   return found
 end
 
+local TEXT = 160 -- begins a msgpack text of less than 32 bytes, with its length
+
 -- The common case: it waits for nothing and refers to nothing. The head is its record up to seq.
 local function store_plain(id, seq, place, spec, payload)
   -- Asked for only now: a queue is known from the first job that waits in it.
   local queue = place.queue or queues.of(place.facts, place.group)
-  place.queue = queue
+  place.queue, place.count = queue, place.count + 1
   put(of('spec', id), spec)
+  local head = place.head
   if payload ~= '' then
     put(of('payload', id), payload)
-    put(of('job', id), place.with_payload .. cmsgpack.pack(seq) .. now.packed)
-  else
-    put(of('job', id), place.head .. cmsgpack.pack(seq) .. now.packed)
+    head = place.with_payload
   end
+  put(of('job', id), head .. string.char(TEXT + #seq) .. seq .. now.packed)
   rank(key.jobs, seq, id)
   if queue.is_list then
     write('LPUSH', queue.name, id)
   else
     rank(queue.name, seq, id)
   end
-  jobs.show_status({ id = id, state = 'PENDING', shown = place.shown }, '')
-  jobs.count(place.group, 'PENDING', 1)
+  if place.shown then
+    jobs.show_status({ id = id, state = 'PENDING', shown = place.shown }, '')
+  end
   return 'created'
 end
 
@@ -57,7 +61,7 @@ local function store_new(id, seq, spec, payload)
   if payload ~= '' then
     put(of('payload', id), payload)
   end
-  jobs.submit(id, seq, {
+  jobs.submit(id, seq, facts, {
     group = facts.group,
     shown = facts.subject == OWN.subject and '1',
     payload = payload ~= '' and '1',
@@ -82,14 +86,17 @@ verbs.submit = function()
   local on_failed = take(1)
   local places = read_queues()
   local ids, answers, fresh = take_list(), {}, {}
-  jobs.preload(ids)
+  local is_any_known = own_jobs.is_any_known(ids)
+  if is_any_known then
+    jobs.preload(ids)
+  end
   local seq = write('HINCRBY', key.sequence, 'job', #ids) - #ids -- a number for each; those of known jobs stay unused
   for i, id in ipairs(ids) do
     local number, spec, payload = take(3)
     if fresh[id] then
       flush()
     end
-    local job = own_jobs.load_preloaded(id, fresh[id])
+    local job = (is_any_known or fresh[id]) and own_jobs.load(id)
     if job then
       if on_failed == 'rerun' then
         run_again(job, read_facts_of(spec))
@@ -100,7 +107,11 @@ verbs.submit = function()
       fresh[id] = true
     else
       answers[i] = store_new(id, seq + i, spec, payload)
+      fresh[id] = true
     end
+  end
+  for _, place in pairs(places) do
+    jobs.count(place.group, 'PENDING', place.count)
   end
   return answers
 end

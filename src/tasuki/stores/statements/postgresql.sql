@@ -267,12 +267,21 @@ SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = $1::text FOR SHARE
 SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = $1::text
 
 -- name: take_over
-INSERT INTO tasuki_scopeepoch AS known (scope, epoch, holder) VALUES ($1::text, $2::bigint, $3::text)
-ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder WHERE known.epoch < excluded.epoch
+INSERT INTO tasuki_scopeepoch AS known (scope, epoch, holder, taken_over_at)
+VALUES ($1::text, $2::bigint, $3::text, $4::float8)
+ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder, taken_over_at = excluded.taken_over_at
+WHERE known.epoch < excluded.epoch
+
+-- name: taken_over_at
+SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = $1::text
 
 -- name: renew_all
+-- $1 the lease clock with the margin, $2 the same at the takeover before. What that one renewed, and nobody since, is left.
 WITH leased AS MATERIALIZED (
-    SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL ORDER BY id FOR UPDATE
+    SELECT id FROM tasuki_jobrun
+    WHERE lease_expires_at IS NOT NULL
+      AND lease_expires_at > $2::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+    ORDER BY id FOR UPDATE
 )
 UPDATE tasuki_jobrun AS job SET
     lease_expires_at = $1::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END

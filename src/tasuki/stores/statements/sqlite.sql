@@ -241,13 +241,19 @@ SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?1
 SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?1
 
 -- name: take_over
-INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES (?1, ?2, ?3)
-ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder WHERE epoch < excluded.epoch
+INSERT INTO tasuki_scopeepoch (scope, epoch, holder, taken_over_at) VALUES (?1, ?2, ?3, ?4)
+ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder, taken_over_at = excluded.taken_over_at
+WHERE epoch < excluded.epoch
+
+-- name: taken_over_at
+SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = ?1
 
 -- name: renew_all
+-- ?1 the lease clock with the margin, ?2 the same at the takeover before. What that one renewed, and nobody since, is left.
 UPDATE tasuki_jobrun SET
     lease_expires_at = ?1 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
 WHERE lease_expires_at IS NOT NULL
+  AND lease_expires_at > ?2 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
 
 -- name: leases_over
 SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= ?1 ORDER BY lease_expires_at, id LIMIT ?2

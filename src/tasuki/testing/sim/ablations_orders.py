@@ -209,7 +209,7 @@ _OF_THE_LEADER = (
     ),
     Ablation(
         name="renewal_at_takeover",
-        what="a new leader takes every live lease for renewed",
+        what="a new leader takes every live lease for renewed, once",
         invariants=("lease",),
         seams=(
             Instead(MemoryStore, "take_over", _renews_nothing),

@@ -160,7 +160,8 @@ class Findings:
         self.jobs: dict[str, JobFacts] = {}
         self.leases: dict[str, Lease] = {}
         self.drifted: set[str] = set()
-        self.latest_takeover_at = 0.0
+        self.takeovers: list[float] = []
+        """When, in their order."""
         self.registered = 0
         """The highest epoch that a server took over."""
 

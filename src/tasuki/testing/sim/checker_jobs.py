@@ -7,7 +7,10 @@ several are broken at once, the most telling one is named. Pure.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from tasuki.core.job import TERMINAL, State
+from tasuki.core.lifecycle import TAKEOVER_TIE_S
 from tasuki.testing.sim.checker_findings import STORE, Findings, Handler, JobFacts, Judge, Lease
 from tasuki.testing.sim.history import (
     Asked,
@@ -200,7 +203,8 @@ class JobJudge(Judge):
             lease.since = line.at
 
     def _reaped(self, line: Reaped) -> None:
-        """I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time, from the latest renewal or takeover."""
+        """I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first takeover
+        after that is one."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         lease = job.lease
@@ -226,14 +230,16 @@ class JobJudge(Judge):
 
     def _lasted(self, lease: Lease, ttl_s: float) -> None:
         self.evidence["lease"] += 1
-        lasted_s = self.findings.at - max(lease.since, self.findings.latest_takeover_at)
+        takeovers = self.findings.takeovers
+        first = bisect_left(takeovers, lease.since - TAKEOVER_TIE_S)
+        lasted_s = self.findings.at - max([lease.since, *takeovers[first : first + 1]])
         if lasted_s < ttl_s - EARLY_S:
             self.found("lease", f"{lease} of {lease.job_id} was ended {lasted_s:g} s after it was renewed; it lasts {ttl_s:g} s")
 
     def _took_over(self, line: TookOver) -> None:
-        """Every live lease counts as renewed."""
+        """Every live lease counts as renewed, unless one before did that and its worker has not renewed it since."""
         if line.done:
-            self.findings.latest_takeover_at = line.at
+            self.findings.takeovers.append(line.at)
 
     # ------------------------------------------------------------------------------------------------ reports
 

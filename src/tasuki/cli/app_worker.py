@@ -1,0 +1,142 @@
+"""A worker for the jobs of an app, and one that leases straight from the store (`tasuki worker --app`, `--to redis://…`).
+
+Jobs of an app name no exec: whoever works for the app knows what to do. Here it is the exec of the app's own name. Its program
+finds the payload on stdin, and what it leaves in out/ is the app's result: result.json, and if it likes summary.txt, freqs.csv
+and meta.json; if it fails, error.json with error_code, error_message and permanent. Without a result.json a JSON document on
+stdout is the result; without that it is the archive of the run, as of every command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import zipfile
+from typing import Any
+
+import msgspec
+
+from tasuki.cli.direct import StoreAddress, guest
+from tasuki.core.job import JobSpec, Outcome
+from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.subject import app_subject
+from tasuki.core.verbs import Grant
+from tasuki.doors.http.documents import outcome_of
+from tasuki.errors import ConfigError, TooLarge
+from tasuki.worker import Worker
+from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult
+
+MEMBER_MAX_BYTES = 16 * 1024 * 1024  # of a file that is read here; larger results stay in the archive
+CODE_MAX_CHARS = 64
+
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+_encode_spec = msgspec.msgpack.Encoder().encode
+
+
+class _Failure(msgspec.Struct):
+    """error.json"""
+
+    error_code: str
+    error_message: str = ""
+    permanent: bool = False
+
+
+class AppWorker(Worker):
+    """`app` runs the app's jobs with the exec of that name, if there is one; `store` is leased from without any server's help."""
+
+    def __init__(self, url: str | None, *, app: str | None = None, store: StoreAddress | None = None, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._store = store
+        self._ttl_s = options.get("lease_ttl_s") or LEASE_TTL_S
+        self._app = app if app is not None and app in (options.get("execs") or {}) else None
+        if self._app is not None:
+            self._take_apps_jobs(app_subject(self._app), tuple(options.get("subjects") or ()))
+
+    def _take_apps_jobs(self, subject: str, given: tuple[str, ...]) -> None:
+        if set(given) - {subject}:
+            raise ConfigError(
+                f"--app {self._app} with an exec of that name takes {subject} and nothing else; "
+                "leave --subject out, and start another worker for the rest"
+            )
+        # What makes the server give us jobs that name no exec. `_start` sees to it that none of them comes here.
+        self.handler(subject)(_unreached)
+
+    async def serve(self, *, signals: bool = False) -> None:
+        """Work until drained; where the store is leased from, its guest lives as long."""
+        if self._store is None:
+            await super().serve(signals=signals)
+            return
+        async with guest(self._store, lease_ttl_s=self._ttl_s) as url:
+            self.url = url
+            await super().serve(signals=signals)
+
+    def _start(self, grant: Grant) -> None:
+        if self._app is not None:
+            spec = _decode_spec(grant.spec)
+            if not spec.exec and spec.subject == app_subject(self._app):
+                grant = msgspec.structs.replace(grant, spec=_encode_spec(msgspec.structs.replace(spec, exec=self._app)))
+        super()._start(grant)
+
+    async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
+        if self._app is None or attempt.spec.exec != self._app:
+            return result
+        return await asyncio.to_thread(app_result, result)
+
+
+async def _unreached(job: HandlerJob) -> bytes:
+    raise AssertionError(f"job {job.job_id} was to be a command")
+
+
+def app_result(result: RunResult) -> RunResult:
+    """The same in the shape of the app's contract, if the program left what that takes."""
+    outcome = result.outcome
+    source: Any = result.result_file if result.result_file is not None else io.BytesIO(outcome.result or b"")
+    if result.result_file is None and not outcome.result:
+        return result
+    with zipfile.ZipFile(source) as archive:
+        if outcome.error_code is not None:
+            return RunResult(_failed(outcome, _member(archive, "out/error.json")), result.result_file)
+        found = _found(archive)
+    if found is None:
+        return result
+    try:
+        told, document = outcome_of(*found)
+    except TooLarge as error:
+        return RunResult(Outcome(error_code=error.code, message=error.message, permanent=True))
+    result_bytes = told.result if document is None else document
+    return RunResult(msgspec.structs.replace(told, exit_code=outcome.exit_code, result=result_bytes))
+
+
+def _found(archive: zipfile.ZipFile) -> tuple[Any, str, str, dict[str, Any]] | None:
+    text = _member(archive, "out/result.json") or _member(archive, "stdout.log")
+    result = _json(text, dict)
+    if result is None:
+        return None
+    meta = _json(_member(archive, "out/meta.json"), dict) or {}
+    summary, freqs = (_member(archive, f"out/{name}").decode("utf-8", "replace") for name in ("summary.txt", "freqs.csv"))
+    return result, summary, freqs, meta
+
+
+def _failed(outcome: Outcome, text: bytes) -> Outcome:
+    failure = _json(text, _Failure)
+    if failure is None:
+        return outcome
+    code = failure.error_code[:CODE_MAX_CHARS] or outcome.error_code
+    message = failure.error_message[:MESSAGE_MAX_CHARS] or outcome.message
+    return msgspec.structs.replace(outcome, error_code=code, message=message, permanent=failure.permanent)
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Empty if there is none, or too much of it."""
+    try:
+        info = archive.getinfo(name)
+    except KeyError:
+        return b""
+    return archive.read(info) if info.file_size <= MEMBER_MAX_BYTES else b""
+
+
+def _json(text: bytes, kind: Any) -> Any:
+    """None for what is no such document."""
+    try:
+        return msgspec.json.decode(text, type=kind) if text else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,144 @@
+"""Coordination in Redis, on a connection of its own: a long turn of the store delays no beat but for the time that Redis is busy.
+
+What must not be half done is Lua (`lua/`, one file per verb, its keys explained in `_coordination.lua`); the clock is Redis TIME.
+Redis may forget everything but the highest epoch, and where it forgot even that, `floor` brings it back: the one that the store
+knows, which is SQL or this Redis itself.
+
+Touches the network, and of Redis the keys {app}:beats, member, lock and detached. It is given its client, because how an address
+becomes one is the business of whoever opens the store too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tasuki.coords.coordination import (
+    FORGET_AFTER_S,
+    FORGET_BATCH,
+    LOCK_TTL_MAX_S,
+    MEMBER_TIMEOUT_S,
+    Busy,
+    LiveMember,
+    Locked,
+    Member,
+    View,
+    check_ttl,
+)
+from tasuki.errors import ConfigError, TasukiError, Unavailable
+
+if TYPE_CHECKING:
+    import redis
+
+TIMEOUT_SHARE = 0.4  # of the lock's ttl, for one answer: a call that hangs is over while there is time for one more renewal
+
+_REFUSED = ("NOPERM", "no permissions", "can't access", "can't run this command", "NOAUTH", "WRONGPASS")
+
+
+class RedisCoordination:
+    """`client` is this object's own, and is closed by it; `where` names the server without secrets. `app` is the prefix of the
+    keys: servers with the same one belong together."""
+
+    def __init__(self, client: redis.Redis, *, where: str, app: str) -> None:
+        self._client: Any = client  # its commands have no types that mypy can use
+        self._where = where
+        self._app = app
+        self._scripts: dict[str, Any] = {name: client.register_script(_script(name, app)) for name in _VERBS}
+        self._closed = False
+
+    # -- members --------------------------------------------------------------------------------------------------
+    def beat(self, me: Member, *, seen: Mapping[str, int]) -> View:
+        mine = (me.member_id, me.incarnation, me.version, me.kind, me.schema_version, me.info)
+        known = [part for item in seen.items() for part in item]
+        live, detached = self._run("beat", *mine, MEMBER_TIMEOUT_S, FORGET_AFTER_S, FORGET_BATCH, *known)
+        members = sorted((_live(row) for row in live), key=lambda member: member.member_id)
+        return View(tuple(members), _names(detached))
+
+    def leave(self, member_id: str, incarnation: str) -> None:
+        self._run("leave", member_id, incarnation)
+
+    # -- the leader's lock ----------------------------------------------------------------------------------------
+    def acquire(self, scope: str, holder: str, ttl_s: float, floor: int) -> Locked | Busy:
+        check_ttl(ttl_s)
+        won, *told = self._run("acquire", scope, holder, ttl_s, floor, LOCK_TTL_MAX_S)
+        return Locked(int(told[0])) if won else Busy(told[0].decode(), float(told[1]))
+
+    def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
+        check_ttl(ttl_s)
+        return bool(self._run("set_expiry", scope, holder, epoch, ttl_s, LOCK_TTL_MAX_S))
+
+    def release(self, scope: str, holder: str, epoch: int) -> bool:
+        return bool(self._run("set_expiry", scope, holder, epoch, 0.0, LOCK_TTL_MAX_S))
+
+    # -- workers that get no more work ----------------------------------------------------------------------------
+    def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
+        if not detached:
+            return bool(self._command("HDEL", f"{self._app}:detached", worker_id))
+        seconds, _ = self._command("TIME")
+        told = msgspec.json.encode({"at": int(seconds), "actor": actor, "reason": reason})
+        return bool(self._command("HSETNX", f"{self._app}:detached", worker_id, told))
+
+    def detached(self) -> frozenset[str]:
+        return _names(self._command("HKEYS", f"{self._app}:detached"))
+
+    # -- the connection -------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        self._closed = True
+        self._client.close()
+
+    def _run(self, name: str, *arguments: str | bytes | float) -> Any:
+        return self._asked(self._scripts[name], (), arguments)
+
+    def _command(self, *arguments: str | bytes | float) -> Any:
+        return self._asked(self._client.execute_command, *arguments)
+
+    def _asked(self, ask: Any, *arguments: Any) -> Any:
+        import redis
+
+        if self._closed:
+            raise Unavailable("this coordination was closed; make a new one")
+        try:
+            return ask(*arguments)
+        except redis.RedisError as error:
+            # What it was connected to may be a replica now, or may answer later, when another answer is waited for.
+            self._client.connection_pool.disconnect()
+            raise self._told(error) from None
+
+    def _told(self, error: redis.RedisError) -> TasukiError:
+        import redis
+
+        said = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, redis.AuthenticationError) or any(word in said for word in _REFUSED):
+            return ConfigError(f"coordination: {self._where}: {said}; check user, password and rights")
+        return Unavailable(f"coordination: {self._where}: {said}")
+
+
+_VERBS = ("beat", "leave", "acquire", "set_expiry")
+
+
+@lru_cache
+def _script(name: str, app: str) -> str:
+    """What all share, and the verb."""
+    folder = files("tasuki.coords").joinpath("lua")
+    shared, verb = (folder.joinpath(f"{part}.lua").read_text("utf-8") for part in ("_coordination", name))
+    return f"local APP = '{app}'\n{shared}\n{verb}"
+
+
+def _live(row: list[Any]) -> LiveMember:
+    member_id, kind, incarnation, schema_version, version, info = row
+    return LiveMember(
+        member_id=member_id.decode(),
+        kind=kind.decode(),
+        incarnation=incarnation.decode(),
+        schema_version=int(schema_version),
+        version=int(version),
+        info=info,
+    )
+
+
+def _names(rows: list[bytes]) -> frozenset[str]:
+    return frozenset(row.decode() for row in rows)

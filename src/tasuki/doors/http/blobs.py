@@ -1,0 +1,116 @@
+"""/v1/blobs: large inputs and results, streamed both ways. Each transfer has a virtual connection of its own, so that one that is
+slow, or left in the middle, is nobody else's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from tasuki.core.job import BlobRef
+from tasuki.doors.http.call import Call
+from tasuki.doors.http.clients import own_talk
+from tasuki.doors.http.limits import BODY_TIMEOUT_S
+from tasuki.doors.http.replies import BlobHad, BlobKept
+from tasuki.doors.http.v1 import stream
+from tasuki.errors import Corrupt, InvalidInput, NotFound
+
+_range = re.compile(r"bytes=(\d{1,15})-(\d{0,15})").fullmatch
+_size = re.compile(r"\d{1,15}").fullmatch
+
+
+class OtherBytes(InvalidInput):
+    """What came is not what was announced."""
+
+    code = Corrupt.code
+
+
+def _sha256(call: Call) -> str:
+    return str(call.request.path_params["sha256"])
+
+
+async def offer(call: Call) -> BlobHad:
+    """Is a blob of this hash here? Then it need not be sent, and is kept for the job that will name it."""
+    async with own_talk(call.house.server, call.caller) as talk:
+        return BlobHad(await talk.has_blob(BlobRef(_sha256(call), call.body.size_bytes)))
+
+
+async def put(call: Call) -> BlobKept:
+    """The bytes of a blob; its hash and its size (Content-Length) are checked. Durable when this is answered."""
+    announced = call.request.headers.get("content-length", "")
+    if not _size(announced):
+        raise InvalidInput("the size of a blob must be known before it comes: send the header Content-Length")
+    ref = BlobRef(_sha256(call), int(announced))
+    async with own_talk(call.house.server, call.caller) as talk, aclosing(_pieces(call.request)) as pieces:
+        try:
+            await talk.put_pieces(ref, pieces)
+        except Corrupt as error:
+            raise OtherBytes(error.message) from None
+    return BlobKept(ref.sha256, ref.size_bytes)
+
+
+async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; no pause in it may be longer than a whole other body."""
+    body = aiter(request.stream())
+    try:
+        while True:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                piece = await anext(body, None)
+            if piece is None:
+                return
+            if piece:
+                yield piece
+    except TimeoutError:
+        raise InvalidInput(f"nothing more of the blob came within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise InvalidInput("the blob ended before it was whole") from None
+
+
+async def get(call: Call) -> Response:
+    """The bytes of a job's input or result. With the header Range: bytes=N- from there on."""
+    job_id = call.request.query_params.get("job_id")
+    if job_id is None:
+        raise InvalidInput("which job's blob? Add ?job_id=")
+    sha256, offset, last = _sha256(call), *_range_of(call.request)
+    stack = AsyncExitStack()
+    try:
+        talk = await stack.enter_async_context(own_talk(call.house.server, call.caller))
+        pieces = await stack.enter_async_context(aclosing(talk.blob(sha256, job_id, offset)))
+        first = await anext(pieces, b"")  # what cannot be read, or may not, is an error and no half answer
+        [place] = await call.house.server.ask(lambda reader: reader.blob_places([sha256]))
+        if place is None:
+            raise NotFound(f"blob {sha256} of job {job_id[:128]!r} is not stored any more")
+        stop = place.size_bytes if last is None else min(last + 1, place.size_bytes)
+        if offset and offset >= stop:
+            raise InvalidInput(f"the range begins at byte {offset}, the blob has {place.size_bytes}")
+        headers = {"Content-Length": str(stop - offset), "Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
+        if offset or last is not None:
+            headers["Content-Range"] = f"bytes {offset}-{stop - 1}/{place.size_bytes}"
+        body = _cut(stream(stack.pop_all(), first, pieces), stop - offset)
+        return StreamingResponse(body, 206 if "Content-Range" in headers else 200, headers, "application/octet-stream")
+    finally:
+        await stack.aclose()
+
+
+def _range_of(request: Request) -> tuple[int, int | None]:
+    """(first, last) byte; a form that is not understood asks for all, as the standard has it."""
+    found = _range(request.headers.get("range", ""))
+    if found is None:
+        return 0, None
+    first, last = int(found[1]), int(found[2]) if found[2] else None
+    return (0, None) if last is not None and last < first else (first, last)
+
+
+async def _cut(pieces: AsyncGenerator[bytes, None], size_bytes: int) -> AsyncGenerator[bytes, None]:
+    """The first so many bytes."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            yield piece[:size_bytes]
+            size_bytes -= len(piece)
+            if size_bytes <= 0:
+                return

@@ -1,0 +1,177 @@
+"""What this server's turns did to jobs, for Prometheus: counters by group, delivery times, sizes of batches.
+
+A turn is looked at after its commit, so a job is counted once, by the server whose turn it was; sums over servers are true sums.
+What a report does not tell (the job's group, when it was submitted) is remembered from the turn that stored or leased the job
+here, for a bounded number of jobs. Nothing is decided by any of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Sequence
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from tasuki.core.job import TERMINAL, State
+from tasuki.core.subject import DEFAULT_SUBJECT, group_of
+from tasuki.core.verbs import COUNTED, Answer, Answers, Grant, Recorded, Report, Submission, Submitted, Turn
+
+GROUPS_MAX = 100  # with a label of their own; a name for each would let whoever may submit fill the monitoring
+OTHER_GROUPS = "(other)"
+UNKNOWN_GROUP = "(unknown)"  # of a job that another server leased
+REMEMBERED_MAX = 50_000
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+LONG_SECONDS = (*SECONDS, 300.0, 1800.0, 7200.0)
+ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEAD = (State.FAILED, State.TIMED_OUT)
+
+
+class _Subject(msgspec.Struct):
+    """What is read of a spec."""
+
+    subject: str = DEFAULT_SUBJECT
+
+
+_decode_subject = msgspec.msgpack.Decoder(_Subject).decode
+
+
+class _Known(msgspec.Struct):
+    """A job that has not ended."""
+
+    group: str
+    stored_at: float | None = None
+    """None: it was leased before, or was not to start at once."""
+
+
+class JobMetrics:
+    """`turn` is told of each turn that was committed."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ("group", *labels), registry=registry)
+
+        self._submitted = counter("tasuki_jobs_submitted", "Jobs stored.")
+        self._leased = counter("tasuki_jobs_leased", "Attempts given to workers.")
+        self._ended = counter("tasuki_jobs_ended", "Jobs that ended, by their final state.", "state")
+        self._retried = counter("tasuki_jobs_retried", "Attempts that are followed by another one.", "why")
+        self._failed = counter("tasuki_attempts_failed", "Attempts that their workers reported as failed.")
+        self._lost = counter("tasuki_attempts_lost", "Attempts whose lease ran out.")
+        self._dead = counter("tasuki_dead_letters", "Jobs that failed for good.")
+        self._requeued = counter("tasuki_jobs_requeued", "Jobs that were set going again after their end.")
+        self._fenced = counter("tasuki_reports_fenced", "Reports that were refused: not the current lease.")
+        self._delivery = Histogram(
+            "tasuki_delivery_latency_seconds",
+            "From the commit of a submit to that of its first lease.",
+            ("group",),
+            buckets=LONG_SECONDS,
+            registry=registry,
+        )
+        self._items = Histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS, registry=registry)
+        self._known: dict[str, _Known] = {}
+        self._named: set[str] = set()
+
+    def turn(self, turn: Turn, answers: Answers, now: float) -> None:
+        """`now` is of a clock that does not jump."""
+        self._reports("finish", turn.finish, answers.finish)
+        self._reports("fail", turn.fail, answers.fail)
+        self._by_others(turn, answers)
+        self._stored([*turn.submit, *turn.rerun], [*answers.submit, *answers.rerun], now)
+        self._grants([grant for grants in answers.lease for grant in grants], now)
+        for what in ("submit", "finish", "fail", "renew"):
+            if count := len(getattr(turn, what)):
+                self._items.labels(what).observe(count)
+
+    # ------------------------------------------------------------------------------------------------ parts of a turn
+
+    def _stored(self, submissions: Sequence[Submission], answers: Sequence[object], now: float) -> None:
+        tally: Tally[str] = Tally()
+        for submission, answer in zip(submissions, answers, strict=True):
+            if isinstance(answer, Submitted) and answer.created:
+                spec = submission.spec
+                group = self._label(group_of(spec.subject))
+                tally[group] += 1
+                self._remember(spec.job_id, _Known(group, now if spec.not_before is None else None))
+        _add(self._submitted, tally)
+
+    def _grants(self, grants: Sequence[Grant], now: float) -> None:
+        if not grants:
+            return
+        tally: Tally[str] = Tally()
+        for grant in grants:
+            known = self._known.get(grant.job_id)
+            if known is None:
+                known = _Known(self._label(group_of(_decode_subject(grant.spec).subject)))
+                self._remember(grant.job_id, known)
+            elif known.stored_at is not None:
+                self._delivery.labels(known.group).observe(max(0.0, now - known.stored_at))
+                known.stored_at = None
+            tally[known.group] += 1
+        _add(self._leased, tally)
+        self._items.labels("lease").observe(len(grants))
+
+    def _reports(self, verb: str, reports: Sequence[Report], answers: Sequence[Recorded]) -> None:
+        fenced: Tally[str] = Tally()
+        failed: Tally[str] = Tally()
+        for report, answer in zip(reports, answers, strict=True):
+            group = self._group_of(report.job_id)
+            if answer.answer is Answer.FENCED:
+                fenced[group] += 1
+            elif answer.answer is Answer.RECORDED:
+                failed[group] += verb == "fail"
+                self._attempt_ended(report.job_id, answer.state, "failed")
+        _add(self._fenced, fenced)
+        _add(self._failed, failed)
+
+    def _by_others(self, turn: Turn, answers: Answers) -> None:
+        """What the leader and operators did."""
+        for reaped in answers.reap:
+            self._lost.labels(self._group_of(reaped.job_id)).inc()
+            self._attempt_ended(reaped.job_id, reaped.state, "lost")
+        for job_id in answers.skip:
+            self._attempt_ended(job_id, State.SKIPPED, "")
+        for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
+            # A cancel that is said again is answered alike: only the job's first end is one.
+            if canceled.state is State.CANCELED and not canceled.requested and job_id in self._known:
+                self._attempt_ended(job_id, State.CANCELED, "")
+        for (job_id, _, _), requeued in zip(turn.requeue, answers.requeue, strict=True):
+            if requeued.done:
+                self._requeued.labels(self._group_of(job_id)).inc()
+
+    def _attempt_ended(self, job_id: str, state: State | None, why: str) -> None:
+        group = self._group_of(job_id)
+        if state in TERMINAL:
+            assert state is not None
+            self._known.pop(job_id, None)
+            self._ended.labels(group, COUNTED[state]).inc()
+            if state in DEAD:
+                self._dead.labels(group).inc()
+        elif state is not None:
+            self._retried.labels(group, why).inc()
+
+    # ------------------------------------------------------------------------------------------------ groups
+
+    def _remember(self, job_id: str, known: _Known) -> None:
+        """Beyond the limit the one that has been known longest is forgotten."""
+        if len(self._known) >= REMEMBERED_MAX:
+            self._known.pop(next(iter(self._known)))
+        self._known[job_id] = known
+
+    def _group_of(self, job_id: str) -> str:
+        known = self._known.get(job_id)
+        return known.group if known is not None else UNKNOWN_GROUP
+
+    def _label(self, group: str) -> str:
+        """The first groups that come have their names."""
+        if group in self._named:
+            return group
+        if len(self._named) >= GROUPS_MAX:
+            return OTHER_GROUPS
+        self._named.add(group)
+        return group
+
+
+def _add(counter: Counter, tally: Tally[str]) -> None:
+    for group, count in tally.items():
+        if count:
+            counter.labels(group).inc(count)

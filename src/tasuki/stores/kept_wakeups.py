@@ -1,0 +1,163 @@
+"""Hints over a service that may be away: two connections that are made again and again, one listens, the other one notifies.
+
+What is the same for every such carrier: what waits to be sent, when details become an `everything`, how long to wait before the
+next try, and that an outage is told once. `sql_wakeups.py` and `redis_wakeups.py` add how their service is spoken to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+from tasuki.core.hints import everything
+
+logger = logging.getLogger("tasuki.wakeups")
+
+TIMEOUT_S = 5.0  # for connecting, and for one statement
+QUEUE_MAX = 256  # pieces, some 2 MB; a service that is so far behind is not helped by details
+BATCH_MAX = 32  # pieces that are sent at once
+BACKOFF_FIRST_S = 0.2
+BACKOFF_MAX_S = 5.0
+CANCEL_AGAIN_S = 0.2
+STEADY_S = 1.0  # a connection that ended sooner was none
+
+Connection = TypeVar("Connection")
+
+
+class KeptWakeups(ABC, Generic[Connection]):
+    """`server_id` is the sender of what replaces details that could not be sent."""
+
+    def __init__(self, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:
+        self._server_id = server_id
+        self._jitter = jitter
+        self._queue: list[bytes] = []
+        self._filled = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._down: set[str] = set()
+        """Which of the two connections are lost; one outage, though it takes both, is logged once."""
+
+    # ----------------------------------------------------------------------------------------------- for each service
+
+    @abstractmethod
+    async def _connect(self) -> Connection: ...
+
+    @abstractmethod
+    async def _disconnect(self, connection: Connection) -> None: ...
+
+    @abstractmethod
+    def _heard(self, connection: Connection) -> AsyncGenerator[bytes | None]:
+        """First None, when listening has begun; then every piece that comes."""
+
+    @abstractmethod
+    async def _prepare_sending(self, connection: Connection) -> None: ...
+
+    @abstractmethod
+    async def _send(self, connection: Connection, batch: Sequence[bytes]) -> None: ...
+
+    @abstractmethod
+    def _told(self, error: Exception) -> str:
+        """The error's text without secrets."""
+
+    # ---------------------------------------------------------------------------------------------------- the contract
+
+    async def start(self, on_hint: Callable[[bytes], None]) -> None:
+        async def listen(connection: Connection) -> None:
+            await self._listen(connection, on_hint)
+
+        self._tasks = [
+            asyncio.create_task(self._keep("listening", listen), name="tasuki-hints-in"),
+            asyncio.create_task(self._keep("notifying", self._notify), name="tasuki-hints-out"),
+        ]
+
+    def publish(self, pieces: Sequence[bytes]) -> None:
+        if not pieces:
+            return
+        self._queue += pieces
+        if len(self._queue) > QUEUE_MAX:
+            self._queue = [everything(self._server_id)]
+        self._filled.set()
+
+    async def close(self) -> None:
+        left = set(self._tasks)
+        while left:
+            # Again: a cancel that meets a driver's own timeout is sometimes taken for it, and lost.
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        self._tasks = []
+
+    # ------------------------------------------------------------------------------------------------- the two ends
+
+    async def _listen(self, connection: Connection, on_hint: Callable[[bytes], None]) -> None:
+        async with aclosing(self._heard(connection)) as heard:
+            async for piece in heard:
+                if piece is None:
+                    self._is_up("listening")
+                _hand_over(on_hint, everything() if piece is None else piece)
+
+    async def _notify(self, connection: Connection) -> None:
+        await self._prepare_sending(connection)
+        self._is_up("notifying")
+        while True:
+            await self._filled.wait()
+            batch, self._queue = self._queue[:BATCH_MAX], self._queue[BATCH_MAX:]
+            if not self._queue:
+                self._filled.clear()
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await self._send(connection, batch)
+            except BaseException:
+                # Not known whether it was sent, and more may pile up until there is a connection again.
+                self._queue = [everything(self._server_id)]
+                self._filled.set()
+                raise
+
+    # --------------------------------------------------------------------------------------------------- connections
+
+    async def _keep(self, role: str, serve: Callable[[Connection], Awaitable[None]]) -> None:
+        """Have a connection for this role as long as we live."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            connected_at = None
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    connection = await self._connect()
+                connected_at = loop.time()
+                try:
+                    await serve(connection)
+                finally:
+                    await self._disconnect(connection)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without hints, and we try again
+                self._is_down(role, error)
+            if connected_at is not None and loop.time() - connected_at >= STEADY_S:
+                failures = 0
+            failures += 1
+            wait_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(1 << min(failures - 1, 16)))
+            await asyncio.sleep(wait_s * (0.5 + self._jitter() / 2))
+
+    def _is_up(self, role: str) -> None:
+        if role in self._down:
+            self._down.remove(role)
+            if not self._down:
+                logger.info("hints between servers travel again")
+
+    def _is_down(self, role: str, error: Exception) -> None:
+        if not self._down:
+            text = self._told(error) or type(error).__name__
+            logger.warning("hints between servers are lost for now, which makes things slower: %s: %s", role, text)
+        self._down.add(role)
+        # The one that notifies would find out only at the next hint; sending nothing tells it now.
+        self._filled.set()
+
+
+def _hand_over(on_hint: Callable[[bytes], None], piece: bytes) -> None:
+    try:
+        on_hint(piece)
+    except Exception:
+        logger.exception("a hint of %d bytes could not be taken in", len(piece))

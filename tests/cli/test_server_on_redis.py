@@ -1,0 +1,64 @@
+"""What `tasuki server` refuses of Redis before it opens anything, and with --strict when it has looked at its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.serve import Listen, check
+from tasuki.config import Address, DataFolder
+from tasuki.errors import ConfigError
+from tests.cli.commands import User
+from tests.services_redis import RedisService
+
+REDIS = "redis://me:hunter2@127.0.0.1:6379/0"
+POSTGRESQL = "postgresql://me:hunter2@127.0.0.1/tasuki"
+HTTP = Address("http", "127.0.0.1", 0)
+
+
+def listen(**given: object) -> Listen:
+    return Listen(folder=DataFolder(Path("unused")), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "store", [REDIS, "rediss://host/0", "unix:///run/redis.sock?db=1", "redis+sentinel://a:26379,b:26379/main/0"]
+)
+def test_every_form_of_address_is_a_store(store: str) -> None:
+    check(listen(store=store, http=HTTP, apps=("zpe",), strict=True))
+
+
+def test_an_app_needs_no_http_where_it_has_keys() -> None:
+    check(listen(store=REDIS, apps=("zpe",)))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"store": REDIS, "http": HTTP, "apps": ("zpe", "other")}, "one server for each app"),
+        ({"store": "mysql://me:hunter2@host/x"}, "redis://host:6379/0"),
+        ({"store": POSTGRESQL, "strict": True}, "--strict is about the settings of Redis"),
+        ({"strict": True}, "--strict is about the settings of Redis"),
+        ({"store": POSTGRESQL, "apps": ("zpe",)}, "give --http"),
+        ({"store": REDIS, "coordination": REDIS}, "--coordination is for servers on PostgreSQL"),
+        ({"coordination": REDIS}, "--coordination is for servers on PostgreSQL"),
+        ({"store": POSTGRESQL, "coordination": POSTGRESQL}, "use redis://"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_way_out_and_without_the_password(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(listen(**given))
+
+    assert words in raised.value.message
+    assert "hunter2" not in raised.value.message
+
+
+@pytest.mark.e2e
+def test_strict_refuses_settings_that_lose_jobs_and_migrate_has_nothing_to_do(user: User) -> None:
+    with RedisService(appendonly="no") as service:
+        refused = user.run("server", "--store", service.url(), "--no-tcp", "--strict")
+        migrated = user.run("migrate", "--store", service.url())
+
+    assert refused.returncode == 2
+    assert "appendonly is off" in refused.stderr
+    assert migrated.stdout == "Redis has no tables: already up to date\n"

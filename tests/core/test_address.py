@@ -1,0 +1,56 @@
+"""Addresses: what is understood, and what is refused with a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasuki.config import parse_listen
+from tasuki.core.address import Address, parse_url
+from tasuki.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("url", "places"),
+    [
+        ("tcp://a,b:7001", ["tcp://a:7000", "tcp://b:7001"]),
+        ("tls://a/", ["tls://a:7000"]),
+        ("unix:///run/s", ["unix:///run/s"]),
+        ("http://a", ["http://a:7080"]),
+        ("https://a", ["https://a:443"]),
+        ("http://a:1,b:2", ["http://a:1", "http://b:2"]),
+        ("http://a:1,http://b:2", ["http://a:1", "http://b:2"]),
+        ("https://a/tasuki/,b:8443/x/y", ["https://a:443/tasuki", "https://b:8443/x/y"]),
+        ("http://[::1]:80/", ["http://[::1]:80"]),
+    ],
+)
+def test_an_address_may_name_several_places(url: str, places: list[str]) -> None:
+    assert [str(address) for address in parse_url(url)] == places
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "host:7080", "ftp://a", "tcp://a:seven", "unix://x"),
+        *("http://", "http:///x", "http://a:99999", "http://a?x=1", "http://a#b", "http://a b", "http://a\r\nX: y"),
+        *("https://a,http://b", "http://a,tcp://b"),
+    ],
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        parse_url(url)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "http", "https"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(scheme: str) -> None:
+    with pytest.raises(ConfigError, match="--token-file") as refused:
+        parse_url(f"{scheme}://me:hunter2@host")
+    assert "hunter2" not in refused.value.message
+
+
+def test_http_on_this_machine_is_loopback() -> None:
+    assert [Address("http", host, 1).loopback for host in ("localhost", "127.0.0.1", "::1", "a.example")] == [True] * 3 + [False]
+
+
+def test_a_listener_for_tcp_is_no_place_of_http() -> None:
+    with pytest.raises(ConfigError, match="--http"):
+        parse_listen("http://127.0.0.1:7080")
