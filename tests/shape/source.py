@@ -6,7 +6,7 @@ The rules themselves are in the tests beside this file; `test_source.py` shows t
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +53,9 @@ class Module:
     def imports(self) -> tuple[Import, ...]:
         return tuple(_imports(self.tree, package=self._package(), lazy=False))
 
-    @property
-    def functions(self) -> Iterator[Function]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+    @cached_property
+    def functions(self) -> tuple[Function, ...]:
+        return tuple(node for node in ast.walk(self.tree) if isinstance(node, Function))
 
     def _package(self) -> str:
         """What a relative import starts from."""
@@ -68,13 +68,11 @@ def modules(folder: Path = PACKAGE) -> list[Module]:
 
     A file that does not parse is the business of `test_every_module_parses`, which would otherwise drown in repeats.
     """
-    found = (Module(path, (folder / path).read_text(encoding="utf-8")) for path in _paths(folder))
-    return [module for module in found if not syntax_error(module)]
+    return [module for module in _found(folder) if not syntax_error(module)]
 
 
 def syntax_errors(folder: Path = PACKAGE) -> list[str]:
-    found = (Module(path, (folder / path).read_text(encoding="utf-8")) for path in _paths(folder))
-    return [error for module in found if (error := syntax_error(module))]
+    return [error for module in _found(folder) if (error := syntax_error(module))]
 
 
 def syntax_error(module: Module) -> str | None:
@@ -85,13 +83,15 @@ def syntax_error(module: Module) -> str | None:
     return None
 
 
-def touched(module: Module) -> Iterator[tuple[str, int]]:
+@cache
+def touched(module: Module) -> tuple[tuple[str, int], ...]:
     """Every dotted name the module mentions, import aliases undone: `import os as o; o.environ` is `os.environ`."""
-    aliases = _aliases(module.tree)
+    aliases, found = _aliases(module.tree), []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute | ast.Name) and (dotted := _dotted(node)):
             first, dot, rest = dotted.partition(".")
-            yield aliases.get(first, first) + dot + rest, node.lineno
+            found.append((aliases.get(first, first) + dot + rest, node.lineno))
+    return tuple(found)
 
 
 def length(function: Function) -> int:
@@ -101,6 +101,16 @@ def length(function: Function) -> int:
         return lines
     docstring = function.body[0]
     return lines - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
+def _found(folder: Path) -> Iterator[Module]:
+    return (_module(path, (folder / path).read_text(encoding="utf-8")) for path in _paths(folder))
+
+
+@cache
+def _module(path: str, text: str) -> Module:
+    """The same for the same text: every test looks at all of them, and parsing takes longest."""
+    return Module(path, text)
 
 
 def _paths(folder: Path) -> list[str]:

@@ -382,13 +382,9 @@ class Broker:
             self.look_everywhere()
         commands += self.fellows.poll(self, now)
         commands += self.logs.ticked(self, now)
-        if now.monotonic >= self._look_at_sessions_at:
-            self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S
-            commands += self._look_at_sessions(now)
-        return commands
-
-    def _look_at_sessions(self, now: Now) -> list[Command]:
-        commands: list[Command] = []
+        if now.monotonic < self._look_at_sessions_at:
+            return commands
+        self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S
         for session in list(self.sessions.values()):
             if session.identity is not None and session.identity.expired(now.wall):
                 commands += self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))

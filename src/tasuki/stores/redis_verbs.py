@@ -35,6 +35,7 @@ from tasuki.core.verbs import (
     Standing,
     Submission,
     Submitted,
+    Takes,
     TokenRow,
 )
 from tasuki.errors import Conflict
@@ -140,7 +141,7 @@ def requeue(orders: Sequence[tuple[str, str, str]]) -> Call[list[Requeued]]:
 
 
 def lease(requests: Sequence[LeaseRequest], random: Random) -> Call[list[list[Grant]]]:
-    # Requests of one turn mostly share one map of live workers: it goes once.
+    # Requests of one turn mostly share one map of live workers, and idle workers ask for the same: both go once.
     maps = {id(request.live_workers): request.live_workers for request in requests}
     number_of = {key: number for number, key in enumerate(maps, 1)}
     arguments: list[Argument] = [len(maps)]
@@ -148,23 +149,13 @@ def lease(requests: Sequence[LeaseRequest], random: Random) -> Call[list[list[Gr
         arguments.append(len(live_workers))
         for worker_id, patterns in live_workers.items():
             arguments += (worker_id, len(patterns), *patterns)
-    arguments.append(len(requests))
-    for request in requests:
-        arguments += (
-            request.worker_id,
-            request.incarnation,
-            request.ttl_s,
-            request.on_disconnect.value,
-            request.reconnect_grace_s,
-            random(LEASE_PREFIX_BYTES).hex(),
-            "".join(str(kind.value) for kind in request.takes.kinds),
-            request.limit,
-            number_of[id(request.live_workers)],
-            len(request.patterns),
-            *request.patterns,
-            len(request.job_ids),
-            *request.job_ids,
-        )
+    wishes: dict[tuple[Argument, ...], int] = {}
+    secrets = random(LEASE_PREFIX_BYTES * len(requests)).hex("-", LEASE_PREFIX_BYTES).split("-")
+    asking: list[Argument] = []
+    for request, secret in zip(requests, secrets, strict=True):
+        number = wishes.setdefault(_wish(request, number_of[id(request.live_workers)]), len(wishes) + 1)
+        asking += (request.worker_id, secret, number, len(request.job_ids), *request.job_ids)
+    arguments += (len(wishes), *(part for wish in wishes for part in wish), len(requests), *asking)
 
     def decode(reply: Reply) -> list[list[Grant]]:
         return [
@@ -176,6 +167,23 @@ def lease(requests: Sequence[LeaseRequest], random: Random) -> Call[list[list[Gr
         ]
 
     return Call("lease", arguments, decode)
+
+
+def _wish(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
+    return (
+        request.incarnation,
+        request.ttl_s,
+        request.on_disconnect.value,
+        request.reconnect_grace_s,
+        _KINDS[request.takes],
+        request.limit,
+        live_workers,
+        len(request.patterns),
+        *request.patterns,
+    )
+
+
+_KINDS = {takes: "".join(str(kind.value) for kind in takes.kinds) for takes in Takes}
 
 
 def _grant_lists(reply: Reply) -> list[list[Grant]]:

@@ -1,4 +1,5 @@
--- lease(live worker lists, count, then for each request the arguments below)
+-- lease(live worker lists, count of wishes, these, count of requests, then for each worker_id, prefix of its lease_ids, the number
+--   of its wish, count of job_ids, these)
 --   -> for each job_id, lease_id, attempt, spec, payload, …
 -- Reads {app}:queues:{priority}, {app}:served, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}; of each granted
 -- job it writes {app}:job|lease|status:{id} and {app}:lease:index, and takes away {app}:outcome|result|summary|freqs:{id} of the
@@ -17,16 +18,32 @@ local function read_live_workers()
   return lists
 end
 
-local function read_request(lists)
-  local request = {}
-  request.worker_id, request.incarnation, request.ttl_s, request.on_disconnect, request.reconnect_grace_s = take(5)
-  request.lease_prefix, request.kinds = take(2)
-  request.limit = take_number()
-  request.live_workers = lists[take_number()]
-  request.patterns = take_list()
+-- What several requests may have in common.
+local function read_wishes(lists)
+  local wishes = {}
+  for i = 1, take_number() do
+    local incarnation, ttl_s, on_disconnect, reconnect_grace_s, kinds = take(5)
+    wishes[i] = {
+      incarnation = incarnation,
+      ttl_s = ttl_s,
+      on_disconnect = on_disconnect,
+      reconnect_grace_s = reconnect_grace_s,
+      has_grace = tonumber(reconnect_grace_s) ~= 0,
+      kinds = kinds,
+      limit = take_number(),
+      live_workers = lists[take_number()],
+      patterns = take_list(),
+    }
+  end
+  return wishes
+end
+
+-- One at a time: the wish becomes that of the worker that asks.
+local function read_request(wishes)
+  local worker_id, lease_prefix = take(2)
+  local request = wishes[take_number()]
+  request.worker_id, request.lease_prefix, request.granted = worker_id, lease_prefix, 0
   request.job_ids = take_list()
-  request.has_grace = tonumber(request.reconnect_grace_s) ~= 0
-  request.granted = 0
   return request
 end
 
@@ -162,10 +179,10 @@ local function lease_named(request)
 end
 
 verbs.lease = function()
-  local lists = read_live_workers()
+  local wishes = read_wishes(read_live_workers())
   local answers = {}
   for i = 1, take_number() do
-    local request = read_request(lists)
+    local request = read_request(wishes)
     answers[i] = #request.job_ids > 0 and lease_named(request) or lease_next(request)
   end
   return answers
