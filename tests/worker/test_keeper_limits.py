@@ -17,10 +17,13 @@ from tasuki.worker.keeper_protocol import Ended, Limits, Reason
 from tests.conftest import Require
 from tests.worker.runs import alive, attempt_of, exec_of, opened, run, runner_in, text_of
 
+# Not so fast that it meets the hard limit of one process before the keeper has looked.
 EATS_MEMORY = """
+import time
 held = []
 while True:
-    held.append(bytearray(4 << 20))
+    held.append(bytearray(2 << 20))
+    time.sleep(0.01)
 """
 BOMB_MARK = b"bomb %d" % os.getpid()
 FORK_BOMB = f"""
