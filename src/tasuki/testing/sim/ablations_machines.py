@@ -240,7 +240,7 @@ _OF_WORKERS = (
         what="a deadline is counted from before the heartbeat was sent",
         invariants=("I9",),
         seams=(Instead(WorkerMachine, "_received", _from_the_answer),),
-        options=replace(LONG, kinds=("pause",), latency_s=0.06),
+        options=replace(LONG, kinds=("pause",), latency_s=0.1, faults=80, workers=5, servers=1),
     ),
     Ablation(
         name="keeper_at_death",
