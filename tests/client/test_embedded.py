@@ -13,6 +13,7 @@ import pytest
 from tasuki import Client
 from tasuki.client import aio, embedded
 from tasuki.config import DataFolder, data_folder
+from tasuki.server.node import own_folder
 from tests.processes import wait_until
 
 
@@ -33,6 +34,15 @@ def dead_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+def test_a_server_whose_store_is_elsewhere_owns_its_folder_as_well(folder: DataFolder) -> None:
+    own_folder(folder)
+
+    owner = embedded.read_owner(folder)
+
+    assert owner is not None
+    assert owner.pid == os.getpid()
 
 
 def test_folder_is_owned_while_the_process_in_the_owner_file_lives(folder: DataFolder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tasuki.server import app
 from tasuki.server.app import Server, ServerConfig
 from tasuki.stores.clock import SystemClock
 from tasuki.stores.memory import MemoryStore
+from tasuki.stores.retrying import RETRY_S, Interrupted, Why
 from tests.server.peers import PATIENCE_S, FakeConnection, client, worker
 
 
@@ -235,6 +237,25 @@ def test_stop_answers_what_is_under_way_and_closes_every_link(tmp_path: Path, st
     assert [message.corr_id for message in link.all(Accepted)] == [1, 2]
     assert link.closed is None
     assert store.get(["third"]) == [None]
+
+
+def test_a_server_stops_soon_though_its_store_is_away(tmp_path: Path, store: GatedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "STOP_TIMEOUT_S", 0.1)
+
+    def away(submissions: list[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
+        store.entered.set()
+        raise Interrupted("the store cannot be reached", Why.CONNECTION)
+
+    store.submit = away  # type: ignore[method-assign]
+
+    async def work(server: Server) -> None:
+        conn, _ = await client(server)
+        server.received(conn, SubmitJobs(1, [JobSpec(job_id="waits")]))
+        assert await asyncio.to_thread(store.entered.wait, PATIENCE_S)
+
+    began = time.monotonic()
+    serve(tmp_path, store, work)
+    assert time.monotonic() - began < RETRY_S / 2
 
 
 def test_the_last_client_is_told_of_and_workers_do_not_count(tmp_path: Path, store: GatedStore) -> None:

@@ -136,14 +136,15 @@ def owner_of(folder: DataFolder) -> str:
 def _has_its_owner(folder: DataFolder) -> bool:
     """The owner keeps the owner file open. Its pid alone is no proof: after a crash any process may get the number, and
     another user's may take the port as well."""
-    from tasuki.client.embedded import owner_file, read_owner
+    from tasuki.client.embedded import owner_files, read_owner
 
     owner = read_owner(folder)
     if owner is None:
         return False
     try:
-        ours = owner_file(folder).stat()
-        return any(_same_file(descriptor, ours) for descriptor in Path(f"/proc/{owner.pid}/fd").iterdir())
+        ours = [path.stat() for path in owner_files(folder) if path.exists()]
+        descriptors = Path(f"/proc/{owner.pid}/fd").iterdir()
+        return any(_same_file(descriptor, file) for descriptor in descriptors for file in ours)
     except OSError:  # gone, or another user's, who has no use for our token
         return False
 

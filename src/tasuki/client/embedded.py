@@ -81,15 +81,20 @@ class Owner(NamedTuple):
     since: float
 
 
-def owner_file(folder: DataFolder) -> Path:
-    """Where a server locks the folder for itself, and writes who it is."""
-    return folder.database.with_name(folder.database.name + ".owner")
+def owner_files(folder: DataFolder) -> tuple[Path, Path]:
+    """Where a server locks the folder for itself, and writes who it is: beside its database, or, if its store is elsewhere, by
+    itself."""
+    return folder.database.with_name(folder.database.name + ".owner"), folder.root / "server.owner"
 
 
 def read_owner(folder: DataFolder) -> Owner | None:
-    """Who wrote itself into the owner file ("pid 12 since 1794715165"), if a process of that pid is alive."""
+    """Who wrote itself into an owner file ("pid 12 since 1794715165"), if a process of that pid is alive."""
+    return next((owner for path in owner_files(folder) if (owner := _written_in(path)) is not None), None)
+
+
+def _written_in(path: Path) -> Owner | None:
     try:
-        words = owner_file(folder).read_text("utf-8", "replace").split()
+        words = path.read_text("utf-8", "replace").split()
         owner = Owner(int(words[1]), float(words[3]))
     except (OSError, ValueError, IndexError):
         return None  # no file that we may read, or an empty one: its owner left in order

@@ -187,6 +187,7 @@ class Server:
         self._stopping = True
         await self._company.leave()
         deadline = self._loop.time() + STOP_TIMEOUT_S
+        self._loop.call_at(deadline, self._thread.hurry)
         while self._busy or (len(self.broker.draft) and self._loop.time() < deadline):
             self._idle.clear()
             self._pump()

@@ -166,9 +166,13 @@ class StoreThread:
         """Have a turn executed after those before it."""
         self._turns.put(turn)
 
+    def hurry(self) -> None:
+        """From now on no turn waits for a database that is away."""
+        self._closing.set()
+
     def close(self) -> None:
         """Finish what was submitted, close the store, end the thread. A turn that waits for its database is not waited for."""
-        self._closing.set()
+        self.hurry()
         self._turns.put(None)
         self._thread.join()
 
