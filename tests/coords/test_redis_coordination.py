@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,17 +10,20 @@ from typing import Any
 
 import pytest
 
-from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, Busy, Locked, Member
+from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, Locked, Member
 from tasuki.coords.redis import RedisCoordination
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.stores.redis_connection import connect, name_of
-from tests.processes import wait_until
+from tests.coords.contests import (
+    SERVERS,
+    TTL_S,
+    it_ends_by_itself,
+    never_two_hold_it_and_epochs_strictly_rise,
+    one_of_many_gets_it,
+)
 from tests.services_redis import RedisService
 
-TTL_S = 10.0
 TIMEOUT_S = 2.0
-SERVERS = 8
-ROUNDS = 12
 SECRET = "tasuki-test-secret"
 ME = Member(member_id="me", incarnation="1")
 
@@ -52,41 +54,11 @@ def raw(redis_url: str) -> Iterator[Any]:
 
 
 def test_of_many_that_ask_at_once_one_gets_the_lock(open_coordination: Open) -> None:
-    coordinations = [open_coordination() for _ in range(SERVERS)]
-    together = threading.Barrier(SERVERS)
-
-    def acquire(number: int) -> Locked | Busy:
-        coordinations[number].detached()  # connected before the race begins
-        together.wait()
-        return coordinations[number].acquire("leader", f"server-{number}", TTL_S, 4)
-
-    with ThreadPoolExecutor(SERVERS) as pool:
-        answers = list(pool.map(acquire, range(SERVERS)))
-
-    assert sorted(type(answer).__name__ for answer in answers) == ["Busy"] * (SERVERS - 1) + ["Locked"]
-    assert Locked(5) in answers
+    one_of_many_gets_it(open_coordination)
 
 
 def test_many_that_take_turns_never_hold_the_lock_together_and_epochs_strictly_rise(open_coordination: Open) -> None:
-    inside = threading.Lock()
-    epochs: list[int] = []
-
-    def take_turns(number: int) -> int:
-        coordination, won = open_coordination(), 0
-        while won < ROUNDS:
-            answer = coordination.acquire("leader", f"server-{number}", TTL_S, 0)
-            if isinstance(answer, Locked):
-                assert inside.acquire(blocking=False), f"epoch {answer.epoch} was given while another one was held"
-                epochs.append(answer.epoch)
-                won += 1
-                inside.release()
-                assert coordination.release("leader", f"server-{number}", answer.epoch)
-        return won
-
-    with ThreadPoolExecutor(SERVERS) as pool:
-        assert list(pool.map(take_turns, range(SERVERS))) == [ROUNDS] * SERVERS
-
-    assert epochs == list(range(1, SERVERS * ROUNDS + 1))
+    never_two_hold_it_and_epochs_strictly_rise(open_coordination)
 
 
 def test_threads_may_share_one_object(open_coordination: Open) -> None:
@@ -99,15 +71,7 @@ def test_threads_may_share_one_object(open_coordination: Open) -> None:
 
 
 def test_a_lock_ends_on_the_clock_of_redis(open_coordination: Open) -> None:
-    one, two = open_coordination(), open_coordination()
-    two.detached()
-    begun_at = time.monotonic()
-    one.acquire("leader", "one", 0.5, 0)
-
-    wait_until(lambda: two.acquire("leader", "two", TTL_S, 0) == Locked(2), what="the lock is over")
-
-    assert time.monotonic() - begun_at >= 0.5
-    assert not one.renew("leader", "one", 1, TTL_S)
+    it_ends_by_itself(open_coordination)
 
 
 def test_one_beat_removes_only_a_batch_of_the_dead_with_all_that_they_told(open_coordination: Open, raw: Any) -> None:

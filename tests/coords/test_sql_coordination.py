@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,15 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, Busy, Locked, Member
+from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, Locked, Member
 from tasuki.coords.sql import SqlCoordination
 from tasuki.errors import ConfigError, TasukiError, Unavailable
+from tests.coords.contests import (
+    SERVERS,
+    TTL_S,
+    acquire_together,
+    it_ends_by_itself,
+    never_two_hold_it_and_epochs_strictly_rise,
+    one_of_many_gets_it,
+)
 from tests.processes import wait_until
 from tests.services import PASSWORD, PostgresService
 
-TTL_S = 10.0
-SERVERS = 8
-ROUNDS = 12
 ME = Member(member_id="me", incarnation="1")
 OURS = "datname = current_database() AND application_name = 'tasuki'"
 
@@ -44,23 +48,8 @@ def told(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ many at once
-def acquire_together(coordinations: list[SqlCoordination], floor: int) -> list[Locked | Busy]:
-    together = threading.Barrier(len(coordinations))
-
-    def acquire(number: int) -> Locked | Busy:
-        coordinations[number].detached()  # connected before the race begins
-        together.wait()
-        return coordinations[number].acquire("leader", f"server-{number}", TTL_S, floor)
-
-    with ThreadPoolExecutor(len(coordinations)) as pool:
-        return list(pool.map(acquire, range(len(coordinations))))
-
-
 def test_of_many_that_ask_at_once_for_a_new_lock_one_gets_it(open_coordination: Open) -> None:
-    answers = acquire_together([open_coordination() for _ in range(SERVERS)], floor=4)
-
-    assert sorted(type(answer).__name__ for answer in answers) == ["Busy"] * (SERVERS - 1) + ["Locked"]
-    assert Locked(5) in answers
+    one_of_many_gets_it(open_coordination)
 
 
 def test_of_many_that_ask_at_once_for_a_lock_that_is_over_one_gets_it(
@@ -75,37 +64,11 @@ def test_of_many_that_ask_at_once_for_a_lock_that_is_over_one_gets_it(
 
 
 def test_many_that_take_turns_never_hold_the_lock_together_and_epochs_strictly_rise(open_coordination: Open) -> None:
-    inside = threading.Lock()
-    epochs: list[int] = []
-
-    def take_turns(number: int) -> int:
-        coordination, won = open_coordination(), 0
-        while won < ROUNDS:
-            answer = coordination.acquire("leader", f"server-{number}", TTL_S, 0)
-            if isinstance(answer, Locked):
-                assert inside.acquire(blocking=False), f"epoch {answer.epoch} was given while another one was held"
-                epochs.append(answer.epoch)
-                won += 1
-                inside.release()
-                assert coordination.release("leader", f"server-{number}", answer.epoch)
-        return won
-
-    with ThreadPoolExecutor(SERVERS) as pool:
-        assert list(pool.map(take_turns, range(SERVERS))) == [ROUNDS] * SERVERS
-
-    assert epochs == list(range(1, SERVERS * ROUNDS + 1))
+    never_two_hold_it_and_epochs_strictly_rise(open_coordination)
 
 
 def test_a_lock_ends_on_the_database_s_clock(open_coordination: Open) -> None:
-    one, two = open_coordination(), open_coordination()
-    two.detached()
-    begun_at = time.monotonic()
-    one.acquire("leader", "one", 0.5, 0)
-
-    wait_until(lambda: two.acquire("leader", "two", TTL_S, 0) == Locked(2), what="the lock is over")
-
-    assert time.monotonic() - begun_at >= 0.5
-    assert not one.renew("leader", "one", 1, TTL_S)
+    it_ends_by_itself(open_coordination)
 
 
 def test_many_beats_at_once_remove_the_dead_together(

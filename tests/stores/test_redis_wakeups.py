@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import uvloop
 
 from tasuki.core.hints import Hint, decode, everything, split
 from tasuki.errors import ConfigError
@@ -19,46 +18,13 @@ from tasuki.stores.kept_wakeups import BATCH_MAX, QUEUE_MAX
 from tasuki.stores.redis_wakeups import RedisWakeups
 from tests.processes import wait_until
 from tests.services_redis import RedisService
+from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 
-TIMEOUT_S = 10.0
 IDLE_S = 0.2
-LISTENING = decode(everything())
-
-RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
 
-class Ear:
-    """What one server heard."""
-
-    def __init__(self) -> None:
-        self.heard: list[Hint] = []
-        self._changed = asyncio.Event()
-
-    def __call__(self, piece: bytes) -> None:
-        self.heard.append(decode(piece))
-        self._changed.set()
-
-    async def until(self, condition: Callable[[list[Hint]], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition(self.heard):
-                self._changed.clear()
-                await self._changed.wait()
-
-
-@asynccontextmanager
-async def server(url: str, name: str, app: str = "zpe") -> AsyncIterator[tuple[RedisWakeups, Ear]]:
-    """A server's wakeups, listening."""
-    wakeups, ear = RedisWakeups(url, app=app, server_id=name, idle_s=IDLE_S), Ear()
-    await wakeups.start(ear)
-    try:
-        await ear.until(lambda heard: LISTENING in heard)
-        yield wakeups, ear
-    finally:
-        await wakeups.close()
-
-
-def hint(name: str, *job_ids: str) -> Hint:
-    return Hint(server_id=name, ended=job_ids)
+def server(url: str, name: str, app: str = "zpe") -> AbstractAsyncContextManager[tuple[RedisWakeups, Ear]]:
+    return listening(RedisWakeups(url, app=app, server_id=name, idle_s=IDLE_S))
 
 
 def is_told(name: str, job_id: str) -> Callable[[list[Hint]], bool]:

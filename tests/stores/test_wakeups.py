@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager
 
 import pytest
-import uvloop
 
 from tasuki.core.hints import PIECE_MAX_BYTES, Hint, decode, everything, split
 from tasuki.errors import ConfigError
@@ -17,45 +14,11 @@ from tasuki.stores.sql_wakeups import BATCH_MAX, QUEUE_MAX, PostgresWakeups
 from tasuki.stores.wakeups import NoWakeups
 from tests.processes import wait_until
 from tests.services import PASSWORD, PostgresService
-
-TIMEOUT_S = 10.0
-LISTENING = decode(everything())
-
-RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 
 
-class Ear:
-    """What one server heard."""
-
-    def __init__(self) -> None:
-        self.heard: list[Hint] = []
-        self._changed = asyncio.Event()
-
-    def __call__(self, piece: bytes) -> None:
-        self.heard.append(decode(piece))
-        self._changed.set()
-
-    async def until(self, condition: Callable[[list[Hint]], bool], timeout_s: float = TIMEOUT_S) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition(self.heard):
-                self._changed.clear()
-                await self._changed.wait()
-
-
-@asynccontextmanager
-async def server(url: str, name: str) -> AsyncIterator[tuple[PostgresWakeups, Ear]]:
-    """A server's wakeups, listening."""
-    wakeups, ear = PostgresWakeups(url, server_id=name), Ear()
-    await wakeups.start(ear)
-    try:
-        await ear.until(lambda heard: LISTENING in heard)
-        yield wakeups, ear
-    finally:
-        await wakeups.close()
-
-
-def hint(name: str, *job_ids: str) -> Hint:
-    return Hint(server_id=name, ended=job_ids)
+def server(url: str, name: str) -> AbstractAsyncContextManager[tuple[PostgresWakeups, Ear]]:
+    return listening(PostgresWakeups(url, server_id=name))
 
 
 def hang_up_on_all(postgres: PostgresService, url: str) -> None:

@@ -1,0 +1,53 @@
+"""What servers hear of each other's hints, whatever carries them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import uvloop
+
+from tasuki.core.hints import Hint, decode, everything
+from tasuki.stores.wakeups import Wakeups
+
+TIMEOUT_S = 10.0
+LISTENING = decode(everything())
+RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+
+W = TypeVar("W", bound=Wakeups)
+
+
+class Ear:
+    """What one server heard."""
+
+    def __init__(self) -> None:
+        self.heard: list[Hint] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, piece: bytes) -> None:
+        self.heard.append(decode(piece))
+        self._changed.set()
+
+    async def until(self, condition: Callable[[list[Hint]], bool], timeout_s: float = TIMEOUT_S) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition(self.heard):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@asynccontextmanager
+async def listening(wakeups: W) -> AsyncIterator[tuple[W, Ear]]:
+    """A server's wakeups while it listens."""
+    ear = Ear()
+    await wakeups.start(ear)
+    try:
+        await ear.until(lambda heard: LISTENING in heard)
+        yield wakeups, ear
+    finally:
+        await wakeups.close()
+
+
+def hint(name: str, *job_ids: str) -> Hint:
+    return Hint(server_id=name, ended=job_ids)
