@@ -25,7 +25,7 @@ from tasuki.worker.attempt import RunResult
 from tests.conftest import Require
 from tests.processes import wait_until
 from tests.shape.source import ROOT
-from tests.worker.runs import alive, archive_of, attempt_of, exec_of, runner_in
+from tests.worker.runs import alive, archive_of, attempt_of, close_runners, exec_of, runner_in
 
 ZPE = ROOT / "examples" / "zpe"
 PROGRAM = [sys.executable, os.fspath(ZPE / "zpe.py")]
@@ -78,7 +78,7 @@ def run_as_job(data: Path, payload: bytes, heard: list[Progress]) -> RunResult:
             stop = asyncio.get_running_loop().create_future()
             return await asyncio.wait_for(runner.run(attempt_of(exec="zpe", payload=payload), stop), RUN_TIMEOUT_S)
         finally:
-            runner.close()
+            close_runners()
 
     return asyncio.run(run())
 

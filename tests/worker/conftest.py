@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.worker.runs import opened
+from tests.worker.runs import close_runners
 
 
 @pytest.fixture(autouse=True)
-def close_runners() -> Iterator[None]:
+def no_runner_is_left() -> Iterator[None]:
     yield
-    while opened:
-        opened.pop().close()
+    close_runners()

@@ -49,6 +49,12 @@ def runner_in(data: Path, *execs: Exec, any_program_for: str | None = OWNER, **o
     return runner
 
 
+def close_runners() -> None:
+    """All that were made."""
+    while opened:
+        opened.pop().close()
+
+
 Meanwhile = Callable[[CommandRunner, "asyncio.Future[StopReason]"], Awaitable[None]]
 
 
