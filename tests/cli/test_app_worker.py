@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tasuki.cli.app_worker import AppWorker, app_result
+from tasuki.core.app_documents import result_of
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome
-from tasuki.doors.http.documents import result_of
 from tasuki.errors import ConfigError
 from tasuki.worker.attempt import RunResult
 from tasuki.worker.execs import parse_exec_flag

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from tasuki.cli.direct import StoreAddress, guest
+from tasuki.core.app_documents import outcome_of
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.subject import app_subject
 from tasuki.core.verbs import Grant
-from tasuki.doors.http.documents import outcome_of
 from tasuki.errors import ConfigError, TooLarge
 from tasuki.worker import Worker
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult

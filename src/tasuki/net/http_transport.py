@@ -7,9 +7,7 @@ imported only where an address is http or https.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import socket
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,6 +17,7 @@ import msgspec
 
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable, from_wire
+from tasuki.net.link import system_words
 
 ANSWER_S = 35.0  # of a request that is not to wait: the server gives its store 30
 WRITE_S = 30.0  # for each piece of a body
@@ -168,7 +167,7 @@ class HttpTransport:
             if isinstance(cause, ssl.SSLError):
                 return f"no TLS connection to {self.address}: {self._tls_words(cause)}"
             if isinstance(cause, OSError) and cause.errno is not None and cause.strerror:
-                return f"no connection to {self.address}: {_system_words(cause)}"
+                return f"no connection to {self.address}: {system_words(cause)}"
         return f"no connection to {self.address}: {error}"
 
     def _tls_words(self, error: ssl.SSLError) -> str:
@@ -209,10 +208,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         waiting += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
-
-
-def _system_words(error: OSError) -> str:
-    # asyncio puts its own words in the place of the system's ("Connect call failed"), but for names that are not known.
-
-    known = error.errno is not None and not isinstance(error, socket.gaierror)
-    return os.strerror(error.errno) if known and error.errno is not None else error.strerror or str(error)

@@ -286,11 +286,15 @@ async def connect(
             f"no TLS connection to {address}: {error.reason or error}; check --tls-ca and the server's certificate"
         ) from None
     except OSError as error:
-        # asyncio puts its own words in the place of the system's ("Connect call failed"), but for names that are not known.
-        known = error.errno is not None and not isinstance(error, socket.gaierror)
-        reason = os.strerror(error.errno) if known else error.strerror or str(error)  # type: ignore[arg-type]
-        raise Unavailable(f"no connection to {address}: {reason}") from None
+        raise Unavailable(f"no connection to {address}: {system_words(error)}") from None
     return link
+
+
+def system_words(error: OSError) -> str:
+    """asyncio puts its own words in the place of the system's ("Connect call failed"), but for names that are not known."""
+    if error.errno is not None and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 def client_tls(ca_file: str | None) -> ssl.SSLContext | None:

@@ -15,14 +15,14 @@ from importlib.resources import files
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.app import template_of
+from tasuki.core.app import WORDS, template_of
 from tasuki.core.fair import REMEMBERED_GROUPS_MAX
 from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.subject import group_of
 from tasuki.core.verbs import COUNTED, kind_of
 from tasuki.stores.generations import GENERATIONS_BEGIN_AT
-from tasuki.stores.redis_values import RARE, STATUS_WORDS, Facts, Record, template_value
+from tasuki.stores.redis_values import RARE, Facts, Record, template_value
 
 _FIELDS_AT_ONCE = 15  # and the id
 _LIST_HEAD_BYTES = 3  # of a msgpack list of 16 elements or more
@@ -99,7 +99,7 @@ def _constants() -> str:
         "LEASED": _set(LEASED),
         "TERMINAL": _set(TERMINAL),
         "COUNTED": {state.value: name for state, name in COUNTED.items()},
-        "WORDS": {state.value: word for state, word in STATUS_WORDS.items()},
+        "WORDS": {str(state): word for state, word in WORDS.items()},
         "RESUMED": RESUMED,
         "LEASE_MARGIN_S": LEASE_MARGIN_S,
         "TAKEOVER_TIE_S": TAKEOVER_TIE_S,

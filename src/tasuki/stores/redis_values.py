@@ -27,19 +27,6 @@ from tasuki.core.job import (
 from tasuki.core.subject import group_of
 from tasuki.core.verbs import AuditRow, Grant, Report, TokenRow, kind_of
 
-STATUS_WORDS: dict[State, str] = {
-    State.PENDING: "queued",
-    State.ASSIGNED: "running",
-    State.RUNNING: "running",
-    State.ORPHANED: "running",
-    State.SUCCEEDED: "finished",
-    State.FAILED: "failed",
-    State.TIMED_OUT: "failed",
-    State.SKIPPED: "failed",
-    State.CANCELED: "canceled",
-}
-"""The words of `{app}:status:{id}`."""
-
 PARTS = {"summary_text": "s", "freqs_csv": "f"}
 """What of an outcome's notes has a key of its own (`{app}:summary:{id}`, `{app}:freqs:{id}`), and its letter."""
 

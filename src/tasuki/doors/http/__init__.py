@@ -13,7 +13,8 @@ when the store has recorded it. `routes.py` is the one table of what there is: e
     calc.py      /calc/{app}/jobs: the jobs of an app            compute.py   /calc/{app}/compute: its workers
     v1.py        /v1: the general client API                     health.py    /healthz, /readyz
     metrics.py   /metrics                                        job_metrics.py  what turns did to jobs, counted
-    bodies.py    what requests bring                             documents.py an app's result <-> an Outcome
+    bodies.py    what requests bring                             shortcut.py  from uvicorn to an endpoint, past the framework
+    frames.py    /v1/frames: our own clients' messages           blobs.py     /v1/blobs: large files, streamed
 
 Only `door.py` is imported from outside. Nothing here knows which store is behind the server.
 """

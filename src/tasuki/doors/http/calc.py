@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.app import template_of
+from tasuki.core.app import WORDS, template_of
+from tasuki.core.app_documents import result_of
 from tasuki.core.job import BlobRef, JobSpec
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.answers import EndedOtherwise, NotFinished
 from tasuki.doors.http.call import Call, iso, refusal_of, submit, told
 from tasuki.doors.http.clients import Client
-from tasuki.doors.http.documents import WORDS, result_of
 from tasuki.doors.http.limits import wait_of, whole_number
 from tasuki.doors.http.replies import AppAccepted, AppAcceptedMany, AppResult, AppStatus
 from tasuki.errors import NotFound, TooLarge

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, token_sha256
+from tasuki.core.app import WORDS
+from tasuki.core.app_documents import outcome_of, payload_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import Claim
 from tasuki.core.reports import check_outcome
@@ -18,7 +20,6 @@ from tasuki.core.verbs import Grant, Standing
 from tasuki.doors.http.answers import FinishedOtherwise
 from tasuki.doors.http.bodies import Failure, Result
 from tasuki.doors.http.call import Call, iso, status_and_error
-from tasuki.doors.http.documents import WORDS, outcome_of, payload_of
 from tasuki.doors.http.limits import gone, wait_of
 from tasuki.doors.http.replies import (
     Enrolled,

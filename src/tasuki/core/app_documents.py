@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Outcome, State
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Outcome
 from tasuki.core.protocol import META_MAX_BYTES
 from tasuki.errors import TooLarge
 
@@ -22,19 +22,6 @@ NOTES_MAX_BYTES = 10 * 1024  # of summary_text and freqs_csv; the rest of META_M
 APP_META_MAX_BYTES = 4 * 1024
 assert NOTES_MAX_BYTES + APP_META_MAX_BYTES < META_MAX_BYTES
 _WHOLE = "document"  # in the notes: the bytes are the document of all three
-
-WORDS: dict[str, str] = {
-    State.PENDING: "queued",
-    State.ASSIGNED: "running",
-    State.RUNNING: "running",
-    State.ORPHANED: "running",
-    State.SUCCEEDED: "finished",
-    State.FAILED: "failed",
-    State.TIMED_OUT: "failed",
-    State.SKIPPED: "failed",
-    State.CANCELED: "canceled",
-}
-"""What the apps call the states."""
 
 
 def payload_of(payload: bytes) -> Any:
