@@ -18,7 +18,7 @@ SEEDS ?= 2000
 SIMARGS ?=
 
 # Debian packages that the tests need and that no wheel brings.
-SYSTEM_PACKAGES ?= quantum-espresso quantum-espresso-data
+SYSTEM_PACKAGES ?= caddy curl nginx-light quantum-espresso quantum-espresso-data
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -33,7 +33,9 @@ demo: $(STAMP) ## Show jobs surviving the death of a worker and of the server
 up: $(STAMP) ## Start a server and local workers here, until Ctrl-C
 	@$(BIN)/tasuki up
 
+# Compiled once: where Python is told to write no bytecode, each of the thousand processes of the tests would do it for itself.
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
+	@$(BIN)/python -m compileall -q src
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 $(TESTARGS)
 
 sim: $(STAMP) ## Run SEEDS=2000 seeds of the simulator on all cores (docs/simulator.md)
@@ -64,7 +66,7 @@ else
 	elif dpkg-query --show $(SYSTEM_PACKAGES) >/dev/null 2>&1; then \
 		echo "system-deps: already installed: $(SYSTEM_PACKAGES)"; \
 	else \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $(SYSTEM_PACKAGES); \
+		apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $(SYSTEM_PACKAGES); \
 	fi
 endif
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.core.address import DEFAULT_PORT, Address, parse_url
+from tasuki.core.address import DEFAULT_PORT, Address, parse_agents, parse_url
 from tasuki.errors import ConfigError
 
 __all__ = [
@@ -25,8 +25,10 @@ __all__ = [
     "check_app",
     "data_folder",
     "default_url",
+    "enrol_variable",
     "fault_point",
     "find_token",
+    "parse_agents",
     "parse_http",
     "parse_listen",
     "parse_size",
@@ -135,6 +137,11 @@ def find_token(token_file: str | os.PathLike[str] | None = None, environ: Mappin
     if not token or len(token) > 512 or not token.isprintable():
         raise ConfigError(f"the token file {os.fspath(token_file)!r} does not contain a token")
     return token
+
+
+def enrol_variable(environ: Mapping[str, str] | None = None) -> str:
+    """TASUKI_ENROLL: the enrol token of a worker that is new; empty if there is none."""
+    return (os.environ if environ is None else environ).get("TASUKI_ENROLL", "").strip()
 
 
 def fault_point(environ: Mapping[str, str] | None = None) -> str:

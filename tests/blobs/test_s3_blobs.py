@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 import tracemalloc
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -205,18 +204,6 @@ def test_an_upload_needs_memory_for_two_parts_at_most(blobs: S3Blobs) -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 2.5 * PART_BYTES
-
-
-def test_a_url_for_one_blob_lets_others_in_and_out(blobs: S3Blobs) -> None:
-    sha256 = hashlib.sha256(b"data").hexdigest()
-    put = urllib.request.Request(blobs.presigned(sha256, 5, "PUT", 60), data=b"data", method="PUT")
-    with urllib.request.urlopen(put, timeout=10) as answer:
-        assert answer.status == 200
-    with urllib.request.urlopen(blobs.presigned(sha256, 5, "GET", 60), timeout=10) as answer:
-        assert answer.read() == b"data"
-    assert blobs.read_bytes(sha256, 4, generation=5) == b"data"
-    with pytest.raises(InvalidInput, match="DELETE"):
-        blobs.presigned(sha256, 5, "DELETE")
 
 
 # Outages

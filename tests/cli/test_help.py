@@ -26,7 +26,8 @@ HEAVY = (
 )
 TOKEN_COMMANDS = ["token create", "token list", "token revoke"]
 DEAD_COMMANDS = ["dead list", "dead show", "dead retry"]
-WORDS = sorted({*COMMANDS, *TOKEN_COMMANDS, *DEAD_COMMANDS} - {"token", "dead"})
+WORKER_COMMANDS = ["worker install", "worker uninstall", "worker status"]
+WORDS = sorted({*COMMANDS, *TOKEN_COMMANDS, *DEAD_COMMANDS, *WORKER_COMMANDS} - {"token", "dead"})
 
 
 def shown(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, object]:
@@ -66,8 +67,9 @@ def test_the_list_of_commands_has_all_words_and_exit_codes(arguments, capsys, mo
     text, code = shown(arguments, capsys, monkeypatch)
 
     assert code == 0
+    width = max(map(len, COMMANDS))
     for name, (_, summary) in COMMANDS.items():
-        assert f"  {name.ljust(7)}  {summary}" in text
+        assert f"  {name.ljust(width)}  {summary}" in text
     assert exits.table() in text.replace("\n  ", "\n")
 
 
@@ -75,7 +77,7 @@ def test_the_list_of_commands_has_all_words_and_exit_codes(arguments, capsys, mo
 def test_the_line_in_the_list_is_the_commands_own(word: str) -> None:
     module_name, summary = COMMANDS[word]
     module = import_module(f"tasuki.cli.{module_name}")
-    function = getattr(module, {"list": "list_jobs"}.get(word, word))
+    function = getattr(module, {"list": "list_jobs"}.get(word, word.replace("-", "_")))
 
     assert (inspect.getdoc(function) or "").startswith(summary)
 

@@ -20,6 +20,8 @@ from tests.cli.commands import Running, User, running
 
 pytestmark = pytest.mark.e2e
 
+HERE = Address("http", "127.0.0.1", 0)
+
 
 def http_url(server: Running) -> str:
     return next(line.removeprefix("listening ") for line in server.lines if line.startswith("listening http"))
@@ -95,12 +97,33 @@ def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, ht
         {"apps": ("a.b",), "http": Address("http", "127.0.0.1", 0)},
         {"http": Address("http", "0.0.0.0", 0)},
         {"unix": False},
+        {"presign": True, "blobs": "s3://bucket/a"},
+        {"presign": True, "http": HERE},
+        {"presign_endpoint": "https://s3.example", "blobs": "s3://bucket/a", "http": HERE},
+        {"presign": True, "blobs": "s3://bucket/a?endpoint=http://10.0.0.9:8333", "http": HERE},
+        {"presign": True, "presign_endpoint": "http://s3.example", "blobs": "s3://bucket/a", "http": HERE},
+        {"presign": True, "presign_endpoint": "s3.example", "blobs": "s3://bucket/a", "http": HERE},
+        {"presign": True, "presign_endpoint": "https://user:password@s3.example", "blobs": "s3://bucket/a", "http": HERE},
     ],
     ids=str,
 )
 def test_a_door_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         serve.check(serve.Listen(folder=DataFolder(tmp_path), **fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"blobs": "s3://bucket/a"},
+        {"blobs": "s3://bucket/a?endpoint=http://127.0.0.1:8333"},
+        {"blobs": "s3://bucket/a?endpoint=http://10.0.0.9:8333", "presign_endpoint": "https://s3.example"},
+        {"blobs": "s3://bucket/a?endpoint=http://10.0.0.9:8333", "insecure": True},
+    ],
+    ids=str,
+)
+def test_links_to_a_bucket_may_be_given_where_nobody_can_read_them(tmp_path: Path, fields: dict[str, Any]) -> None:
+    serve.check(serve.Listen(folder=DataFolder(tmp_path), presign=True, http=HERE, **fields))
 
 
 def test_up_goes_on_without_http_if_its_port_is_taken_and_says_so(tmp_path: Path) -> None:

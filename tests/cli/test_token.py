@@ -81,3 +81,19 @@ def test_a_token_that_makes_no_sense_is_refused(served: Served, flags: tuple[str
     done = user.run("token", "create", *flags)
 
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_an_enrol_token_is_for_an_app_or_for_patterns(served: Served) -> None:
+    user, _ = served
+    both = user.json("token", "enroll", "--app", "zpe", "--scope", "render.>", "--json")
+    rows = {row["token_id"]: row for row in user.json("token", "list", "--json")}
+
+    assert both["token"].startswith("tsk_e_")
+    assert rows[both["token_id"]]["scope"] == ["job.assign.zpe", "render.>"]
+
+
+def test_all_tokens_of_a_worker_are_revoked_by_its_id(served: Served) -> None:
+    user, _ = served
+
+    assert user.run("token", "revoke", "--worker-id", "w-nobody").returncode == 3
+    assert user.run("token", "revoke").returncode == 2

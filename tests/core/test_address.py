@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasuki.config import parse_listen
-from tasuki.core.address import Address, parse_url
+from tasuki.core.address import Address, parse_agents, parse_url
 from tasuki.errors import ConfigError
 
 
@@ -54,3 +54,38 @@ def test_http_on_this_machine_is_loopback() -> None:
 def test_a_listener_for_tcp_is_no_place_of_http() -> None:
     with pytest.raises(ConfigError, match="--http"):
         parse_listen("http://127.0.0.1:7080")
+
+
+@pytest.mark.parametrize(
+    ("url", "places"),
+    [
+        ("agents:http://n1:7090,http://n2:7091", ["http://n1:7090", "http://n2:7091"]),
+        ("agents:http://n1", ["http://n1:7090"]),
+        ("agents:n1,n2:1", ["http://n1:7090", "http://n2:1"]),
+        ("agents:https://n1,n2/pricing/,http://n3", ["https://n1:7090", "https://n2:7090/pricing", "http://n3:7090"]),
+        ("agents:http://[::1],http://[::1]:80", ["http://[::1]:7090", "http://[::1]:80"]),
+        ("agents:http://n1,http://n1:7090", ["http://n1:7090"]),
+    ],
+)
+def test_node_agents_each_say_where_they_are(url: str, places: list[str]) -> None:
+    assert [str(address) for address in parse_agents(url)] == places
+
+
+@pytest.mark.parametrize(
+    "url", ["agents:", "agents:http://", "agents:http://a,,b", "agents:tcp://a", "agents:http://a:x", "agents:http://a?b"]
+)
+def test_what_names_no_agents_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        parse_agents(url)
+
+
+def test_a_password_in_an_agents_address_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError) as told:
+        parse_agents("agents:http://user:hunter2@n1")
+
+    assert "hunter2" not in told.value.message
+
+
+def test_commands_that_need_a_server_say_so_of_agents() -> None:
+    with pytest.raises(ConfigError, match="tasuki run and tasuki nodes"):
+        parse_url("agents:http://n1:7090")

@@ -90,7 +90,11 @@ def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(desk: Desk)
     identity = desk.broker.sessions[conn].identity
     assert identity is not None
     place = BlobPlace("a" * 64, 3)
-    assert desk.others == [ReceiveBlob(conn, put, place), BlobPiece(conn, chunk), SendBlob(conn, get, identity)]
+    assert desk.others == [
+        ReceiveBlob(conn, put, place, identity.uploader),
+        BlobPiece(conn, chunk),
+        SendBlob(conn, get, identity),
+    ]
 
 
 @pytest.mark.parametrize("verb", ["get", "find", "counts", "explain"])

@@ -46,7 +46,8 @@ def test_an_enrol_token_registers_a_worker_with_a_token_of_its_own() -> None:
     assert row is not None
     assert (row.kind, row.worker_id, row.scope, row.created_by) == ("worker", "w-e1", SCOPE, "token:e1")
     assert row.expires_at == desk.clock.wall() + WORKER_TOKEN_S
-    assert answer.body == {"worker_id": "w-e1", "token_id": "t1", "expires_at": row.expires_at}
+    told = {"worker_id": "w-e1", "token_id": "t1", "expires_at": row.expires_at, "ttl_s": WORKER_TOKEN_S, "scope": list(SCOPE)}
+    assert answer.body == told
 
 
 def test_an_enrol_token_is_good_for_one_registration() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tasuki.core.held import SEEN_S
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Received, Send, Ticked
@@ -30,13 +31,15 @@ from tasuki.core.worker_events import (
     Exit,
     Forget,
     GaveBack,
+    Kept,
     Restored,
     Run,
     Save,
+    SetAside,
     Started,
     Stop,
 )
-from tasuki.core.worker_machine import SAVE_AFTER_S, SEEN_S, STARTED_AFTER_S
+from tasuki.core.worker_machine import ALONE_S, SAVE_AFTER_S, STARTED_AFTER_S
 from tests.core.worker_bench import ONE, OTHER, TTL_S, Bench, assign, grant, only, sent, welcome
 
 
@@ -369,6 +372,30 @@ def test_an_ending_of_an_earlier_process_is_offered_but_its_lease_not_renewed(on
     assert only(bench.hear(JobsRecorded([], [("lease-a-1", "too late")])), Forget) == [Forget("lease-a-1", "too late")]
 
 
+def test_a_refused_ending_is_set_aside_before_it_is_forgotten(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.do(Ended("lease-a-1", Outcome(result=b"dear")))
+    commands = bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")]))
+    [aside] = only(commands, SetAside)
+    assert (aside.ending.outcome.result, aside.reason) == (b"dear", "attempt 2 runs")
+    assert commands.index(aside) < commands.index(Forget("lease-a-1", "attempt 2 runs"))
+
+
+def test_a_result_that_came_when_the_lease_was_lost_already_is_set_aside(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.answer_beats(bench.after(TTL_S / 3), lost=["lease-a-1"])
+    [aside] = only(bench.do(Ended("lease-a-1", Outcome(result=b"dear"))), SetAside)
+    assert (aside.ending.outcome.result, aside.reason) == (b"dear", "the lease was lost")
+
+
+def test_while_a_result_of_an_earlier_process_is_brought_nothing_new_is_asked_for() -> None:
+    bench = Bench()
+    bench.machine.bringing.add("lease-a-1")
+    assert sent([*bench.connect(), *bench.run_answered(TTL_S)], GiveCredit) == []
+    bench.machine.bringing.discard("lease-a-1")
+    assert sent(bench.do(Restored(Ending("a", "lease-a-1", 1, Outcome()))), GiveCredit) == [GiveCredit(2)]
+
+
 def test_an_ended_attempt_is_not_stopped_at_its_deadline(bench: Bench) -> None:
     bench.hear(assign())
     bench.lose()
@@ -481,3 +508,53 @@ def test_new_patterns_are_told_now_and_after_a_reconnect(bench: Bench) -> None:
     assert subscribe.patterns == ("b.*",)
     bench.lose()
     assert bench.open().patterns == ("b.*",)
+
+
+def alone(bench: Bench, seconds: float) -> list[Exit]:
+    """It is told to end, and so much time passes without a server."""
+    bench.do(Drain())
+    commands = []
+    for _ in range(int(seconds * 2)):
+        commands += bench.after(0.5)
+        if only(commands, Connect):
+            commands += bench.do(Closed(0, "refused"))
+    return only(commands, Exit)
+
+
+def test_who_is_told_to_end_leaves_what_is_on_disk_to_the_next_process_if_no_server_is_there(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    bench.do(Ended("lease-a-1", Outcome(result=b"x")))
+    bench.do(Kept("lease-a-1"))
+    assert alone(bench, ALONE_S - 1.0) == []
+    assert alone(bench, 1.5) == [Exit()]
+
+
+def test_it_does_the_same_for_a_run_that_is_over_and_whose_result_could_not_be_brought(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.lose()
+    bench.do(Kept("lease-a-1"))
+    assert alone(bench, ALONE_S + 1.0) == [Exit()]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_who_is_told_to_end_stays_while_something_runs_or_is_not_on_disk(bench: Bench, ended: bool) -> None:
+    bench.hear(assign(grant("a"), grant("b")))
+    bench.lose()
+    bench.do(Ended("lease-a-1", Outcome()))
+    bench.do(Kept("lease-a-1"))
+    if ended:
+        bench.do(Ended("lease-b-1", Outcome()))
+    assert alone(bench, ALONE_S / 2) == []
+    bench.machine.held["lease-b-1"].deadline += 60.0
+    assert alone(bench, ALONE_S) == []
+
+
+def test_who_is_told_to_end_waits_for_the_word_of_a_server_that_is_there(bench: Bench) -> None:
+    bench.hear(assign())
+    bench.do(Ended("lease-a-1", Outcome()))
+    bench.do(Kept("lease-a-1"))
+    [told] = sent(bench.do(Drain()), Subscribe)
+    bench.hear(Reply(told.msg_id, {}))
+    assert only(bench.run_answered(2 * ALONE_S), Exit) == []
+    assert only(bench.hear(JobsRecorded(["lease-a-1"])), Exit) == [Exit()]

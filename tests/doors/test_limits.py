@@ -16,7 +16,7 @@ from tasuki.config import Address, DataFolder
 from tasuki.core import broker
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Chunk, GiveCredit, HelloClient, Request
-from tasuki.doors import tcp
+from tasuki.doors import listening
 from tasuki.doors.tcp import TcpDoor
 from tasuki.net import link
 from tasuki.server.app import Server, ServerConfig
@@ -219,7 +219,7 @@ def test_peer_that_is_hung_up_on_and_does_not_read_is_dropped_after_a_while(
 
 
 def test_more_connections_than_allowed_are_told_so_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "CONNECTIONS_MAX", 5)
+    monkeypatch.setattr(listening, "CONNECTIONS_MAX", 5)
 
     async def main() -> None:
         async with opened(tmp_path) as door, door.client() as client:

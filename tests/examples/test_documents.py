@@ -21,7 +21,7 @@ from tasuki.worker.execs import load_execs, parse_execs
 from tests.shape.source import ROOT
 
 DOCUMENTS = sorted(
-    path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"))
+    path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
 )
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 DECISIONS = ROOT / "docs" / "decisions"
@@ -100,12 +100,13 @@ def tasuki_lines(text: str) -> Iterator[list[str]]:
 def unknown_words(arguments: list[str]) -> list[str]:
     """What the command line of this version does not have: the command, or an option before the job's own words."""
     group = typer.main.get_command(make(arguments))
-    words = iter(arguments)
-    name = next(words, "")
+    name = arguments[0] if arguments else ""
     if name not in COMMANDS:
         return [name]
     command = group.commands[name]  # type: ignore[attr-defined]
-    if hasattr(command, "commands"):
+    words = iter(arguments[1:])
+    alone = not arguments[1:] or arguments[1].startswith("-")
+    if hasattr(command, "commands") and not (command.invoke_without_command and alone):
         command = command.commands[next(words)]
     options = {text: option for option in command.params for text in (*option.opts, *option.secondary_opts)}
     unknown = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
-from tasuki.errors import InvalidInput, TasukiError, Unauthorized, Unavailable
+from tasuki.errors import Corrupt, InvalidInput, TasukiError, Unauthorized, Unavailable
 from tasuki.net import Link, blobs
 from tasuki.net.blobs import WAITING_CHUNKS_MAX, BlobLine
 
@@ -245,5 +246,135 @@ def test_line_that_is_closed_ends_transfers_with_the_reason(error: TasukiError) 
         bench.line.close()
         with pytest.raises(type(error), match=error.message):
             await bench.get(b"x")
+
+    run(test)
+
+
+# ---------------------------------------------------------------------------------------------------- uploads that go on
+
+
+DATA = bytes(range(256)) * (5 * CHUNK_BYTES // 256)
+REF = BlobRef(hashlib.sha256(DATA).hexdigest(), len(DATA))
+
+
+def put_data(bench: Bench) -> asyncio.Task[None]:
+    return asyncio.ensure_future(bench.line.put(io.BytesIO(DATA), REF))
+
+
+async def sent_by(link: FakeLink, start: int) -> bytes:
+    """All that was sent on this link, in order from there."""
+    while not (chunks := [message for message in link.sent if isinstance(message, Chunk)]) or not chunks[-1].last:
+        await link.asked(Chunk, len(chunks) + 1)
+    for chunk in chunks:
+        assert chunk.offset == start
+        start += len(chunk.data)
+    return b"".join(chunk.data for chunk in chunks)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3 * CHUNK_BYTES, len(DATA) - 1])
+def test_upload_begins_where_the_server_says(offset: int) -> None:
+    async def test(bench: Bench) -> None:
+        putting = put_data(bench)
+        put = await bench.link.asked(BlobPut)
+        assert put.resume
+        bench.line.take(Reply(put.msg_id, {"go": True, "offset": offset}))
+        assert await sent_by(bench.link, offset) == DATA[offset:]
+        bench.line.take(Reply(put.msg_id, {"have": True}))
+        await putting
+
+    run(test)
+
+
+def test_upload_to_a_server_that_says_no_offset_begins_at_0() -> None:
+    async def test(bench: Bench) -> None:
+        putting = put_data(bench)
+        msg_id = (await bench.link.asked(BlobPut)).msg_id
+        bench.line.take(Reply(msg_id, {"go": True}))
+        assert await sent_by(bench.link, 0) == DATA
+        bench.line.take(Reply(msg_id, {"have": True}))
+        await putting
+
+    run(test)
+
+
+def test_upload_goes_on_on_the_next_link_where_the_server_is() -> None:
+    async def test(bench: Bench) -> None:
+        putting = put_data(bench)
+        bench.line.take(Reply((await bench.link.asked(BlobPut)).msg_id, {"go": True, "offset": 0}))
+        await bench.link.asked(Chunk, 2)
+        bench.line.lost()
+        link = bench.connect()
+        msg_id = (await link.asked(BlobPut)).msg_id
+        bench.line.take(Reply(msg_id, {"go": True, "offset": CHUNK_BYTES}))
+        assert await sent_by(link, CHUNK_BYTES) == DATA[CHUNK_BYTES:]
+        bench.line.take(Reply(msg_id, {"have": True}))
+        await putting
+
+    run(test)
+
+
+def test_upload_whose_beginning_was_wrong_is_sent_again_from_0_and_only_once() -> None:
+    async def test(bench: Bench) -> None:
+        putting = put_data(bench)
+        first = (await bench.link.asked(BlobPut)).msg_id
+        bench.line.take(Reply(first, {"go": True, "offset": CHUNK_BYTES}))
+        await sent_by(bench.link, CHUNK_BYTES)
+        bench.link.sent.clear()
+        bench.line.take(ErrorMessage(first, "CORRUPT", "other bytes"))
+        second = (await bench.link.asked(BlobPut)).msg_id
+        bench.line.take(Reply(second, {"go": True, "offset": 0}))
+        assert await sent_by(bench.link, 0) == DATA
+        bench.line.take(ErrorMessage(second, "CORRUPT", "other bytes again"))
+        with pytest.raises(Corrupt, match="again"):
+            await putting
+
+    run(test)
+
+
+# ---------------------------------------------------------------------------------------------------- threads
+
+
+def test_large_pieces_are_written_in_order_and_off_the_loop() -> None:
+    async def test(bench: Bench) -> None:
+        threads: set[int] = set()
+
+        def write(data: bytes) -> None:
+            threads.add(threading.get_ident())
+            bench.written.append(data)
+
+        getting = bench.get(DATA, write)
+        msg_id = (await bench.link.asked(BlobGet)).msg_id
+        for start in range(0, len(DATA), CHUNK_BYTES):
+            bench.line.take(Chunk(msg_id, start, DATA[start : start + CHUNK_BYTES]))
+        bench.line.take(Chunk(msg_id, len(DATA), b"", last=True))
+        await getting
+        assert b"".join(bench.written) == DATA
+        assert threading.get_ident() not in threads
+
+    run(test)
+
+
+def test_download_that_is_given_up_waits_for_the_thread_that_writes() -> None:
+    async def test(bench: Bench) -> None:
+        writing, go_on, done = asyncio.Event(), threading.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def write(data: bytes) -> None:
+            loop.call_soon_threadsafe(writing.set)
+            assert go_on.wait(DEADLINE_S)
+            done.set()
+
+        getting = bench.get(DATA, write)
+        msg_id = (await bench.link.asked(BlobGet)).msg_id
+        for start in range(0, 4 * CHUNK_BYTES, CHUNK_BYTES):
+            bench.line.take(Chunk(msg_id, start, DATA[start : start + CHUNK_BYTES]))
+        await writing.wait()
+        getting.cancel()
+        await asyncio.sleep(0)
+        assert not getting.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+        assert done.is_set()
 
     run(test)

@@ -21,9 +21,7 @@ from tasuki.core.protocol import (
     Heartbeat,
     HeartbeatAnswer,
     HelloClient,
-    HelloWorker,
     JobResult,
-    Message,
     Reply,
     Request,
     Results,
@@ -35,36 +33,21 @@ from tasuki.net import http_watches
 from tasuki.net.http_link import REQUESTS_AT_ONCE, HttpLink
 from tests.conftest import Require
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http, welcome
+from tests.net.owners import LinkOwner
 
 DEADLINE_S = 10.0
 HELLO = HelloClient(msg_id=1, client_id="me", token="tsk_c_secret", version=2)
 
 
-class Owner:
+class Owner(LinkOwner):
     """What a machine would hear of a link."""
 
-    def __init__(self, address: Address, tls: ssl.SSLContext | None = None) -> None:
-        self.heard: asyncio.Queue[Message] = asyncio.Queue()
-        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.link = HttpLink(
-            address,
-            lambda link, message: self.heard.put_nowait(message),
-            lambda link, reason: self.closed.set_result(reason),
-            tls=tls,
-            timeout_s=3.0,
-        )
-
-    async def next(self) -> Message:
-        return await self.heard.get()
+    kind = HttpLink
 
     async def greet(self) -> Owner:
         self.link.say(HELLO)
         assert isinstance(await self.next(), Welcome)
         return self
-
-    async def leave(self) -> None:
-        self.link.close()
-        await self.link.wait_closed()
 
 
 def run(answer: Any, test: Callable[[OddServer, Owner], Awaitable[None]], **options: Any) -> None:
@@ -226,8 +209,8 @@ def test_what_the_server_left_without_an_answer_is_not_waited_for() -> None:
         (http(200, b"\x20\x00\x00\x00\x06\x00\x05\x00half", kind="application/vnd.tasuki.frames"), "middle of a frame"),
         (envelope(503, "UNAVAILABLE", "the store is away"), "the store is away"),
         (envelope(500, "INTERNAL", "a defect"), "a defect"),
-        (b"220 mail.example ESMTP\r\n\r\n", "was lost"),
-        (b"", "does it want https://?"),
+        (b"220 mail.example ESMTP\r\n\r\n", "without an answer in HTTP"),
+        (b"", "if it speaks TLS, it is https://"),
         (
             http(200, b"half", {"Content-Length": "50", "Connection": "close"}, "application/vnd.tasuki.frames"),
             "peer closed connection",
@@ -281,17 +264,6 @@ def test_what_cannot_be_a_token_is_not_sent(token: str) -> None:
         with pytest.raises(InvalidInput, match="token"):
             owner.link.say(HelloClient(msg_id=1, client_id="me", token=token))
         assert server.asked == []
-
-    run(welcome, test)
-
-
-def test_a_worker_is_told_to_come_over_tcp() -> None:
-    async def test(server: OddServer, owner: Owner) -> None:
-        owner.link.say(HelloWorker(msg_id=1, worker_id="w", incarnation="i", token="t"))
-        error = await owner.next()
-        assert isinstance(error, ErrorMessage)
-        assert (error.corr_id, error.code) == (0, "INVALID")
-        assert "tcp://" in error.message
 
     run(welcome, test)
 

@@ -19,7 +19,8 @@ from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, St
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.verbs import BlobPlace
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
-from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, Transfers
+from tasuki.server.transfers import Transfers
+from tasuki.server.uploads import UPLOADS_PER_CONNECTION_MAX
 from tests.processes import wait_until
 from tests.server.peers import FakeConnection
 from tests.services_s3 import S3Service
@@ -176,10 +177,9 @@ def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp
         transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, DATA[:10]))
-        [upload] = transfers._uploads.values()
+        [task] = transfers._uploads._tasks
         transfers.forget(1)
-        assert upload.task is not None
-        await asyncio.gather(upload.task, return_exceptions=True)
+        await asyncio.gather(task, return_exceptions=True)
 
     run(blobs, work)
     assert not blobs.has(SHA256)
@@ -301,11 +301,13 @@ class StubbornBlobs(FolderBlobs):
             raise self.errors[sha256]
         return super().delete(sha256, generation)
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> FolderWriter:
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> FolderWriter:
         self.held.release()
         if not self.go_on.wait(20):
             raise AssertionError("nobody let the writer go on")
-        return super().begin(sha256, size_bytes, generation)
+        return super().begin(sha256, size_bytes, generation, resume_key)
 
     def close(self) -> None:
         self.go_on.set()

@@ -88,6 +88,8 @@ def touched(module: Module) -> tuple[tuple[str, int], ...]:
     """Every dotted name the module mentions, import aliases undone: `import os as o; o.environ` is `os.environ`."""
     aliases, found = _aliases(module.tree), []
     for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            continue  # a name that is given, like a field called `input`, is not the builtin of that name
         if isinstance(node, ast.Attribute | ast.Name) and (dotted := _dotted(node)):
             first, dot, rest = dotted.partition(".")
             found.append((aliases.get(first, first) + dot + rest, node.lineno))

@@ -59,7 +59,7 @@ def accept(words: list[str]) -> None:
     """Parse them as the command does, without running anything; what is wrong is raised."""
     command: Any = typer.main.get_command(make(words))
     name = "tasuki"
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not (command.invoke_without_command and words[0].startswith("-")):
         name, *words = words
         command = command.commands[name]
     command.make_context(name, list(words))

@@ -502,3 +502,13 @@ def test_an_exec_names_its_outputs_and_their_limits() -> None:
 def test_settings_that_cannot_work(setting: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_execs({"tool": {"command": "tool", **setting}})
+
+
+def test_a_large_output_that_does_not_pack_is_stored(out: Path) -> None:
+    (out / "noise.bin").write_bytes(os.urandom(module.PACKED_FREE_BYTES + 1))
+    (out / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(100_000)))
+
+    archive = zipfile.ZipFile(io.BytesIO(written(collector_of(out))))
+
+    assert archive.getinfo("out/noise.bin").compress_type == zipfile.ZIP_STORED
+    assert archive.getinfo("out/text.txt").compress_type == zipfile.ZIP_DEFLATED

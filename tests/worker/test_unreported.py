@@ -1,121 +1,170 @@
-"""Endings on disk: whole or not there, offered to the next process of the same worker, gone when a server has spoken."""
+"""Endings on disk: whole or not there whenever the process is killed, found by the next process of the same worker."""
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
+import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
 from tasuki.errors import InvalidInput
-from tasuki.worker.unreported import Saved, Unreported
+from tasuki.worker.unreported import Record, Unreported
 
 ENDING = Ending("job-1", "lease/../1", 3, Outcome(exit_code=0, result=b"bytes \x00", meta={"n": 1}), 12.5)
-LARGE = Ending("job-2", "lease-2", 1, Outcome(exit_code=0, result_ref=BlobRef("a" * 64, 5), result_sha256="a" * 64))
+SMALL = Record(ENDING, "a.job", 1_700_000_000.0)
+LARGE = Record(Ending("job-2", "lease-2", 1, Outcome(exit_code=0, result_ref=BlobRef("a" * 64, 5), result_sha256="a" * 64)))
+RESULT = b"12345"
 
 
-def life(folder: Path, work: Callable[..., None] = lambda *_: None) -> list[Saved]:
-    """One process of worker w1: what it found, after it did its work."""
-
-    async def main() -> list[Saved]:
-        unreported = Unreported(folder, "w1")
-        found = await unreported.load()
-        work(unreported, found)
-        await unreported.close()
-        return found
-
-    return asyncio.run(main())
+def large(tmp_path: Path) -> Record:
+    """A record whose result is a file of its run."""
+    (tmp_path / "result.zip").write_bytes(RESULT)
+    return msgspec.structs.replace(LARGE, result=tmp_path / "result.zip")
 
 
 def files(folder: Path) -> list[str]:
     return sorted(path.suffix for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_worker_with_nothing_to_save_writes_nothing(tmp_path: Path) -> None:
-    assert life(tmp_path) == []
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
 
 
-def test_what_was_saved_is_found_by_the_next_process_of_the_same_worker(tmp_path: Path) -> None:
-    life(tmp_path, lambda unreported, _: unreported.save(ENDING))
-    assert life(tmp_path) == [Saved(ENDING)]
-    assert life(tmp_path) == [Saved(ENDING)]
+@pytest.fixture
+def unreported(data: Path) -> Unreported:
+    return Unreported(data, "w1")
 
 
-def test_another_worker_in_the_same_folder_does_not_see_it(tmp_path: Path) -> None:
-    life(tmp_path, lambda unreported, _: unreported.save(ENDING))
-
-    async def other() -> list[Saved]:
-        unreported = Unreported(tmp_path, "w2")
-        found = await unreported.load()
-        await unreported.close()
-        return found
-
-    assert asyncio.run(other()) == []
+def test_a_worker_with_nothing_to_save_writes_nothing(unreported: Unreported, data: Path) -> None:
+    assert unreported.load() == []
+    assert not data.exists()
 
 
-def test_a_result_that_was_not_uploaded_yet_is_moved_beside_it(tmp_path: Path) -> None:
-    result = tmp_path / "result.zip"
-    result.write_bytes(b"12345")
-    life(tmp_path / "data", lambda unreported, _: unreported.save(LARGE, result))
-    assert not result.exists()
-    [saved] = life(tmp_path / "data")
-    assert saved.ending == LARGE
-    assert saved.result_file is not None
-    assert saved.result_file.read_bytes() == b"12345"
+def test_what_was_saved_is_found_by_the_next_process_of_the_same_worker(unreported: Unreported, data: Path) -> None:
+    assert unreported.save(SMALL)
+    assert Unreported(data, "w1").load() == [SMALL]
+    assert Unreported(data, "w1").load() == [SMALL]
 
 
-def test_what_a_server_has_spoken_on_is_gone_with_its_result(tmp_path: Path) -> None:
-    result = tmp_path / "result.zip"
-    result.write_bytes(b"12345")
-
-    def save_and_forget(unreported: Unreported, _: list[Saved]) -> None:
-        unreported.save(LARGE, result)
-        unreported.save(ENDING)
-        unreported.forget(LARGE.lease_id)
-        unreported.forget("never saved")
-
-    life(tmp_path / "data", save_and_forget)
-    assert files(tmp_path / "data") == [".ending"]
-    assert life(tmp_path / "data", lambda unreported, _: unreported.forget(ENDING.lease_id)) == [Saved(ENDING)]
-    assert files(tmp_path / "data") == []
+def test_what_a_server_is_told_of_it_is_the_ending_alone(unreported: Unreported) -> None:
+    unreported.save(SMALL)
+    [found] = unreported.load()
+    assert type(found.ending) is Ending
 
 
-def test_a_refused_ending_of_an_earlier_process_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    life(tmp_path, lambda unreported, _: unreported.save(ENDING))
-    with caplog.at_level(logging.WARNING, "tasuki.worker"):
-        life(tmp_path, lambda unreported, _: unreported.forget(ENDING.lease_id, "attempt 4 runs"))
-    assert "job job-1 attempt 3: refused, its saved result is dropped: attempt 4 runs" in caplog.text
+def test_another_worker_in_the_same_folder_does_not_see_it(unreported: Unreported, data: Path) -> None:
+    unreported.save(SMALL)
+    assert Unreported(data, "w2").load() == []
+
+
+def test_a_result_that_was_not_uploaded_yet_is_moved_beside_it(unreported: Unreported, tmp_path: Path) -> None:
+    record = large(tmp_path)
+    assert unreported.save(record)
+    assert not (tmp_path / "result.zip").exists()
+    [found] = unreported.load()
+    assert found == msgspec.structs.replace(record, result=unreported.result_path("lease-2"))
+    assert isinstance(found.result, Path)
+    assert found.result.read_bytes() == RESULT
+
+
+def test_so_is_one_that_was_in_memory(unreported: Unreported) -> None:
+    assert unreported.save(msgspec.structs.replace(LARGE, result=RESULT))
+    [found] = unreported.load()
+    assert isinstance(found.result, Path)
+    assert found.result.read_bytes() == RESULT
+
+
+def test_what_a_server_has_spoken_on_is_gone_with_its_result(unreported: Unreported, data: Path, tmp_path: Path) -> None:
+    unreported.save(large(tmp_path))
+    unreported.save(SMALL)
+    unreported.remove("lease-2")
+    unreported.remove("never saved")
+    assert files(data) == [".ending"]
+    unreported.remove(ENDING.lease_id)
+    assert files(data) == []
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: b"", lambda data: b"\xc1" + data])
 def test_a_torn_file_is_ignored_with_a_log_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+    unreported: Unreported, data: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
 ) -> None:
-    for ending in (ENDING, LARGE):
-        life(tmp_path, lambda unreported, _, ending=ending: unreported.save(ending))
-    torn = sorted(tmp_path.rglob("*.ending"))[0]
+    for record in (SMALL, LARGE):
+        unreported.save(record)
+    torn = sorted(data.rglob("*.ending"))[0]
     torn.write_bytes(damage(torn.read_bytes()))
     torn.with_suffix(".part").write_bytes(b"half")
     with caplog.at_level(logging.WARNING, "tasuki.worker"):
-        found = life(tmp_path)
+        found = unreported.load()
     assert len(found) == 1
     assert f"{torn} cannot be read, and is ignored" in caplog.text
-    assert files(tmp_path) == [".ending", ".ending"]
+    assert files(data) == [".ending", ".ending"]
 
 
-def test_a_folder_that_cannot_be_written_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "endings").write_text("a file where a folder should be")
+def test_a_folder_that_cannot_be_written_is_said_in_the_log(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data.mkdir()
+    (data / "endings").write_text("a file where a folder should be")
     with caplog.at_level(logging.ERROR, "tasuki.worker"):
-        life(tmp_path, lambda unreported, _: unreported.save(ENDING))
+        assert not Unreported(data, "w1").save(SMALL)
     assert "the ending of job job-1 attempt 3 cannot be saved" in caplog.text
+
+
+def test_a_full_disk_is_left_as_it_was(unreported: Unreported, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tasuki.worker.unreported._sync", full)
+    assert not unreported.save(msgspec.structs.replace(LARGE, result=RESULT))
+    assert files(data) == []
 
 
 @pytest.mark.parametrize("worker_id", ["", "../w1", ".hidden", "a/b"])
 def test_an_id_that_could_lead_elsewhere_is_refused(tmp_path: Path, worker_id: str) -> None:
     with pytest.raises(InvalidInput):
         Unreported(tmp_path, worker_id)
+
+
+# ---------------------------------------------------------------------------------------------------- kills
+
+
+def killed_at(folder: Path, step: int) -> int:
+    """A process saves a large result, and is killed before its `step`-th opening or renaming of a file; how it ended."""
+    folder.mkdir()
+    record, unreported, steps = large(folder), Unreported(folder / "data", "w1"), itertools.count(1)
+
+    def die(event: str, arguments: object) -> None:
+        if event in ("open", "os.rename") and next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if pid == 0:
+        sys.addaudithook(die)
+        os._exit(0 if unreported.save(record) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_kill_at_any_step_leaves_the_whole_or_nothing(tmp_path: Path) -> None:
+    kept = []
+    for step in itertools.count(1):
+        folder = tmp_path / f"killed-{step}"
+        if killed_at(folder, step) != -signal.SIGKILL:
+            break
+        in_run = (folder / "result.zip").exists()
+        found = Unreported(folder / "data", "w1").load()
+        kept.append(bool(found))
+        # then: it is where the run left it, or found with its ending; and nothing else lies about
+        assert in_run != bool(found)
+        assert [record.result.read_bytes() for record in found if isinstance(record.result, Path)] == [RESULT] * len(found)
+        assert files(folder / "data") == [".ending", ".result"] * len(found)
+    # and: from the moment at which the result is moved it is there, also before the ending has got its name
+    assert kept == sorted(kept)
+    assert len(kept) >= 6
+    assert sum(kept) >= 2

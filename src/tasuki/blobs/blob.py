@@ -9,6 +9,9 @@ name and no more. Bytes that were deleted and come back get another generation, 
 deletes what nobody uses any more. Who refers to a blob, and which blobs there are, is not known here: both are rows of that
 store, and no verb lists anything.
 
+A writer with a `resume_key` (whose upload it is) can be suspended: the next `begin` with the same key, for the same blob, goes on
+where it was. Nobody else's bytes can get into it, and whoever spoils an upload spoils none but their own.
+
 Nothing here assumes a local path. All verbs block on I/O: an event loop calls them in a thread. A store may be used by
 many threads at once; one writer or reader belongs to one thread at a time.
 """
@@ -24,9 +27,20 @@ from typing import Protocol, Self
 from tasuki.core.job import BlobRef
 from tasuki.errors import InvalidInput
 
-__all__ = ["CHUNK_BYTES", "BlobReader", "BlobRef", "BlobStore", "BlobWriter", "check_sha256", "is_sha256", "name_of"]
+__all__ = [
+    "CHUNK_BYTES",
+    "RESUMED_MIN_BYTES",
+    "BlobReader",
+    "BlobRef",
+    "BlobStore",
+    "BlobWriter",
+    "check_sha256",
+    "is_sha256",
+    "name_of",
+]
 
 CHUNK_BYTES = 256 * 1024  # what a reader yields at once: four default pipes full, and small beside any memory limit
+RESUMED_MIN_BYTES = 1024 * 1024 + 1  # what fits into the least request that proxies let through (1 MiB) is sent again as a whole
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -54,6 +68,11 @@ def name_of(sha256: str, generation: int) -> str:
 class BlobWriter(Protocol):
     """One blob on its way in. Leaving the `with` block without `commit` aborts it."""
 
+    @property
+    def size_bytes(self) -> int:
+        """How much was written. More than 0 from the start if it goes on where another was suspended."""
+        ...
+
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         """Add bytes and return how many (all of them).
 
@@ -72,6 +91,10 @@ class BlobWriter(Protocol):
 
     def abort(self) -> None:
         """Drop what was written. Harmless after `commit` or another `abort`."""
+        ...
+
+    def suspend(self) -> None:
+        """Keep what was written for the next `begin` with the same resume_key; without one it is `abort`. Harmless at the end."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -108,11 +131,17 @@ class BlobStore(Protocol):
     threads: int
     """How many calls may usefully block at once; whoever calls from an event loop keeps that many threads."""
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> BlobWriter:
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> BlobWriter:
         """Start writing a blob; what is announced here is verified by `commit`.
 
         TooLarge if the announced size passes the store's limit, DiskFull if there is no room for it. A store that must name
         what it writes beforehand refuses (InvalidInput, in `write`) more than a few MiB whose sha256 was not announced.
+
+        With a `resume_key`, and if what is announced is RESUMED_MIN_BYTES or more, it goes on where the last writer with this
+        key, of this blob, was suspended (`size_bytes` says where), or, if the store is on a disk, where its process was killed.
+        While such a writer is open, another one with its key begins at 0. How long it can be gone on with is the store's to say.
         """
         ...
 
@@ -136,6 +165,10 @@ class BlobStore(Protocol):
 
         Who has it open may be cut off: only what nobody refers to is deleted.
         """
+        ...
+
+    def sweep(self) -> None:
+        """Drop what was suspended and nobody went on with in time. A server calls it now and then."""
         ...
 
     def put_bytes(self, data: bytes, generation: int = 0) -> BlobRef:

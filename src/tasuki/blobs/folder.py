@@ -4,8 +4,9 @@ It touches nothing outside its root. How a blob becomes visible, and why nothing
 
     create tmp/blob-…  →  write, hash  →  fsync file  →  rename to ab/cdef…  →  fsync ab/  →  fsync root (once per ab/)
 
-A crash before the rename leaves only a temporary file, which a later start sweeps; a crash after it leaves a whole
-blob. Several processes may share one root: the rename is atomic, and two writers of one blob write the same bytes.
+A crash before the rename leaves only a temporary file, which is swept later; a crash after it leaves a whole blob. An upload
+that may be gone on with is written to `tmp/part-…` instead (`partials.py`). Several processes may share one root: the rename is
+atomic, and two writers of one blob write the same bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, check_sha256, name_of
+from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, check_sha256, name_of
 from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
+from tasuki.blobs.partials import PREFIX, Partials, is_named
 from tasuki.blobs.whole import Intake, WholeBlobs
-from tasuki.errors import Corrupt, InvalidInput, NotFound
+from tasuki.errors import Corrupt, DiskFull, InvalidInput, NotFound
 
 __all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]
 
@@ -67,6 +69,7 @@ class FolderBlobs(WholeBlobs):
         self.floor_free_bytes = floor_free_bytes
         self.floor_free_inodes = floor_free_inodes
         self._temporary = root / "tmp"
+        self._partials = Partials(self._temporary)
         self._on_step = on_step
         self._lock = threading.Lock()  # for the two sets; never held over I/O
         self._durable_prefixes: set[str] = set()
@@ -77,12 +80,33 @@ class FolderBlobs(WholeBlobs):
             self._temporary.mkdir(mode=0o700, exist_ok=True)
             sync_folder(root)
             sync_folder(root.parent)
-        self._sweep()
+        self.sweep()
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> FolderWriter:
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> FolderWriter:
         intake = Intake(sha256, size_bytes, self.max_blob_bytes)
-        self.check_space(size_bytes or 0)
-        return FolderWriter(self, intake, generation)
+        if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
+            taken = self._partials.take(resume_key, intake)
+            if taken is not None:
+                writer = FolderWriter(self, intake, generation, *taken, self._partials)
+                try:
+                    self._make_space((size_bytes or 0) - intake.size_bytes)
+                except BaseException:
+                    writer.suspend()
+                    raise
+                return writer
+        self._make_space(size_bytes or 0)
+        return FolderWriter(self, intake, generation, *self.create_temporary())
+
+    def _make_space(self, size_bytes: int) -> None:
+        """Where there is none, what others left half-sent goes first: it would only have spared them some bytes."""
+        try:
+            self.check_space(size_bytes)
+        except DiskFull:
+            if not self._partials.sweep(TEMPORARY_GRACE_S):
+                raise
+            self.check_space(size_bytes)
 
     def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> FolderReader:
         sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
@@ -198,10 +222,13 @@ class FolderBlobs(WholeBlobs):
         with self._lock:
             self._durable_prefixes.add(prefix)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove the temporary files of crashed writers; the young ones may belong to another process that lives."""
+        self._partials.sweep()
         oldest = time.time() - TEMPORARY_GRACE_S
         for path in self._temporary.iterdir():
+            if path.name.startswith(PREFIX):
+                continue
             try:
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode) and status.st_mtime < oldest:
@@ -217,15 +244,28 @@ class FolderBlobs(WholeBlobs):
 
 
 class FolderWriter:
-    """A `BlobWriter` onto a temporary file."""
+    """A `BlobWriter` onto a temporary file, which may be one of `partials`. It owns the descriptor."""
 
-    def __init__(self, store: FolderBlobs, intake: Intake, generation: int) -> None:
+    def __init__(
+        self,
+        store: FolderBlobs,
+        intake: Intake,
+        generation: int,
+        descriptor: int,
+        path: Path,
+        partials: Partials | None = None,
+    ) -> None:
         self._store = store
         self._intake = intake
         self._generation = generation
-        self._next_check_bytes = FREE_CHECK_BYTES
-        self._descriptor, self._path = store.create_temporary()
+        self._next_check_bytes = intake.size_bytes + FREE_CHECK_BYTES
+        self._descriptor, self._path = descriptor, path
+        self._partials = partials
         self._is_open = True
+
+    @property
+    def size_bytes(self) -> int:
+        return self._intake.size_bytes
 
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         self._check_open()
@@ -253,9 +293,18 @@ class FolderWriter:
             return
         self._is_open = False
         try:
-            os.close(self._descriptor)
+            # The name of a partial may be another upload's by now. While the lock is held it stays what it is.
+            if is_named(self._descriptor, self._path):
+                self._path.unlink()
         finally:
-            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+    def suspend(self) -> None:
+        if self._partials is None or not self._intake.size_bytes:
+            self.abort()
+        elif self._is_open:
+            self._is_open = False
+            self._partials.put_aside(self._descriptor, self._path, self._intake)
 
     def __enter__(self) -> Self:
         return self

@@ -1,14 +1,20 @@
 """Blobs in an S3-compatible bucket: `<prefix>ab/abcdef…`, `<prefix>ab/abcdef….7` for generation 7.
 
-Rows of the tasuki store say which blobs there are; nothing is ever listed here but the unfinished uploads of one blob that is
-being deleted. Credentials come from the usual AWS environment and files. Needs boto3, imported when the first store is opened.
+Rows of the tasuki store say which blobs there are; nothing is ever listed here but what is unfinished of one blob that is being
+deleted. An upload that may be gone on with waits in this process, and is begun anew in the next. Credentials come from the
+usual AWS environment and files. Needs boto3, imported when the first store is opened.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import OrderedDict
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from tasuki.blobs.blob import BlobRef, check_sha256, name_of
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, check_sha256, name_of
 from tasuki.blobs.s3_requests import RETRY_S, S3Requests, parse_s3_url
 from tasuki.blobs.s3_transfer import S3Reader, S3Writer
 from tasuki.blobs.whole import Intake, WholeBlobs
@@ -18,6 +24,17 @@ __all__ = ["S3Blobs"]
 
 CHECK_RETRY_S = 20.0  # a server's start waits so long for a bucket that does not answer
 PROBE = "tasuki-probe"
+BESIDE = "-"  # behind a blob's key: what is on its way there by presigned urls
+SUSPENDED_S = 300.0
+SUSPENDED_MAX = 16  # each holds up to a part (8 MiB) in memory
+
+
+class _Whose(NamedTuple):
+    """What a suspended upload is found by."""
+
+    resume_key: str
+    sha256: str
+    generation: int
 
 
 class S3Blobs(WholeBlobs):
@@ -29,10 +46,41 @@ class S3Blobs(WholeBlobs):
         self.address = parse_s3_url(url)
         self.max_blob_bytes = max_blob_bytes
         self._requests = S3Requests(self.address, retry_s=retry_s)
+        self._lock = threading.Lock()  # for the table; never held over a request
+        self._suspended: OrderedDict[_Whose, tuple[float, S3Writer]] = OrderedDict()
+        """With the time of each, the oldest first."""
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> S3Writer:
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> S3Writer:
         intake = Intake(sha256, size_bytes, self.max_blob_bytes)
-        return S3Writer(self._requests, intake, lambda found: self._key(found, generation))
+        on_suspend = None
+        if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
+            whose = _Whose(resume_key, sha256, generation)
+            with self._lock:
+                _, writer = self._suspended.pop(whose, (0.0, None))
+            if writer is not None:
+                if writer.announced_bytes == size_bytes:
+                    return writer
+                writer.abort()
+            on_suspend = partial(self._suspend, whose)
+        return S3Writer(self._requests, intake, lambda found: self._key(found, generation), on_suspend)
+
+    def _suspend(self, whose: _Whose, writer: S3Writer) -> None:
+        with self._lock:
+            _, other = self._suspended.pop(whose, (0.0, None))
+            self._suspended[whose] = (time.monotonic(), writer)
+            _, oldest = self._suspended.popitem(last=False)[1] if len(self._suspended) > SUSPENDED_MAX else (0.0, None)
+        for dropped in (other, oldest):
+            if dropped is not None:
+                dropped.abort()
+
+    def sweep(self) -> None:
+        with self._lock:
+            old = [whose for whose, (since, _) in self._suspended.items() if since < time.monotonic() - SUSPENDED_S]
+            dropped = [self._suspended.pop(whose)[1] for whose in old]
+        for writer in dropped:
+            writer.abort()
 
     def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> S3Reader:
         sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
@@ -65,12 +113,15 @@ class S3Blobs(WholeBlobs):
 
     def delete(self, sha256: str, generation: int = 0) -> bool:
         key = self._key(sha256, generation)
+        beside = f"{key}{BESIDE}"
         was_there = self.has(sha256, generation)
         if was_there:
             self._requests.send("delete_object", Key=key)
         for upload in self._requests.send("list_multipart_uploads", Prefix=key).get("Uploads", ()):
-            if upload["Key"] == key:  # the prefix of generation 0 is also that of 7
-                self._abort(key, upload["UploadId"])
+            if upload["Key"] == key or upload["Key"].startswith(beside):  # the prefix of generation 0 is also that of 7
+                self._abort(upload["Key"], upload["UploadId"])
+        for staged in self._requests.send("list_objects_v2", Prefix=beside).get("Contents", ()):
+            self._requests.send("delete_object", Key=staged["Key"])
         return was_there
 
     def _abort(self, key: str, upload_id: str) -> None:
@@ -100,17 +151,8 @@ class S3Blobs(WholeBlobs):
     def close(self) -> None:
         self._requests.close()
 
-    def presigned(self, sha256: str, generation: int = 0, method: str = "GET", expires_s: float = 300.0) -> str:
-        """A url by which whoever has it may GET (or PUT) the bytes straight from the bucket, for that long.
-
-        They are not verified on that way: whoever uses it compares the sha256.
-        """
-        if method not in ("GET", "PUT"):
-            raise InvalidInput(f"a presigned url is for GET or PUT, not {method!r}")
-        return self._requests.presigned(self._key(sha256, generation), method, expires_s)
-
     def _key(self, sha256: str, generation: int) -> str:
-        return f"{self.address.prefix}{sha256[:2]}/{name_of(sha256, generation)}"
+        return self.address.key(sha256, generation)
 
     def _not_found(self, sha256: str, generation: int) -> NotFound:
         return NotFound(f"no blob {name_of(sha256, generation)} in {self.address}")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
+from tasuki.blobs.blob import name_of
 from tasuki.errors import ConfigError, DiskFull, NotFound, TasukiError, Unavailable
 
 __all__ = ["CONNECTIONS", "RETRY_S", "S3Address", "S3Requests", "parse_s3_url"]
@@ -28,6 +29,8 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
 CONNECTIONS = 32  # kept open: one per blob thread, and one per download that is under way
 
 _GONE = {"NoSuchKey", "404", "NotFound"}
+_OF_ONE_KEY = {"get_object", "head_object", "copy_object", "upload_part_copy"}
+_OTHER_BYTES = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"}
 _PASSING = {
     "BadDigest",  # the bytes were damaged on their way: the server counted, and refused them
@@ -72,6 +75,10 @@ class S3Address(NamedTuple):
     """Empty, or ends with a slash."""
     endpoint: str | None
     region: str | None
+
+    def key(self, sha256: str, generation: int) -> str:
+        """Of the object that is this blob."""
+        return f"{self.prefix}{sha256[:2]}/{name_of(sha256, generation)}"
 
     def __str__(self) -> str:
         return f"bucket {self.bucket!r} at {self.endpoint or 'AWS'}"
@@ -122,8 +129,9 @@ class S3Requests:
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=CONNECTIONS,
             signature_version="s3v4",  # also for presigned urls, for which boto3 still takes the older one
-            # With an endpoint of one's own there is seldom a DNS name per bucket.
-            s3={"addressing_style": "path" if address.endpoint else "auto"},
+            # With an endpoint of one's own there is seldom a DNS name per bucket. On AWS there is; "auto", the default, would
+            # sign urls for the global endpoint, which redirects to the bucket's region.
+            s3={"addressing_style": "path" if address.endpoint else "virtual"},
             # The trailing checksums that boto3 would add by itself, many S3-compatible servers do not know; we send our own.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -173,11 +181,27 @@ class S3Requests:
                 raise self._closing()
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def presigned(self, key: str, method: str, expires_s: float) -> str:
-        """A url by which whoever has it may GET or PUT this key for that long."""
-        operation = {"GET": "get_object", "PUT": "put_object"}[method]
-        parameters = {"Bucket": self.address.bucket, "Key": key}
-        return str(self._client.generate_presigned_url(operation, Params=parameters, ExpiresIn=max(1, int(expires_s))))
+    def refuses(self, operation: str, retry_s: float, **arguments: Any) -> bool:
+        """Whether the bucket sees that these bytes are not those of their checksum. If not, it has taken them."""
+
+        def attempt() -> bool:
+            try:
+                self.once(operation, **arguments)
+            except self._failures.ClientError as error:
+                if error.response.get("Error", {}).get("Code") in _OTHER_BYTES:
+                    return True
+                raise
+            return False
+
+        return self.patiently(attempt, operation, retry_s)
+
+    def presigned(self, operation: str, expires_s: float, **arguments: Any) -> str:
+        """A url by which whoever has it may do exactly this for that long. Sends nothing."""
+        parameters = {"Bucket": self.address.bucket, **arguments}
+        try:
+            return str(self._client.generate_presigned_url(operation, Params=parameters, ExpiresIn=max(1, int(expires_s))))
+        except self._failures.BotoCoreError as error:
+            self._refuse(error, f"signing {operation}", "check the AWS credentials of this server")
 
     # -- what went wrong ------------------------------------------------------------------------------------------
     def _judge(self, error: Exception, what: str) -> TasukiError:
@@ -204,7 +228,7 @@ class S3Requests:
             return DiskFull(f"{said}; free space there")
         if code in _PASSING or status >= 500 or status == 429:
             return Unavailable(f"{said}; it seems overloaded or restarting")
-        is_about_one_key = what in ("get_object", "head_object") and code in _GONE
+        is_about_one_key = what in _OF_ONE_KEY and code in _GONE
         if is_about_one_key or code == "NoSuchUpload":
             raise NotFound(said) from error
         self._refuse(error, what, _WAYS_OUT.get(code) or _WAYS_OUT.get(str(status)) or "see its log")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,14 +28,29 @@ class S3Writer:
     completed, and which is completed only if hash and size are right.
     """
 
-    def __init__(self, requests: S3Requests, intake: Intake, key_of: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        requests: S3Requests,
+        intake: Intake,
+        key_of: Callable[[str], str],
+        on_suspend: Callable[[S3Writer], None] | None = None,
+    ) -> None:
         self._requests = requests
         self._intake = intake
         self._key_of = key_of
+        self._on_suspend = on_suspend
         self._buffer = bytearray()
         self._upload_id: str | None = None
         self._parts: list[dict[str, Any]] = []
         self._is_open = True
+
+    @property
+    def size_bytes(self) -> int:
+        return self._intake.size_bytes
+
+    @property
+    def announced_bytes(self) -> int | None:
+        return self._intake.announced_bytes
 
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         self._check_open()
@@ -78,6 +94,15 @@ class S3Writer:
             # Best effort, once: who deletes the blob's row aborts what is left of it (`S3Blobs.delete`).
             with contextlib.suppress(TasukiError):
                 self._requests.send("abort_multipart_upload", retry_s=0.0, Key=self._key, UploadId=self._upload_id)
+
+    def suspend(self) -> None:
+        """It stays as it is, with the part that fills in memory, for `S3Blobs.begin` to give out again."""
+        if self._on_suspend is None or not self._intake.size_bytes:
+            self.abort()
+        elif self._is_open:
+            successor = copy.copy(self)  # so that this one has ended, whoever still holds it
+            self._is_open = False
+            self._on_suspend(successor)
 
     def __enter__(self) -> Self:
         return self

@@ -32,6 +32,11 @@ class Intake:
         if self.announced_bytes is not None and size_bytes > self.announced_bytes:
             raise Corrupt(f"a blob announced with {self.announced_bytes} bytes has {size_bytes} or more")
 
+    def go_on(self, before: Intake) -> None:
+        """From where another one was, of the same bytes."""
+        self.size_bytes = before.size_bytes
+        self._hash = before._hash
+
     def take(self, view: memoryview) -> None:
         self._hash.update(view)
         self.size_bytes += view.nbytes
@@ -56,7 +61,9 @@ class Intake:
 class WholeBlobs:
     """`put_bytes` and `read_bytes` of a blob store, by its `begin` and `open`."""
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> BlobWriter:
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> BlobWriter:
         raise NotImplementedError
 
     def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> BlobReader:

@@ -6,6 +6,7 @@ Imported for `tasuki --help`, so it imports nothing heavy.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from tasuki.cli import exits
 from tasuki.cli.output import Output
 from tasuki.errors import TasukiError
 
+COMMAND_LINE, ENVIRONMENT = "COMMANDLINE", "ENVIRONMENT"  # typer's names for where a value came from
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # For `run` and `submit`: everything from the exec's name on belongs to the job, also what looks like an option.
@@ -56,6 +58,41 @@ def command(
         return function
 
     return register
+
+
+def command_group(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], typer.Typer]:
+    """Register a command that has others below it: `tasuki worker` runs one, `tasuki worker status` looks. Returns where."""
+
+    def register(function: Function) -> typer.Typer:
+        def framed(context: typer.Context, **given: Any) -> None:
+            if context.invoked_subcommand is None:
+                raise typer.Exit(run_framed(lambda: function(**given), bool(given.get("json"))))
+            if options_of(context, COMMAND_LINE):
+                context.fail(f"options stand behind the word they are for: {context.command_path} {context.invoked_subcommand} …")
+
+        take_parameters(framed, function)
+        below = make_app(inspect.getdoc(function) or "", no_args_is_help=False)
+        below.callback(invoke_without_command=True, epilog=epilog_of(examples))(framed)
+        app.add_typer(below, name=name)
+        return below
+
+    return register
+
+
+def take_parameters(taker: Callable[..., Any], *givers: Callable[..., Any]) -> None:
+    """Make typer see the parameters and the help of these functions in one that takes `**options`, beside its own."""
+    own = [one for one in inspect.signature(taker, eval_str=True).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    given = [one for giver in givers for one in inspect.signature(giver, eval_str=True).parameters.values()]
+    every = [one.replace(kind=one.KEYWORD_ONLY) for one in {one.name: one for one in (*own, *given)}.values()]
+    taker.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    taker.__annotations__ = {one.name: one.annotation for one in every}
+    taker.__doc__ = taker.__doc__ or givers[0].__doc__
+
+
+def options_of(context: typer.Context, *sources: str) -> dict[str, Any]:
+    """What was given there, by parameter: not what is a default."""
+    found = {name: context.get_parameter_source(name) for name in context.params}
+    return {name: context.params[name] for name, source in found.items() if source is not None and source.name in sources}
 
 
 def run_framed(work: Callable[[], int | None], json: bool, exit_code: Callable[[TasukiError], int] = exits.exit_code) -> int:

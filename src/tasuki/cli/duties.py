@@ -64,7 +64,7 @@ def duties(
     log_level: options.LogLevel = "warning",
     json: options.Json = False,
 ) -> None:
-    """Do a leader's duties once, for control planes that scale to zero.
+    """Do a leader's duties once, for servers that scale to zero.
 
     Ends leases that are over, skips what is too late, makes delayed jobs ready, deletes what is old. Does nothing while another
     leader is there. Blobs are deleted only where --blobs says how to reach them.

@@ -24,7 +24,8 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="URL",
-        help="Server: tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, https://host or unix:///path. "
+        help="Server: tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, https://host or unix:///path; "
+        "for run also node agents: agents:http://n1:7090,http://n2:7090. "
         "Default: TASUKI_URL, else the server of the data folder, else an embedded one for the time of the command.",
     ),
 ]
@@ -40,9 +41,7 @@ TokenFile = Annotated[
     str | None,
     typer.Option("--token-file", metavar="FILE", help="File with the token; - for stdin. Default: TASUKI_TOKEN."),
 ]
-TlsCa = Annotated[
-    str | None, typer.Option("--tls-ca", metavar="FILE", help="Certificate authority for tls://; default: the system's.")
-]
+TlsCa = Annotated[str | None, typer.Option("--tls-ca", metavar="FILE", help="CA for tls:// and https://. Default: the system's.")]
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only ids.")]
 
@@ -82,6 +81,19 @@ PayloadFile = Annotated[
 ]
 Lines = Annotated[int, typer.Option("--limit", metavar="N", help="How many at most.")]
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error, on stderr.")]
+
+Agents = Annotated[
+    str | None,
+    typer.Option("--to", metavar="AGENTS", help="Node agents: agents:http://n1:7090,http://n2:7090. Default: TASUKI_URL."),
+]
+Hedge = Annotated[
+    float | None,
+    typer.Option("--hedge", metavar="SECONDS", help="Agents: without a result after this time, also at a second node.", min=0.0),
+]
+GiveUpAfter = Annotated[
+    float | None,
+    typer.Option("--give-up-after", metavar="SECONDS", help="Agents: how long to try in all. Default: 1200.", min=0.0),
+]
 
 Execs = Annotated[
     list[str] | None,

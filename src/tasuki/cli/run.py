@@ -46,6 +46,7 @@ def add_to(app: typer.Typer) -> None:
             "tasuki run --job-id nightly-2026-01-31 backup /srv        # again with this id: the stored result, no second run",
             "tasuki run --to tcp://host:7000 --token-file token --subject render.eu.1 render --mode fast",
             "tasuki run --to https://host/tasuki --token-file token render --mode fast        # every command works over HTTP",
+            "tasuki run --to agents:http://n1:7090,http://n2:7090 --file book.csv -o result.zip pricer --fast    # node agents",
         ],
     )(run)
 
@@ -86,6 +87,8 @@ def run(
     data: options.Data = None,
     token_file: options.TokenFile = None,
     tls_ca: options.TlsCa = None,
+    hedge: options.Hedge = None,
+    give_up_after: options.GiveUpAfter = None,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the output when the job has ended.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No words of tasuki's own.")] = False,
     json: options.Json = False,
@@ -97,8 +100,11 @@ def run(
     What is piped in (or comes from a file with <) becomes the job's standard input, up to 64 KiB: a pipe counts if it has
     data or ends at once. With < /dev/null nothing is read, as in a loop over lines; --payload-file - waits for the pipe's end.
 
+    With agents:… the job goes to whichever node is well, with its --file inputs; its output is printed at its end.
+
     Exits with the job's own code; 125 for every error of tasuki itself (no server, no token, a conflict), 2 for wrong options.
     """
+    from tasuki.cli import agents
     from tasuki.cli.jobspec import check_files, job_fields, piped_payload
 
     output = Output(json=json, quiet=quiet)
@@ -117,11 +123,13 @@ def run(
         retry_exit=retry_exit,
     )
     fields.update(job_id=job_id, files=check_files(files))
+    place = Place(to, data, token_file, tls_ca)
+    if agents.meant(place, hedge, give_up_after):
+        return agents.run_on_agents(place, fields, output_file, output, hedge, give_up_after)
     if payload_file is None and token_file != STDIN:
         fields["payload"] = piped_payload(output.hint)
     output.progress("connecting …")
     stream = not (no_stream or json)
-    place = Place(to, data, token_file, tls_ca)
     return with_client(place, lambda client: _run(client, fields, output_file, output, stream=stream))
 
 

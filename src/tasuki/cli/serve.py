@@ -21,11 +21,11 @@ from tasuki.core.app import DEFAULT_APP
 from tasuki.core.term import LOCK_TTL_S
 
 if TYPE_CHECKING:
-    import ssl
-
     from tasuki.config import Address, DataFolder
     from tasuki.doors.http.door import HttpDoor
+    from tasuki.doors.tls import ServerCertificate
     from tasuki.server.app import Server
+    from tasuki.server.direct import Direct
 
 logger = logging.getLogger("tasuki.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -58,6 +58,10 @@ class Listen(NamedTuple):
     http_lease_ttl_s: float = 60.0
     coordination: str = ""
     strict: bool = False
+    presign: bool = False
+    """Peers over HTTP may move large blobs to and from the bucket themselves."""
+    presign_endpoint: str = ""
+    """Where they reach it, if not where the server does."""
 
 
 class Events:
@@ -122,7 +126,7 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 def check(listen: Listen) -> None:
     """Refuse what may not be opened, before anything is."""
     from tasuki.config import check_app
-    from tasuki.doors.tcp import check_listener
+    from tasuki.doors.listening import check_listener
     from tasuki.errors import ConfigError
 
     if (listen.tls_cert is None) != (listen.tls_key is None):
@@ -134,6 +138,31 @@ def check(listen: Listen) -> None:
     for app in listen.apps:
         check_app(app)
     _check_places(listen)
+    _check_presign(listen)
+
+
+def _check_presign(listen: Listen) -> None:
+    from urllib.parse import urlsplit
+
+    from tasuki.blobs.s3_requests import parse_s3_url
+    from tasuki.config import Address
+    from tasuki.errors import ConfigError
+
+    if not listen.presign:
+        if listen.presign_endpoint:
+            raise ConfigError("--presign-endpoint says where peers reach the bucket: give --presign too")
+        return
+    if not listen.blobs.startswith("s3://") or listen.http is None:
+        raise ConfigError("--presign is for blobs in S3 and peers over HTTP: give --blobs s3://… and --http HOST:PORT too")
+    endpoint = listen.presign_endpoint or parse_s3_url(listen.blobs).endpoint or "https://"
+    parts = urlsplit(endpoint)
+    if listen.presign_endpoint and (parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc):
+        raise ConfigError("--presign-endpoint must be https://host or https://host:port, without credentials")
+    if parts.scheme == "http" and not listen.insecure and not Address("http", parts.hostname or "", 0).loopback:
+        raise ConfigError(
+            f"--presign: links to http://{parts.hostname} would be secrets that anybody on the way can read; use an https "
+            "endpoint (--presign-endpoint), or say --insecure if the network is trusted"
+        )
 
 
 def _check_places(listen: Listen) -> None:
@@ -165,15 +194,18 @@ def _check_places(listen: Listen) -> None:
 class Opened:
     """A server whose listeners are open."""
 
-    def __init__(self, server: Server, listen: Listen, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, server: Server, listen: Listen, certificate: ServerCertificate | None, direct: Direct | None = None
+    ) -> None:
         from tasuki.doors.tcp import TcpDoor
 
         self.server = server
         self.addresses: list[Address] = []
         self._listen = listen
-        self._tls = tls
+        self._certificate = certificate
+        self._tls = certificate.context if certificate is not None else None
         self._door = TcpDoor(server)
-        self._http = _http_door(server, listen) if listen.http is not None else None
+        self._http = _http_door(server, listen, direct) if listen.http is not None else None
         self.http_address: Address | None = None
         self.http_problem = "FastAPI is not installed" if listen.http is not None and self._http is None else ""
 
@@ -203,6 +235,11 @@ class Opened:
                 raise
             self.http_problem = error.message
 
+    def renew_on_hangup(self) -> None:
+        """From now on SIGHUP makes it read its certificate again. Without a certificate SIGHUP ends the process, as ever."""
+        if self._certificate is not None:
+            renew_on_hangup(self._certificate)
+
     async def shut(self) -> None:
         """Take no more connections; those that are there stay, but for those over HTTP."""
         note_listening(self._listen.folder, [])
@@ -211,7 +248,21 @@ class Opened:
             await self._http.close()
 
 
-def _http_door(server: Server, listen: Listen) -> HttpDoor | None:
+def renew_on_hangup(certificate: ServerCertificate) -> None:
+    """From now on SIGHUP makes this process read its certificate again."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _renew, certificate)
+
+
+def _renew(certificate: ServerCertificate) -> None:
+    from tasuki.errors import ConfigError
+
+    try:
+        logger.info("the certificate was read again; it is valid until %s", certificate.renew().isoformat())
+    except ConfigError as error:
+        logger.error("the certificate stays as it was: %s", error.message)
+
+
+def _http_door(server: Server, listen: Listen, direct: Direct | None) -> HttpDoor | None:
     """FastAPI is imported here, not before: it takes longer than all the rest."""
     try:
         import fastapi  # noqa: F401
@@ -226,7 +277,7 @@ def _http_door(server: Server, listen: Listen) -> HttpDoor | None:
     from tasuki.doors.http.call import HttpConfig
     from tasuki.doors.http.door import HttpDoor
 
-    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s))
+    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, direct=direct))
 
 
 async def _check_ports(addresses: tuple[Address, ...]) -> None:
@@ -249,13 +300,13 @@ async def _check_ports(addresses: tuple[Address, ...]) -> None:
 async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], Awaitable[None]]) -> None:
     """A server that is open while `while_open` lasts."""
     from tasuki.config import fault_point
-    from tasuki.doors.tcp import server_tls
+    from tasuki.doors.tls import ServerCertificate
     from tasuki.errors import ConfigError
     from tasuki.server.app import ServerConfig
-    from tasuki.server.node import Places, kill_at, make_server, prepare_folder
+    from tasuki.server.node import Places, kill_at, make_server, open_direct, prepare_folder
 
     check(listen)
-    tls = server_tls(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
+    certificate = ServerCertificate(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
     if not listen.folder.root.exists():
         await _check_ports((*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else ())))
     prepare_folder(listen.folder)
@@ -281,6 +332,7 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
         server = make_server(places, config, kill_at(fault_point()))
     except OSError as error:
         raise ConfigError(f"the data folder {listen.folder.root} cannot be written to: {error.strerror or error}") from None
+    direct = open_direct(listen.blobs, listen.presign_endpoint) if listen.presign else None
     await server.start()
     # This process is the server's alone: what is alive now stays, so that the collector need not look at it again, nor run
     # after every 700 new containers. It took 6 % of the time under load.
@@ -289,7 +341,9 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
     gc.set_threshold(50_000, 20, 50)
     opened = None
     try:
-        opened = Opened(server, listen, tls)
+        if direct is not None:
+            await direct.check()
+        opened = Opened(server, listen, certificate, direct)
         await opened.reopen()
         for address in (*opened.addresses, *([opened.http_address] if opened.http_address is not None else ())):
             events.tell("listening", str(address), address=str(address), pid=os.getpid())
@@ -299,6 +353,8 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
     finally:
         if opened is not None:
             await opened.shut()
+        if direct is not None:
+            direct.close()
         await server.stop()
 
 

@@ -57,6 +57,18 @@ BlobsUrl = Annotated[
         help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
     ),
 ]
+Presign = Annotated[
+    bool,
+    typer.Option(
+        "--presign",
+        help="With --blobs s3://… and --http: peers over HTTP move large blobs straight to and from the bucket, by links "
+        "that are good for some minutes. Those who cannot reach it go on through the server.",
+    ),
+]
+PresignEndpoint = Annotated[
+    str | None,
+    typer.Option("--presign-endpoint", metavar="URL", help="Where peers reach the bucket, if not where this server does."),
+]
 Advertise = Annotated[
     list[str] | None,
     typer.Option("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp."),
@@ -132,12 +144,14 @@ def server(
     http_lease_ttl: HttpLeaseTtl = 60.0,
     coordination: Coordination = None,
     strict: Strict = False,
+    presign: Presign = False,
+    presign_endpoint: PresignEndpoint = None,
     log_level: options.LogLevel = "info",
     json: options.Json = False,
 ) -> int:
     """Start a server; with --store, one of several.
 
-    SIGTERM or Ctrl-C ends it in order, a second one at once.
+    SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again.
     """
     from tasuki.cli import log, serve
     from tasuki.config import data_folder, parse_http, parse_listen, parse_size, parse_url
@@ -164,6 +178,8 @@ def server(
         http_lease_ttl_s=http_lease_ttl,
         coordination=coordination or "",
         strict=strict,
+        presign=presign,
+        presign_endpoint=presign_endpoint or "",
     )
     return serve.run_loop(_main(listen))
 
@@ -174,6 +190,7 @@ async def _main(listen: Listen) -> int:
     events, stop = Events(json=listen.json), Stop()
 
     async def until_stopped(opened: Opened) -> None:
+        opened.renew_on_hangup()
         root = str(listen.folder.root)
         events.tell("ready", f"data {root}", data=root, token_file=str(listen.folder.token_file))
         await stop.wanted.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,11 +32,14 @@ def add_to(app: typer.Typer) -> None:
         "enroll",
         examples=[
             "tasuki token enroll --app zpe > enroll.token      # for one new worker, within 15 minutes",
+            "tasuki token enroll --scope 'render.eu.>' --scope 'common.>' --label 'lab PC 3'",
             "tasuki token enroll --app zpe --worker-id w-3f9c21ab77de      # that worker gets another token",
         ],
     )(enroll)
     command(tokens, "list", examples=["tasuki token list", "tasuki token list --json"])(list_tokens)
-    command(tokens, "revoke", examples=["tasuki token revoke 3f9c21ab77de"])(revoke)
+    command(tokens, "revoke", examples=["tasuki token revoke 3f9c21ab77de", "tasuki token revoke --worker-id w-3f9c21ab77de"])(
+        revoke
+    )
     command(tokens, "audit", examples=["tasuki token audit", "tasuki token audit --limit 1000 --json"])(audit)
     app.add_typer(tokens, name="token")
 
@@ -85,7 +88,11 @@ def create(
 
 
 def enroll(
-    app: Annotated[str, typer.Option("--app", metavar="NAME", help="The app whose jobs the worker is to run.")],
+    app: Annotated[str | None, typer.Option("--app", metavar="NAME", help="The app whose jobs the worker is to run.")] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option("--scope", metavar="PATTERN", help="Subjects that the worker may take, * and > allowed. Several times."),
+    ] = None,
     label: Annotated[str, typer.Option("--label", metavar="TEXT", help="For people.")] = "",
     worker_id: Annotated[
         str, typer.Option("--worker-id", metavar="ID", help="Register this worker again, instead of a new one.")
@@ -96,21 +103,23 @@ def enroll(
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> None:
-    """Make an enrol token: good for one registration over HTTP, within 15 minutes."""
+    """Make an enrol token: good for one registration over HTTP, within 15 minutes.
+
+    The worker is started with it: TASUKI_ENROLL=… tasuki worker --to https://host …
+    """
     import secrets
 
-    from tasuki.config import check_app
     from tasuki.core.access import ENROL_TOKEN_S, token_sha256
-    from tasuki.core.subject import app_subject
     from tasuki.server.node import make_secret
 
+    scopes = _enrol_scope(app, scope or [])
     secret, token_id, now = make_secret("enrol"), secrets.token_hex(6), time.time()
     row = {
         "token_id": token_id,
         "kind": "enrol",
         "sha256": token_sha256(secret),
         "label": label,
-        "scope": [app_subject(check_app(app))],
+        "scope": scopes,
         "worker_id": worker_id,
         "created_at": now,
         "expires_at": now + ENROL_TOKEN_S,
@@ -118,7 +127,17 @@ def enroll(
     with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.create", **row))
     output = Output(json=json)
     output.show({"token_id": token_id, "kind": "enrol", "token": secret, "expires_at": row["expires_at"]}, lambda: [secret])
-    output.hint(f"token {token_id} (enrol, for {app}) made; it is good for one registration within 15 minutes")
+    output.hint(f"token {token_id} (enrol, for {' '.join(scopes)}) made; it is good for one registration within 15 minutes")
+
+
+def _enrol_scope(app: str | None, scope: list[str]) -> list[str]:
+    """What the worker may take. It must be said: a worker for everything is one of --scope '>'."""
+    from tasuki.config import check_app
+    from tasuki.core.subject import app_subject
+
+    if app is None and not scope:
+        raise InvalidInput("say what the worker may run: --app NAME, or --scope PATTERN (for everything: --scope '>')")
+    return [*([app_subject(check_app(app))] if app is not None else ()), *scope]
 
 
 def list_tokens(
@@ -130,18 +149,13 @@ def list_tokens(
 ) -> None:
     """All tokens, without their secrets."""
     rows = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.list"))
-    head = ("ID", "KIND", "STATE", "EXPIRES", "SCOPE", "LABEL")
+    head = ("ID", "KIND", "STATE", "EXPIRES", "WORKER", "SCOPE", "LABEL")
 
-    def human() -> list[str]:
-        return table(
-            head,
-            (
-                (row["token_id"], row["kind"], _state(row), when(row["expires_at"]), " ".join(row["scope"]), row["label"])
-                for row in rows
-            ),
-        )
+    def cells(row: dict[str, Any]) -> tuple[object, ...]:
+        expires = when(row["expires_at"])
+        return row["token_id"], row["kind"], _state(row), expires, row["worker_id"], " ".join(row["scope"]), row["label"]
 
-    Output(json=json).show(rows, human)
+    Output(json=json).show(rows, lambda: table(head, map(cells, rows)))
 
 
 def _state(row: dict[str, object]) -> str:
@@ -152,7 +166,11 @@ def _state(row: dict[str, object]) -> str:
 
 
 def revoke(
-    token_id: Annotated[str, typer.Argument(metavar="ID", help="As tasuki token list shows it.")],
+    token_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="As tasuki token list shows it.")] = None,
+    worker_id: Annotated[
+        str | None,
+        typer.Option("--worker-id", metavar="ID", help="Instead: all tokens of this worker, also one that it just got."),
+    ] = None,
     to: options.To = None,
     data: options.Data = None,
     token_file: options.TokenFile = None,
@@ -160,8 +178,12 @@ def revoke(
     json: options.Json = False,
 ) -> None:
     """End a token: connections that use it are cut, on every server within two seconds."""
-    answer = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.revoke", token_id=token_id))
-    Output(json=json).show(answer, lambda: [f"token {token_id} is revoked"])
+    if (token_id is None) == (worker_id is None):
+        raise InvalidInput("say which: a token's ID, or --worker-id ID")
+    verb, params = ("token.revoke", {"token_id": token_id}) if token_id else ("worker.revoke", {"worker_id": worker_id})
+    answer = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request(verb, **params))
+    ended = [token_id] if token_id else answer["revoked"]
+    Output(json=json).show(answer, lambda: [f"token {one} is revoked" for one in ended])
 
 
 def audit(

@@ -7,19 +7,21 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tasuki.cli import options
-from tasuki.cli.command import command
-from tasuki.cli.connect import read_token
+from tasuki.cli.command import command_group
 from tasuki.cli.direct import StoreAddress, is_store
 from tasuki.cli.server import Coordination
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tasuki.cli.admission import Admission
+    from tasuki.config import Address, DataFolder
     from tasuki.worker import Worker
     from tasuki.worker.execs import Exec
     from tasuki.worker.logs import LogCaps
@@ -29,17 +31,23 @@ ORPHAN_LOOK_S = 1.0
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
+    """Register the command, and those below it."""
+    from tasuki.cli import worker_service, worker_status
+
+    below = command_group(
         app,
         "worker",
         examples=[
+            "TASUKI_ENROLL=tsk_e_… tasuki worker --to https://control.example --app zpe --exec zpe='python3 zpe.py'",
+            "tasuki worker --to https://control.example --app zpe --exec zpe='python3 zpe.py'      # it is enrolled, once",
             "tasuki worker --to tcp://host:7000 --token-file worker.token --exec render='/opt/render/bin/render --quiet'",
             "tasuki worker --to tcp://host:7000 --subject 'render.eu.*' --subject 'common.>' --slots 4 --config execs.toml",
             "tasuki worker --subject '>' --any-program      # over the data folder's unix socket, for your own jobs",
             "TASUKI_URL=redis://127.0.0.1:6379/0 tasuki worker --app zpe --exec zpe='python3 zpe.py'      # straight from Redis",
         ],
     )(worker)
+    worker_service.add_to(below, worker)
+    worker_status.add_to(below)
 
 
 Server = Annotated[
@@ -47,8 +55,8 @@ Server = Annotated[
     typer.Option(
         "--to",
         metavar="URL",
-        help="Server, or several to choose from: tcp://a:7000,b:7000; or a store, for workers that may know its address: "
-        "redis://host:6379/0, postgresql://user@host/database. Default: TASUKI_URL, else the data folder's unix socket.",
+        help="Server, or several to choose from: https://host, tcp://a:7000,b:7000; or a store, for workers that may know its "
+        "address: redis://host:6379/0, postgresql://user@host/database. Default: TASUKI_URL, else the data folder's unix socket.",
     ),
 ]
 App = Annotated[
@@ -69,22 +77,31 @@ Slots = Annotated[int | None, typer.Option("--slots", metavar="N", help="Jobs at
 AnyProgram = Annotated[
     bool, typer.Option("--any-program", help="Run any program for jobs of this same user; only over a unix socket.")
 ]
+EnrollFile = Annotated[
+    str | None,
+    typer.Option(
+        "--enroll-file",
+        metavar="FILE",
+        help="With --to https://…: file with an enrol token, - for stdin. Needed once: the worker keeps what it gets for it in "
+        "the data folder, and renews it. Default: TASUKI_ENROLL, else asked for at a terminal.",
+    ),
+]
 WorkerId = Annotated[
     str | None,
     typer.Option(
         "--worker-id",
         metavar="ID",
         help="Lasting identity, no dots: with the same --data, results that no server took are offered by its next start. "
-        "Default: a new one each start.",
+        "Default: the enrolled one; over HTTP one that the data folder keeps; else a new one each start.",
     ),
 ]
 OnDisconnect = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--on-disconnect",
         metavar="stop|keep",
         help="What happens to running jobs when no server renews their leases: stop them before others may take them, or keep "
-        "them running and offer their results later.",
+        "them running and offer their results later. Default: keep over HTTP, else stop.",
     ),
 ]
 ReconnectGrace = Annotated[
@@ -96,7 +113,8 @@ ReconnectGrace = Annotated[
     ),
 ]
 LeaseTtl = Annotated[
-    float | None, typer.Option("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's.")
+    float | None,
+    typer.Option("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's, 15 or over HTTP 60."),
 ]
 BlobsUrl = Annotated[
     str | None,
@@ -108,6 +126,9 @@ BlobsUrl = Annotated[
     ),
 ]
 UntilStdinEnds = Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)]
+OnlyCheck = Annotated[str, typer.Option("--only-check", hidden=True)]
+OPTIONS, ADMISSION = "options", "admission"
+"""For `tasuki worker install`: up to where to go; with the second a worker that is new enrols."""
 
 
 def worker(
@@ -119,61 +140,106 @@ def worker(
     config: options.ExecsFile = None,
     any_program: AnyProgram = False,
     worker_id: WorkerId = None,
-    on_disconnect: OnDisconnect = "stop",
+    on_disconnect: OnDisconnect = None,
     reconnect_grace: ReconnectGrace = 60.0,
     lease_ttl: LeaseTtl = None,
     drain_timeout: options.DrainTimeout = None,
     log_head: options.LogHead = options.LOG_HEAD,
     log_tail: options.LogTail = options.LOG_TAIL,
     until_stdin_ends: UntilStdinEnds = False,
+    only_check: OnlyCheck = "",
     blobs: BlobsUrl = None,
     coordination: Coordination = None,
     log_level: options.LogLevel = "info",
     data: options.Data = None,
     token_file: options.TokenFile = None,
+    enroll_file: EnrollFile = None,
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> None:
     """Run jobs until a signal.
 
     The first SIGTERM or Ctrl-C drains: no new jobs, running ones finish. The second stops them.
+
+    Over https:// only outgoing connections are needed: it works behind NAT and through proxies (HTTPS_PROXY).
     """
     from tasuki.cli import log
+    from tasuki.cli.admission import Wish, admitted, unadmitted
     from tasuki.cli.app_worker import AppWorker
-    from tasuki.config import check_app, data_folder, default_url
-    from tasuki.worker.settings import RECONNECT_GRACE_MAX_S
+    from tasuki.config import data_folder
 
     log.configure(log_level, json=json)
-    if on_disconnect not in ("stop", "keep"):
+    check_times(on_disconnect, reconnect_grace, drain_timeout)
+    folder = data_folder(data)
+    url, addresses, over_http = where_to(to, folder)
+    execs = allowed_execs(config, exec_ or [])
+    patterns = wanted_patterns(app, subject or [], execs, any_program=any_program, over_http=over_http)
+    wish = Wish(folder.root, token_file, enroll_file, worker_id, tls_ca, patterns)
+    with unadmitted(wish) if only_check == OPTIONS else admitted(addresses, wish) as admission:
+        made = AppWorker(
+            url,
+            app=app,
+            store=StoreAddress(url, app, blobs or "", coordination or "") if is_store(url) else None,
+            token=admission.token,
+            worker_id=admission.worker_id,
+            seat=admission.seat,
+            subjects=admission.patterns,
+            concurrency=slots,
+            execs=execs,
+            any_program=any_program,
+            data=folder.root,  # also for its run folders: the next start there finds what a killed worker left behind
+            on_disconnect=on_disconnect,
+            reconnect_grace_s=reconnect_grace,
+            lease_ttl_s=lease_ttl,
+            tls_ca=tls_ca,
+            drain_timeout_s=drain_timeout,
+            log_caps=log_caps(log_head, log_tail),
+        )
+        if not only_check:
+            run_admitted(made, admission, until_stdin_ends=until_stdin_ends)
+
+
+def where_to(to: str | None, folder: DataFolder) -> tuple[str, list[Address], bool]:
+    """The address as it is given to the worker, the servers in it (none, if it is a store's), and whether it is HTTP."""
+    from tasuki.config import default_url, parse_url
+
+    url = to or default_url() or f"unix://{folder.socket}"
+    addresses = [] if is_store(url) else parse_url(url)
+    return url, addresses, any(address.http for address in addresses)
+
+
+def run_admitted(made: Worker, admission: Admission, *, until_stdin_ends: bool) -> None:
+    if until_stdin_ends:
+        threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
+    with admission.way_back():
+        made.run()
+
+
+def check_times(on_disconnect: str | None, reconnect_grace: float, drain_timeout: float | None) -> None:
+    """ConfigError unless the worker can be patient as it is told to."""
+    from tasuki.worker.settings import RECONNECT_GRACE_MAX_S
+
+    check_drain_timeout(drain_timeout)
+    if on_disconnect not in (None, "stop", "keep"):
         raise ConfigError(f"--on-disconnect must be stop or keep, got {on_disconnect!r}")
     if not 0 <= reconnect_grace <= RECONNECT_GRACE_MAX_S:
         raise ConfigError(f"--reconnect-grace must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace:g}")
-    check_drain_timeout(drain_timeout)
-    if app is not None:
-        check_app(app)
-    folder = data_folder(data)
-    url = to or default_url() or f"unix://{folder.socket}"
-    made = AppWorker(
-        url,
-        app=app,
-        store=StoreAddress(url, app, blobs or "", coordination or "") if is_store(url) else None,
-        token="" if is_store(url) else read_token(token_file),
-        worker_id=worker_id,
-        subjects=tuple(subject or ()),
-        concurrency=slots,
-        execs=allowed_execs(config, exec_ or []),
-        any_program=any_program,
-        data=folder.root,  # also for its run folders: the next start there finds what a killed worker left behind
-        on_disconnect=on_disconnect,
-        reconnect_grace_s=reconnect_grace,
-        lease_ttl_s=lease_ttl,
-        tls_ca=tls_ca,
-        drain_timeout_s=drain_timeout,
-        log_caps=log_caps(log_head, log_tail),
-    )
-    if until_stdin_ends:
-        threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
-    made.run()
+
+
+def wanted_patterns(
+    app: str | None, subjects: Sequence[str], execs: Mapping[str, Exec], *, any_program: bool, over_http: bool
+) -> tuple[str, ...]:
+    """What the worker is to take, as far as the command line says it; ConfigError if it could run nothing of it."""
+    from tasuki.config import check_app
+    from tasuki.core.subject import app_subject
+    from tasuki.worker.settings import what_it_takes
+
+    what_it_takes(handlers=False, execs=bool(execs), any_program=any_program)
+    if app is None:
+        return tuple(subjects)
+    if check_app(app) not in execs and over_http:
+        raise ConfigError(f"--app {app} needs a program of that name to run its jobs with; give it as --exec {app}=COMMAND")
+    return (app_subject(app),) if app in execs and not subjects else tuple(subjects)
 
 
 def _end_with_stdin(worker: Worker) -> None:

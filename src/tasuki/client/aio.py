@@ -441,7 +441,7 @@ class AsyncClient:
         return InputFile(path.name, sha256=ref.sha256, size_bytes=ref.size_bytes)
 
     async def put_file(self, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> BlobRef:
-        """Upload a file as a blob, in chunks; nothing is sent if the server has it. Begun anew after a lost connection."""
+        """Upload a file as a blob, in chunks; nothing is sent if the server has it. Goes on where it was if it is cut."""
         file = await asyncio.to_thread(Path(path).open, "rb")
         with file:
             digest = await asyncio.to_thread(hashlib.file_digest, file, "sha256")

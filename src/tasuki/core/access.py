@@ -44,6 +44,11 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
     worker_id: str = ""
     """The only worker that it may be, or (an enrol token) register."""
 
+    @property
+    def uploader(self) -> str:
+        """Whose half-sent blobs are whose. A worker's stay its own when its token is exchanged for another."""
+        return f"worker:{self.worker_id}" if self.worker_id else self.name
+
     def expired(self, now_wall: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now_wall
 

@@ -13,6 +13,8 @@ DEFAULT_PORT = 7000
 DEFAULT_PORTS = {"tcp": DEFAULT_PORT, "tls": DEFAULT_PORT, "http": 7080, "https": 443}
 HOST_MAX_CHARS = 253  # of a name in DNS
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+AGENTS = "agents:"
+AGENT_PORT = 7090
 HTTP_PLACE = re.compile(r"[A-Za-z0-9._~/:\[\]-]*")
 
 
@@ -58,6 +60,8 @@ class Address(msgspec.Struct, frozen=True):
 
 def parse_url(url: str) -> list[Address]:
     """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080`, `https://a/prefix`: the places to try."""
+    if url.startswith(AGENTS):
+        raise ConfigError(f"address {url!r} names node agents, which have no server; only tasuki run and tasuki nodes take it")
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in (*DEFAULT_PORTS, "unix"):
         raise ConfigError(
@@ -75,7 +79,28 @@ def parse_url(url: str) -> list[Address]:
     return [_host_port(scheme, part, url) for part in rest.rstrip("/").split(",")]
 
 
-def _place(scheme: str, text: str, url: str) -> Address:
+def parse_agents(url: str) -> list[Address]:
+    """`agents:http://n1:7090,http://n2:7090`: node agents. Each may say its scheme; else it has that of the one before it."""
+    places: dict[Address, None] = {}
+    scheme = "http"
+    for part in url.removeprefix(AGENTS).split(","):
+        own, separator, rest = part.strip().partition("://")
+        place = rest if separator else own
+        scheme = own if separator else scheme
+        if scheme not in ("http", "https") or not place or "@" in place:
+            raise ConfigError(
+                f"address of node agents is not understood at {_shown(part)}; use agents:http://n1:7090,https://n2:7090"
+            )
+        places[_place(scheme, place, url, AGENT_PORT)] = None
+    return list(places)
+
+
+def _shown(part: str) -> str:
+    """What stands before an @ may be a password."""
+    return repr(part.rpartition("@")[2][:80])
+
+
+def _place(scheme: str, text: str, url: str, default_port: int | None = None) -> Address:
     """One of http or https: host, port and prefix; each of several may say its scheme again."""
     own, separator, rest = text.partition("://")
     if separator and own != scheme:
@@ -84,14 +109,14 @@ def _place(scheme: str, text: str, url: str) -> Address:
     if not HTTP_PLACE.fullmatch(place):
         raise ConfigError(f"address {url!r}: {text!r} has more than a host, a port and a path")
     host_port, slash, path = place.partition("/")
-    address = _host_port(scheme, host_port, url)
+    address = _host_port(scheme, host_port, url, default_port)
     return Address(scheme, address.host, address.port, (slash + path).rstrip("/"))
 
 
-def _host_port(scheme: str, text: str, url: str) -> Address:
+def _host_port(scheme: str, text: str, url: str, default_port: int | None = None) -> Address:
     host, separator, port = text.rpartition(":")
     if not separator or host.endswith(":") or (":" in host and not host.startswith("[")):
-        host, port = text, str(DEFAULT_PORTS[scheme])
+        host, port = text, str(default_port or DEFAULT_PORTS[scheme])
     host = host.removeprefix("[").removesuffix("]")
     if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
         raise ConfigError(f"address {url!r}: {text!r} is not host:port with a port from 0 to 65535")

@@ -59,7 +59,7 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
 )
-from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, WorkerSession
+from tasuki.core.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.subject import SubjectTrie
 from tasuki.core.verbs import BlobClaim, LeaseRequest, Reaped, Turn
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized
@@ -183,6 +183,8 @@ class Broker:
                 return workers.received(self, session, message, now)
             if isinstance(session, ClientSession):
                 return self._from_client(session, message)
+            if isinstance(session, TransferSession):
+                return workers.transferred(self, session, message)
             return greeting.hello(self, session, message, now)
         except (Unauthorized, ProtocolError) as error:
             return self.hang_up(conn, error)
@@ -395,10 +397,9 @@ class Broker:
                     commands += self.hang_up(session.conn, ProtocolError(f"no heartbeat for {silent_s:.0f} s"))
                 elif session.deliveries:
                     self._redeliver(session, now)
-            elif isinstance(session, ClientSession):
-                if silent_s > greeting.IDLE_TIMEOUT_S:
-                    commands += self.hang_up(session.conn, ProtocolError(f"nothing was heard for {silent_s:.0f} s"))
-            elif now.monotonic - session.opened_at > HANDSHAKE_TIMEOUT_S:
+            elif session.identity is not None and silent_s > greeting.IDLE_TIMEOUT_S:
+                commands += self.hang_up(session.conn, ProtocolError(f"nothing was heard for {silent_s:.0f} s"))
+            elif session.identity is None and now.monotonic - session.opened_at > HANDSHAKE_TIMEOUT_S:
                 commands += self.hang_up(session.conn, ProtocolError(f"no Hello within {HANDSHAKE_TIMEOUT_S:g} s"))
         return commands
 

@@ -142,6 +142,8 @@ class ReceiveBlob(msgspec.Struct, frozen=True):
     conn: int
     put: BlobPut
     place: BlobPlace
+    uploader: str
+    """Whose it is, for one that goes on where it was cut off."""
 
 
 class BlobPiece(msgspec.Struct, frozen=True):

@@ -201,7 +201,13 @@ def _add(broker: Broker, route: TokenRoute, note: _Note, now: Now) -> None:
         expires_at=now.wall + WORKER_TOKEN_S,
     )
     broker.draft.add_token.append(row)
-    answer = {"worker_id": row.worker_id, "token_id": row.token_id, "expires_at": row.expires_at}
+    answer = {
+        "worker_id": row.worker_id,
+        "token_id": row.token_id,
+        "expires_at": row.expires_at,
+        "ttl_s": WORKER_TOKEN_S,  # for who has another clock
+        "scope": list(row.scope),
+    }
     done = msgspec.structs.replace(note, answer=answer)
     index = len(broker.draft.add_token) - 1
     broker.draft.token_routes.append(TokenRoute(route.conn, route.msg_id, _ADDED, index, done))

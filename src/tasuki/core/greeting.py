@@ -15,7 +15,7 @@ from tasuki.core.ids import check_name
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Now, Peer, Send
 from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, HelloClient, HelloWorker, Message, Welcome
-from tasuki.core.sessions import ClientSession, Session, WorkerSession
+from tasuki.core.sessions import ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.subject import DEFAULT_PATTERN
 from tasuki.core.verbs import TokenRow
 from tasuki.errors import Forbidden, InvalidInput, ProtocolError, TasukiError, Unauthorized, VersionMismatch
@@ -105,7 +105,11 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
     }
     ttl_s = broker.config.lease_ttl_s
     commands: list[Command] = []
-    if isinstance(hello, HelloWorker):
+    if isinstance(hello, HelloWorker) and hello.transfers:
+        _check_worker(hello, identity)
+        _check_same_token(broker.workers.get(hello.worker_id), identity, hello.worker_id)
+        broker.sessions[session.conn] = TransferSession(**common, worker_id=hello.worker_id, incarnation=hello.incarnation)
+    elif isinstance(hello, HelloWorker):
         worker = _new_worker(broker, common, hello, identity)
         commands += _replace_worker(broker, worker)
         broker.add_worker(worker)
@@ -135,11 +139,15 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
     return [*commands, Send(session.conn, welcome)]
 
 
-def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, identity: Identity) -> WorkerSession:
+def _check_worker(hello: HelloWorker, identity: Identity) -> None:
     identity.check_worker()
     check_name(hello.worker_id, "worker_id")
     identity.check_worker_id(hello.worker_id)
     check_name(hello.incarnation, "incarnation")
+
+
+def _new_worker(broker: Broker, common: dict[str, Any], hello: HelloWorker, identity: Identity) -> WorkerSession:
+    _check_worker(hello, identity)
     if "." in hello.worker_id:
         raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
     patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
@@ -171,15 +179,20 @@ def checked_patterns(identity: Identity, patterns: tuple[str, ...]) -> tuple[str
 def _replace_worker(broker: Broker, worker: WorkerSession) -> list[Command]:
     """The same worker_id again: a restarted process (a fresh incarnation) or a new connection of the same one."""
     old = broker.workers.get(worker.worker_id)
+    _check_same_token(old, worker.identity, worker.worker_id)
     if old is None:
         return []
-    if not _are_one(old.identity, worker.identity):
-        raise Forbidden(f"worker_id {worker.worker_id!r} is in use by a worker with another token; choose another --worker-id")
     if old.incarnation == worker.incarnation:
         return broker.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: a new connection of it has taken its place"))
     # INVALID is final for a worker: two processes of one id would otherwise push each other out for ever.
     taken = f"worker {worker.worker_id!r}: a new start of it has taken its place; every worker needs an id of its own"
     return broker.hang_up(old.conn, InvalidInput(taken))
+
+
+def _check_same_token(old: WorkerSession | None, identity: Identity | None, worker_id: str) -> None:
+    """Nobody takes the place of a worker, or reads what is meant for it, who has another's token."""
+    if old is not None and not _are_one(old.identity, identity):
+        raise Forbidden(f"worker_id {worker_id!r} is in use by a worker with another token; choose another --worker-id")
 
 
 def _are_one(old: Identity | None, new: Identity | None) -> bool:

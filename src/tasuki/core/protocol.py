@@ -81,7 +81,10 @@ class HelloClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The first frame of a worker. `resumed`: it was connected before; its first Heartbeat names the leases it still holds."""
+    """The first frame of a worker. `resumed`: it was connected before; its first Heartbeat names the leases it still holds.
+
+    `transfers`: a connection beside the worker's own, for blobs alone.
+    """
 
     msg_id: int
     worker_id: str
@@ -99,6 +102,7 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     host: str = ""
     slots: int = 1
     takes: Takes = Takes.ANY
+    transfers: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -294,11 +298,17 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True):
 
 
 class BlobPut(msgspec.Struct, frozen=True, omit_defaults=True):
-    """I want to send this blob. The Reply says {"have": true}, or {"go": true}: then Chunks, then a second Reply."""
+    """I want to send this blob. The Reply says {"have": true}, or {"go": true}: then Chunks, then a second Reply.
+
+    With `resume` it says {"go": true, "offset": N}: the first Chunk begins there, where an upload of mine was cut off.
+    With `direct` it says {"stored", "generation"}, and that is all: the bytes come to their place another way, or are there.
+    """
 
     msg_id: int
     sha256: str
     size_bytes: int
+    resume: bool = False
+    direct: bool = False
 
 
 class BlobGet(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -48,6 +48,13 @@ class ClientSession(Session):
     """Its questions about logs that are at workers."""
 
 
+class TransferSession(Session, kw_only=True):
+    """A connection beside a worker's own, for blobs alone: a slow one keeps no heartbeat waiting."""
+
+    worker_id: str
+    incarnation: str
+
+
 class WorkerSession(Session, kw_only=True):
     """A connection that runs jobs."""
 

@@ -97,8 +97,9 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
             broker.look_everywhere()
             broker.fellows.everything = True
     for index, place in enumerate(draft.place_routes):
-        if place.conn in broker.sessions:
-            out.append(ReceiveBlob(place.conn, place.put, answers.place_blobs[index]))
+        session = broker.sessions.get(place.conn)
+        if session is not None and session.identity is not None:
+            out.append(ReceiveBlob(place.conn, place.put, answers.place_blobs[index], session.identity.uploader))
     for index, stored in enumerate(draft.stored_routes):
         _blob_stored(broker, stored, draft.blobs_stored[index], answers.blobs_stored[index], out)
     if broker.config.shared:

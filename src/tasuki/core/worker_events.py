@@ -77,8 +77,14 @@ class Restored(msgspec.Struct, frozen=True):
     ending: Ending
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """This attempt is over and its ending is on disk: if not by this process, it will be offered by the next one."""
+
+    lease_id: str
+
+
 class Drain(msgspec.Struct, frozen=True):
-    """Take no more work; end when all is done and recorded."""
+    """Take no more work; end when all is done and recorded, or waits on disk and no server can be reached."""
 
 
 class ChangePatterns(msgspec.Struct, frozen=True):
@@ -113,6 +119,13 @@ class Save(msgspec.Struct, frozen=True):
     ending: Ending
 
 
+class SetAside(msgspec.Struct, frozen=True):
+    """This ending was refused for good: what it has may still be dear to somebody. Forget follows."""
+
+    ending: Ending
+    reason: str
+
+
 class Forget(msgspec.Struct, frozen=True):
     """Nothing about this attempt is needed any more. `fenced`: its result was refused, for this reason."""
 
@@ -126,5 +139,5 @@ class Exit(msgspec.Struct, frozen=True):
     error: TasukiError | None = None
 
 
-Event = Opened | Received | Closed | Ticked | Started | Ended | GaveBack | Restored | Drain | ChangePatterns
-Command = Connect | Send | Hangup | Run | Stop | Tail | Save | Forget | Exit
+Event = Opened | Received | Closed | Ticked | Started | Ended | GaveBack | Restored | Kept | Drain | ChangePatterns
+Command = Connect | Send | Hangup | Run | Stop | Tail | Save | SetAside | Forget | Exit

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from tasuki.core.address import Address
+from tasuki.core.held import HeldLease, SeenLeases, deadline_of
 from tasuki.core.job import OnDisconnect, Outcome, Progress
-from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.places import Places
 from tasuki.core.progress_notes import ProgressNotes
@@ -41,6 +40,7 @@ from tasuki.core.protocol import (
     Message,
     ReadLog,
     Reply,
+    Request,
     Subscribe,
     Welcome,
     batches,
@@ -48,7 +48,6 @@ from tasuki.core.protocol import (
     outcome_bytes,
 )
 from tasuki.core.redial import HELLO_QUICK_S, Redial
-from tasuki.core.verbs import Grant
 from tasuki.core.worker_events import (
     ChangePatterns,
     Command,
@@ -58,9 +57,11 @@ from tasuki.core.worker_events import (
     Exit,
     Forget,
     GaveBack,
+    Kept,
     Restored,
     Run,
     Save,
+    SetAside,
     Started,
     Stop,
     Tail,
@@ -68,28 +69,12 @@ from tasuki.core.worker_events import (
 )
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
-SEEN_S = 600.0  # how long a lease is remembered, so that a delivery that comes twice is run once
 GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
 SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
+ALONE_S = 10.0  # who is told to end and only has what is on disk looks so long for a server to take it
 STARTED_AFTER_S = 0.1  # an attempt that ends sooner spares the store a write
 TOGETHER_S = 0.005  # how long an ending waits for others, while every place has its next attempt
 FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # saying it again is no better
-
-
-class _Held(msgspec.Struct):
-    claim: Claim
-    deadline: float
-    received_at: float
-    waiting: Grant | None = None
-    """It is here ahead of its time."""
-    started_at: float | None = None
-    reported_start: bool = False
-    stopping: str = ""
-    ending: Ending | None = None
-    ended_at: float = 0.0
-    saved: bool = False
-    restored: bool = False
-    """Of an earlier process: its ending may still count, but its lease cannot be renewed by this one."""
 
 
 class WorkerMachine:
@@ -97,7 +82,7 @@ class WorkerMachine:
 
     def __init__(self, identity: WorkerIdentity, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
         self.identity = identity
-        self.held: dict[str, _Held] = {}
+        self.held: dict[str, HeldLease] = {}
         self.online = False
         self.draining = False
         self.patterns = identity.patterns
@@ -109,9 +94,7 @@ class WorkerMachine:
         self._answered_at = 0.0
         self._beat_at = 0.0
         self._beats: dict[int, tuple[float, list[str]]] = {}
-        self._seen: dict[str, int] = {}
-        """Leases that were delivered, and on which connection."""
-        self._seen_order: deque[tuple[float, str]] = deque()
+        self._seen = SeenLeases()
         self._places = Places(identity.capacity, identity.ahead)
         self._credit_later: deque[float] = deque()
         """When places are open again that could not start anything."""
@@ -121,6 +104,9 @@ class WorkerMachine:
         """When to flush although nothing happens until then."""
         self._released_due: list[Claim] = []
         self._progress = ProgressNotes()
+        self.bringing: set[str] = set()
+        """Leases of earlier processes whose large results are on their way. Until then, credit could bring the same jobs."""
+        self._alone_since: float | None = None
         self._drain_id = 0
         self._drained = False
         self._exited = False
@@ -149,6 +135,10 @@ class WorkerMachine:
             case Restored():
                 self._restored(event.ending, now)
                 return []
+            case Kept():
+                if (held := self.held.get(event.lease_id)) is not None:
+                    held.kept = True
+                return []
             case Drain():
                 return self._drain()
             case ChangePatterns():
@@ -158,6 +148,10 @@ class WorkerMachine:
     def _next_id(self) -> int:
         self._msg_id += 1
         return self._msg_id
+
+    def question(self, verb: str, params: dict[str, str]) -> Request:
+        """For the driver, who asks something of its own: a request whose number is no other's."""
+        return Request(self._next_id(), verb, params)
 
     def _hello(self, conn: int, now: Now) -> list[Command]:
         self._conn = conn
@@ -226,19 +220,18 @@ class WorkerMachine:
 
     def _assigned(self, message: AssignJobs, now: Now) -> list[Command]:
         commands: list[Command] = []
-        deadline = _deadline(self._answered_at, message.ttl_s)
+        deadline = deadline_of(self._answered_at, message.ttl_s)
         for grant in message.grants:
             claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
             if grant.lease_id in self._seen or grant.lease_id in self.held:
                 self._seen_again(claim)
                 continue
-            self._seen[grant.lease_id] = self._conn or 0
-            self._seen_order.append((now.monotonic + SEEN_S, grant.lease_id))
+            self._seen.note(grant.lease_id, self._conn or 0, now.monotonic)
             if self.draining or deadline <= now.monotonic:
                 # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
                 self._release(claim)
                 continue
-            held = self.held[grant.lease_id] = _Held(claim, deadline, now.monotonic)
+            held = self.held[grant.lease_id] = HeldLease(claim, deadline, now.monotonic)
             if self._places.take(grant.lease_id, now.monotonic):
                 commands.append(Run(grant))
             else:
@@ -271,9 +264,8 @@ class WorkerMachine:
     def _seen_again(self, claim: Claim) -> None:
         held = self.held.get(claim.lease_id)
         if held is None:
-            if self._seen[claim.lease_id] != self._conn:
+            if self._seen.moved(claim.lease_id, self._conn or 0):
                 # We let it go, and the word on it was lost with its connection: for the store it still waits for us.
-                self._seen[claim.lease_id] = self._conn or 0
                 self._release(claim)
             return
         if held.ending is not None:
@@ -326,13 +318,14 @@ class WorkerMachine:
         if held.stopping == "LEASE_LOST" or outcome.error_code == "LEASE_LOST":  # we said so, or the keeper, while we hung
             # The store has given, or will give, this job to another worker, and counts the loss itself.
             del self.held[lease_id]
-            return [*commands, Forget(lease_id, "the lease was lost"), *self._maybe_exit()]
+            why = "the lease was lost"
+            commands.append(SetAside(held.ended(outcome), why))
+            return [*commands, Forget(lease_id, why), *self._maybe_exit()]
         if outcome.error_code == "SHUTDOWN":
             # That this worker is told to stop is no failure of the job: nothing is reported, and its lease runs out.
             del self.held[lease_id]
             return [*commands, Forget(lease_id), *self._maybe_exit()]
-        claim = held.claim
-        held.ending = Ending(claim.job_id, lease_id, claim.attempt, outcome, held.started_at)
+        held.ending = held.ended(outcome)
         held.ended_at = now.monotonic
         self._endings_due.append(held.ending)
         return commands
@@ -340,7 +333,7 @@ class WorkerMachine:
     def _restored(self, ending: Ending, now: Now) -> None:
         claim = Claim(ending.job_id, ending.lease_id, ending.attempt)
         at = now.monotonic
-        self.held[ending.lease_id] = _Held(claim, at, at, ending=ending, ended_at=at, saved=True, restored=True)
+        self.held[ending.lease_id] = HeldLease(claim, at, at, ending=ending, ended_at=at, saved=True, kept=True, restored=True)
         self._endings_due += [ending] if self.online else []
 
     @property
@@ -360,7 +353,8 @@ class WorkerMachine:
         commands: list[Command] = []
         commands += [Forget(lease_id) for lease_id in message.recorded if self.held.pop(lease_id, None) is not None]
         for lease_id, reason in message.fenced:
-            if self.held.pop(lease_id, None) is not None:
+            if (held := self.held.pop(lease_id, None)) is not None:
+                commands += [SetAside(held.ending, reason or "fenced")] if held.ending is not None else []
                 commands.append(Forget(lease_id, reason or "fenced"))
         return [*commands, *self._maybe_exit()]
 
@@ -374,7 +368,7 @@ class WorkerMachine:
             for lease_id in lease_ids:
                 held = self.held.get(lease_id)
                 if held is not None and lease_id not in lost:
-                    held.deadline = max(held.deadline, _deadline(sent_at, self._ttl_s))
+                    held.deadline = max(held.deadline, deadline_of(sent_at, self._ttl_s))
         return [*self._stop(answer.lost, "LEASE_LOST"), *self._stop(answer.cancel, "CANCELED")]
 
     def _stop(self, lease_ids: list[str], reason: str) -> list[Command]:
@@ -395,8 +389,7 @@ class WorkerMachine:
     # ------------------------------------------------------------------------------------------------ time
 
     def _ticked(self, now: Now) -> list[Command]:
-        while self._seen_order and self._seen_order[0][0] <= now.monotonic:
-            self._seen.pop(self._seen_order.popleft()[1], None)
+        self._seen.forget_old(now.monotonic)
         while self._credit_later and self._credit_later[0] <= now.monotonic:
             self._credit_later.popleft()
         commands: list[Command] = []
@@ -412,7 +405,7 @@ class WorkerMachine:
             commands.append(Hangup(self._conn, Unavailable("the server does not answer")))
         if self.online:
             self._report_long_starts(now)
-        return [*commands, *self._save_what_waits(now), *self._maybe_exit()]
+        return [*commands, *self._save_what_waits(now), *self._maybe_exit(), *self._exit_alone(now)]
 
     def _stale(self, now: Now) -> bool:
         """Half-open: we send and nothing comes back. A new connection finds out faster than the kernel does, and before our
@@ -461,7 +454,7 @@ class WorkerMachine:
             ours = [held.claim for held in self.held.values() if not held.restored]
             self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
             commands.append(Send(conn, Heartbeat(msg_id, ours, self._progress.to_tell(self.held))))
-        if not self.draining and (credit := self._places.wanted(len(self._credit_later))):
+        if not self.draining and not self.bringing and (credit := self._places.wanted(len(self._credit_later))):
             # After the heartbeat: a job that was kept past its lease may be anybody's (ORPHANED) until that takes it back, and
             # credit that came first could be used to give us the same job a second time.
             commands.append(Send(conn, GiveCredit(credit)))
@@ -485,13 +478,19 @@ class WorkerMachine:
     def _maybe_exit(self) -> list[Command]:
         if not self.draining or self.held or self._exited:
             return []
-        if self.online and (self._released_due or not self._drained):
+        if self.online and (self._released_due or self.bringing or not self._drained):
             return []
         self._exited = True
         return [Exit()]
 
-
-def _deadline(sent_at: float, ttl_s: float) -> float:
-    """When an attempt must be ended if no later message was answered. Short leases leave less time for the kill: a heartbeat
-    (every third of the ttl) that is a little late must not end them."""
-    return sent_at + ttl_s - min(LEASE_MARGIN_S, ttl_s / 4)
+    def _exit_alone(self, now: Now) -> list[Command]:
+        """Nothing runs and nobody answers: what is on disk can wait for our next process as well as in this one."""
+        if self.online or not self.draining:
+            self._alone_since = None
+            return []
+        self._alone_since = self._alone_since or now.monotonic
+        patient = now.monotonic - self._alone_since < ALONE_S
+        if patient or self._exited or not all(held.kept for held in self.held.values()):
+            return []
+        self._exited = True
+        return [Exit()]

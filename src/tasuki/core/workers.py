@@ -18,6 +18,7 @@ from tasuki.core.protocol import (
     Claim,
     GiveCredit,
     Heartbeat,
+    HeartbeatAnswer,
     JobsFinished,
     JobsReleased,
     JobsStarted,
@@ -28,7 +29,7 @@ from tasuki.core.protocol import (
     Subscribe,
 )
 from tasuki.core.reports import check_attempts, storable
-from tasuki.core.sessions import Delivery, WorkerSession
+from tasuki.core.sessions import Delivery, TransferSession, WorkerSession
 from tasuki.core.verbs import Held, Report
 from tasuki.errors import ProtocolError
 
@@ -63,13 +64,8 @@ def received(broker: Broker, worker: WorkerSession, message: Message, now: Now) 
             assert worker.identity is not None
             broker.change_patterns(worker, greeting.checked_patterns(worker.identity, message.patterns))
             return [Send(worker.conn, Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
-        case BlobPut():
-            return requests.put_blob(broker, worker.conn, message)
-        case Chunk():
-            return [BlobPiece(worker.conn, message)]
-        case BlobGet():
-            assert worker.identity is not None
-            return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
+        case BlobPut() | Chunk() | BlobGet():
+            return transferred(broker, worker, message)
         case Request():
             assert worker.identity is not None
             return enrolment.rotate(broker, worker.conn, message, worker.identity, now)
@@ -78,6 +74,22 @@ def received(broker: Broker, worker: WorkerSession, message: Message, now: Now) 
         case _:
             raise ProtocolError(f"a worker may not send {type(message).__name__}")
     return []
+
+
+def transferred(broker: Broker, worker: WorkerSession | TransferSession, message: Message) -> list[Command]:
+    """Large things, on the worker's own connection or on one beside it."""
+    assert worker.identity is not None
+    match message:
+        case BlobPut():
+            return requests.put_blob(broker, worker.conn, message)
+        case Chunk():
+            return [BlobPiece(worker.conn, message)]
+        case BlobGet():
+            return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
+        case Heartbeat():
+            return [Send(worker.conn, HeartbeatAnswer(message.msg_id))]
+        case _:
+            raise ProtocolError(f"a connection for blobs may not send {type(message).__name__}")
 
 
 def _finished(broker: Broker, worker: WorkerSession, message: JobsFinished) -> None:

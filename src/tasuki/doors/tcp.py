@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 import ssl
 from pathlib import Path
@@ -13,40 +12,12 @@ from typing import Any
 
 from tasuki.config import Address
 from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, Message
+from tasuki.doors.listening import connections_max
 from tasuki.errors import ConfigError, Overloaded
 from tasuki.net import Link
 from tasuki.server.app import Server
 
-CONNECTIONS_MAX = 10_000
-DESCRIPTORS_KEPT = 128  # of the process's limit: for the store, blobs on their way, and the refusal of one connection more
 BACKLOG = 1024
-
-
-def check_listener(address: Address, *, tls: bool, tokens: bool, insecure: bool) -> None:
-    """A listener that others can reach needs TLS and tokens, or a person who says that it is meant so."""
-    if address.loopback or insecure or (tls and tokens):
-        return
-    missing = " and ".join(name for name, there in (("--tls-cert/--tls-key", tls), ("tokens", tokens)) if not there)
-    raise ConfigError(
-        f"{address} can be reached from other machines, but {missing} is missing; "
-        "give it, listen on 127.0.0.1, or say --insecure if the network is trusted"
-    )
-
-
-def server_tls(cert: str, key: str) -> ssl.SSLContext:
-    """TLS for the listener; ConfigError that names the file that cannot be used."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(cert, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificate {cert!r} with key {key!r} cannot be used: {error}") from None
-    return context
-
-
-def connections_max() -> int:
-    """How many connections this process can hold; without descriptors left, the store could not open a file either."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(CONNECTIONS_MAX, descriptors - DESCRIPTORS_KEPT))
 
 
 class TcpDoor:

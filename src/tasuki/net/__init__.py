@@ -4,6 +4,7 @@ May import `tasuki.wire` and what all may import (`core`, `errors`, `config`). S
 """
 
 from tasuki.net.line import Line
-from tasuki.net.link import Link, client_tls, connect
+from tasuki.net.link import Link, connect
+from tasuki.net.tls import client_tls
 
 __all__ = ["Line", "Link", "client_tls", "connect"]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, BinaryIO, Protocol, Self
 
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, DiskFull, Overloaded, ProtocolError, TasukiError, Unavailable, from_wire
+from tasuki.net.blob_files import Sink, Source
 from tasuki.net.link import Link
 
 FIRST_MSG_ID = 1 << 40  # above what a machine's own counter reaches, so that the two never meet
@@ -27,7 +28,7 @@ WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not re
 class Carrier(Protocol):
     """A way for blobs that needs no conversation. Unavailable: it may be tried again."""
 
-    async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
+    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
 
     def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]: ...
 
@@ -83,23 +84,30 @@ class BlobLine:
         return True
 
     async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None = None) -> None:
-        """Make sure that the server has this blob; nothing is sent if it does."""
-        await self._persist(lambda carrier: carrier.put(file, ref, progress))
+        """Make sure that the server has this blob; nothing is sent if it does. Goes on where it was after a lost connection."""
+        async with Source(file) as source:
+            await self._persist(lambda carrier: carrier.put(source, ref, progress))
 
-    async def get(self, ref: BlobRef, job_id: str, write: Callable[[bytes], Any]) -> None:
-        """Receive a blob of a job, verified; goes on where it was after a lost connection."""
-        digest = hashlib.sha256()
-        received = 0
+    async def get(self, ref: BlobRef, job_id: str, write: Callable[[bytes], Any], *, offset: int = 0, digest: Any = None) -> None:
+        """Receive a blob of a job, verified; goes on where it was after a lost connection.
+
+        Somebody who has its first `offset` bytes already gives the sha256 `digest` over them, as hashlib makes it.
+        """
+        digest = hashlib.sha256() if digest is None else digest
+        received = offset
 
         async def once(carrier: Carrier) -> None:
             nonlocal received
+            if 0 < ref.size_bytes <= received:
+                return
             async with contextlib.aclosing(carrier.pieces(ref, job_id, received)) as pieces:
                 async for piece in pieces:
-                    digest.update(piece)
-                    write(piece)
+                    await sink.add(piece)
                     received += len(piece)
 
-        await self._persist(once)
+        async with Sink(write, digest) as sink:
+            await self._persist(once)
+            await sink.flush()
         if digest.hexdigest() != ref.sha256:
             raise Corrupt(f"blob {ref.sha256} of job {job_id!r} arrived with sha256 {digest.hexdigest()}; try again")
 
@@ -142,24 +150,39 @@ class _Chunks:
         self._line = line
         self._link = link
 
-    async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
-        with _Conversation(self._line, self._link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes)) as conversation:
-            if not (await conversation.reply()).get("go"):
-                return
-            file.seek(0)
-            offset = 0
-            loop = asyncio.get_running_loop()
-            while True:
-                data = await loop.run_in_executor(None, file.read, CHUNK_BYTES)
-                last = offset + len(data) >= ref.size_bytes or not data
-                self._link.send(Chunk(conversation.msg_id, offset, data, last))
-                offset += len(data)
-                await self._link.drain()
-                if progress is not None:
-                    progress(offset)
-                if last or conversation.waiting:  # an answer before the last chunk is a refusal: the rest is of no use
-                    break
-            await conversation.reply()
+    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+        started_at = 0
+        try:
+            with self._offer(ref) as conversation:
+                reply = await conversation.reply()
+                if reply.get("go"):
+                    started_at = int(reply.get("offset", 0))
+                    await self._send(conversation, source, ref, started_at, progress)
+        except Corrupt:
+            if not started_at:
+                raise
+            # What the server had of it was not what we would have sent. It has none of it now.
+            await self.put(source, ref, progress)
+
+    def _offer(self, ref: BlobRef) -> _Conversation:
+        return _Conversation(self._line, self._link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=True))
+
+    async def _send(
+        self, conversation: _Conversation, source: Source, ref: BlobRef, offset: int, progress: Callable[[int], None] | None
+    ) -> None:
+        async with contextlib.aclosing(source.pieces(offset, ref.size_bytes)) as pieces:
+            async for piece in pieces:
+                for data in _chunks_of(piece):
+                    self._link.send(Chunk(conversation.msg_id, offset, data))
+                    offset += len(data)
+                    await self._link.drain()
+                    if progress is not None:
+                        progress(offset)
+                    if conversation.waiting:  # an answer before the last chunk is a refusal: the rest is of no use
+                        await conversation.reply()
+                        return
+        self._link.send(Chunk(conversation.msg_id, offset, b"", last=True))
+        await conversation.reply()
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
         with _Conversation(self._line, self._link, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
@@ -168,6 +191,10 @@ class _Chunks:
                 chunk = await conversation.chunk()
                 yield chunk.data
                 last = chunk.last
+
+
+def _chunks_of(piece: bytes) -> Iterator[bytes]:
+    return (piece[start : start + CHUNK_BYTES] for start in range(0, len(piece), CHUNK_BYTES))
 
 
 class _Conversation:

@@ -12,15 +12,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
-import httpx
 from msgspec.structs import replace
 
 from tasuki.core.address import Address
-from tasuki.core.machine import Peer
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
     Accepted,
@@ -28,24 +26,21 @@ from tasuki.core.protocol import (
     Heartbeat,
     HeartbeatAnswer,
     HelloClient,
-    HelloWorker,
     Message,
     Request,
     SubmitJobs,
     Welcome,
 )
-from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, TooLarge, Unauthorized, UnknownFrame
-from tasuki.net.http_blobs import HttpBlobs
-from tasuki.net.http_names import FRAMES_MAX, FRAMES_PATH, FRAMES_TYPE
-from tasuki.net.http_transport import ANSWER_S, CutOff, HttpTransport, NoConnection, NotTasuki
+from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, TooLarge, Unauthorized
+from tasuki.net.http_channel import HttpChannel
+from tasuki.net.http_frames import check_token, post
+from tasuki.net.http_names import FRAMES_MAX, FRAMES_PATH
+from tasuki.net.http_transport import ANSWER_S, CutOff, NoConnection, NotTasuki
 from tasuki.net.http_watches import Watches, names_jobs
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import decode, encode
+from tasuki.wire.messages import encode
 
 REQUESTS_AT_ONCE = 8
 WAITS_AT_ONCE = 32
-REQUEST_MAX_BYTES = 1024 * 1024  # of several frames together; what proxies let through unless told otherwise
-TOKEN_MAX_CHARS = 512
 WAITING_VERBS = frozenset({"logs"})  # whose answers may take long
 
 
@@ -54,8 +49,8 @@ class _Said(NamedTuple):
     frame: bytes
 
 
-class HttpLink:
-    """One address, for as long as it answers. `on_message` gets every message, `on_closed` the end, once."""
+class HttpLink(HttpChannel):
+    """One address, for as long as it answers."""
 
     def __init__(
         self,
@@ -66,18 +61,10 @@ class HttpLink:
         tls: ssl.SSLContext | None,
         timeout_s: float,
     ) -> None:
-        self.codec: str | None = None
-        self.tag: Any = None
-        self.peer = Peer("http", None, f"{address.host}:{address.port}")
-        self._address = address
-        self._on_message, self._on_closed = on_message, on_closed
-        self._transport = HttpTransport(address, tls, timeout_s)
-        self.blobs = HttpBlobs(self._transport)
+        super().__init__(address, on_message, on_closed, tls=tls, timeout_s=timeout_s)
         self._watches = Watches(self._post, self._hear, self._broken)
-        self._loop = asyncio.get_running_loop()
         self._queue: deque[_Said] = deque()
         self._flushing = False
-        self._request_max_bytes = REQUEST_MAX_BYTES
         self._quick = 0
         """Requests under way, but for those that may wait long."""
         self._waits = asyncio.Semaphore(WAITS_AT_ONCE)
@@ -85,18 +72,10 @@ class HttpLink:
         """By msg_id: the jobs whose ends are to be heard of, once they are accepted."""
         self._unanswered: set[int] = set()
         self._greeted = False
-        self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._polls: list[asyncio.Task[None]] = []
+        """Those that were under way at the end."""
 
     # ------------------------------------------------------------------------------------------------ out
-
-    def send(self, message: Message) -> None:
-        """It leaves at the end of this turn of the loop."""
-        self.say(message)
-
-    def send_together(self, messages: Iterable[Message]) -> None:
-        for message in messages:
-            self.say(message)
 
     def say(self, message: Message) -> None:
         """Send it, or InvalidInput if no frame can hold it."""
@@ -105,9 +84,6 @@ class HttpLink:
         match message:
             case HelloClient():
                 self._greet(message)
-            case HelloWorker():
-                words = f"a worker cannot connect to {self._address}; give it an address of TCP: tcp://host:7000, tls://host:7000"
-                self._loop.call_soon(self._broken, InvalidInput(words))
             case Heartbeat() if not self._unanswered:
                 # Whether the server is there shows at the next request; until then nobody needs to know.
                 self._loop.call_soon(self._hear, HeartbeatAnswer(message.msg_id))
@@ -117,10 +93,7 @@ class HttpLink:
                 self._queue_up(message)
 
     def _greet(self, hello: HelloClient) -> None:
-        token = hello.token
-        if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable():
-            raise InvalidInput("the token cannot be sent: it is longer than a token, or has characters that no token has")
-        self._transport.token = token
+        self._transport.token = check_token(hello.token)
         said = self._said(hello.msg_id, encode(replace(hello, token="")))
         self._spawn(self._bundle([said]))
 
@@ -160,18 +133,6 @@ class HttpLink:
         finally:
             self._quick -= 1
             self._flush()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:  # a defect, or the owner's: like one in a callback of a transport
-            self._loop.call_exception_handler({"message": "an answer could not be taken", "exception": error, "task": task})
-            self.abort(f"an answer could not be taken: {error}")
 
     # ------------------------------------------------------------------------------------------------ one request
 
@@ -215,15 +176,8 @@ class HttpLink:
         self, frames: Sequence[bytes], params: Mapping[str, str], answer_s: float
     ) -> AsyncIterator[AsyncIterator[Message]]:
         wanted = {**params, "codec": self.codec} if self.codec is not None else params
-        headers = {"Content-Type": FRAMES_TYPE, "Accept": FRAMES_TYPE}
-        async with self._transport.exchange(
-            "POST", FRAMES_PATH, params=wanted, headers=headers, content=b"".join(frames), answer_s=answer_s
-        ) as response:
-            kind = response.headers.get("content-type", "")
-            if kind.partition(";")[0].strip() != FRAMES_TYPE:
-                raise NotTasuki(f"{self._address} answered with {kind[:80] or 'nothing'!r}: is this a tasuki server with --http?")
-            async with aclosing(_messages_of(response)) as messages:
-                yield messages
+        async with post(self._transport, FRAMES_PATH, frames, wanted, answer_s) as answer:
+            yield (message async for message in answer.messages if message is not None)
 
     # ------------------------------------------------------------------------------------------------ in
 
@@ -258,10 +212,6 @@ class HttpLink:
 
     # ------------------------------------------------------------------------------------------------ end
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def _broken(self, error: TasukiError) -> None:
         """The link is of no use any more."""
         if self._closed:
@@ -274,45 +224,13 @@ class HttpLink:
             )
         if not isinstance(error, NoConnection | CutOff | NotTasuki):  # final, if it was the Hello that was refused
             self._on_message(self, ErrorMessage(0, error.code, error.message, error.details()))
-        wants_tls = not self._greeted and isinstance(error, CutOff) and self._address.scheme == "http"
-        self.abort(error.message + ("; does it want https://?" if wants_tls and "disconnected" in error.message else ""))
+        self.abort(error.message)
 
-    def close(self, error: TasukiError | None = None) -> None:
-        """There is nothing to say at the end: the server keeps nothing for us."""
-        self.abort(error.message if error is not None else "closed")
-
-    def abort(self, reason: str) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _stop(self) -> None:
         self._queue.clear()
-        ending = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in ending:
-            task.cancel()
-        self._ending = [*ending, *self._watches.close()]
-        self._on_closed(self, reason)
+        self._polls = self._watches.close()
 
     async def wait_closed(self) -> None:
         """After `close` or `abort`: until nothing of it is left."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
-        await self._transport.close()
-
-
-async def _messages_of(response: httpx.Response) -> AsyncGenerator[Message, None]:
-    decoder = FrameDecoder(FRAME_MAX_BYTES)
-    async for piece in response.aiter_bytes():
-        for message in _decoded(decoder, piece):
-            yield message
-    if decoder.partial:
-        raise CutOff("an answer ended in the middle of a frame")
-
-
-def _decoded(decoder: FrameDecoder, piece: bytes) -> list[Message]:
-    messages: list[Message] = []
-    try:
-        for frame in decoder.feed(piece):
-            with suppress(UnknownFrame):  # of a newer server, to a newer client
-                messages.append(decode(frame, FRAME_MAX_BYTES))
-    except InvalidInput as error:
-        raise CutOff(f"an answer cannot be read: {error.message}") from None
-    return messages
+        await asyncio.gather(*self._polls, return_exceptions=True)
+        await super().wait_closed()

@@ -17,7 +17,9 @@ import msgspec
 
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable, from_wire
+from tasuki.net.http_early import EarlyAnswers
 from tasuki.net.link import system_words
+from tasuki.net.tls import handshake_words
 
 ANSWER_S = 35.0  # of a request that is not to wait: the server gives its store 30
 WRITE_S = 30.0  # for each piece of a body
@@ -25,8 +27,6 @@ KEPT_CONNECTIONS = 16
 KEPT_S = 30.0  # a connection that is not used; below what servers and balancers on the way keep one
 RETRY_AFTER_MAX_S = 30.0
 ERROR_MAX_BYTES = 64 * 1024
-UNKNOWN_CA = frozenset({18, 19, 20, 21})  # OpenSSL's numbers for chains that end in nobody we trust
-OTHER_HOST = frozenset({62, 64})
 
 _seconds = re.compile(r"\d{1,6}").fullmatch
 
@@ -43,7 +43,9 @@ class NotTasuki(ConfigError):
     """Something else answers at this address."""
 
 
-class _Said(msgspec.Struct):
+class Said(msgspec.Struct):
+    """The error in an answer of ours."""
+
     code: str
     message: str
     details: dict[str, object] = {}
@@ -52,24 +54,33 @@ class _Said(msgspec.Struct):
 class _Envelope(msgspec.Struct):
     """Every answer of a tasuki server that is not 2xx."""
 
-    error: _Said
+    error: Said
 
 
 class HttpTransport:
     """One address. `token` is sent with every request; `exchange` is all there is to do, `close` ends what is under way."""
 
-    def __init__(self, address: Address, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
+    def __init__(
+        self, address: Address, tls: ssl.SSLContext | None, connect_timeout_s: float, *, stop_when_answered: bool = False
+    ) -> None:
+        """With `stop_when_answered` a body is sent no further once its answer comes, and no proxy is used."""
         self.address = address
         self.token = ""
         self._connect_timeout_s = connect_timeout_s
         self._quiet_until = 0.0
         self._closed = False
+        self._own_ca = tls is not None
+        self.tls = tls
+        """The CA that was given; None: the system's count."""
+        self._answered = False
         # Without a context of ours, httpx would load the CAs of certifi, for plain HTTP too. This one trusts nobody.
         context = tls or (ssl.create_default_context() if address.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S)
         self._client = httpx.AsyncClient(
             verify=context,
             headers={"Accept-Encoding": "identity"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S),
+            limits=limits,
+            transport=EarlyAnswers(context, limits) if stop_when_answered else None,
         )
 
     async def close(self) -> None:
@@ -89,6 +100,23 @@ class HttpTransport:
     ) -> AsyncIterator[httpx.Response]:
         """A 2xx answer, whose body is still to be read; any other is raised as what it means."""
         await self._quiet()
+        async with self.answer(method, path, params=params, headers=headers, content=content, answer_s=answer_s) as response:
+            if not response.is_success:
+                raise await self._refusal(response)
+            yield response
+
+    @asynccontextmanager
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | AsyncIterable[bytes] | None = None,
+        answer_s: float = ANSWER_S,
+    ) -> AsyncIterator[httpx.Response]:
+        """Any answer, refusals too, whose body is still to be read; raises only if there is none."""
         if self._closed:
             raise NoConnection("the connection is closed")
         timeout = httpx.Timeout(connect=self._connect_timeout_s, write=WRITE_S, read=answer_s, pool=None)
@@ -98,8 +126,7 @@ class HttpTransport:
             async with self._client.stream(
                 method, url, params=params, headers={**bearer, **(headers or {})}, content=content, timeout=timeout
             ) as response:
-                if not response.is_success:
-                    raise await self._refusal(response)
+                self._answered = True
                 yield response
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
             raise self._problem(error, answer_s) from error
@@ -121,16 +148,8 @@ class HttpTransport:
         if _seconds(retry_after):
             wait_s = min(RETRY_AFTER_MAX_S, float(retry_after))
             self._quiet_until = asyncio.get_running_loop().time() + wait_s
-        body = b""
-        async for piece in response.aiter_bytes():
-            body += piece
-            if len(body) > ERROR_MAX_BYTES:
-                break
-        try:
-            said = msgspec.json.decode(body, type=_Envelope).error
-        except msgspec.DecodeError:
-            return self._of_a_stranger(status)
-        return _of_tasuki(status, said)
+        said = await said_in(response)
+        return self._of_a_stranger(status) if said is None else _of_tasuki(status, said)
 
     def _of_a_stranger(self, status: int) -> TasukiError:
         """Not as a tasuki server answers: a proxy on the way, or something else altogether."""
@@ -143,6 +162,8 @@ class HttpTransport:
             return TooLarge(f"{answered}: something before the server takes no request that large; raise its limit for bodies")
         if status == 429 or status >= 500:
             return CutOff(f"{answered}, and not as a tasuki server does: what is before it may not reach it")
+        if status == 400 and self.address.scheme == "http":  # what nginx and others say to plain HTTP at a port for TLS
+            return NotTasuki(f"{answered}, and not as a tasuki server does: is it https://?")
         return NotTasuki(f"{answered}, and not as a tasuki server does: is there a proxy or a firewall before it?")
 
     # ------------------------------------------------------------------------------------------------ what went wrong
@@ -159,30 +180,35 @@ class HttpTransport:
                 return InvalidInput(f"the request to {self.address} cannot be sent: {error}")
             case httpx.TimeoutException():
                 return CutOff(f"{self.address} has not answered within {answer_s:g} s")
+            case httpx.RemoteProtocolError() if not self._answered and self.address.scheme == "http":
+                return CutOff(f"{self.address} hung up without an answer in HTTP; if it speaks TLS, it is https://")
             case _:
                 return CutOff(f"the connection to {self.address} was lost: {error or type(error).__name__}")
 
     def _why_not_connected(self, error: Exception) -> str:
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLError):
-                return f"no TLS connection to {self.address}: {self._tls_words(cause)}"
+                why = handshake_words(cause, self.address.host, plain="http", own_ca=self._own_ca)
+                return f"no TLS connection to {self.address}: {why}"
             if isinstance(cause, OSError) and cause.errno is not None and cause.strerror:
                 return f"no connection to {self.address}: {system_words(cause)}"
         return f"no connection to {self.address}: {error}"
 
-    def _tls_words(self, error: ssl.SSLError) -> str:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            if error.verify_code in UNKNOWN_CA:
-                return f"its certificate is of a CA that is not known here ({error.verify_message}); give the CA with --tls-ca"
-            if error.verify_code in OTHER_HOST:
-                return f"its certificate is not for {self.address.host} ({error.verify_message})"
-            return f"its certificate is not valid ({error.verify_message})"
-        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
-            return "what answers there does not speak TLS; is it http://?"
-        return error.reason or str(error)
+
+async def said_in(response: httpx.Response) -> Said | None:
+    """What a tasuki server refused with; None if something else answered."""
+    body = b""
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > ERROR_MAX_BYTES:
+            break
+    try:
+        return msgspec.json.decode(body, type=_Envelope).error
+    except msgspec.DecodeError:
+        return None
 
 
-def _of_tasuki(status: int, said: _Said) -> TasukiError:
+def _of_tasuki(status: int, said: Said) -> TasukiError:
     """In the words of the wire, where some of HTTP's have other names."""
     match said.code:
         case "INVALID_PAYLOAD":

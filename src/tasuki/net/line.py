@@ -23,11 +23,14 @@ from tasuki.net.link import Link, connect
 class Line:
     """`tell` passes an event to the machine; Closed of connection 0: none was made."""
 
-    def __init__(self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None, *, is_worker: bool = False
+    ) -> None:
         self.link: Channel | None = None
         self.blobs = BlobLine()
         self._tell = tell
         self._tls = tls
+        self._http = ("tasuki.net.http_worker", "HttpWorkerLink") if is_worker else ("tasuki.net.http_link", "HttpLink")
         self._numbers = itertools.count(1)
         self._dialing: asyncio.Task[None] | None = None
         self._closed = False
@@ -57,8 +60,9 @@ class Line:
         if not wanted.address.http:
             return await connect(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
         # Its imports take longer than all others together: only here, and not while the loop waits.
-        module = await asyncio.to_thread(importlib.import_module, "tasuki.net.http_link")
-        link: Channel = module.HttpLink(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+        module, name = self._http
+        kind = getattr(await asyncio.to_thread(importlib.import_module, module), name)
+        link: Channel = kind(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
         return link
 
     def _message(self, link: Channel, message: Message) -> None:

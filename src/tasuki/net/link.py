@@ -18,7 +18,8 @@ from tasuki.config import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
 from tasuki.core.redial import CONNECT_TIMEOUT_S
-from tasuki.errors import ConfigError, ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
+from tasuki.errors import ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
+from tasuki.net.tls import CUT_SHORT, handshake_words
 from tasuki.wire.frames import Frame, FrameDecoder
 from tasuki.wire.messages import decode, encode
 
@@ -53,6 +54,8 @@ class Link(asyncio.Protocol):
         self._out_bytes = 0
         self._flushing = False
         self._closed = False
+        self.silent_end = ""
+        """Why it ended, if the peer never said a word; empty: as if it had."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._pauses: set[object] = set()
@@ -78,6 +81,7 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closed:
             return
+        self.silent_end = ""
         try:
             frames = self._decoder.feed(data)
             if frames and self._frame_timer is not None:  # that frame is complete; what follows it has its own time
@@ -224,7 +228,7 @@ class Link(asyncio.Protocol):
         """What a peer tells of these without being asked is dropped by whoever hears it."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._finish(str(exc) if exc is not None else "the peer closed the connection")
+        self._finish(str(exc) if exc is not None else self.silent_end or "the peer closed the connection")
 
     def _finish(self, reason: str) -> None:
         if self._closed:
@@ -279,14 +283,15 @@ async def connect(
             else:
                 secure = (tls or ssl.create_default_context()) if address.scheme == "tls" or tls is not None else None
                 _, link = await loop.create_connection(make, address.host, address.port, ssl=secure)
+                if secure is None:
+                    link.silent_end = f"{address} hung up without a word; if it speaks TLS, it is tls://"
     except TimeoutError:
         raise Unavailable(f"{address} did not answer within {timeout_s:g} s") from None
     except ssl.SSLError as error:
-        raise Unavailable(
-            f"no TLS connection to {address}: {error.reason or error}; check --tls-ca and the server's certificate"
-        ) from None
-    except OSError as error:
-        raise Unavailable(f"no connection to {address}: {system_words(error)}") from None
+        why = handshake_words(error, address.host, plain="tcp", own_ca=tls is not None)
+        raise Unavailable(f"no TLS connection to {address}: {why}") from None
+    except OSError as error:  # the end of the connection within a handshake has no words of its own
+        raise Unavailable(f"no connection to {address}: {system_words(error) or CUT_SHORT}") from None
     return link
 
 
@@ -295,13 +300,3 @@ def system_words(error: OSError) -> str:
     if error.errno is not None and not isinstance(error, socket.gaierror):
         return os.strerror(error.errno)
     return error.strerror or str(error)
-
-
-def client_tls(ca_file: str | None) -> ssl.SSLContext | None:
-    """A context that trusts one CA file; None if none is given (the system's CAs count for tls:// addresses)."""
-    if not ca_file:
-        return None
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # SSLError is one too
-        raise ConfigError(f"the CA file {ca_file!r} cannot be used: {error.strerror or error}") from None

@@ -216,6 +216,7 @@ class Server:
                 touch_at = now.monotonic + self.config.blob_grace_s / TOUCHES_PER_GRACE
                 if puts := self._transfers.under_way():
                     self.tell(BlobsUnderWay(puts))
+                self._transfers.sweep()
             self.tell(Ticked())
             self._company.tick(now)
 
@@ -349,9 +350,8 @@ class Server:
                 case SendBlob():
                     self._downloads.add(command.conn, self._links[command.conn], command)
                 case ReceiveBlob():
-                    link = self._links.get(command.conn)
-                    if link is not None:
-                        self._transfers.begin(command.conn, link, command.put, command.place)
+                    if (link := self._links.get(command.conn)) is not None:
+                        self._transfers.begin(command.conn, link, command.put, command.place, command.uploader)
                 case DeleteBlobs():
                     self._spawn(self._delete_blobs(command))
                 case AskEnded() | AskRevoked():

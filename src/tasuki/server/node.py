@@ -28,6 +28,7 @@ from tasuki.core.term import LOCK_TTL_S
 from tasuki.core.verbs import TokenRow
 from tasuki.errors import ConfigError, TooLarge
 from tasuki.server.app import Server, ServerConfig
+from tasuki.server.direct import Direct
 from tasuki.server.publish import finish_publishing
 from tasuki.server.queries import Reader
 from tasuki.server.together import Together
@@ -276,6 +277,13 @@ def make_server(places: Places, config: ServerConfig, fault: Callable[[str], Non
     )
 
 
+def open_direct(blobs: str, endpoint: str = "") -> Direct:
+    """Links with which peers use the bucket of `blobs` themselves, at `endpoint` if they know it by another address."""
+    from tasuki.blobs.s3_presign import S3Presign
+
+    return Direct(S3Presign(blobs, max_blob_bytes=BLOB_MAX_BYTES, endpoint=endpoint or None))
+
+
 def make_guest(places: Places, config: ServerConfig, *, stands: bool) -> tuple[Server, Together]:
     """A server that takes part in a store which others keep up: it makes no token and owns no folder; `places.folder` holds its
     socket at most. Without `places.blobs` there are none for it, neither to read nor to write."""
@@ -299,7 +307,9 @@ def make_guest(places: Places, config: ServerConfig, *, stands: bool) -> tuple[S
 class NoBlobs(FolderBlobs):
     """Of a guest that was given none: what it kept in a folder of its own, nobody else could read."""
 
-    def begin(self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0) -> FolderWriter:
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> FolderWriter:
         raise TooLarge(
             f"{size_bytes or 'these'} bytes are too much to be kept in the store itself, and there are no blobs here; "
             "give --blobs s3://…, the same as the servers'"

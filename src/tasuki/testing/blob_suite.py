@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, BlobStore
+from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, BlobStore
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge
 
 __all__ = ["MAX_BLOB_BYTES", "BlobSuite", "Damage"]
@@ -179,6 +179,105 @@ class BlobSuite:
             writer.write(b"late")
         with pytest.raises(ValueError, match="begin a new one"):
             writer.commit()
+
+    # -- cut off, and gone on with --------------------------------------------------------------------------------
+    def half_of(self, blobs: BlobStore, data: bytes, resume_key: str = "alice") -> int:
+        """Write the first half of it and suspend the writer; how much that is."""
+        writer = blobs.begin(sha256_of(data), len(data), resume_key=resume_key)
+        writer.write(data[: len(data) // 2])
+        writer.suspend()
+        return len(data) // 2
+
+    @pytest.mark.parametrize("size_bytes", [RESUMED_MIN_BYTES, MAX_BLOB_BYTES])
+    def test_a_suspended_writer_is_gone_on_with_where_it_was(self, blobs: BlobStore, size_bytes: int) -> None:
+        data = content(size_bytes)
+        half = self.half_of(blobs, data)
+        assert not blobs.has(sha256_of(data))
+        with blobs.begin(sha256_of(data), size_bytes, resume_key="alice") as writer:
+            assert writer.size_bytes == half
+            writer.write(data[half:])
+            assert writer.commit() == BlobRef(sha256_of(data), size_bytes)
+        assert blobs.read_bytes(sha256_of(data), size_bytes) == data
+
+    def test_it_may_be_suspended_many_times(self, blobs: BlobStore) -> None:
+        data, step = content(MAX_BLOB_BYTES), MAX_BLOB_BYTES // 6
+        for start in range(0, len(data), step):
+            writer = blobs.begin(sha256_of(data), len(data), resume_key="alice")
+            assert writer.size_bytes == start
+            writer.write(data[start : start + step])
+            writer.suspend()
+        with blobs.begin(sha256_of(data), len(data), resume_key="alice") as writer:
+            assert writer.size_bytes == len(data)
+            writer.commit()
+        assert blobs.read_bytes(sha256_of(data), len(data)) == data
+
+    def test_what_is_suspended_is_only_for_its_key_and_its_blob(self, blobs: BlobStore) -> None:
+        data, other = content(RESUMED_MIN_BYTES), b"x" * RESUMED_MIN_BYTES
+        half = self.half_of(blobs, data)
+        for sha256, resume_key in ((sha256_of(data), "bob"), (sha256_of(data), ""), (sha256_of(other), "alice")):
+            with blobs.begin(sha256, RESUMED_MIN_BYTES, resume_key=resume_key) as writer:
+                assert writer.size_bytes == 0
+        with blobs.begin(sha256_of(data), len(data), resume_key="alice") as writer:
+            assert writer.size_bytes == half
+
+    def test_another_writer_of_the_same_key_begins_at_0_while_one_is_open(self, blobs: BlobStore) -> None:
+        data = content(RESUMED_MIN_BYTES)
+        half = self.half_of(blobs, data)
+        with blobs.begin(sha256_of(data), len(data), resume_key="alice") as first:
+            with blobs.begin(sha256_of(data), len(data), resume_key="alice") as second:
+                assert (first.size_bytes, second.size_bytes) == (half, 0)
+                second.write(data)
+                second.commit()
+            first.write(data[half:])
+            first.commit()
+        assert blobs.read_bytes(sha256_of(data), len(data)) == data
+
+    @pytest.mark.parametrize("ending", ["abort", "commit", "too much"])
+    def test_wrong_bytes_and_an_abort_drop_all_that_was_kept(self, blobs: BlobStore, ending: str) -> None:
+        data = content(RESUMED_MIN_BYTES)
+        half = self.half_of(blobs, data)
+        writer = blobs.begin(sha256_of(data), len(data), resume_key="alice")
+        if ending == "abort":
+            writer.abort()
+        elif ending == "commit":
+            writer.write(b"x" * (len(data) - half))
+            with pytest.raises(Corrupt, match=sha256_of(data)):
+                writer.commit()
+        else:
+            with pytest.raises(Corrupt, match="announced"):
+                writer.write(data)
+        writer.suspend()
+        with blobs.begin(sha256_of(data), len(data), resume_key="alice") as again:
+            assert again.size_bytes == 0
+
+    def test_nothing_is_kept_of_what_is_small_or_has_no_key(self, blobs: BlobStore) -> None:
+        for data, resume_key in ((content(RESUMED_MIN_BYTES - 1), "alice"), (content(RESUMED_MIN_BYTES), "")):
+            self.half_of(blobs, data, resume_key)
+            with blobs.begin(sha256_of(data), len(data), resume_key=resume_key) as writer:
+                assert writer.size_bytes == 0
+
+    def test_an_ended_writer_cannot_be_suspended_and_a_suspended_one_has_ended(self, blobs: BlobStore) -> None:
+        data = content(RESUMED_MIN_BYTES)
+        writer = blobs.begin(sha256_of(data), len(data), resume_key="alice")
+        writer.write(data)
+        writer.commit()
+        writer.suspend()
+        assert blobs.read_bytes(sha256_of(data), len(data)) == data
+        other = blobs.begin(sha256_of(data), len(data), resume_key="bob")
+        other.write(data[:10])
+        other.suspend()
+        with pytest.raises(ValueError, match="begin a new one"):
+            other.write(data[10:])
+        other.abort()
+        with blobs.begin(sha256_of(data), len(data), resume_key="bob") as again:
+            assert again.size_bytes == 10
+
+    def test_sweeping_keeps_what_is_young(self, blobs: BlobStore) -> None:
+        data = content(RESUMED_MIN_BYTES)
+        half = self.half_of(blobs, data)
+        blobs.sweep()
+        with blobs.begin(sha256_of(data), len(data), resume_key="alice") as writer:
+            assert writer.size_bytes == half
 
     # -- reading --------------------------------------------------------------------------------------------------
     def test_a_read_from_an_offset_gives_the_rest(self, blobs: BlobStore) -> None:

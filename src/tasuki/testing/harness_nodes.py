@@ -38,6 +38,7 @@ from tasuki.core.worker_events import (
     Exit,
     Forget,
     GaveBack,
+    Kept,
     Restored,
     Run,
     Save,
@@ -265,6 +266,7 @@ class WorkerNode(Node):
 
     def _save(self, ending: Ending) -> None:
         self.disk[ending.lease_id] = ending
+        self.apply(Kept(ending.lease_id))
 
     def _started(self, lease_id: str) -> None:
         if self.handlers:

@@ -46,6 +46,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: str
     attempt: int
     submitter: str = ""
+    facts: dict[str, Any] = {}
+    """What else its result.json is to tell."""
 
 
 class HandlerJob(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ READ_BYTES = 256 * 1024
 # bytes are packed however well that goes; after them a file that would shrink to less than a fortieth is stored as it is.
 PACKED_FREE_BYTES = 16 * 1024 * 1024
 STORED_RATIO = 40
+WORTH_PACKING = 0.97  # a file that stays larger than this is stored as it is; small ones are packed in any case
 LOGS_PACKED_FREE_BYTES = 33 * 1024 * 1024  # of both logs: those of the usual caps are always packed
 _SAMPLES, _SAMPLE_BYTES = 16, 16 * 1024
 _ENTRY_BYTES = 46  # of the archive's directory, besides the name
@@ -167,10 +168,13 @@ class OutputCollector:
         return ""
 
     def _is_stored(self, descriptor: int, size_bytes: int) -> bool:
-        """Whether it packs so well that a reader would take the archive for a bomb."""
+        """Whether it packs so well that a reader would take the archive for a bomb, or so badly that it is not worth the time."""
         self._packed_free_bytes -= size_bytes
+        if self._packed_free_bytes >= 0:
+            return False
         try:
-            return self._packed_free_bytes < 0 and _packs_well(_samples(descriptor, size_bytes))
+            samples = _samples(descriptor, size_bytes)
+            return _packs_well(samples) or _packs_badly(samples)
         except OSError:  # the reading that follows says so
             return False
 
@@ -280,8 +284,16 @@ def _sampled(size_bytes: int) -> list[int]:
 
 
 def _packs_well(samples: Sequence[bytes]) -> bool:
-    packed_bytes = sum(len(zlib.compress(sample, 1)) for sample in samples)
-    return sum(map(len, samples)) > STORED_RATIO * packed_bytes
+    return sum(map(len, samples)) > STORED_RATIO * _packed_bytes(samples)
+
+
+def _packs_badly(samples: Sequence[bytes]) -> bool:
+    """A gigabyte that is packed already would take half a minute of a core, for nothing."""
+    return _packed_bytes(samples) > WORTH_PACKING * sum(map(len, samples))
+
+
+def _packed_bytes(samples: Sequence[bytes]) -> int:
+    return sum(len(zlib.compress(sample, 1)) for sample in samples)
 
 
 def _words(error: OSError) -> str:

@@ -146,6 +146,8 @@ def _report(attempt: Attempt, outcome: Outcome, times: Times, kept: Mapping[str,
         "left_out": collector.left_out,
         "left_out_count": collector.left_out_count,
     }
+    if attempt.facts:
+        report |= {**attempt.facts, "ended_at": times.finished_at}
     return msgspec.json.format(msgspec.json.encode(report)) + b"\n"
 
 

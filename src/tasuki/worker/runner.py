@@ -93,15 +93,16 @@ class CommandRunner:
         on_keeper_lost: Callable[[KeeperLost], None] = lambda error: None,
         on_progress: Callable[[str, Progress], None] = lambda lease_id, progress: None,
         tails: LogTails | None = None,
+        folders: RunFolders | None = None,
     ) -> None:
         """`any_program_for` names, at each start, the submitter whose jobs may run any program (see DESIGN §4), or None.
 
         `lease_deadline` tells when the attempt with this lease must be over (CLOCK_BOOTTIME), None: never. Without a
-        `keeper` one is made at the first start.
+        `keeper` one is made at the first start. `folders`: others than those of a worker.
         """
         check_secrets(execs.values())
         floor = {} if floor_free_bytes is None else {"floor_free_bytes": floor_free_bytes}
-        self.folders = RunFolders(data, incarnation, **floor)
+        self.folders = folders or RunFolders(data, incarnation, **floor)
         self._execs = execs
         self._environment = base_environment()
         self._incarnation = incarnation

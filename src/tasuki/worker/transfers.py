@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
-from tasuki.core.job import BlobRef, Outcome
-from tasuki.errors import TasukiError, Unavailable
+from tasuki.core.job import BlobRef
+from tasuki.errors import Unavailable
 from tasuki.net.blobs import BlobLine
-from tasuki.worker.attempt import StopReason, first_of, stopped_outcome
+from tasuki.worker.attempt import StopReason, first_of
+from tasuki.worker.incoming import Incoming
+from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
 
 UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
 
@@ -22,45 +21,27 @@ logger = logging.getLogger("tasuki.worker")
 
 
 class Transfers:
-    """On whatever connection the worker has at the moment; without one they wait."""
+    """On whatever connection the worker has at the moment; without one they wait. `incoming` keeps what was partly fetched."""
 
-    def __init__(self, blobs: BlobLine) -> None:
+    def __init__(self, blobs: BlobLine, incoming: Incoming | None = None) -> None:
         self._blobs = blobs
+        self._incoming = incoming
 
     async def fetch(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
         """An input of a job that we hold."""
+        ref = BlobRef(sha256, size_bytes)
+        if self._incoming is not None and size_bytes >= RESUMED_INPUT_MIN_BYTES:
+            await self._incoming.fetch(self._blobs, ref, job_id, target)
+            return
         file = await asyncio.to_thread(target.open, "wb")
         with file:
-            await self._blobs.get(BlobRef(sha256, size_bytes), job_id, file.write)
+            await self._blobs.get(ref, job_id, file.write)
 
-    async def bring(self, path: Path, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
-        """A command's result. It waits for a server, and for room there; Unavailable if it is told to stop before."""
-        file = await asyncio.to_thread(path.open, "rb")
+    async def bring(self, result: Path | bytes, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
+        """A result. It waits for a server, and for room there; Unavailable if it is told to stop before."""
+        file = io.BytesIO(result) if isinstance(result, bytes) else await asyncio.to_thread(result.open, "rb")
         with file:
             await self._put(file, ref, stop)
-
-    async def as_blob(
-        self, outcome: Outcome, stop: asyncio.Future[StopReason] | None, stopped: Callable[[], StopReason | None]
-    ) -> Outcome:
-        """A handler's large result becomes a blob, durable before the outcome is sent. It waits as a command's does.
-
-        An attempt that is stopped meanwhile (by `stop`, or by a cancel with `stopped()` saying why) has ended all the same: a job
-        whose end nobody tells would be renewed for ever.
-        """
-        assert outcome.result is not None
-        assert outcome.result_sha256 is not None
-        ref = BlobRef(outcome.result_sha256, len(outcome.result))
-        try:
-            with io.BytesIO(outcome.result) as file:
-                await self._put(file, ref, stop or asyncio.get_running_loop().create_future())
-            return msgspec.structs.replace(outcome, result=None, result_ref=ref)
-        except asyncio.CancelledError:
-            if (reason := stopped()) is None:
-                raise
-        except TasukiError as error:
-            if (reason := stopped()) is None:
-                return Outcome(error_code=error.code, message=f"the result could not be kept: {error.message}")
-        return stopped_outcome(reason)
 
     async def _put(self, file: BinaryIO, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
         while True:

@@ -1,113 +1,162 @@
 """Endings that no server has taken yet, kept on disk so that they outlive the worker's process.
 
 One file for each, in the worker's data folder: `endings/<worker_id>/<hash of the lease_id>.ending`, beside it `.result` if the
-result was still to be uploaded. The next process with the same data folder and worker_id offers them; whether they still count is
-the store's to decide. Written to a temporary name, synced and renamed: a file is whole or not there. All of it happens on one
-thread, in order.
+result is too large to travel with it. The next process with the same data folder and worker_id offers them; whether they still
+count is the store's to decide.
+
+A kill at any moment leaves all of it or nothing. The ending is written to a temporary name (`.part`) and synced, then the result
+is synced and moved beside it, then the ending gets its name: a temporary file that can be read whole, with its result in place,
+is as good as a named one. All of it blocks: call it on one thread, in order.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
+from tasuki.blobs.disk import sync_folder
 from tasuki.core.ids import check_name
 from tasuki.core.protocol import Ending
 
 FOLDER = "endings"
 
 logger = logging.getLogger("tasuki.worker")
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Ending).decode
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """An ending of an earlier process. With a `result_file`, its result has to be brought first."""
+class Record(msgspec.Struct, frozen=True):
+    """An ending, with what belongs to it beyond what a server is told."""
 
     ending: Ending
-    result_file: Path | None = None
+    subject: str = ""
+    ended_at: float = 0.0
+    """Unix time, on the worker's clock; 0: not known."""
+    result: Path | bytes | None = None
+    """What `outcome.result_ref` names: it has to be brought before the ending is told."""
+
+
+class _File(Ending, frozen=True, gc=False, omit_defaults=True):
+    """What is written: the ending's own fields, and the record's."""
+
+    subject: str = ""
+    ended_at: float = 0.0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_File).decode
 
 
 class Unreported:
     """The folder of one worker_id. Nothing is written before there is something to save."""
 
     def __init__(self, data: Path, worker_id: str) -> None:
-        self._folder = data / FOLDER / check_name(worker_id, "worker_id")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-endings")
-        self._saved: dict[str, Ending] = {}
-        self._earlier: set[str] = set()
-        """Leases of earlier processes."""
+        self.folder = data / FOLDER / check_name(worker_id, "worker_id")
 
-    async def load(self) -> list[Saved]:
-        """What earlier processes left behind."""
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
-        self._saved.update((saved.ending.lease_id, saved.ending) for saved in found)
-        self._earlier.update(self._saved)
+    def load(self) -> list[Record]:
+        """What earlier processes left behind. What they did not finish writing is completed or removed."""
+        for part in self.folder.glob("*.part"):
+            self._complete(part)
+        found = [record for path in sorted(self.folder.glob("*.ending")) if (record := _read(path)) is not None]
+        for left in (*self.folder.glob("*.result"), *self.folder.glob("*.bytes")):
+            if left.suffix == ".bytes" or not left.with_suffix(".ending").exists():
+                left.unlink()
         return found
 
-    def save(self, ending: Ending, result_file: Path | None = None) -> None:
-        """Keep it; `result_file` is moved here."""
-        self._saved[ending.lease_id] = ending
-        self._thread.submit(self._save, ending, result_file)
-
-    def forget(self, lease_id: str, fenced: str = "") -> None:
-        """A server has spoken on it: recorded, or refused for this reason."""
-        ending = self._saved.pop(lease_id, None)
-        if ending is None:
-            return
-        self._thread.submit(self._remove, lease_id)
-        if lease_id in self._earlier and fenced:
-            logger.warning("job %s attempt %d: refused, its saved result is dropped: %s", ending.job_id, ending.attempt, fenced)
-
-    async def close(self) -> None:
-        """Returns when all that was said is on disk."""
-        await asyncio.to_thread(self._thread.shutdown)
-
-    # ------------------------------------------------------------------------------------------------ on the thread
-
-    def _load(self) -> list[Saved]:
-        found: list[Saved] = []
-        for path in sorted(self._folder.glob("*.ending")):
-            try:
-                ending = _decode(path.read_bytes())
-            except (OSError, msgspec.DecodeError) as error:
-                logger.warning("the saved ending %s cannot be read, and is ignored: %s", path, error)
-                continue
-            result_file = path.with_suffix(".result")
-            found.append(Saved(ending, result_file if result_file.exists() else None))
-        for torn in self._folder.glob("*.part"):
-            torn.unlink()
-        return found
-
-    def _save(self, ending: Ending, result_file: Path | None) -> None:
+    def save(self, record: Record) -> bool:
+        """Whether it is on disk now. Its result, if it is a file, is moved to `result_path` in either case or not at all."""
+        ending = record.ending
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folder()
             path = self._path(ending.lease_id)
-            if result_file is not None:
-                _sync(result_file)
-                result_file.replace(path.with_suffix(".result"))
-            temporary = path.with_suffix(".part")
-            temporary.write_bytes(_encode(ending))
-            _sync(temporary)
-            temporary.replace(path)
-            _sync(self._folder)
+            part = path.with_suffix(".part")
+            part.write_bytes(_encode(_file(record)))
+            _sync(part)
+            if record.result is not None:
+                _move(record.result, path.with_suffix(".result"))
+            part.replace(path)
+            sync_folder(self.folder)
         except OSError as error:
             logger.error("the ending of job %s attempt %d cannot be saved: %s", ending.job_id, ending.attempt, error)
+            self._give_up(ending.lease_id)
+            return False
+        return True
 
-    def _remove(self, lease_id: str) -> None:
+    def _give_up(self, lease_id: str) -> None:
+        """A full disk is not helped by halves. What has its result beside it is as good as saved."""
         path = self._path(lease_id)
-        for one in (path, path.with_suffix(".result")):
+        with contextlib.suppress(OSError):
+            path.with_suffix(".bytes").unlink(missing_ok=True)
+            if not path.with_suffix(".result").exists():
+                path.with_suffix(".part").unlink(missing_ok=True)
+
+    def remove(self, lease_id: str) -> None:
+        """A server has spoken on it."""
+        path = self._path(lease_id)
+        for one in (path, path.with_suffix(".part"), path.with_suffix(".result")):
             one.unlink(missing_ok=True)
+
+    def result_path(self, lease_id: str) -> Path:
+        """Where the large result of a saved ending is."""
+        return self._path(lease_id).with_suffix(".result")
 
     def _path(self, lease_id: str) -> Path:
         """The store chose the lease_id: it is not trusted as a file name."""
-        return self._folder / f"{hashlib.sha256(lease_id.encode()).hexdigest()[:32]}.ending"
+        return self.folder / f"{hashlib.sha256(lease_id.encode()).hexdigest()[:32]}.ending"
+
+    def _make_folder(self) -> None:
+        if not self.folder.is_dir():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
+            sync_folder(self.folder.parent.parent)
+
+    def _complete(self, part: Path) -> None:
+        """A kill came between the writing of this file and its renaming."""
+        try:
+            ref = _decode(part.read_bytes()).outcome.result_ref
+            result = part.with_suffix(".result")
+            if ref is None or (result.exists() and result.stat().st_size == ref.size_bytes):
+                part.replace(part.with_suffix(".ending"))
+                return
+        except msgspec.DecodeError:
+            logger.info("%s was not written whole, and is removed", part)
+        part.unlink()
+
+
+def _read(path: Path) -> Record | None:
+    try:
+        file = _decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("the saved ending %s cannot be read, and is ignored: %s", path, error)
+        return None
+    ending = Ending(file.job_id, file.lease_id, file.attempt, file.outcome, file.started_at)
+    result = path.with_suffix(".result")
+    return Record(ending, file.subject, file.ended_at, result if result.exists() else None)
+
+
+def _file(record: Record) -> _File:
+    ending = record.ending
+    return _File(
+        ending.job_id,
+        ending.lease_id,
+        ending.attempt,
+        ending.outcome,
+        ending.started_at,
+        subject=record.subject,
+        ended_at=record.ended_at,
+    )
+
+
+def _move(result: Path | bytes, target: Path) -> None:
+    """By one rename: bytes are written beside it first."""
+    source = result if isinstance(result, Path) else target.with_suffix(".bytes")
+    if isinstance(result, bytes):
+        source.write_bytes(result)
+    _sync(source)
+    source.replace(target)
 
 
 def _sync(path: Path) -> None:

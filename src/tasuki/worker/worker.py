@@ -29,9 +29,9 @@ import msgspec
 
 from tasuki import __version__
 from tasuki.config import data_folder, default_url, find_token, parse_url
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, Outcome
+from tasuki.core.job import JobSpec
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import Ending, HeartbeatAnswer, Message, Welcome
+from tasuki.core.protocol import HeartbeatAnswer, Message, Welcome
 from tasuki.core.redial import Connect
 from tasuki.core.subject import check_pattern
 from tasuki.core.verbs import Grant
@@ -43,53 +43,48 @@ from tasuki.core.worker_events import (
     Event,
     Exit,
     Forget,
-    GaveBack,
-    Restored,
     Run,
     Save,
-    Started,
+    SetAside,
     Stop,
     Tail,
     WorkerIdentity,
 )
 from tasuki.core.worker_machine import WorkerMachine
-from tasuki.errors import ConfigError, TasukiError, Unavailable
+from tasuki.errors import ConfigError, TasukiError
 from tasuki.net import Line, client_tls
 from tasuki.net.loops import loop_factory, now
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
     Attempt,
-    HandlerJob,
     RunResult,
     StopReason,
-    worker_failure,
 )
+from tasuki.worker.attempts import Attempts
 from tasuki.worker.children import Children
+from tasuki.worker.credentials import Seat
+from tasuki.worker.endings import Endings
 from tasuki.worker.execs import Exec
-from tasuki.worker.handlers import Handler, Handlers
+from tasuki.worker.handlers import Handlers
+from tasuki.worker.incoming import Incoming
 from tasuki.worker.keeper_client import Keeper
+from tasuki.worker.kept_aside import KeptAside
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
+from tasuki.worker.rotation import Rotation
 from tasuki.worker.runner import CommandRunner, RunLimits
 from tasuki.worker.settings import ahead_of, capacity_of, check_slots, cut_off, what_it_takes
+from tasuki.worker.status import StatusFile
 from tasuki.worker.tail import LogTails
 from tasuki.worker.transfers import Transfers
-from tasuki.worker.unreported import Saved, Unreported
+from tasuki.worker.unreported import Record, Unreported
 
 TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
+TELL_AGAIN_S = 60.0  # why there is no connection
 
 logger = logging.getLogger("tasuki.worker")
 Function = TypeVar("Function", bound=Callable[..., Any])
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
-
-
-class _Active(msgspec.Struct):
-    """An attempt that runs here."""
-
-    attempt: Attempt
-    stop: asyncio.Future[StopReason] | None = None
-    task: asyncio.Task[None] | None = None
-    stopped: StopReason | None = None
 
 
 class Worker:
@@ -107,33 +102,44 @@ class Worker:
         execs: Mapping[str, Exec] | None = None,
         any_program: bool = False,
         data: str | os.PathLike[str] | None = None,
-        on_disconnect: str = "stop",
+        on_disconnect: str | None = None,
         reconnect_grace_s: float = 60.0,
         lease_ttl_s: float | None = None,
         tls_ca: str | None = None,
         drain_timeout_s: float | None = None,
         log_caps: LogCaps = DEFAULT_CAPS,
+        seat: Seat | None = None,
     ) -> None:
         self.url = url
         self.worker_id = worker_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
         self.incarnation = secrets.token_hex(8)
         self._token, self._token_file = token, token_file
+        self._seat = seat
+        """With a credential in it, the worker is enrolled: that has its token, which is rotated in time."""
+        self._rotation: Rotation | None = None
         self._subjects = tuple(check_pattern(subject) for subject in subjects)
         self._concurrency = check_slots(concurrency)
         self._execs = dict(execs or {})
         self._any_program = any_program
-        self._data = data
-        self._on_disconnect, self._grace_s = cut_off(on_disconnect, reconnect_grace_s)
-        self._lease_ttl_s = lease_ttl_s
+        self._cut_off = functools.partial(cut_off, on_disconnect, reconnect_grace_s, lease_ttl_s)
+        self._cut_off(over_http=False)  # a bad value is found here
         self._drain_timeout_s = drain_timeout_s
         self._handlers = Handlers()
-        self._active: dict[str, _Active] = {}
-        self._line = Line(self._heard, client_tls(tls_ca))
-        self._transfers = Transfers(self._line.blobs)
+        self._line = Line(self._heard, client_tls(tls_ca), is_worker=True)
+        self._folder = None if data is None else Path(data)
+        self._incoming = None if self._folder is None else Incoming(self._folder)
+        self._transfers = Transfers(self._line.blobs, self._incoming)
         self._tails = LogTails(self._send)
         self._log_caps = log_caps
-        self._unreported = Unreported(Path(data), self.worker_id) if data is not None and worker_id is not None else None
+        self._unreported = (
+            Unreported(self._folder, self.worker_id) if self._folder is not None and worker_id is not None else None
+        )
         """Only where the next process can be told to be the same worker."""
+        self._status = (
+            None
+            if self._folder is None
+            else StatusFile(self._folder, self.worker_id, url or "", lasting=self._unreported is not None)
+        )
         self._tasks: set[asyncio.Future[Any]] = set()
         self._children: Children | None = None
         self._keeper: Keeper | None = None
@@ -142,6 +148,7 @@ class Worker:
         self._wall = 0.0
         self._signals = 0
         self._welcome: Welcome | None = None
+        self._told_of, self._tell_again_at = "", 0.0
         self._ended: list[Ended] = []
 
     # ------------------------------------------------------------------------------------------------ set-up
@@ -187,6 +194,7 @@ class Worker:
         addresses = parse_url(self.url)
         self._local = all(address.scheme == "unix" for address in addresses)
         remote = any(not address.loopback for address in addresses)
+        on_disconnect, grace_s, ttl_s = self._cut_off(over_http=all(address.http for address in addresses))
         only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
         capacity = capacity_of(self._concurrency, only_async=only_async)
         identity = WorkerIdentity(
@@ -196,9 +204,9 @@ class Worker:
             patterns=self.patterns,
             capacity=capacity,
             ahead=ahead_of(capacity) if self._execs or self._any_program else 0,
-            on_disconnect=self._on_disconnect,
-            reconnect_grace_s=self._grace_s,
-            ttl_s=self._lease_ttl_s,
+            on_disconnect=on_disconnect,
+            reconnect_grace_s=grace_s,
+            ttl_s=ttl_s,
             host=socket.gethostname(),
             agent=f"tasuki-python/{__version__}",
             codecs=CODECS if remote else (),
@@ -206,50 +214,75 @@ class Worker:
         )
         self._machine = WorkerMachine(identity, addresses=addresses, jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
-        with nullcontext(self._data) if self._data is not None else TemporaryDirectory(prefix="tasuki-worker-") as folder:
-            self._runner = CommandRunner(
-                Path(folder),
-                self._execs,
-                incarnation=self.incarnation,
-                fetch=self._transfers.fetch,
-                any_program_for=self._any_program_for,
-                keeper=self._keeper,
-                lease_deadline=self._machine.lease_deadline,
-                on_keeper_lost=self.stop,
-                limits=RunLimits(log_caps=self._log_caps),
-                on_progress=self._machine.progressed,
-                tails=self._tails,
-            )
-            await self._runner.sweep()
+        if self._seat is not None and self._seat.credential is not None:
+            self._rotation = Rotation(self._seat, ask=self._ask, use=self._use, hang_up=self._line.hang_up, jitter=random.random)
+            self._spawn(self._rotation.run())
+        with TemporaryDirectory(prefix="tasuki-worker-") if self._folder is None else nullcontext(self._folder) as folder:
+            await self._prepare(Path(folder))
             if signals:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._signaled)
+            for record in await self._endings.load():
+                if record.result is not None:
+                    self._machine.bringing.add(record.ending.lease_id)
+                self._spawn(self._offer(record))
             self._spawn(self._tick())
-            if self._unreported is not None:
-                for saved in await self._unreported.load():
-                    self._spawn(self._offer(saved))
             try:
                 await self._done
             finally:
                 await self._close()
 
+    async def _prepare(self, folder: Path) -> None:
+        """All that works in the folder; what dead processes left there is swept."""
+        self._runner = CommandRunner(
+            folder,
+            self._execs,
+            incarnation=self.incarnation,
+            fetch=self._transfers.fetch,
+            any_program_for=self._any_program_for,
+            keeper=self._keeper,
+            lease_deadline=self._machine.lease_deadline,
+            on_keeper_lost=self.stop,
+            limits=RunLimits(log_caps=self._log_caps),
+            on_progress=self._machine.progressed,
+            tails=self._tails,
+        )
+        await self._runner.sweep()
+        if self._incoming is not None:
+            await asyncio.to_thread(self._incoming.sweep)
+        aside = None if self._folder is None else KeptAside(self._folder)
+        self._endings = Endings(self._transfers, self._unreported, aside, tell=self._apply, closing=self._done.done)
+        self._attempts = Attempts(
+            self._machine,
+            self._runner,
+            self._handlers,
+            self._children,
+            self._endings,
+            tell=self._apply,
+            ended=self._end,
+            give_up=self.stop,
+            as_reported=self._as_reported,
+        )
+        if self._status is not None:
+            self._spawn(self._status.keep(self._attempts.running, lambda: self._machine.draining))
+
     async def _close(self) -> None:
         self._apply(Drain())  # what was not started yet is given back, and costs its job nothing
-        for active in list(self._active.values()):
-            self._stop_active(active, StopReason.SHUTDOWN)
-        if self._active:
-            await asyncio.wait([active.task for active in self._active.values() if active.task], timeout=HARD_STOP_S)
+        await self._attempts.stop_all(HARD_STOP_S)
         self._runner.kill_all()
         self._pump()
-        if self._unreported is not None:
-            for ending in self._machine.unreported:
-                self._unreported.save(ending)
-            await self._unreported.close()
+        for ending in self._machine.unreported:
+            self._attempts.save(ending)
+        await self._attempts.close()
+        await self._endings.close()
         self._runner.close()
         await self._line.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._status is not None:
+            error = self._done.exception() if self._done.done() and not self._done.cancelled() else None
+            await self._status.end(str(error or ""))
 
     def drain(self) -> None:
         """No new jobs; `serve` ends when those that run are done and recorded."""
@@ -274,7 +307,7 @@ class Worker:
     def _signaled(self) -> None:
         self._signals += 1
         if self._signals == 1:
-            logger.info("draining: %d job(s) still run; a second signal stops them", len(self._active))
+            logger.info("draining: %d job(s) still run; a second signal stops them", len(self._attempts))
             self.drain()
         else:
             self.stop()
@@ -327,22 +360,21 @@ class Worker:
             case Run():
                 self._start(command.grant)
             case Forget():
-                self._forget(command)
+                self._attempts.forget(command)
             case Send():
                 self._send(command.message)
             case Tail():
                 self._tails.ask(command.question)
             case Stop():
-                active = self._active.get(command.lease_id)
-                if active is not None:
-                    self._stop_active(active, StopReason(command.reason))
+                self._attempts.stop(command.lease_id, StopReason(command.reason))
             case Connect():
                 self._line.dial(command)
             case Hangup():
                 self._line.hang_up(command.error)
             case Save():
-                if self._unreported is not None:
-                    self._unreported.save(command.ending)
+                self._attempts.save(command.ending)
+            case SetAside():
+                self._attempts.set_aside(command)
             case Exit():
                 if command.error is not None:
                     self._line.blobs.close(command.error)
@@ -352,125 +384,59 @@ class Worker:
         if self._line.link is not None:
             self._line.link.send(message)
 
+    def _ask(self, verb: str, params: dict[str, str]) -> int:
+        question = self._machine.question(verb, params)
+        self._send(question)
+        return question.msg_id
+
+    def _use(self, token: str) -> None:
+        """From the next Hello on."""
+        self._machine.identity = msgspec.structs.replace(self._machine.identity, token=token)
+
     def _heard(self, event: Opened | Received | Closed) -> None:
+        if self._rotation is not None:
+            left = self._rotation.heard(event)
+            if left is None:
+                return
+            event = left
         if type(event) is Received and type(event.message) is Welcome and self._line.link is not None:
             self._welcome = event.message
             logger.info("connected to %s as %s", self._line.link.peer.address, self.worker_id)
+            if self._status is not None:
+                self._status.connected(self._line.link.peer.address)
         elif type(event) is Closed and not self._done.done():
             self._tails.forget()
-            if event.conn:
-                logger.warning("connection lost: %s", event.reason)
-            else:
-                logger.info("%s", event.reason)
+            if self._status is not None:
+                self._status.lost(event.reason)
+            self._tell_of_the_line(event.reason)
         self._apply(event)
         if type(event) is Received and type(event.message) is HeartbeatAnswer:
             self._runner.renewed()
 
+    def _tell_of_the_line(self, reason: str) -> None:
+        """Once when it is lost, then only what is new, or now and then: an outage may last for days."""
+        if self._machine.online:
+            logger.warning("connection lost: %s", reason)
+        elif reason != self._told_of or self._loop.time() >= self._tell_again_at:
+            logger.info("%s", reason)
+        else:
+            return
+        self._told_of, self._tell_again_at = reason, self._loop.time() + TELL_AGAIN_S
+
     # ------------------------------------------------------------------------------------------------ attempts
 
     def _start(self, grant: Grant) -> None:
-        spec = _decode_spec(grant.spec)
-        attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
-        active = self._active[grant.lease_id] = _Active(attempt)
-        if spec.exec:
-            active.stop = self._loop.create_future()
-            active.task = self._loop.create_task(self._run_command(active))
-            active.task.add_done_callback(functools.partial(self._look_at, active))
-            return
-        handler = self._handlers.find(spec.subject)
-        if handler is not None and handler.asynchronous:
-            # Said to the machine without an event of its own: this is the path of ten thousand jobs a second.
-            self._machine.handler_started(grant.lease_id, self._wall)
-            active.task = self._loop.create_task(self._run_async(active, handler))
-        else:
-            active.stop = self._loop.create_future()
-            active.task = self._loop.create_task(self._run_plain(active, handler))
-            active.task.add_done_callback(functools.partial(self._look_at, active))
-
-    async def _run_async(self, active: _Active, handler: Handler) -> None:
-        await self._end_handler(active, await handler.run(active.attempt, lambda: active.stopped))
-
-    async def _run_plain(self, active: _Active, handler: Handler | None) -> None:
-        spec = active.attempt.spec
-        if handler is None or self._children is None or active.stop is None:
-            message = f"this worker has no handler for subject {spec.subject!r}"
-            self._end(active, Outcome(error_code="NO_HANDLER", message=message, permanent=True))
-            return
-        self._machine.handler_started(active.attempt.lease_id, self._wall)
-        job = HandlerJob(spec, active.attempt.attempt)
-        try:
-            outcome = await self._children.run(handler.name, job, handler.limit_s(spec), active.stop)
-        except Unavailable as error:
-            # The process that forks our children is gone: nothing plain can run here any more.
-            outcome = Outcome(error_code=error.code, message=error.message)
-            self.stop(error)
-        await self._end_handler(active, outcome)
-
-    async def _end_handler(self, active: _Active, outcome: Outcome) -> None:
-        if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
-            outcome = await self._transfers.as_blob(outcome, active.stop, lambda: active.stopped)
-        self._end(active, outcome)
-
-    async def _run_command(self, active: _Active) -> None:
-        assert active.stop is not None
-        attempt = active.attempt
-        try:
-            result = await self._runner.run(attempt, active.stop, lambda: self._apply(Started(attempt.lease_id)))
-            result = await self._as_reported(attempt, result)
-        except Unavailable as error:  # nothing was started
-            logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
-            self._active.pop(attempt.lease_id, None)
-            self._apply(GaveBack(attempt.lease_id))
-            await self._runner.cleanup(attempt)
-            return
-        outcome = result.outcome
-        if result.result_file is not None and outcome.result_ref is not None:
-            try:
-                await self._transfers.bring(result.result_file, outcome.result_ref, active.stop)
-            except TasukiError as error:
-                if active.stopped is StopReason.SHUTDOWN and self._unreported is not None:  # for our next process
-                    self._unreported.save(self._ending_of(attempt, outcome), result.result_file)
-                    return
-                outcome = Outcome(error_code=error.code, message=f"the result could not be kept: {error.message}")
-        await self._end_handler(active, outcome)
+        self._attempts.start(grant, self._wall)
 
     async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
         """For subclasses whose results look otherwise."""
         return result
 
-    def _look_at(self, active: _Active, task: asyncio.Task[None]) -> None:
-        """An attempt whose end nobody tells would be renewed for ever."""
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            logger.error("job %s attempt %d", active.attempt.spec.job_id, active.attempt.attempt, exc_info=error)
-            self._end(active, worker_failure(error))
-
-    def _end(self, active: _Active, outcome: Outcome) -> None:
-        self._ended.append(Ended(active.attempt.lease_id, outcome))
+    def _end(self, ended: Ended) -> None:
+        self._ended.append(ended)
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
-
-    def _stop_active(self, active: _Active, reason: StopReason) -> None:
-        active.stopped = reason
-        if active.stop is not None:
-            if not active.stop.done():
-                active.stop.set_result(reason)
-        elif active.task is not None:
-            active.task.cancel()
-
-    def _forget(self, command: Forget) -> None:
-        if self._unreported is not None:
-            self._unreported.forget(command.lease_id, command.fenced)
-        active = self._active.pop(command.lease_id, None)
-        if active is None:
-            return
-        if command.fenced:
-            named = (active.attempt.spec.job_id, active.attempt.attempt, command.fenced)
-            logger.warning("job %s attempt %d: refused, its result is dropped: %s", *named)
-        if active.attempt.spec.exec and not self._runner.recycle(active.attempt):
-            self._spawn(self._runner.cleanup(active.attempt))
-
-    # ------------------------------------------------------------------------------------------------ large things
 
     def _any_program_for(self) -> str | None:
         """The submitter whose jobs may run any program: our own user, and only where the socket proves it."""
@@ -478,21 +444,8 @@ class Worker:
             return f"uid:{os.getuid()}"
         return None
 
-    async def _offer(self, saved: Saved) -> None:
-        """An ending that an earlier process could not report; its large result goes first."""
-        ending = saved.ending
-        logger.info("job %s attempt %d: its saved ending is offered", ending.job_id, ending.attempt)
-        if saved.result_file is not None and ending.outcome.result_ref is not None:
-            try:
-                await self._transfers.bring(saved.result_file, ending.outcome.result_ref, self._loop.create_future())
-            except TasukiError as error:
-                logger.error(
-                    "job %s attempt %d: its saved result cannot be sent: %s", ending.job_id, ending.attempt, error.message
-                )
-                return
-        self._apply(Restored(ending))
-
-    def _ending_of(self, attempt: Attempt, outcome: Outcome) -> Ending:
-        held = self._machine.held.get(attempt.lease_id)
-        started_at = held.started_at if held is not None else None
-        return Ending(attempt.spec.job_id, attempt.lease_id, attempt.attempt, outcome, started_at)
+    async def _offer(self, record: Record) -> None:
+        try:
+            await self._endings.offer(record)
+        finally:
+            self._machine.bringing.discard(record.ending.lease_id)

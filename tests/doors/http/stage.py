@@ -27,7 +27,7 @@ from tasuki.server.node import Places, make_secret, make_server, prepare_folder
 T = TypeVar("T")
 on_each_store = pytest.mark.parametrize("store_url", ["sqlite", "redis"], indirect=True, scope="module")
 """For a test, or as `pytestmark` for a file: the stage is set up on each of them. Without it: on SQLite."""
-MADE_UP = {"app": "zpe", "job_id": "no-such-job", "worker_id": "no-such-worker", "sha256": "0" * 64}
+MADE_UP = {"app": "zpe", "job_id": "no-such-job", "worker_id": "no-such-worker", "sha256": "0" * 64, "session": "no-such-session"}
 ANSWER = {"result": {"zpe_ev": 0.27}, "summary_text": "ZPE 0.27 eV", "freqs_csv": "mode,cm-1\n1,4401\n"}
 
 
@@ -45,12 +45,14 @@ class Stage:
         tls: ssl.SSLContext | None = None,
         verify: ssl.SSLContext | bool = True,
         store: str = "",
+        blobs: str = "",
         fault: Callable[[str], None] = lambda point: None,
         **config: Any,
     ) -> None:
         self.folder = DataFolder(folder / "data")
         self._config = HttpConfig(**{"apps": ("zpe", "other"), "lease_ttl_s": 60.0, **config})
         self._tls, self._verify, self._store, self._fault = tls, verify, store, fault
+        self._blobs = blobs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -71,7 +73,7 @@ class Stage:
 
     async def _start(self) -> None:
         prepare_folder(self.folder)
-        places = Places(self.folder, self._store, app=self._config.apps[0])
+        places = Places(self.folder, self._store, self._blobs, app=self._config.apps[0])
         config = ServerConfig(server_id=self.folder.root.parent.name, data=self.folder.root)
         self.server = make_server(places, config, self._fault)
         await self.server.start()

@@ -53,7 +53,7 @@ def queries_of(route: Route) -> st.SearchStrategy[dict[str, str]]:
 
 
 def path_with(route: Route, made_up: str) -> str:
-    filled = {"app": "zpe", **dict.fromkeys(("job_id", "worker_id", "sha256"), quote(made_up, safe=""))}
+    filled = {"app": "zpe", **dict.fromkeys(("job_id", "worker_id", "sha256", "session"), quote(made_up, safe=""))}
     return re.sub(r"{(\w+)}", lambda found: filled[found[1]], route.path)
 
 

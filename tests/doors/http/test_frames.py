@@ -359,7 +359,7 @@ def test_a_blob_is_offered_sent_and_had(stage: Stage, size_bytes: int) -> None:
     offers.append(stage.post(path, {"size_bytes": size_bytes}).json())
 
     assert sent.status_code == 200, sent.text
-    assert offers == [{"have": False}, {"have": True}]
+    assert offers == [{"have": False, "offset": 0}, {"have": True, "offset": size_bytes}]
     assert put(stage, data).status_code == 200
 
 
@@ -367,7 +367,7 @@ def test_bytes_of_another_hash_are_refused_and_not_kept(stage: Stage) -> None:
     answer = put(stage, b"other bytes", "1" * 64)
 
     assert code(answer) == (400, "CORRUPT")
-    assert stage.post(f"/v1/blobs/{'1' * 64}", {"size_bytes": 11}).json() == {"have": False}
+    assert stage.post(f"/v1/blobs/{'1' * 64}", {"size_bytes": 11}).json() == {"have": False, "offset": 0}
 
 
 def test_a_blob_without_a_size_is_refused(stage: Stage) -> None:

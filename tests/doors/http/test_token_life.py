@@ -116,3 +116,35 @@ def test_of_two_rotations_at_once_one_wins_and_its_token_is_good(stage: Stage, w
     assert {answer.status_code for answer in answers} <= {200, 403, 503}  # 503: asked again, it would be told 403
     assert Worker(stage, "zpe", worker.worker_id, tokens[0]).lease().status_code == 204
     assert worker.lease().json()["error"]["code"] == "TOKEN_REVOKED"
+
+
+def test_a_worker_of_any_subjects_registers_and_gets_the_scope_of_the_enrol_token(stage: Stage) -> None:
+    scope = ["render.eu.>", "common.*"]
+    now = time.time()
+    _, enrol = stage.create_named_token("enrol", scope=scope, created_at=now, expires_at=now + 60)
+
+    told = stage.post("/v1/workers/register", {"label": "lab PC"}, enrol).json()
+    itself = stage.get("/v1/workers/self", told["worker_token"]).json()
+
+    assert (told["scope"], told["ttl_seconds"]) == (scope, 7 * 86400)
+    assert itself == {key: told[key] for key in ("worker_id", "token_id", "scope", "expires_at")}
+
+
+def test_an_enrol_token_is_spent_by_either_way_to_register(stage: Stage) -> None:
+    token = stage.enroll()
+    first = stage.post("/v1/workers/register", {}, token)
+    second = stage.post("/calc/zpe/compute/servers/register", {}, token)
+
+    assert first.status_code == 200
+    assert first.json()["scope"] == ["job.assign.zpe"]
+    assert second.json()["error"]["code"] == "TOKEN_REVOKED"
+
+
+def test_a_worker_that_is_revoked_learns_it_when_it_asks(stage: Stage, worker: Worker) -> None:
+    before = stage.get("/v1/workers/self", worker.token)
+    stage.call("DELETE", f"/calc/zpe/compute/servers/{worker.worker_id}", stage.admin)
+
+    after = stage.get("/v1/workers/self", worker.token)
+
+    assert before.json()["worker_id"] == worker.worker_id
+    assert after.json()["error"]["code"] == "TOKEN_REVOKED"

@@ -138,7 +138,7 @@ def test_a_worker_has_seven_days_and_an_enrol_token_fifteen_minutes(stage: Stage
     registered = stage.post("/calc/zpe/compute/servers/register", {}, made["enroll_token"]).json()
 
     assert (made["ttl_seconds"], registered["ttl_seconds"]) == (15 * 60, 7 * 86400)
-    assert set(registered) == {"worker_id", "worker_token", "token_id", "expires_at", "ttl_seconds"}
+    assert set(registered) == {"worker_id", "worker_token", "token_id", "expires_at", "ttl_seconds", "scope"}
 
 
 def test_a_worker_cannot_rotate_the_token_of_another(stage: Stage, worker: Worker) -> None:

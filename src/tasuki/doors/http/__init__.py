@@ -7,6 +7,7 @@ when the store has recorded it. `routes.py` is the one table of what there is: e
 
     door.py      listens, builds the application, ends it in order
     gate.py      who is it, and may a token of this kind use this route? Asked of the store for every request
+    bearer.py    the token that a request brings
     limits.py    bodies, headers, time, how many at once; JSON in
     answers.py   JSON out, errors as {"error": {"code", "message", "details"}}
     routes.py    the table; openapi.py makes the document of it
@@ -15,6 +16,7 @@ when the store has recorded it. `routes.py` is the one table of what there is: e
     metrics.py   /metrics                                        job_metrics.py  what turns did to jobs, counted
     bodies.py    what requests bring                             shortcut.py  from uvicorn to an endpoint, past the framework
     frames.py    /v1/frames: our own clients' messages           blobs.py     /v1/blobs: large files, streamed
+    enrolment.py /v1/workers: a worker's own token
 
 Only `door.py` is imported from outside. Nothing here knows which store is behind the server.
 """

@@ -40,6 +40,25 @@ class FinishedOtherwise(TasukiError):
     code = "CONFLICT"
 
 
+class OutOfTurn(TasukiError):
+    """A request of a worker's session that does not follow on what the server has."""
+
+    code = "OUT_OF_TURN"
+
+
+class OtherOffset(TasukiError):
+    """A piece of a blob that does not begin where the server is."""
+
+    code = "CONFLICT"
+
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+    def details(self) -> dict[str, Any]:
+        return {"offset": self.offset}
+
+
 class EndedOtherwise(TasukiError):
     """The job has ended, and has no result: it failed or was canceled."""
 
@@ -64,6 +83,8 @@ _STATUSES: tuple[tuple[type[TasukiError], int], ...] = (
     (StaleEpoch, 503),
     (NotFinished, 409),
     (FinishedOtherwise, 409),
+    (OtherOffset, 409),
+    (OutOfTurn, 409),
     (EndedOtherwise, 409),
     (Unavailable, 503),
     (DeadlineExceeded, 503),

@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import BlobRef
-from tasuki.doors.http.call import Call
-from tasuki.doors.http.clients import own_talk
+from tasuki.doors.http.answers import OtherOffset
+from tasuki.doors.http.call import Call, transfer_talk
 from tasuki.doors.http.limits import BODY_TIMEOUT_S
-from tasuki.doors.http.replies import BlobHad, BlobKept
+from tasuki.doors.http.replies import BlobHad, BlobKept, BlobPart
 from tasuki.doors.http.v1 import stream
-from tasuki.errors import Corrupt, InvalidInput, NotFound
+from tasuki.errors import Corrupt, InvalidInput, NotFound, Unavailable
 
 _range = re.compile(r"bytes=(\d{1,15})-(\d{0,15})").fullmatch
+_content_range = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})", re.ASCII).fullmatch
 _size = re.compile(r"\d{1,15}").fullmatch
 
 
@@ -35,23 +36,64 @@ def _sha256(call: Call) -> str:
 
 
 async def offer(call: Call) -> BlobHad:
-    """Is a blob of this hash here? Then it need not be sent, and is kept for the job that will name it."""
-    async with own_talk(call.house.server, call.caller) as talk:
-        return BlobHad(await talk.has_blob(BlobRef(_sha256(call), call.body.size_bytes)))
+    """Is a blob of this hash here? Then it need not be sent, and is kept for the job that will name it. Else: from where on?"""
+    async with transfer_talk(call) as talk:
+        offset = await talk.offer(BlobRef(_sha256(call), call.body.size_bytes))
+    return BlobHad(True, call.body.size_bytes) if offset is None else BlobHad(False, offset)
 
 
-async def put(call: Call) -> BlobKept:
-    """The bytes of a blob; its hash and its size (Content-Length) are checked. Durable when this is answered."""
+async def put(call: Call) -> BlobKept | BlobPart:
+    """The bytes of a blob; its hash and its size (Content-Length) are checked. Durable when this is answered.
+
+    With the header Content-Range: bytes N-M/SIZE a piece of it, from where the answer to the offer, or to the last piece, said.
+    """
     announced = call.request.headers.get("content-length", "")
     if not _size(announced):
         raise InvalidInput("the size of a blob must be known before it comes: send the header Content-Length")
+    ranged = call.request.headers.get("content-range")
+    if ranged is not None:
+        return await _put_part(call, *_part_of(ranged, int(announced)))
     ref = BlobRef(_sha256(call), int(announced))
-    async with own_talk(call.house.server, call.caller) as talk, aclosing(_pieces(call.request)) as pieces:
-        try:
-            await talk.put_pieces(ref, pieces)
-        except Corrupt as error:
-            raise OtherBytes(error.message) from None
+    async with transfer_talk(call) as talk, aclosing(_pieces(call.request)) as pieces:
+        with _told_as_input():
+            if await talk.put_part(ref, 0, pieces, last=True) is not None:
+                # A part of it came earlier and was cut off. This is all of it nevertheless, from a sender that does not know.
+                await talk.put_pieces(ref, pieces)
     return BlobKept(ref.sha256, ref.size_bytes)
+
+
+async def _put_part(call: Call, start: int, stop: int, size_bytes: int) -> BlobKept | BlobPart:
+    ref = BlobRef(_sha256(call), size_bytes)
+    async with transfer_talk(call) as talk, aclosing(_pieces(call.request)) as pieces:
+        with _told_as_input():
+            offset = await talk.put_part(ref, start, pieces, last=stop == size_bytes)
+    if offset is None:
+        return BlobKept(ref.sha256, size_bytes)
+    if offset != stop:
+        raise OtherOffset(f"blob {ref.sha256} goes on at byte {offset}, not at {start}", offset)
+    return BlobPart(ref.sha256, size_bytes, offset)
+
+
+def _part_of(text: str, body_bytes: int) -> tuple[int, int, int]:
+    """(first byte, the one behind the last, size of the whole)"""
+    found = _content_range(text)
+    if found is None:
+        raise InvalidInput(f"Content-Range: {text[:80]!r} is not understood; say bytes FIRST-LAST/SIZE")
+    start, last, size_bytes = (int(number) for number in found.groups())
+    if not start <= last < size_bytes:
+        raise InvalidInput(f"Content-Range: there are no bytes {start}-{last} in a blob of {size_bytes}")
+    if last + 1 - start != body_bytes:
+        raise InvalidInput(f"Content-Range: bytes {start}-{last} are {last + 1 - start}, Content-Length says {body_bytes}")
+    return start, last + 1, size_bytes
+
+
+@contextmanager
+def _told_as_input() -> Iterator[None]:
+    """What was sent is wrong, not what is kept here."""
+    try:
+        yield
+    except Corrupt as error:
+        raise OtherBytes(error.message) from None
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
@@ -66,7 +108,7 @@ async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
             if piece:
                 yield piece
     except TimeoutError:
-        raise InvalidInput(f"nothing more of the blob came within {BODY_TIMEOUT_S:g} s") from None
+        raise Unavailable(f"nothing more of the blob came within {BODY_TIMEOUT_S:g} s; send the rest") from None
     except ClientDisconnect:
         raise InvalidInput("the blob ended before it was whole") from None
 
@@ -79,7 +121,7 @@ async def get(call: Call) -> Response:
     sha256, offset, last = _sha256(call), *_range_of(call.request)
     stack = AsyncExitStack()
     try:
-        talk = await stack.enter_async_context(own_talk(call.house.server, call.caller))
+        talk = await stack.enter_async_context(transfer_talk(call))
         pieces = await stack.enter_async_context(aclosing(talk.blob(sha256, job_id, offset)))
         first = await anext(pieces, b"")  # what cannot be read, or may not, is an error and no half answer
         [place] = await call.house.server.ask(lambda reader: reader.blob_places([sha256]))

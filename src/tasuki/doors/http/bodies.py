@@ -161,6 +161,13 @@ class BlobOffer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     size_bytes: Annotated[int, Meta(ge=0, le=2**53)]
 
 
+class BlobWanted(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A blob that the caller is about to read."""
+
+    job_id: JobId
+    """Whose input or result it is."""
+
+
 class JobIds(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Which jobs, and why."""
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
 
+from tasuki.core.access import Kind
 from tasuki.core.app import BACKOFF_S, MAX_RETRIES
 from tasuki.core.ids import IdMaker
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Acceptance, Accepted, SubmitJobs
 from tasuki.core.subject import app_subject
 from tasuki.doors.http.answers import code_of, status_of
-from tasuki.doors.http.clients import Client, Clients
+from tasuki.doors.http.clients import Client, Clients, own_talk
 from tasuki.doors.http.gate import Caller
+from tasuki.doors.http.lines import Lines
 from tasuki.doors.http.replies import Error
+from tasuki.doors.http.talk import Talk
 from tasuki.doors.http.workers import Workers
 from tasuki.errors import Forbidden, TasukiError, Unavailable, from_wire
 from tasuki.server.app import Server
+from tasuki.server.direct import Direct
 
 if TYPE_CHECKING:
     from tasuki.doors.http.metrics import Metrics
@@ -34,6 +39,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_retries: int = MAX_RETRIES
     """Of the apps' jobs."""
     backoff_s: float = BACKOFF_S
+    direct: Direct | None = None
+    """Gives links to the bucket, where peers may use it themselves."""
 
 
 class House(msgspec.Struct):
@@ -43,6 +50,7 @@ class House(msgspec.Struct):
     config: HttpConfig
     clients: Clients
     workers: Workers
+    lines: Lines
     new_id: IdMaker
     metrics: Metrics
 
@@ -84,6 +92,14 @@ def told(error: TasukiError) -> Error:
 
 def status_and_error(error: TasukiError) -> tuple[int, Error]:
     return status_of(error), told(error)
+
+
+def transfer_talk(call: Call) -> AbstractAsyncContextManager[Talk]:
+    """A connection for one transfer of whoever calls; a worker says which of its processes it is."""
+    if call.caller.identity.kind is not Kind.WORKER:
+        return own_talk(call.house.server, call.caller)
+    query = call.request.query_params
+    return own_talk(call.house.server, call.caller, (query.get("worker_id", ""), query.get("incarnation", "")))
 
 
 async def submit(client: Client, specs: list[JobSpec], on_failed: str = "return") -> list[Acceptance | None]:

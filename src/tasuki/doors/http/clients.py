@@ -16,6 +16,7 @@ from tasuki.core.protocol import (
     CancelJobs,
     Heartbeat,
     HelloClient,
+    HelloWorker,
     JobResult,
     Message,
     Reply,
@@ -136,14 +137,32 @@ def _body(message: Message) -> Any:
 
 
 @asynccontextmanager
-async def own_talk(server: Server, caller: Caller) -> AsyncIterator[Talk]:
-    """A connection for one thing alone: what is still under way on it at the end is broken off."""
+async def own_talk(server: Server, caller: Caller, worker: tuple[str, str] | None = None) -> AsyncIterator[Talk]:
+    """A connection for one thing alone, of a client or of a `worker` (worker_id, incarnation): what is still under way on it at
+    the end is broken off."""
     talk = Talk(server, caller.address, lambda message: None)
+    beating = asyncio.ensure_future(_beat(talk))
+    msg_id = talk.next_id()
     try:
-        await talk.hello(HelloClient(msg_id=talk.next_id(), client_id=CLIENT_ID, token=caller.secret, agent="http"))
+        if worker is None:
+            await talk.hello(HelloClient(msg_id=msg_id, client_id=CLIENT_ID, token=caller.secret, agent="http"))
+        else:
+            worker_id, incarnation = worker
+            hello = HelloWorker(
+                msg_id=msg_id, worker_id=worker_id, incarnation=incarnation, token=caller.secret, agent="http", transfers=True
+            )
+            await talk.hello(hello)
         yield talk
     finally:
+        beating.cancel()
         talk.leave()
+
+
+async def _beat(talk: Talk) -> None:
+    """A long download says nothing by itself."""
+    while talk.closed is None:
+        await asyncio.sleep(BEAT_S)
+        talk.tell(Heartbeat(talk.next_id()))
 
 
 class Clients:

@@ -10,13 +10,14 @@ import msgspec
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, token_sha256
+from tasuki.core.access import ENROL_TOKEN_S, token_sha256
 from tasuki.core.app import WORDS
 from tasuki.core.app_documents import outcome_of, payload_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import Claim
 from tasuki.core.reports import check_outcome
 from tasuki.core.verbs import Grant, Standing
+from tasuki.doors.http import enrolment
 from tasuki.doors.http.answers import FinishedOtherwise
 from tasuki.doors.http.bodies import Failure, Result
 from tasuki.doors.http.call import Call, iso, status_and_error
@@ -66,12 +67,7 @@ async def enroll_token(call: Call) -> Enrolled:
 async def register(call: Call) -> Registered:
     """For who has an enrol token, which is spent by this."""
     call.caller.identity.check_patterns((call.subject,))
-    secret, token_id = make_secret("worker"), secrets.token_hex(6)
-    async with call.house.clients.use(call.caller) as client:
-        told = await client.request("worker.register", token_id=token_id, sha256=token_sha256(secret), label=call.body.label)
-        if client.users == 1:  # others who show the same token are still to be told that it is spent
-            client.talk.leave()
-    return _registered(told["worker_id"], secret, token_id, told["expires_at"])
+    return await enrolment.register(call)
 
 
 async def rotate(call: Call) -> Registered:
@@ -79,18 +75,8 @@ async def rotate(call: Call) -> Registered:
     call.caller.identity.check_worker_id(str(call.request.path_params["worker_id"]))
     secret, token_id = make_secret("worker"), secrets.token_hex(6)
     with call.house.workers.of(call.worker_id, call.subject) as worker:
-        expires_at = await worker.rotate(call.caller, token_id, token_sha256(secret))
-    return _registered(call.worker_id, secret, token_id, expires_at)
-
-
-def _registered(worker_id: str, secret: str, token_id: str, expires_at: float) -> Registered:
-    return Registered(
-        worker_id=worker_id,
-        worker_token=secret,
-        token_id=token_id,
-        expires_at=iso(expires_at),
-        ttl_seconds=int(WORKER_TOKEN_S),
-    )
+        told = await worker.rotate(call.caller, token_id, token_sha256(secret))
+    return enrolment.registered(secret, told)
 
 
 async def revoke(call: Call) -> WorkerRevoked:

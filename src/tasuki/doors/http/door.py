@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -27,30 +26,20 @@ from tasuki.doors.http.answers import CODES, discreet, envelope, error_answer, j
 from tasuki.doors.http.call import Call, House, HttpConfig
 from tasuki.doors.http.clients import Clients
 from tasuki.doors.http.gate import Gate
+from tasuki.doors.http.lines import Lines
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.doors.http.shortcut import Shortcut
 from tasuki.doors.http.workers import Workers
-from tasuki.errors import ConfigError, InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
+from tasuki.doors.listening import bound, listen, until_closed
+from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
 from tasuki.server.app import Server
 
 logger = logging.getLogger("tasuki.http")
 TICK_S = 1.0
 CLOSE_TIMEOUT_S = 3
 CLIENT_GONE = 499  # only in the metrics: nobody was there to be answered
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn as a part of this process: the loop and the signals are its owner's."""
-
-    async def listen(self, sock: socket.socket) -> None:
-        self.lifespan = self.config.lifespan_class(self.config)
-        await self.startup(sockets=[sock])
-
-    async def until_closed(self) -> None:
-        await self.main_loop()
-        await self.shutdown()
 
 
 class HttpDoor:
@@ -61,13 +50,13 @@ class HttpDoor:
             check_app(app)
         workers = Workers(server, config.lease_ttl_s)
         new_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
-        self._house = House(server, config, Clients(server), workers, new_id, Metrics())
+        self._house = House(server, config, Clients(server), workers, Lines(server), new_id, Metrics())
         server.on_turn = self._house.metrics.turn
         self._gate = Gate(server)
         self._intake = limits.Intake()
         self._under_way = 0
         self._closing = False
-        self._server: _Uvicorn | None = None
+        self._server: uvicorn.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.app = self._application()
 
@@ -75,7 +64,7 @@ class HttpDoor:
 
     async def listen(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
         """Listen; the address with the port that was really taken."""
-        sock = _bound(address)
+        sock = bound(address)
         config = uvicorn.Config(
             Shortcut(self.app),
             http=limits.LimitedProtocol,
@@ -93,15 +82,16 @@ class HttpDoor:
         config.load()
         config.ssl = tls
         self._closing = False
-        self._server = _Uvicorn(config)
-        await self._server.listen(sock)
-        self._tasks = [asyncio.ensure_future(self._server.until_closed()), asyncio.ensure_future(self._tick())]
+        self._server = uvicorn.Server(config)
+        await listen(self._server, sock)
+        self._tasks = [asyncio.ensure_future(until_closed(self._server)), asyncio.ensure_future(self._tick())]
         return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
 
     async def close(self) -> None:
         """Those who wait are told that there is nothing; then the listener ends, and with it the virtual connections."""
         self._closing = True
         self._house.workers.close()
+        self._house.lines.close()
         self._house.clients.close()
         if self._server is not None:
             self._server.should_exit = True
@@ -114,6 +104,7 @@ class HttpDoor:
         while True:
             await asyncio.sleep(min(TICK_S, self._house.config.lease_ttl_s / 4))
             self._house.workers.tick()
+            self._house.lines.tick()
             self._house.clients.tick()
 
     # ------------------------------------------------------------------------------------------------ the application
@@ -214,16 +205,3 @@ def _methods_of(request: Request) -> str:
     """What may be done at this path. The framework names the methods of the first route only."""
     routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods}))
-
-
-def _bound(address: Address) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only then; without it each answer waits 40 ms for an acknowledgement.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((address.host, address.port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; is another server running there?") from None
-    return sock

@@ -15,7 +15,6 @@ import msgspec
 from starlette.responses import Response
 
 from tasuki.core.protocol import (
-    FRAME_MAX_BYTES,
     CancelJobs,
     ErrorMessage,
     Heartbeat,
@@ -33,14 +32,12 @@ from tasuki.core.protocol import (
 from tasuki.doors.http.answers import discreet
 from tasuki.doors.http.call import Call
 from tasuki.doors.http.clients import Client, Listener
+from tasuki.doors.http.framed import framed, messages_in
 from tasuki.doors.http.limits import gone, wait_of
 from tasuki.doors.http.talk import Talk
-from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
-from tasuki.net.http_names import FRAMES_MAX, FRAMES_TYPE
+from tasuki.errors import InvalidInput, TasukiError, Unauthorized, from_wire
 from tasuki.net.link import encode_answer
 from tasuki.wire.compression import CODECS
-from tasuki.wire.frames import FrameDecoder
-from tasuki.wire.messages import decode
 
 WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one go
 GATHER_PER_JOB_S = 1e-5  # about what it costs to name a job again, which who is answered at the first end must do for all others
@@ -59,7 +56,7 @@ async def frames(call: Call) -> Response:
         answers = await asyncio.gather(*(_answer(call, client, message) for message in others))
         if watches:
             answers += await _Poll(call, client, watches).answers(wait_s)
-    return Response(b"".join([encode_answer(answer, codec) for answer in answers]), media_type=FRAMES_TYPE)
+    return framed(encode_answer(answer, codec) for answer in answers)
 
 
 def _codec_of(call: Call) -> str | None:
@@ -70,24 +67,12 @@ def _codec_of(call: Call) -> str | None:
 
 
 def _messages_in(body: bytes) -> list[Asked | ErrorMessage]:
-    """What the body says; an ErrorMessage stands for a request that is newer than this server. All of it is good, or nothing."""
-    decoder = FrameDecoder(FRAME_MAX_BYTES)
-    found = decoder.feed(body)
-    if decoder.partial:
-        raise InvalidInput("the last frame of the body is not whole")
-    if not 0 < len(found) <= FRAMES_MAX:
-        raise InvalidInput(f"the body has {len(found)} frames; send 1 to {FRAMES_MAX}")
+    """What a client may say here."""
     messages: list[Asked | ErrorMessage] = []
-    for frame in found:
-        try:
-            message = decode(frame, FRAME_MAX_BYTES)
-        except UnknownFrame as error:
-            if error.msg_id:
-                messages.append(ErrorMessage(error.msg_id, error.code, error.message))
-            continue
-        if not isinstance(message, Asked):
+    for message in messages_in(body):
+        if not isinstance(message, Asked | ErrorMessage):
             raise InvalidInput(f"{type(message).__name__} cannot be sent over HTTP; blobs have a path of their own, /v1/blobs")
-        if message.msg_id <= 0:
+        if isinstance(message, Asked) and message.msg_id <= 0:
             raise InvalidInput(f"a {type(message).__name__} has the msg_id {message.msg_id}; it must be above 0")
         if _is_watch(message):
             _job_ids_of(message)

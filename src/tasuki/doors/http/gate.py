@@ -10,10 +10,9 @@ from starlette.requests import Request
 
 from tasuki.core.access import Identity, Kind, identify, token_sha256
 from tasuki.core.verbs import TokenRow
-from tasuki.errors import Forbidden, Unauthorized
+from tasuki.doors.http.bearer import secret_of
+from tasuki.errors import Forbidden
 from tasuki.server.app import Server
-
-SECRET_MAX_CHARS = 512
 
 
 class Revoked(Forbidden):
@@ -32,20 +31,6 @@ class Caller(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"Caller({self.identity.name})"
-
-
-def secret_of(request: Request) -> str:
-    """The bearer token; Unauthorized if there is none."""
-    given = request.headers.getlist("authorization")
-    if len(given) > 1:
-        raise Unauthorized("there are several Authorization headers; send one")
-    scheme, _, secret = (given[0] if given else "").partition(" ")
-    secret = secret.strip()
-    if scheme.lower() != "bearer" or not secret:
-        raise Unauthorized("a token is needed: send the header Authorization: Bearer TOKEN")
-    if len(secret) > SECRET_MAX_CHARS or not secret.isascii() or not secret.isprintable():
-        raise Unauthorized("what the Authorization header has is not a token")
-    return secret
 
 
 def judge(row: TokenRow | None, wall: float) -> Identity:

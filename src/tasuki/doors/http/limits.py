@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tasuki.doors.http.answers import envelope
-from tasuki.doors.tcp import connections_max
+from tasuki.doors.listening import connections_max
 from tasuki.errors import InvalidInput, Overloaded, TooLarge
 
 BODY_MAX_BYTES = 16 * 1024 * 1024

@@ -21,7 +21,8 @@ DESCRIPTIONS = {
     401: "No token, or one that is not valid or has expired.",
     403: "The token may not do this, or was revoked.",
     404: "There is no such job, worker or app.",
-    409: "The job exists with another body or result (CONFLICT), the lease is not the current one (FENCED), there is no result.",
+    409: "The job exists with another body or result, or the blob goes on at another byte (CONFLICT); the lease is not the "
+    "current one (FENCED); there is no result; a request does not follow on the last one (OUT_OF_TURN).",
     413: "Too large.",
     429: "Too many requests of this caller at once.",
     500: "A defect of the server.",

@@ -76,6 +76,17 @@ class Registered(msgspec.Struct, kw_only=True):
     token_id: str
     expires_at: str
     ttl_seconds: int
+    scope: list[str]
+    """The subjects that it may take; none: all."""
+
+
+class WorkerSelf(msgspec.Struct, kw_only=True):
+    """What a worker's token is good for. Without `worker_id`: for any worker. Without `expires_at`: until it is revoked."""
+
+    worker_id: str
+    token_id: str
+    scope: list[str]
+    expires_at: str | None
 
 
 class WorkerRevoked(msgspec.Struct):
@@ -176,9 +187,10 @@ class LogPart(msgspec.Struct, kw_only=True):
 
 
 class BlobHad(msgspec.Struct):
-    """Whether the blob is here; else send it."""
+    """Whether the blob is here; else send it, from this offset on: what is before it came earlier, and was cut off."""
 
     have: bool
+    offset: int = 0
 
 
 class BlobKept(msgspec.Struct):
@@ -186,6 +198,47 @@ class BlobKept(msgspec.Struct):
 
     sha256: str
     size_bytes: int
+
+
+class BlobPart(msgspec.Struct):
+    """All before this offset is kept, for a day; go on there."""
+
+    sha256: str
+    size_bytes: int
+    offset: int
+
+
+class BlobLink(msgspec.Struct, omit_defaults=True):
+    """Where to GET (all) or PUT (these) bytes of a blob: a secret, for `expires_s` seconds."""
+
+    url: str
+    expires_s: float
+    offset: int
+    size_bytes: int
+    headers: dict[str, str] = {}
+    """To be sent exactly so."""
+
+
+class BlobDownload(msgspec.Struct, omit_defaults=True):
+    """Without a link: this server gives none, GET the blob here."""
+
+    link: BlobLink | None = None
+
+
+class BlobUpload(msgspec.Struct, omit_defaults=True):
+    """What is still to be sent. `have`: nothing, it is here. Not `direct`: this server gives no links, PUT the blob here."""
+
+    have: bool = False
+    direct: bool = False
+    links: list[BlobLink] = []
+    """The next ones; then ask again. None: commit."""
+    missing_bytes: int = 0
+
+
+class BlobTaken(msgspec.Struct):
+    """Whether the blob is verified and durable; if not, ask again."""
+
+    stored: bool
 
 
 class Health(msgspec.Struct):

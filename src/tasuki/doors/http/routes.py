@@ -8,16 +8,17 @@ from typing import Any
 import msgspec
 
 from tasuki.core.access import Kind
-from tasuki.doors.http import blobs, bodies, calc, compute, frames, health, metrics, replies, v1
+from tasuki.doors.http import blobs, bodies, calc, compute, direct, enrolment, frames, health, metrics, replies, v1, work
 from tasuki.doors.http.call import Call, House
 from tasuki.doors.http.limits import WAIT_MAX_S
-from tasuki.net.http_names import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE
+from tasuki.net.http_names import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
 from tasuki.wire.compression import CODECS
 
 CLIENTS = frozenset({Kind.CLIENT, Kind.ADMIN})
 ADMINS = frozenset({Kind.ADMIN})
 WORKERS = frozenset({Kind.WORKER})
 ENROLLERS = frozenset({Kind.ENROL})
+BLOB_USERS = CLIENTS | WORKERS
 
 
 def _number(kind: str, least: float, most: float) -> dict[str, Any]:
@@ -76,6 +77,11 @@ def _post(path: str, handle: Callable[[Call], Awaitable[Any]], **fields: Any) ->
 _JOBS, _COMPUTE = "/calc/{app}/jobs", "/calc/{app}/compute"
 _BLOB, _BYTES = BLOBS_PATH + "/{sha256}", "application/octet-stream"
 _QUERY = tuple((name, _TEXT, "A filter.") for name in ("state", "subject", "array_id", "worker_id", "text", "cursor"))
+
+_WORKER = (
+    ("worker_id", _TEXT, "With a worker token: which worker asks."),
+    ("incarnation", _TEXT, "With a worker token: which of its processes."),
+)
 
 ROUTES: tuple[Route, ...] = (
     _open("/healthz", health.healthz),
@@ -176,6 +182,9 @@ ROUTES: tuple[Route, ...] = (
         answer=replies.ToldMany,
         errors=(404,),
     ),
+    # -- workers of any subject
+    _post("/v1/workers/register", enrolment.register, kinds=ENROLLERS, body=bodies.Registration, answer=replies.Registered),
+    _get("/v1/workers/self", enrolment.itself, kinds=WORKERS, answer=replies.WorkerSelf, errors=()),
     # -- the general client API
     _post(
         "/v1/jobs",
@@ -213,16 +222,64 @@ ROUTES: tuple[Route, ...] = (
         binary=(FRAMES_TYPE,),
         query=(WAIT, ("codec", {"type": "string", "enum": list(CODECS)}, "What the answer's frames may be compressed with.")),
     ),
-    _post(_BLOB, blobs.offer, body=bodies.BlobOffer, answer=replies.BlobHad),
+    # -- what `tasuki worker --to https://…` speaks
+    _post(WORKER_PATH, work.open_line, kinds=WORKERS, content=FRAMES_TYPE, binary=(FRAMES_TYPE,)),
+    _post(
+        WORKER_PATH + "/{session}",
+        work.use_line,
+        kinds=WORKERS,
+        content=FRAMES_TYPE,
+        binary=(FRAMES_TYPE,),
+        errors=(404, 409),
+        query=(
+            WAIT,
+            (
+                "said",
+                _number("integer", 1, work.NUMBER_MAX),
+                "The number of this request, if it has frames: one after the other.",
+            ),
+            ("heard", _number("integer", 0, work.NUMBER_MAX), "Tell me what comes behind so many frames."),
+        ),
+    ),
+    Route(
+        method="DELETE",
+        path=WORKER_PATH + "/{session}",
+        handle=work.leave_line,
+        kinds=WORKERS,
+        answer=dict[str, str],
+        errors=(404,),
+    ),
+    # -- large things, of clients and workers
+    _post(_BLOB, blobs.offer, kinds=BLOB_USERS, body=bodies.BlobOffer, answer=replies.BlobHad, query=_WORKER),
     Route(
         method="PUT",
         path=_BLOB,
         handle=blobs.put,
-        kinds=CLIENTS,
+        kinds=BLOB_USERS,
         content=_BYTES,
         streamed=True,
-        answer=replies.BlobKept,
+        answer=(replies.BlobKept, replies.BlobPart),
+        errors=(409,),
+        query=_WORKER,
     ),
-    _get(_BLOB, blobs.get, binary=(_BYTES,), partial=True, query=(("job_id", _TEXT, "Whose input or result it is."),)),
+    _get(
+        _BLOB,
+        blobs.get,
+        kinds=BLOB_USERS,
+        binary=(_BYTES,),
+        partial=True,
+        query=(("job_id", _TEXT, "Whose input or result it is."), *_WORKER),
+    ),
+    _post(
+        _BLOB + "/download",
+        direct.download,
+        kinds=BLOB_USERS,
+        body=bodies.BlobWanted,
+        answer=replies.BlobDownload,
+        errors=(404,),
+        query=_WORKER,
+    ),
+    _post(_BLOB + "/upload", direct.upload, kinds=BLOB_USERS, body=bodies.BlobOffer, answer=replies.BlobUpload, query=_WORKER),
+    _post(_BLOB + "/commit", direct.commit, kinds=BLOB_USERS, body=bodies.BlobOffer, answer=replies.BlobTaken, query=_WORKER),
     _get("/metrics", metrics.scrape, kinds=ADMINS, text=True, errors=()),
 )

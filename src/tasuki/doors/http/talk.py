@@ -11,9 +11,11 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
+from tasuki.core.broker_events import BlobArrived
 from tasuki.core.job import BlobRef
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, HelloClient, HelloWorker, Message, Reply
+from tasuki.core.verbs import BlobPlace
 from tasuki.errors import TasukiError, Unavailable, from_wire
 from tasuki.server.app import Server
 
@@ -115,30 +117,66 @@ class Talk:
         """Have a blob kept whose bytes come piece by piece; they are not asked for if it is there."""
         msg_id = self.next_id()
         async with _Several(self._several, msg_id) as answers:
-            if not await self._offer(msg_id, ref, answers):
+            if await self._offer(msg_id, ref, answers) is not None:
                 await self._send_chunks(msg_id, pieces, answers)
                 await self._next(answers)
 
-    async def has_blob(self, ref: BlobRef) -> bool:
-        """Is it there? Then it is kept for as long as one that has just come. Begins an upload that `leave` must end if not."""
+    async def offer(self, ref: BlobRef) -> int | None:
+        """Where to go on with it. None: it is there, and is kept for as long as one that has just come.
+
+        Begins an upload that `leave` must end; one that is under way on this connection is over, and its bytes are written.
+        """
         msg_id = self.next_id()
         async with _Several(self._several, msg_id) as answers:
-            return await self._offer(msg_id, ref, answers)
+            return await self._offer(msg_id, ref, answers, resume=True)
 
-    async def _offer(self, msg_id: int, ref: BlobRef, answers: _Answers) -> bool:
-        self.tell(BlobPut(msg_id, ref.sha256, ref.size_bytes))
+    async def put_part(self, ref: BlobRef, start: int, pieces: AsyncIterator[bytes], *, last: bool) -> int | None:
+        """Go on with a blob at `start`; where to go on next, with all up to there written. None: it is whole and durable.
+
+        If `start` is not where to go on, that is all that is answered, and nothing was asked for.
+        """
+        msg_id = self.next_id()
+        async with _Several(self._several, msg_id) as answers:
+            offset = await self._offer(msg_id, ref, answers, resume=True)
+            if offset != start:
+                return offset
+            await self._send_chunks(msg_id, pieces, answers, start, last=last)
+            if last or answers.qsize():
+                await self._next(answers)
+                return None
+        return await self.offer(ref)
+
+    async def place_of(self, ref: BlobRef) -> BlobPlace:
+        """Where its bytes are, or are to be brought by another way than this. Keeps it as `offer` does."""
+        msg_id = self.next_id()
+        reply = await self.ask(msg_id, BlobPut(msg_id, ref.sha256, ref.size_bytes, direct=True))
+        assert isinstance(reply, Reply)
+        return BlobPlace(ref.sha256, ref.size_bytes, reply.body["generation"], reply.body["stored"])
+
+    async def brought(self, place: BlobPlace) -> None:
+        """Its bytes are in their place, verified and durable: have that recorded."""
+        msg_id = self.next_id()
+        async with _Several(self._several, msg_id) as answers:
+            self._server.tell(BlobArrived(self._conn, BlobPut(msg_id, place.sha256, place.size_bytes), place))
+            await self._next(answers)
+
+    async def _offer(self, msg_id: int, ref: BlobRef, answers: _Answers, *, resume: bool = False) -> int | None:
+        self.tell(BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=resume))
         reply = await self._next(answers)
-        return isinstance(reply, Reply) and bool(reply.body.get("have"))
+        assert isinstance(reply, Reply)
+        return None if reply.body.get("have") else reply.body.get("offset", 0)
 
-    async def _send_chunks(self, msg_id: int, pieces: AsyncIterator[bytes], answers: _Answers) -> None:
-        offset = 0
+    async def _send_chunks(
+        self, msg_id: int, pieces: AsyncIterator[bytes], answers: _Answers, offset: int = 0, *, last: bool = True
+    ) -> None:
         async for piece in pieces:
             if answers.qsize():  # a refusal: the rest is of no use
                 return
             await self.flow()
             self.tell(Chunk(msg_id, offset, piece))
             offset += len(piece)
-        self.tell(Chunk(msg_id, offset, b"", last=True))
+        if last:
+            self.tell(Chunk(msg_id, offset, b"", last=True))
 
     async def blob(self, sha256: str, job_id: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """The bytes of a job's blob, piece by piece. Whoever reads them from the store has compared them with their hash."""

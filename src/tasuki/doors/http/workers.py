@@ -288,15 +288,15 @@ class HttpWorker:
             if not answer.done():
                 answer.set_result(reason)
 
-    async def rotate(self, caller: Caller, token_id: str, sha256: str) -> float:
-        """Exchange the token; when the new one ends. The connection ends too, with the old one."""
+    async def rotate(self, caller: Caller, token_id: str, sha256: str) -> dict[str, Any]:
+        """Exchange the token; what the new one is. The connection ends with the old one."""
         talk = await self._open(caller)
         msg_id = talk.next_id()
         answer = await talk.ask(msg_id, Request(msg_id, "worker.rotate", {"token_id": token_id, "sha256": sha256}))
         self.leave()
         assert isinstance(answer, Reply)
-        expires_at: float = answer.body["expires_at"]
-        return expires_at
+        told: dict[str, Any] = answer.body
+        return told
 
     # ------------------------------------------------------------------------------------------------ life
 

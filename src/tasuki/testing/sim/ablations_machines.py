@@ -13,6 +13,7 @@ from tasuki.core import broker, client_machine, fellows, requests, settle, worke
 from tasuki.core.broker import Broker
 from tasuki.core.client_machine import ClientMachine
 from tasuki.core.credit import Account
+from tasuki.core.held import SeenLeases
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.machine import Send
 from tasuki.core.places import Places
@@ -157,7 +158,7 @@ _OF_THE_BROKER = (
 
 def _all_are_new(assigned: Method) -> Method:
     def _assigned(self: Any, message: Any, now: Any) -> list[Any]:
-        self._seen.clear()
+        self._seen = SeenLeases()
         for grant in message.grants:
             self.held.pop(grant.lease_id, None)
         return list(assigned(self, message, now))

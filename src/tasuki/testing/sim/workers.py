@@ -208,7 +208,7 @@ class SimWorker(Life, WorkerNode):
         if self.disk_full:
             self.sim.effects["worker_disk_full"] += 1
         else:
-            self.disk[ending.lease_id] = ending
+            super()._save(ending)
 
     def _run(self, grant: Grant) -> None:
         deadline = self.machine.lease_deadline(grant.lease_id)

@@ -1,0 +1,291 @@
+"""`tasuki dev-cert`: a certificate authority for one's own machines, and a server's certificate signed by it.
+
+For development and for a laboratory where everybody is told the CA file. The `openssl` program does the signing: Python has no
+way of its own to make a certificate, and one more library is too much for a command that is used once. Everything is made in a
+temporary folder and then renamed: a file is whole or not there, and keys are never readable by others.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from tasuki.cli import options
+from tasuki.cli.command import command
+from tasuki.cli.output import Output
+from tasuki.errors import ConfigError
+from tasuki.net.tls import validity_of
+
+CA_DAYS = 3650
+LEAF_DAYS_MAX = 825  # Apple's systems believe no certificate that is valid for longer
+DEFAULT_FOLDER = Path("tasuki-dev-cert")
+OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+OPENSSL_TIMEOUT_S = 60.0
+SUBJECT_MAX_CHARACTERS = 64  # of a common name, in X.509
+
+_dns_name = re.compile(r"(?:\*\.)?(?:[a-z0-9_](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9_](?:[a-z0-9-]{0,61}[a-z0-9])?").fullmatch
+
+# `ca` and not `x509 -req`: only it takes dates, and only with dates can a certificate begin a little before now.
+_CONFIG = """\
+[req]
+distinguished_name = nobody
+prompt = no
+string_mask = utf8only
+[nobody]
+CN = {subject}
+[authority]
+basicConstraints = critical, CA:TRUE, pathlen:0
+keyUsage = critical, keyCertSign, cRLSign
+subjectKeyIdentifier = hash
+[ca]
+default_ca = here
+[here]
+database = issued
+serial = serial
+new_certs_dir = .
+default_md = sha256
+policy = any
+unique_subject = no
+[any]
+commonName = supplied
+[server]
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth
+subjectKeyIdentifier = hash
+authorityKeyIdentifier = keyid
+subjectAltName = {names}
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    command(
+        app,
+        "dev-cert",
+        examples=[
+            "tasuki dev-cert      # for localhost and this machine's name, in ./tasuki-dev-cert",
+            "tasuki dev-cert --out ~/certs control.lab 192.168.1.20",
+            "tasuki dev-cert --out ~/certs --force control.lab other.lab      # another certificate of the same CA",
+        ],
+    )(dev_cert)
+
+
+def dev_cert(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME…]", help="More names and IP addresses by which the server is reached.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Where the files go. A CA that is there is used again.")
+    ] = DEFAULT_FOLDER,
+    days: Annotated[
+        int, typer.Option("--days", metavar="N", help=f"How long the certificate is valid, {LEAF_DAYS_MAX} at most.")
+    ] = LEAF_DAYS_MAX,
+    force: Annotated[bool, typer.Option("--force", help="Replace the certificate that is there. The CA stays.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Make a CA and a server's certificate, for development.
+
+    Whoever is to trust the server is given ca.pem (--tls-ca). Keep ca-key.pem to yourself; do not add this CA to a system's own.
+    """
+    if not 1 <= days <= LEAF_DAYS_MAX:
+        raise ConfigError(f"--days must be 1 to {LEAF_DAYS_MAX}, got {days}")
+    wanted = all_names(names or ())
+    files = Files(out)
+    if not force:
+        files.refuse_existing()
+    authority = Authority.of(files)
+    begins = datetime.now(UTC) - timedelta(hours=1)  # clocks of other machines may be behind
+    ends = begins + timedelta(days=days)
+    authority.check_alive(ends)
+    authority.issue(files, wanted, begins, ends)
+    output = Output(json=json)
+    output.show(
+        {
+            "ca": str(files.ca),
+            "cert": str(files.cert),
+            "key": str(files.key),
+            "names": wanted,
+            "expires_at": ends.timestamp(),
+            "made_ca": authority.new,
+        },
+        lambda: told(files, wanted, ends),
+    )
+    output.hint("for development: whoever has ca-key.pem can stand for any server, to those who trust ca.pem")
+
+
+def told(files: Files, names: Sequence[str], ends: datetime) -> list[str]:
+    """What a person reads: the files, and how they are used."""
+    ca, cert, key = (shlex.quote(str(path)) for path in (files.ca, files.cert, files.key))
+    host = next((name for name in names if name not in OWN_NAMES and "*" not in name), OWN_NAMES[0])
+    return [
+        f"CA           {files.ca}",
+        f"certificate  {files.cert}  (until {ends:%Y-%m-%d}, for {', '.join(names)})",
+        f"key          {files.key}",
+        "",
+        f"tasuki server --http 0.0.0.0:7080 --tls-cert {cert} --tls-key {key}",
+        f"tasuki worker --to https://{f'[{host}]' if ':' in host else host}:7080 --tls-ca {ca}",
+    ]
+
+
+class Files(NamedTuple):
+    """What lies in the folder."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    @property
+    def ca_key(self) -> Path:
+        return self.folder / "ca-key.pem"
+
+    @property
+    def cert(self) -> Path:
+        return self.folder / "cert.pem"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "key.pem"
+
+    def refuse_existing(self) -> None:
+        """ConfigError if a certificate would be replaced."""
+        there = [path.name for path in (self.cert, self.key) if path.exists()]
+        if there:
+            raise ConfigError(f"{' and '.join(there)} in {self.folder} would be replaced: say --force, or choose another --out")
+
+
+class Authority(NamedTuple):
+    """The CA of a folder. `new`: it was made just now."""
+
+    cert: Path
+    key: Path
+    new: bool = False
+
+    @classmethod
+    def of(cls, files: Files) -> Authority:
+        """The one that is there, else a new one."""
+        there = [path for path in (files.ca, files.ca_key) if path.exists()]
+        if len(there) == 1:
+            missing = files.ca_key if there == [files.ca] else files.ca
+            raise ConfigError(f"{there[0]} is there, but {missing.name} is not: bring it back, or remove the other for a new CA")
+        if there:
+            return cls(files.ca, files.ca_key)
+        subject = f"tasuki development CA {host_name()}"[:SUBJECT_MAX_CHARACTERS]
+        with _workshop(files.folder, subject) as place:
+            made = ("-keyout", "key", "-out", "cert", "-days", str(CA_DAYS), "-extensions", "authority")
+            _openssl(place, "req", "-x509", *_NEW_KEY, *_CONFIGURED, *made)
+            _keep((Path(place, "key"), files.ca_key), (Path(place, "cert"), files.ca))
+        return cls(files.ca, files.ca_key, new=True)
+
+    def check_alive(self, until: datetime) -> None:
+        """ConfigError if it ends before what it is to sign."""
+        ends = validity_of(str(self.cert)).ends
+        if ends < until:
+            raise ConfigError(
+                f"the CA {self.cert} ends on {ends:%Y-%m-%d}: ask for fewer --days, or remove it and its key for a new CA, "
+                "which all who trust the old one must be given"
+            )
+
+    def issue(self, files: Files, names: Sequence[str], begins: datetime, ends: datetime) -> None:
+        """Sign a new key for these names. Both files are replaced."""
+        with _workshop(files.folder, f"tasuki {names[0]}"[:SUBJECT_MAX_CHARACTERS], names) as place:
+            Path(place, "issued").touch()
+            Path(place, "serial").write_text(f"01{secrets.token_hex(16)}")  # begins with 01: it must not look negative
+            _openssl(place, "req", "-new", *_NEW_KEY, *_CONFIGURED, "-keyout", "key", "-out", "request")
+            signer = ("-cert", str(self.cert.resolve()), "-keyfile", str(self.key.resolve()))
+            dates = ("-startdate", f"{begins:%Y%m%d%H%M%SZ}", "-enddate", f"{ends:%Y%m%d%H%M%SZ}")
+            made = ("-in", "request", "-out", "cert", "-notext", "-extensions", "server")
+            _openssl(place, "ca", "-batch", *_CONFIGURED, *signer, *dates, *made)
+            _keep((Path(place, "key"), files.key), (Path(place, "cert"), files.cert))
+
+
+_CONFIGURED = ("-config", "config")
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-pkeyopt", "ec_param_enc:named_curve", "-nodes")
+
+
+def all_names(given: Sequence[str]) -> list[str]:
+    """Those that were given first, then those by which every machine knows itself; checked."""
+    return list(dict.fromkeys([*map(_checked, given), *OWN_NAMES, host_name()]))
+
+
+def host_name() -> str:
+    """This machine's own, if it is one that a certificate can carry."""
+    name = socket.gethostname().lower()
+    return name if _dns_name(name) else OWN_NAMES[0]
+
+
+def _checked(name: str) -> str:
+    try:
+        return str(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        pass
+    ascii_name = name.lower()
+    if not _dns_name(ascii_name) or len(ascii_name) > 253:
+        raise ConfigError(f"{name[:80]!r} is no host name and no IP address: write control.lab, *.lab or 192.168.1.20")
+    return ascii_name
+
+
+def _alternative(name: str) -> str:
+    try:
+        return f"IP:{ipaddress.ip_address(name)}"
+    except ValueError:
+        return f"DNS:{name}"
+
+
+def _workshop(folder: Path, subject: str, names: Sequence[str] = OWN_NAMES) -> tempfile.TemporaryDirectory[str]:
+    """A folder in the folder, for this user alone, with the settings of openssl in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(prefix=".making-", dir=folder.resolve())
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written to: {error.strerror or error}") from None
+    settings = _CONFIG.format(subject=subject, names=",".join(map(_alternative, names)))
+    Path(place.name, "config").write_text(settings)
+    return place
+
+
+def _openssl(place: str, *arguments: str) -> None:
+    """Inside the workshop, so that no path has to be quoted for its settings."""
+    program = shutil.which("openssl")
+    if program is None:
+        raise ConfigError("there is no openssl program on PATH, and it makes the certificates: apt-get install openssl")
+    try:
+        done = subprocess.run(
+            [program, *arguments],
+            cwd=place,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=OPENSSL_TIMEOUT_S,
+            check=False,
+            umask=0o077,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{program} {arguments[0]} did not work: {error}") from None
+    if done.returncode != 0:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+        raise ConfigError(f"{program} {arguments[0]} failed: {' / '.join(last)[:600]}")
+
+
+def _keep(*moves: tuple[Path, Path]) -> None:
+    """The keys come first and are for this user alone; certificates may be read by all."""
+    for place, (made, kept) in enumerate(moves):
+        made.chmod(0o644 if place else 0o600)
+        made.replace(kept)

@@ -1,0 +1,104 @@
+"""The files at both ends of a transfer: read ahead, written behind, hashed, all on threads; the loop only moves pieces.
+
+A thread may be in the middle of a call when its transfer is given up. So both ends are closed (`async with`) before the file is,
+which waits for it. Touches nothing but the file, or what it is told to write with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, BinaryIO, Self
+
+AT_ONCE_BYTES = 1024 * 1024  # in one call on a thread, which costs as much as hashing some 100 KiB
+SMALL_BYTES = 16 * 1024  # is written in place: faster than to tell a thread
+
+
+class Source:
+    """A file that is sent, from wherever it is wanted."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._lock = threading.Lock()  # a read that nobody waits for any more may still be under way
+        self._reading: set[asyncio.Future[bytes]] = set()
+
+    async def pieces(self, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """These bytes; fewer if the file ends before."""
+        ahead = self._read(start, stop)
+        while data := await asyncio.shield(ahead):
+            start += len(data)
+            ahead = self._read(start, stop)
+            yield data
+
+    def _read(self, start: int, stop: int) -> asyncio.Future[bytes]:
+        reading = asyncio.get_running_loop().run_in_executor(None, self._read_at, start, min(AT_ONCE_BYTES, stop - start))
+        self._reading.add(reading)
+        reading.add_done_callback(self._done)
+        return reading
+
+    def _done(self, reading: asyncio.Future[bytes]) -> None:
+        self._reading.discard(reading)
+        if not reading.cancelled():
+            reading.exception()  # has been seen: whoever is still there gets it from the await
+
+    def _read_at(self, offset: int, size_bytes: int) -> bytes:
+        if not size_bytes:
+            return b""
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.read(size_bytes)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._reading:
+            await asyncio.wait(self._reading)
+
+
+class Sink:
+    """Where pieces go that come in. All of it is written and in the digest after `flush`."""
+
+    def __init__(self, write: Callable[[bytes], Any], digest: Any) -> None:
+        self._write = write
+        self._digest = digest
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+        self._writing: asyncio.Future[None] | None = None
+
+    async def add(self, piece: bytes) -> None:
+        if len(piece) < SMALL_BYTES and not self._pieces and self._writing is None:
+            self._take([piece])
+            return
+        self._pieces.append(piece)
+        self._size_bytes += len(piece)
+        if self._size_bytes >= AT_ONCE_BYTES:
+            await self._hand_over()
+
+    async def flush(self) -> None:
+        if self._pieces:
+            await self._hand_over()
+        await self._written()
+
+    async def _hand_over(self) -> None:
+        await self._written()
+        pieces, self._pieces, self._size_bytes = self._pieces, [], 0
+        self._writing = asyncio.get_running_loop().run_in_executor(None, self._take, pieces)
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
+
+    def _take(self, pieces: list[bytes]) -> None:
+        for piece in pieces:
+            self._digest.update(piece)
+            self._write(piece)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])

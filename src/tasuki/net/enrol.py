@@ -1,0 +1,107 @@
+"""How a worker gets a token of its own for an enrol token, over HTTP, and asks whether the one that it has is still good.
+
+httpx is slow to import: so this module is imported only by who enrols.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+
+import msgspec
+
+from tasuki.core.address import Address
+from tasuki.core.redial import CONNECT_TIMEOUT_S
+from tasuki.errors import Unauthorized, Unavailable
+from tasuki.net.http_transport import HttpTransport, NoConnection, NotTasuki
+
+REGISTER_PATH = "/v1/workers/register"
+SELF_PATH = "/v1/workers/self"
+ANSWER_MAX_BYTES = 64 * 1024
+ASK_AGAIN = "ask for another one at the server: tasuki token enroll"
+
+
+class Registered(msgspec.Struct, kw_only=True):
+    """What the server gave. `worker_token` is told this once."""
+
+    worker_id: str
+    worker_token: str
+    token_id: str
+    ttl_seconds: float
+    scope: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Registered({self.worker_id})"
+
+
+async def register(addresses: Sequence[Address], tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registered:
+    """Spend the enrol token at the first server that answers. The message of an error says whether it is spent."""
+    away: list[str] = []
+    for address in addresses:
+        try:
+            return await _register_at(address, tls, enrol_token, label)
+        except NoConnection as error:
+            away.append(error.message)
+    raise Unavailable(f"{'; '.join(away)}; the enrol token was not used")
+
+
+async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registered:
+    body = msgspec.json.encode({"label": label})
+    lost = ""
+    for _ in range(2):  # the second time answers the question of the first: was it done, though the answer did not come?
+        try:
+            return _registered(address, await _ask(address, tls, enrol_token, "POST", REGISTER_PATH, body))
+        except NoConnection:
+            if not lost:
+                raise
+        except Unavailable as error:
+            lost = error.message
+        except Unauthorized as error:
+            if lost:
+                why = f"the answer with the worker's token was lost ({lost}), and the enrol token is spent"
+            else:
+                why = f"the enrol token is refused: {error.message.removesuffix('; ask for another one')}"
+            raise Unauthorized(f"{why}; {ASK_AGAIN}") from None
+    raise Unavailable(
+        f"{lost}; it is not known whether the enrol token was used: try it again, and if it is refused, {ASK_AGAIN}"
+    )
+
+
+def _registered(address: Address, answer: bytes) -> Registered:
+    try:
+        return msgspec.json.decode(answer, type=Registered)
+    except msgspec.DecodeError:
+        raise NotTasuki(f"{address} answered a registration as no tasuki server does; {ASK_AGAIN}") from None
+
+
+async def is_good(addresses: Sequence[Address], tls: ssl.SSLContext | None, token: str) -> bool:
+    """Whether the servers take this worker token. Unavailable if none of them answers."""
+    away: list[str] = []
+    for address in addresses:
+        try:
+            await _ask(address, tls, token, "GET", SELF_PATH)
+        except Unauthorized:
+            return False
+        except Unavailable as error:
+            away.append(error.message)
+        else:
+            return True
+    raise Unavailable("; ".join(away))
+
+
+async def _ask(
+    address: Address, tls: ssl.SSLContext | None, token: str, method: str, path: str, body: bytes | None = None
+) -> bytes:
+    transport = HttpTransport(address, tls, CONNECT_TIMEOUT_S)
+    transport.token = token
+    headers = {"Content-Type": "application/json"} if body is not None else None
+    answer = b""
+    try:
+        async with transport.exchange(method, path, headers=headers, content=body) as response:
+            async for piece in response.aiter_bytes():
+                answer += piece
+                if len(answer) > ANSWER_MAX_BYTES:
+                    raise NotTasuki(f"{address} answered with more than a tasuki server does")
+    finally:
+        await transport.close()
+    return answer

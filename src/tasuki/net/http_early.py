@@ -1,0 +1,165 @@
+"""A transport for httpx that stops sending a body as soon as its answer comes.
+
+A server may know its answer before it has read the body: the result is there already, the name is taken, there is no room. httpx
+would send the rest first. Here every connection is listened to while something is sent: what comes makes the next write fail,
+and httpcore, which expects that of servers that hang up early, turns to reading the answer. Such a connection is not used again.
+
+No proxies: those who need this speak to machines of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import httpcore
+import httpx
+
+READ_BYTES = 64 * 1024
+KEPT_S = 2.0  # an unused connection; a request on one that its server is just closing would look like the server's death
+LISTEN_BYTES = 64 * 1024  # a write that is smaller is over before anybody could answer it
+
+
+class _Stream(httpcore.AsyncNetworkStream):
+    """One connection."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._hearing: asyncio.Task[bytes] | None = None
+        self._heard = b""
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if self._heard:
+            piece, self._heard = self._heard[:max_bytes], self._heard[max_bytes:]
+            return piece
+        if self._hearing is None:
+            return await self._stream.read(max_bytes, timeout)
+        await asyncio.wait({self._hearing}, timeout=timeout)
+        if not self._hearing.done():
+            raise httpcore.ReadTimeout
+        hearing, self._hearing = self._hearing, None
+        self._heard = await hearing
+        return await self.read(max_bytes, timeout) if self._heard else b""
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        if len(buffer) < LISTEN_BYTES:
+            await self._stream.write(buffer, timeout)
+            return
+        if self._hearing is None:
+            self._hearing = asyncio.create_task(self._stream.read(READ_BYTES))
+        writing = asyncio.create_task(self._stream.write(buffer, timeout))
+        try:
+            await asyncio.wait({writing, self._hearing}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._hearing.done():
+                await writing
+                return
+        finally:
+            await _end(writing)
+        raise httpcore.WriteError("the answer came before all was sent")
+
+    async def aclose(self) -> None:
+        hearing, self._hearing = self._hearing, None
+        if hearing is not None:
+            await _end(hearing)
+        await self._stream.aclose()
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        return _Stream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Nobody waits for it any more; how it ended was heard, or does not matter."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class _Backend(httpcore.AsyncNetworkBackend):
+    def __init__(self) -> None:
+        self._backend = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        return _Stream(await self._backend.connect_tcp(host, port, timeout, local_address, socket_options))
+
+    async def sleep(self, seconds: float) -> None:
+        await self._backend.sleep(seconds)
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, response: httpcore.Response) -> None:
+        self._response = response
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with _in_words_of_httpx():
+            async for piece in self._response.aiter_stream():
+                yield piece
+
+    async def aclose(self) -> None:
+        await self._response.aclose()
+
+
+@contextlib.contextmanager
+def _in_words_of_httpx() -> Iterator[None]:
+    """Each error of httpcore has its namesake in httpx."""
+    try:
+        yield
+    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as error:
+        kind = getattr(httpx, type(error).__name__, httpx.TransportError)
+        raise kind(str(error)) from error
+
+
+class EarlyAnswers(httpx.AsyncBaseTransport):
+    """`httpx.AsyncClient(transport=EarlyAnswers(context, limits))`."""
+
+    def __init__(self, context: ssl.SSLContext, limits: httpx.Limits) -> None:
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=context,
+            max_connections=limits.max_connections,
+            max_keepalive_connections=limits.max_keepalive_connections,
+            keepalive_expiry=KEPT_S,
+            network_backend=_Backend(),
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._pool.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        await self._pool.__aexit__(exc_type, exc_value, traceback)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        asked = httpcore.Request(
+            method=request.method,
+            url=httpcore.URL(
+                scheme=request.url.raw_scheme, host=request.url.raw_host, port=request.url.port, target=request.url.raw_path
+            ),
+            headers=request.headers.raw,
+            content=request.stream,
+            extensions=request.extensions,
+        )
+        with _in_words_of_httpx():
+            response = await self._pool.handle_async_request(asked)
+        return httpx.Response(response.status, headers=response.headers, stream=_Body(response), extensions=response.extensions)
+
+    async def aclose(self) -> None:
+        await self._pool.aclose()

@@ -1,0 +1,239 @@
+"""The attempts that run in a worker: started, stopped, ended, forgotten. Commands go to the runner, `async def` handlers run in
+the loop, plain functions in a child.
+
+It tells the worker what happened, and decides nothing about leases: that is the machine's. What becomes of a result is the
+business of `endings.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, Outcome
+from tasuki.core.protocol import Ending
+from tasuki.core.verbs import Grant
+from tasuki.core.worker_events import Ended, Event, Forget, GaveBack, SetAside, Started
+from tasuki.core.worker_machine import WorkerMachine
+from tasuki.errors import TasukiError, Unavailable
+from tasuki.worker.attempt import Attempt, HandlerJob, RunResult, StopReason, worker_failure
+from tasuki.worker.children import Children
+from tasuki.worker.endings import Endings
+from tasuki.worker.handlers import Handler, Handlers
+from tasuki.worker.runner import CommandRunner
+from tasuki.worker.status import RunningJob
+from tasuki.worker.unreported import Record
+
+logger = logging.getLogger("tasuki.worker")
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+
+
+class Active(msgspec.Struct):
+    """An attempt that runs here, or whose end no server has spoken on."""
+
+    attempt: Attempt
+    stop: asyncio.Future[StopReason] | None = None
+    task: asyncio.Task[None] | None = None
+    stopped: StopReason | None = None
+    ended_at: float = 0.0
+
+
+class Attempts:
+    """Made and used inside the running loop."""
+
+    def __init__(
+        self,
+        machine: WorkerMachine,
+        runner: CommandRunner,
+        handlers: Handlers,
+        children: Children | None,
+        endings: Endings,
+        *,
+        tell: Callable[[Event], None],
+        ended: Callable[[Ended], None],
+        give_up: Callable[[TasukiError], None],
+        as_reported: Callable[[Attempt, RunResult], Awaitable[RunResult]],
+    ) -> None:
+        """`ended` takes what may be told together with other ends of this turn of the loop. `give_up`: nothing can run here any
+        more. `as_reported` may give a command's result another shape."""
+        self._tell = tell
+        self._ended = ended
+        self._give_up = give_up
+        self._machine = machine
+        self._runner = runner
+        self._handlers = handlers
+        self._children = children
+        self._endings = endings
+        self._as_reported = as_reported
+        self._loop = asyncio.get_running_loop()
+        self._active: dict[str, Active] = {}
+        self._cleaning: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def running(self) -> list[RunningJob]:
+        """For people."""
+        return [self._described(active.attempt) for active in self._active.values()]
+
+    def _described(self, attempt: Attempt) -> RunningJob:
+        held = self._machine.held.get(attempt.lease_id)
+        since = held.started_at if held is not None else None
+        return RunningJob(job_id=attempt.spec.job_id, attempt=attempt.attempt, subject=attempt.spec.subject, since=since)
+
+    def start(self, grant: Grant, wall: float) -> None:
+        spec = _decode_spec(grant.spec)
+        attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
+        active = self._active[grant.lease_id] = Active(attempt)
+        if spec.exec:
+            active.stop = self._loop.create_future()
+            active.task = self._loop.create_task(self._run_command(active))
+            active.task.add_done_callback(functools.partial(self._look_at, active))
+            return
+        handler = self._handlers.find(spec.subject)
+        if handler is not None and handler.asynchronous:
+            # Said to the machine without an event of its own: this is the path of ten thousand jobs a second.
+            self._machine.handler_started(grant.lease_id, wall)
+            active.task = self._loop.create_task(self._run_async(active, handler))
+        else:
+            active.stop = self._loop.create_future()
+            active.task = self._loop.create_task(self._run_plain(active, handler, wall))
+            active.task.add_done_callback(functools.partial(self._look_at, active))
+
+    def stop(self, lease_id: str, reason: StopReason) -> None:
+        """What it was told to end, it tells the end of when nothing of it is left."""
+        active = self._active.get(lease_id)
+        if active is not None:
+            _stop(active, reason)
+
+    async def stop_all(self, timeout_s: float) -> None:
+        """The worker ends: everything is told to, and may take so long."""
+        for active in list(self._active.values()):
+            _stop(active, StopReason.SHUTDOWN)
+        if tasks := [active.task for active in self._active.values() if active.task]:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    async def close(self) -> None:
+        """The folders that are left are removed by the next start."""
+        for task in self._cleaning:
+            task.cancel()
+        await asyncio.gather(*self._cleaning, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------ ways to run
+
+    async def _run_async(self, active: Active, handler: Handler) -> None:
+        await self._end_run(active, await handler.run(active.attempt, lambda: active.stopped))
+
+    async def _run_plain(self, active: Active, handler: Handler | None, wall: float) -> None:
+        spec = active.attempt.spec
+        if handler is None or self._children is None or active.stop is None:
+            message = f"this worker has no handler for subject {spec.subject!r}"
+            self._end(active, Outcome(error_code="NO_HANDLER", message=message, permanent=True))
+            return
+        self._machine.handler_started(active.attempt.lease_id, wall)
+        job = HandlerJob(spec, active.attempt.attempt)
+        try:
+            outcome = await self._children.run(handler.name, job, handler.limit_s(spec), active.stop)
+        except Unavailable as error:
+            # The process that forks our children is gone: nothing plain can run here any more.
+            outcome = Outcome(error_code=error.code, message=error.message)
+            self._give_up(error)
+        await self._end_run(active, outcome)
+
+    async def _run_command(self, active: Active) -> None:
+        assert active.stop is not None
+        attempt = active.attempt
+        try:
+            result = await self._runner.run(attempt, active.stop, lambda: self._tell(Started(attempt.lease_id)))
+            result = await self._as_reported(attempt, result)
+        except Unavailable as error:  # nothing was started
+            logger.warning("job %s is given back: %s", attempt.spec.job_id, error.message)
+            self._active.pop(attempt.lease_id, None)
+            self._tell(GaveBack(attempt.lease_id))
+            await self._runner.cleanup(attempt)
+            return
+        await self._end_run(active, result.outcome, result.result_file)
+
+    # ------------------------------------------------------------------------------------------------ ends
+
+    async def _end_run(self, active: Active, outcome: Outcome, result_file: Path | None = None) -> None:
+        if result_file is not None and outcome.result_ref is not None:
+            await self._end_large(active, outcome, result_file)
+        elif outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
+            await self._end_large(active, *_as_blob(outcome))
+        else:
+            self._end(active, outcome)
+
+    async def _end_large(self, active: Active, outcome: Outcome, result: Path | bytes) -> None:
+        """Its end is told when its result is with the server."""
+        active.ended_at = time.time()
+        attempt = active.attempt
+        held = self._machine.held.get(attempt.lease_id)
+        started_at = held.started_at if held is not None else None
+        ending = Ending(attempt.spec.job_id, attempt.lease_id, attempt.attempt, outcome, started_at)
+        record = Record(ending, attempt.spec.subject, active.ended_at, result)
+        brought = await self._endings.bring(record, active.stop or self._loop.create_future(), lambda: active.stopped)
+        if brought is not None:
+            self._end(active, brought)
+
+    def _end(self, active: Active, outcome: Outcome) -> None:
+        if not active.ended_at:
+            active.ended_at = time.time()
+        self._ended(Ended(active.attempt.lease_id, outcome))
+
+    def _look_at(self, active: Active, task: asyncio.Task[None]) -> None:
+        """An attempt whose end nobody tells would be renewed for ever."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            logger.error("job %s attempt %d", active.attempt.spec.job_id, active.attempt.attempt, exc_info=error)
+            self._end(active, worker_failure(error))
+
+    def save(self, ending: Ending) -> None:
+        """No server has taken it so far: it is kept where it outlives this process."""
+        self._endings.save(self._record(ending))
+
+    def set_aside(self, command: SetAside) -> None:
+        """A server refused it for good; what it has is kept."""
+        self._endings.set_aside(self._record(command.ending), command.reason)
+
+    def forget(self, command: Forget) -> None:
+        """Nothing of it is needed any more."""
+        self._endings.forget(command.lease_id)
+        active = self._active.pop(command.lease_id, None)
+        if active is None or not active.attempt.spec.exec:
+            return
+        if command.fenced or not self._runner.recycle(active.attempt):
+            task = self._loop.create_task(self._cleanup(active.attempt, bool(command.fenced)))
+            self._cleaning.add(task)
+            task.add_done_callback(self._cleaning.discard)
+
+    def _record(self, ending: Ending) -> Record:
+        active = self._active.get(ending.lease_id)
+        return Record(ending) if active is None else Record(ending, active.attempt.spec.subject, active.ended_at)
+
+    async def _cleanup(self, attempt: Attempt, refused: bool) -> None:
+        if refused:
+            await self._endings.written()  # its result may be in the folder until it is kept aside
+        await self._runner.cleanup(attempt)
+
+
+def _as_blob(outcome: Outcome) -> tuple[Outcome, bytes]:
+    """A large result in memory, and the outcome that refers to it."""
+    assert outcome.result is not None
+    assert outcome.result_sha256 is not None
+    ref = BlobRef(outcome.result_sha256, len(outcome.result))
+    return msgspec.structs.replace(outcome, result=None, result_ref=ref), outcome.result
+
+
+def _stop(active: Active, reason: StopReason) -> None:
+    active.stopped = reason
+    if active.stop is not None:
+        if not active.stop.done():
+            active.stop.set_result(reason)
+    elif active.task is not None:
+        active.task.cancel()

@@ -1,0 +1,195 @@
+"""How a worker is, in a file for whoever asks: `tasuki worker status`. Touches only `worker/status/` in the data folder.
+
+    worker/status/<worker_id>.json    what the worker last said of itself
+
+The worker looks at itself once a second, and writes on a thread when something has changed, beside the place and renamed: the
+file is whole or not there. It is for people, and nothing depends on it: it is not synced, and a write that fails is only logged.
+What lies on disk anyway (results that wait, tokens) is not in it: whoever asks counts that at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from tasuki.core.ids import check_name
+from tasuki.worker.credentials import FOLDER
+from tasuki.worker.keeper_proc import look
+
+LOOK_S = 1.0
+JOBS_MAX = 100  # named in the file; the number is of all
+
+logger = logging.getLogger("tasuki.worker")
+
+
+class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that runs, or whose end no server has spoken on yet."""
+
+    job_id: str
+    attempt: int
+    subject: str
+    since: float | None = None
+    """When it started; None: not yet."""
+
+
+class Connection(msgspec.Struct, kw_only=True):
+    """How it stands with the server. Times are Unix times."""
+
+    server: str = ""
+    """As it was given, without what is secret in it."""
+    address: str = ""
+    """The one that it is connected to, or was last."""
+    connected_since: float | None = None
+    error: str = ""
+    """Why the last connection ended, or could not be made."""
+    error_at: float | None = None
+    tries: int = 0
+    """How often it has tried since it was connected, in vain."""
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """What the file has."""
+
+    worker_id: str
+    pid: int
+    born: int
+    """When the process began, in clock ticks since boot: with the pid it names the process for good."""
+    lasting: bool
+    """Its next process may be told to be the same worker."""
+    host: str
+    since: float
+    connection: Connection
+    running: int = 0
+    jobs: tuple[RunningJob, ...] = ()
+    draining: bool = False
+    ended_at: float | None = None
+    error: str = ""
+    """What made it end."""
+
+    @property
+    def alive(self) -> bool:
+        """Its process is there, on this machine."""
+        return self.ended_at is None and self.host == socket.gethostname() and bool(self.born) and _born(self.pid) == self.born
+
+
+def status_folder(data: Path) -> Path:
+    return data / FOLDER / "status"
+
+
+def read_all(data: Path) -> list[Status]:
+    """What all workers of a data folder have said, the latest start first."""
+    found = []
+    for path in sorted(status_folder(data).glob("*.json")):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Status))
+        except FileNotFoundError:
+            continue  # that worker has just ended
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("%s cannot be read, and is ignored: %s", path, error)
+    return sorted(found, key=lambda status: -status.since)
+
+
+class StatusFile:
+    """Kept by one worker. `lasting`: the file stays after the end, because a worker of the same id may come again."""
+
+    def __init__(self, data: Path, worker_id: str, server: str, *, lasting: bool) -> None:
+        self._path = status_folder(data) / f"{check_name(worker_id, 'worker_id')}.json"
+        self._connection = Connection(server=_public(server))
+        pid = os.getpid()
+        self._status = Status(
+            worker_id=worker_id,
+            pid=pid,
+            born=_born(pid),
+            lasting=lasting,
+            host=socket.gethostname(),
+            since=time.time(),
+            connection=self._connection,
+        )
+        self._written = b""
+        self._writing: asyncio.Future[None] | None = None
+        self._complained = False
+        self._let_in = asyncio.Event()
+
+    def connected(self, address: str) -> None:
+        """A server has let it in."""
+        self._connection.address, self._connection.connected_since = address, time.time()
+        self._connection.tries = 0
+        self._let_in.set()
+
+    def lost(self, reason: str) -> None:
+        """The connection has ended, or was not made."""
+        self._connection.connected_since = None
+        self._connection.error, self._connection.error_at = reason, time.time()
+        self._connection.tries += 1
+
+    async def keep(self, running: Callable[[], list[RunningJob]], draining: Callable[[], bool]) -> None:
+        """Until it is canceled."""
+        await asyncio.to_thread(self._clear)
+        while True:
+            self._status.draining, jobs = draining(), running()
+            self._status.running, self._status.jobs = len(jobs), tuple(jobs[:JOBS_MAX])
+            await self._write()
+            with contextlib.suppress(TimeoutError):  # whoever has just started it looks soon
+                async with asyncio.timeout(LOOK_S):
+                    await self._let_in.wait()
+            self._let_in.clear()
+
+    async def end(self, error: str = "") -> None:
+        """The last word. Without a lasting identity there is nothing left to be told."""
+        if self._writing is not None:  # who kept it was canceled, its thread was not
+            await asyncio.gather(self._writing, return_exceptions=True)
+        self._status.ended_at, self._status.error = time.time(), error
+        self._status.running, self._status.jobs = 0, ()
+        self._connection.connected_since = None
+        if self._status.lasting:
+            await self._write()
+        else:
+            await asyncio.to_thread(self._path.unlink, missing_ok=True)
+
+    # ------------------------------------------------------------------------------------------------ the disk
+
+    async def _write(self) -> None:
+        content = msgspec.json.encode(self._status)
+        if content == self._written:
+            return
+        self._written = content
+        self._writing = asyncio.ensure_future(asyncio.to_thread(self._replace, content))
+        try:
+            await asyncio.shield(self._writing)
+        except OSError as error:
+            if not self._complained:
+                logger.warning("tasuki worker status will not know of this worker: %s", error)
+                self._complained = True
+
+    def _replace(self, content: bytes) -> None:
+        for folder in (self._path.parent.parent, self._path.parent):  # `mode` is for the last one alone
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = self._path.with_name(f".{self._path.name}.new")
+        new.write_bytes(content)
+        new.replace(self._path)
+
+    def _clear(self) -> None:
+        """A worker that was killed removes nothing; without this, those that have a new id at each start would pile up."""
+        for status in read_all(self._path.parent.parent.parent):
+            if not status.lasting and not status.alive and status.host == self._status.host:
+                self._path.with_name(f"{status.worker_id}.json").unlink(missing_ok=True)
+
+
+def _public(url: str) -> str:
+    """User, password and parameters are of those who may know a store."""
+    return re.sub(r"//[^/]*@", "//", url.partition("?")[0])
+
+
+def _born(pid: int) -> int:
+    """0: there is no such process."""
+    seen = look(pid)
+    return 0 if seen is None else seen.born

@@ -1,0 +1,84 @@
+"""Real node agents as processes, which can be killed, frozen and started again on the port they had."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from pathlib import Path
+
+from tests.processes import TASUKI, ChildProcess
+
+# Notes each start in a file beside the agents; "hold" waits until the test lets it go.
+PROGRAM = """
+import pathlib, sys, time
+file, starts, word = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+with starts.open("a") as notes:
+    notes.write(f"{sys.argv[4]} {file.parents[1].name}\\n")
+print("priced", file.read_text().strip(), flush=True)
+while word == "hold" and not starts.with_name("go").exists():
+    time.sleep(0.01)
+sys.exit(int(word) if word.isdigit() else 0)
+"""
+
+
+class AgentProcess(ChildProcess):
+    """`tasuki agent` with one exec, `pricer WORD`; see PROGRAM."""
+
+    def __init__(self, folder: Path, name: str, starts: Path, slots: int) -> None:
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        template = f"{sys.executable} {program} {{file}} {starts} {{args}} {name}"
+        self.name = name
+        command = [*TASUKI, "agent", "--listen", "127.0.0.1:0", "--data", str(folder / name), "--slots", str(slots)]
+        super().__init__([*command, "--exec", f"pricer={template}"], folder / f"{name}.log", {"HOME": str(folder)})
+        self.url = re.findall(r"listening (http://\S+)", self.wait_for_output("ready"))[0]
+        place = self.command.index("--listen") + 1
+        self.command[place] = self.url.removeprefix("http://")
+
+    def start_again(self) -> None:
+        super().start_again()
+        self.wait_for_output("ready")
+
+
+class Agents:
+    """Several, and where their program notes its starts."""
+
+    def __init__(self, folder: Path, nodes: list[AgentProcess], starts: Path) -> None:
+        self.folder = folder
+        self.nodes = nodes
+        self.starts = starts
+        self.book = folder / "book.csv"
+        self.book.write_text("100,95")
+
+    @property
+    def urls(self) -> list[str]:
+        return [node.url for node in self.nodes]
+
+    def started(self, job_id: str) -> list[str]:
+        """The names of the agents at which the program of this job was started, in order."""
+        if not self.starts.exists():
+            return []
+        lines = (line.split() for line in self.starts.read_text().splitlines())
+        return [name for name, job in lines if job == job_id]
+
+    def let_go(self) -> None:
+        self.starts.with_name("go").touch()
+
+    def hold(self) -> None:
+        self.starts.with_name("go").unlink(missing_ok=True)
+
+    def node(self, name: str) -> AgentProcess:
+        return next(node for node in self.nodes if node.name == name)
+
+
+@contextlib.contextmanager
+def start_agents(folder: Path, count: int, slots: int = 4, names: Sequence[str] = ("one", "two", "three")) -> Iterator[Agents]:
+    """Leaving the block kills them."""
+    starts = folder / "starts.txt"
+    with contextlib.ExitStack() as stack, futures.ThreadPoolExecutor(count) as pool:
+        starting = [pool.submit(AgentProcess, folder, name, starts, slots) for name in names[:count]]
+        nodes = [stack.enter_context(started.result()) for started in starting]
+        yield Agents(folder, nodes, starts)

@@ -1,0 +1,204 @@
+"""Jobs on real node agents: processes that are killed, frozen, and asked twice. Linux, as agents are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.cli import exits
+from tasuki.client.failover import AgentResult, AsyncAgentsClient
+from tasuki.core.breaker import BreakerRules, BreakerState
+from tasuki.net.loops import now
+from tests.client.agent_processes import Agents, start_agents
+from tests.processes import TASUKI, wait_until
+
+DEADLINE_S = 30.0
+FAILOVER_S = 0.3
+QUICK = BreakerRules(left_out_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def two_agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+    with start_agents(tmp_path_factory.mktemp("agents"), 2) as agents:
+        yield agents
+
+
+@pytest.fixture
+def agents(two_agents: Agents) -> Iterator[Agents]:
+    """Both run; jobs that hold are held."""
+    two_agents.hold()
+    yield two_agents
+    two_agents.let_go()
+    for node in two_agents.nodes:
+        if not node.running:
+            node.start_again()
+
+
+def tell(story: Coroutine[Any, Any, None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await story
+
+    asyncio.run(main())
+
+
+async def until(condition: Any, what: str) -> None:
+    await asyncio.to_thread(wait_until, condition, DEADLINE_S, what)
+
+
+def stdout_of(ended: AgentResult) -> str:
+    assert ended.path is not None
+    with zipfile.ZipFile(ended.path) as archive:
+        return archive.read("stdout.log").decode()
+
+
+def test_a_killed_agents_job_runs_at_the_other_within_300_ms(agents: Agents, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with AsyncAgentsClient(agents.urls, token="") as client:
+            running = asyncio.create_task(
+                client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / "r.zip", job_id="killed")
+            )
+            await until(lambda: agents.started("killed"), "the program has started")
+            (victim,) = agents.started("killed")
+            died_at = time.monotonic()
+            agents.node(victim).process.kill()
+            await until(lambda: len(agents.started("killed")) == 2, "the program has started again")
+            took_s = time.monotonic() - died_at
+            agents.let_go()
+            ended = await running
+
+        assert stdout_of(ended) == "priced 100,95\n"
+        assert ended.node != agents.node(victim).url
+        assert took_s < FAILOVER_S + 1.0  # with the start of a Python program at a busy machine
+
+    tell(story())
+
+
+def test_a_frozen_agent_is_left_and_comes_back_after_steady_health(agents: Agents, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with AsyncAgentsClient(agents.urls, token="", rules=QUICK) as client:
+            running = asyncio.create_task(
+                client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / "r.zip", job_id="frozen", silent_s=0.5)
+            )
+            await until(lambda: agents.started("frozen"), "the program has started")
+            frozen = agents.node(agents.started("frozen")[0])
+            frozen.signal(signal.SIGSTOP)
+            try:
+                await until(lambda: len(agents.started("frozen")) == 2, "the program has started at the other one")
+                breaker = {line.node: line.breaker for line in client.nodes.ranking(now().monotonic)}[frozen.url]
+            finally:
+                frozen.signal(signal.SIGCONT)
+            agents.let_go()
+            ended = await running
+
+            # Each look is a health check; they count if they are 0.2 s apart.
+            while {line.node: line.breaker for line in await client.ranking()}[frozen.url] is not BreakerState.CLOSED:
+                assert frozen.running
+
+        assert (ended.node != frozen.url, breaker) == (True, BreakerState.OPEN)
+
+    tell(story())
+
+
+def test_two_clients_with_one_id_get_the_same_bytes_of_one_run(agents: Agents, tmp_path: Path) -> None:
+    async def one(client: AsyncAgentsClient, name: str) -> AgentResult:
+        return await client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / name, job_id="shared")
+
+    async def story() -> None:
+        async with AsyncAgentsClient(agents.urls, token="") as first, AsyncAgentsClient(agents.urls, token="") as second:
+            earlier = asyncio.create_task(one(first, "a.zip"))
+            await until(lambda: agents.started("shared"), "the program has started")
+            later = asyncio.create_task(one(second, "b.zip"))
+            agents.let_go()
+            await asyncio.gather(earlier, later)
+            again = await one(second, "c.zip")
+
+        assert again.cached
+        assert len({(tmp_path / name).read_bytes() for name in ("a.zip", "b.zip", "c.zip")}) == 1
+        assert len(agents.started("shared")) == 1
+
+    tell(story())
+
+
+def run_tasuki(agents: Agents, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TASUKI, *words],
+        cwd=agents.folder,
+        env={"HOME": str(agents.folder), "TASUKI_URL": f"agents:{','.join(agents.urls)}", "PATH": "/usr/bin:/bin"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def test_the_command_prints_the_jobs_output_and_exits_with_its_code(agents: Agents) -> None:
+    told = run_tasuki(agents, "run", "--file", "book.csv", "-o", "result.zip", "pricer", "7")
+
+    assert (told.stdout, told.returncode) == ("priced 100,95\n", 7)
+    assert "result.json" in zipfile.ZipFile(agents.folder / "result.zip").namelist()
+
+
+def test_the_command_refuses_what_needs_a_server(agents: Agents) -> None:
+    told = run_tasuki(agents, "run", "--env", "A=1", "--file", "book.csv", "pricer", "0")
+
+    assert (told.returncode, told.stderr.startswith("tasuki: INVALID: --env needs a server")) == (exits.COULD_NOT_RUN, True)
+
+
+def test_the_ranking_is_shown_with_breakers(agents: Agents) -> None:
+    told = run_tasuki(agents, "nodes", "--json")
+
+    lines = json.loads(told.stdout)
+    assert {line["node"] for line in lines} == set(agents.urls)
+    assert all((line["standing"], line["breaker"], line["limit"]) == ("free", "closed", 4) for line in lines)
+    assert told.returncode == exits.OK
+
+
+def test_the_ranking_is_watched_until_somebody_has_seen_enough(agents: Agents) -> None:
+    command = [*TASUKI, "nodes", "--to", f"agents:{agents.urls[0]}", "--watch", "--interval", "0.1", "--json"]
+    env = {"HOME": str(agents.folder), "PATH": "/usr/bin:/bin"}
+    with subprocess.Popen(command, cwd=agents.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        looks = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        code = process.wait(DEADLINE_S)
+
+    assert [line["node"] for look in looks for line in look] == [agents.urls[0]] * 2
+    assert code == exits.INTERRUPTED
+
+
+def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
+    command = [*TASUKI, "run", "--job-id", "stopped", "--file", "book.csv", "pricer", "hold"]
+    env = {"HOME": str(agents.folder), "TASUKI_URL": f"agents:{','.join(agents.urls)}", "PATH": "/usr/bin:/bin"}
+    with subprocess.Popen(command, cwd=agents.folder, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: agents.started("stopped"), DEADLINE_S, "the program has started")
+        process.send_signal(signal.SIGINT)
+        code = process.wait(DEADLINE_S)
+
+    (name,) = agents.started("stopped")
+    assert code == exits.INTERRUPTED
+    assert not (agents.folder / name / "jobs" / "stopped").exists()
+
+
+def test_what_clients_import_needs_nothing_that_only_unix_has() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('fcntl', 'pwd', 'grp', 'resource', 'termios', 'syslog', 'uvloop'):\n"
+        "    sys.modules[name] = None\n"
+        "import tasuki.client.failover, tasuki.cli.agents, tasuki.cli.nodes, tasuki.cli.run, tasuki.cli.archive\n"
+        "import tasuki.blobs.zipread\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+    assert (told.returncode, told.stderr) == (0, "")

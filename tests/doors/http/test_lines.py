@@ -1,0 +1,657 @@
+"""/v1/worker: sessions of workers over HTTP. What is said is done once, what is told is told until it is heard."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zstandard
+
+from tasuki.core import broker
+from tasuki.core.job import InputFile, JobSpec, Outcome
+from tasuki.core.machine import Now
+from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    AssignJobs,
+    BlobPut,
+    Chunk,
+    Ending,
+    ErrorMessage,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloClient,
+    HelloWorker,
+    JobsFinished,
+    JobsRecorded,
+    Message,
+    Reply,
+    Request,
+    SubmitJobs,
+    Welcome,
+)
+from tasuki.core.verbs import Grant
+from tasuki.doors.http import lines
+from tasuki.doors.http.limits import BODY_MAX_BYTES
+from tasuki.net.http_names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
+from tasuki.wire.frames import ZSTD, FrameDecoder, encode_frame
+from tasuki.wire.messages import decode, encode
+from tests.doors.http.stage import Stage
+from tests.processes import wait_until
+
+WAIT_S = 15.0  # of polls that something must end sooner
+NONSENSE = b"\x04\0\0\0nons"  # a frame with flags that there are not
+
+
+def body_of(*messages: Message) -> bytes:
+    return b"".join(encode(message) for message in messages)
+
+
+def told(answer: httpx.Response) -> list[Message]:
+    """The messages of an answer."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == FRAMES_TYPE
+    decoder = FrameDecoder(FRAME_MAX_BYTES)
+    found = [decode(frame, FRAME_MAX_BYTES) for frame in decoder.feed(answer.content)]
+    assert not decoder.partial
+    return found
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+class Line:
+    """A worker's session, used request by request. Its subject is nobody else's."""
+
+    def __init__(self, stage: Stage, token: str = "", **hello: Any) -> None:
+        self.stage = stage
+        self.token_id, self.token = ("", token) if token else stage.create_named_token("worker")
+        self.worker_id = hello.pop("worker_id", "w-" + secrets.token_hex(4))
+        self.subject = f"lines.{self.worker_id}"
+        fields = {"incarnation": "one", "patterns": (self.subject,), "version": 2, **hello}
+        self.hello = HelloWorker(msg_id=1, worker_id=self.worker_id, **fields)
+        self.opened = stage.call("POST", "/v1/worker", self.token, content=encode(self.hello))
+        self.name = self.opened.headers.get(SESSION_HEADER, "")
+        self.numbers = 0
+
+    def post(self, query: str, *messages: Message, content: bytes = b"") -> httpx.Response:
+        return self.stage.call("POST", f"/v1/worker/{self.name}{query}", self.token, content=content or body_of(*messages))
+
+    def say(self, *messages: Message) -> None:
+        self.numbers += 1
+        assert told(self.post(f"?said={self.numbers}", *messages)) == []
+
+    def poll(self, heard: int, wait: float = WAIT_S) -> list[Message]:
+        return told(self.post(f"?heard={heard}&wait={wait}"))
+
+    def begin_poll(self, pool: ThreadPoolExecutor, heard: int = 0) -> Future[list[Message]]:
+        """A poll that waits; the server has it when this returns."""
+        poll = pool.submit(self.poll, heard)
+        wait_until(lambda: self.line is not None and self.line.users, 5.0, "the poll is at the server")
+        return poll
+
+    def leave(self) -> httpx.Response:
+        return self.stage.call("DELETE", f"/v1/worker/{self.name}", self.token)
+
+    def submit(self, job_id: str = "", **fields: Any) -> str:
+        """A job for this worker."""
+        job_id = job_id or "j-" + secrets.token_hex(4)
+        spec = JobSpec(job_id=job_id, subject=self.subject, **fields)
+        answer = self.stage.call("POST", "/v1/frames", self.stage.client, content=body_of(SubmitJobs(1, [spec])))
+        assert answer.status_code == 200, answer.text
+        return job_id
+
+    def take(self, heard: int = 0) -> Grant:
+        """The job that it was given."""
+        [assigned] = self.poll(heard)
+        assert isinstance(assigned, AssignJobs)
+        [grant] = assigned.grants
+        return grant
+
+    @property
+    def line(self) -> lines.Line | None:
+        return self.stage.door._house.lines._lines.get(self.name)
+
+    @property
+    def credit(self) -> int | None:
+        """What the broker holds for this worker; None: it does not know it."""
+        seen = [view["credit"] for view in self.stage.server.broker.describe_workers() if view["worker_id"] == self.worker_id]
+        return int(str(seen[0])) if seen else None
+
+
+@pytest.fixture
+def line(stage: Stage) -> Line:
+    line = Line(stage)
+    assert isinstance(told(line.opened)[0], Welcome), line.opened.text
+    return line
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def finished(grant: Grant, result: bytes = b"done") -> JobsFinished:
+    return JobsFinished([Ending(grant.job_id, grant.lease_id, grant.attempt, Outcome(result=result))])
+
+
+def error_of(messages: list[Message]) -> str:
+    [error] = messages
+    assert isinstance(error, ErrorMessage)
+    assert not error.corr_id
+    return error.code
+
+
+# ---------------------------------------------------------------------------------------------------- coming in
+
+
+def test_a_hello_opens_a_session_by_the_token_of_the_request_and_names_no_other_server(stage: Stage) -> None:
+    line = Line(stage, token="", ttl_s=30.0)
+
+    [welcome] = told(line.opened)
+
+    assert isinstance(welcome, Welcome)
+    assert (welcome.corr_id, welcome.kind, welcome.lease_ttl_s, welcome.servers) == (1, "worker", 30.0, ())
+    assert len(line.name) >= 20
+    assert line.credit == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        NONSENSE,
+        body_of(HelloClient(msg_id=1, client_id="c")),
+        body_of(GiveCredit(1)),
+        body_of(HelloWorker(msg_id=1, worker_id="w", incarnation="i"), HelloWorker(msg_id=2, worker_id="v", incarnation="i")),
+        body_of(HelloWorker(msg_id=1, worker_id="w", incarnation="i"), GiveCredit(1)),
+        body_of(HelloWorker(msg_id=1, worker_id="w", incarnation="i", transfers=True)),
+        body_of(HelloWorker(msg_id=1, worker_id="w", incarnation="i"))[:-1],
+    ],
+    ids=["nothing", "nonsense", "a client's", "credit", "two", "with credit", "for transfers", "half"],
+)
+def test_what_is_no_hello_of_a_worker_opens_nothing(stage: Stage, body: bytes) -> None:
+    answer = stage.call("POST", "/v1/worker", stage.create_token("worker"), content=body)
+
+    assert refusal(answer) == (400, "INVALID_PAYLOAD")
+    assert SESSION_HEADER not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        ({"version": 99, "oldest": 99}, "VERSION"),
+        ({"worker_id": "a.dot"}, "INVALID"),
+        ({"worker_id": "not a name!"}, "INVALID"),
+        ({"incarnation": ""}, "INVALID"),
+        ({"ttl_s": 0.1}, "INVALID"),
+        ({"patterns": ("other.>",)}, "FORBIDDEN"),
+    ],
+)
+def test_a_hello_that_is_refused_is_told_as_over_tcp_and_leaves_nothing(stage: Stage, hello: dict[str, Any], code: str) -> None:
+    before = len(stage.door._house.lines._lines)
+
+    line = Line(stage, stage.create_token("worker", scope=["mine.>"]), **{"patterns": ("mine.here",), **hello})
+
+    assert error_of(told(line.opened)) == code
+    assert not line.name
+    assert len(stage.door._house.lines._lines) == before
+
+
+def test_a_token_that_is_bound_to_one_worker_is_not_anothers(stage: Stage) -> None:
+    line = Line(stage, stage.create_token("worker", worker_id="bound"), worker_id="another")
+
+    assert error_of(told(line.opened)) == "FORBIDDEN"
+
+
+@pytest.mark.parametrize("kind", ["client", "admin"])
+def test_only_a_worker_comes_in(stage: Stage, kind: str) -> None:
+    assert refusal(Line(stage, getattr(stage, kind)).opened) == (403, "FORBIDDEN")
+
+
+def test_there_is_a_limit_of_sessions_for_which_those_that_have_ended_do_not_count(
+    stage: Stage, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Line(stage).name
+    monkeypatch.setattr(lines, "LINES_MAX", len(stage.door._house.lines._lines))
+    for other in list(stage.door._house.lines._lines.values()):
+        if other is not line.line:
+            stage.run(left(other))
+
+    again = Line(stage, line.token)  # takes the place of one that has ended
+    monkeypatch.setattr(lines, "LINES_MAX", 2)
+
+    assert again.name
+    assert error_of(told(Line(stage).opened)) == "OVERLOADED"
+    assert (line.poll(0, 0), again.poll(0, 0)) == ([], [])
+
+
+async def left(line: lines.Line) -> None:
+    line.leave(lines.Unavailable("a test"))
+
+
+# ---------------------------------------------------------------------------------------------------- saying
+
+
+def test_what_was_said_under_a_number_is_done_once(line: Line) -> None:
+    for _ in range(3):
+        assert told(line.post("?said=1", GiveCredit(3))) == []
+    assert told(line.post("?said=2", GiveCredit(1))) == []
+
+    assert line.credit == 4
+
+
+def test_an_ending_that_is_repeated_is_recorded_once(line: Line) -> None:
+    line.say(GiveCredit(1))
+    job_id = line.submit()
+    grant = line.take()
+    for _ in range(2):
+        assert told(line.post("?said=2", finished(grant))) == []
+
+    recorded = line.poll(1)
+
+    assert recorded == [JobsRecorded([grant.lease_id], [])]
+    assert line.poll(2, 0) == []
+    assert line.stage.get(f"/v1/jobs/{job_id}").json()["state"] == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("number", [3, 7])
+def test_what_is_out_of_turn_is_not_done(line: Line, number: int) -> None:
+    line.say(GiveCredit(1))
+
+    answer = line.post(f"?said={number}", GiveCredit(50))
+
+    assert refusal(answer) == (409, "OUT_OF_TURN")
+    assert line.credit == 1
+
+
+def test_an_old_number_is_out_of_turn_too(line: Line) -> None:
+    line.say(GiveCredit(1))
+    line.say(GiveCredit(1))
+
+    assert refusal(line.post("?said=1", GiveCredit(50))) == (409, "OUT_OF_TURN")
+    assert line.credit == 2
+
+
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [
+        ("", body_of(GiveCredit(50))),
+        ("?heard=0", body_of(GiveCredit(50))),
+        ("?said=1", b""),
+        ("?said=0", body_of(GiveCredit(50))),
+        ("?said=-1", body_of(GiveCredit(50))),
+        ("?said=x", body_of(GiveCredit(50))),
+        ("?said=1&heard=x", body_of(GiveCredit(50))),
+        ("?said=1&heard=0&wait=61", body_of(GiveCredit(50))),
+        ("?said=1", NONSENSE),
+        ("?said=1", body_of(GiveCredit(50), GiveCredit(50))[:-1]),
+        ("?said=1", body_of(*[GiveCredit(50)] * (FRAMES_MAX + 1))),
+        ("?said=1", body_of(GiveCredit(50), BlobPut(2, "0" * 64, 5))),
+        ("?said=1", body_of(GiveCredit(50), Chunk(2, 0, b"bytes"))),
+        ("?said=1", body_of(GiveCredit(50), ErrorMessage(1, "INVALID", "ours to say"))),
+    ],
+)
+def test_a_request_is_good_as_a_whole_or_nothing_of_it_is_done(line: Line, query: str, body: bytes) -> None:
+    answer = line.post(query, content=body)
+
+    assert refusal(answer) == (400, "INVALID_PAYLOAD")
+    assert line.credit == 0
+    line.say(GiveCredit(2))
+    assert line.credit == 2
+
+
+def test_a_body_that_is_too_large_or_becomes_so_is_refused(line: Line) -> None:
+    packed = zstandard.ZstdCompressor().compress(bytes(FRAME_MAX_BYTES - 100))
+    bomb = encode_frame(99, b"\x80", packed, ZSTD) * 5
+
+    answers = [line.post("?said=1", content=bytes(BODY_MAX_BYTES + 1)), line.post("?said=1", content=bomb)]
+
+    assert [refusal(answer) for answer in answers] == [(413, "TOO_LARGE")] * 2
+    line.say(GiveCredit(1))
+    assert line.credit == 1
+
+
+def test_a_message_that_no_worker_may_send_ends_the_session_and_it_hears_why(line: Line) -> None:
+    line.say(line.hello)
+
+    assert error_of(line.poll(0)) == "PROTOCOL"
+    assert line.credit is None
+
+
+def test_a_question_that_is_newer_than_the_server_is_answered(line: Line) -> None:
+    newer = encode_frame(99, b"\x81\xa6msg_id\x07")
+
+    assert told(line.post("?said=1", content=newer + encode(GiveCredit(1)))) == []
+
+    [error] = line.poll(0)
+    assert isinstance(error, ErrorMessage)
+    assert (error.corr_id, error.code) == (7, "UNKNOWN_FRAME")
+    assert line.credit == 1
+
+
+# ---------------------------------------------------------------------------------------------------- hearing
+
+
+def test_what_was_told_is_told_again_until_it_is_heard(line: Line) -> None:
+    line.say(Heartbeat(5), Heartbeat(6))
+    both = line.poll(0)
+    wait_until(lambda: len(line.poll(0, 0)) == 2, what="both are answered")
+
+    again, rest, nothing = line.poll(0), line.poll(1), line.poll(2, 0)
+
+    assert [message.corr_id for message in again if isinstance(message, HeartbeatAnswer)] == [5, 6]
+    assert both == again[: len(both)]
+    assert rest == again[1:]
+    assert nothing == []
+
+
+@pytest.mark.parametrize("heard", [0, 3, 9])
+def test_nobody_has_heard_more_than_was_told_or_less_than_before(line: Line, heard: int) -> None:
+    line.say(Heartbeat(5), Heartbeat(6))
+    wait_until(lambda: len(line.poll(0, 0)) == 2)
+    assert line.poll(2, 0) == []
+
+    answer = line.post(f"?heard={heard}")
+
+    assert refusal(answer) == (409, "OUT_OF_TURN")
+
+
+def test_a_poll_ends_with_nothing_when_its_wait_is_over(line: Line) -> None:
+    began = time.monotonic()
+
+    assert line.poll(0, 0.1) == []
+    assert 0.1 <= time.monotonic() - began < WAIT_S / 2
+
+
+def test_a_poll_is_answered_as_soon_as_there_is_something(line: Line, pool: ThreadPoolExecutor) -> None:
+    line.say(GiveCredit(1))
+    poll = line.begin_poll(pool)
+    began = time.monotonic()
+
+    job_id = line.submit()
+    [assigned] = poll.result(5.0)
+
+    assert isinstance(assigned, AssignJobs)
+    assert [grant.job_id for grant in assigned.grants] == [job_id]
+    assert time.monotonic() - began < 2.0
+
+
+def test_one_request_may_say_and_hear(line: Line) -> None:
+    answers = told(line.post(f"?said=1&heard=0&wait={WAIT_S}", Heartbeat(5)))
+
+    assert answers == [HeartbeatAnswer(5)]
+
+
+def test_a_second_poll_ends_the_first_and_nothing_is_lost(line: Line, pool: ThreadPoolExecutor) -> None:
+    first = line.begin_poll(pool)
+    second = pool.submit(line.poll, 0)
+
+    assert first.result(5.0) == []
+    line.say(Heartbeat(5))
+    assert second.result(5.0) == [HeartbeatAnswer(5)]
+
+
+def test_what_a_poll_was_answered_that_its_worker_had_left_is_not_lost(line: Line) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        line.stage.http.post(
+            f"/v1/worker/{line.name}?heard=0&wait=15", headers={"Authorization": f"Bearer {line.token}"}, timeout=0.2
+        )
+    line.say(Heartbeat(5))
+
+    assert line.poll(0) == [HeartbeatAnswer(5)]
+
+
+def test_a_large_backlog_comes_in_several_answers(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "ANSWER_MAX_BYTES", 1)
+    line.say(Heartbeat(5), Heartbeat(6))
+
+    assert [line.poll(heard) for heard in (0, 1)] == [[HeartbeatAnswer(5)], [HeartbeatAnswer(6)]]
+
+
+def test_what_nobody_hears_is_not_kept_without_end(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "KEPT_MAX_BYTES", 10_000)
+    line.say(GiveCredit(3))
+    for _ in range(3):
+        line.submit(payload=bytes(6000))
+    wait_until(lambda: line.credit is None, what="the broker has forgotten it")
+
+    assert error_of(line.poll(0)) == "OVERLOADED"
+    assert line.line is not None
+    assert line.line._kept_bytes < 1000
+
+
+# ---------------------------------------------------------------------------------------------------- whose it is, and its end
+
+
+def test_the_session_of_another_token_is_as_unknown_as_one_that_there_never_was(stage: Stage, line: Line) -> None:
+    stranger = stage.create_token("worker")
+
+    answers = [
+        stage.call(method, f"/v1/worker/{name}", token)
+        for name, token in ((line.name, stranger), ("made-up", line.token))
+        for method in ("POST", "DELETE")
+    ]
+
+    assert [refusal(answer) for answer in answers] == [(404, "NOT_FOUND")] * 4
+    assert len({answer.text for answer in answers}) == 1
+    assert line.poll(0, 0) == []
+
+
+def test_a_worker_that_leaves_is_gone_at_once(line: Line, pool: ThreadPoolExecutor) -> None:
+    poll = line.begin_poll(pool)
+
+    answer = line.leave()
+
+    assert (answer.status_code, answer.json()) == (200, {"session": "ended"})
+    assert line.credit is None
+    assert error_of(poll.result(5.0)) == "UNAVAILABLE"
+    assert refusal(line.leave()) == refusal(line.post("?heard=0")) == (404, "NOT_FOUND")
+
+
+@pytest.mark.parametrize(("incarnation", "code"), [("one", "PROTOCOL"), ("two", "INVALID")])
+def test_a_new_session_of_the_same_worker_ends_the_old_one(
+    stage: Stage, line: Line, pool: ThreadPoolExecutor, incarnation: str, code: str
+) -> None:
+    poll = line.begin_poll(pool)
+
+    new = Line(stage, line.token, worker_id=line.worker_id, incarnation=incarnation)
+
+    assert error_of(poll.result(5.0)) == code
+    assert refusal(line.post("?heard=1")) == (404, "NOT_FOUND")
+    new.say(GiveCredit(2))
+    assert line.credit == 2
+
+
+def test_a_token_that_is_revoked_ends_the_poll_and_every_request_after_it(
+    stage: Stage, line: Line, pool: ThreadPoolExecutor
+) -> None:
+    poll = line.begin_poll(pool)
+
+    stage.revoke_token(line.token_id)
+
+    assert error_of(poll.result(5.0)) == "UNAUTHORIZED"
+    assert [refusal(answer) for answer in (line.post("?heard=0"), line.post("?said=1", GiveCredit(1)), line.leave())] == [
+        (403, "TOKEN_REVOKED")
+    ] * 3
+    assert line.credit is None
+
+
+def test_a_token_that_expires_ends_the_poll_and_every_request_after_it(
+    stage: Stage, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(stage, stage.create_token("worker", expires_at=time.time() + 3600))
+    poll = line.begin_poll(pool)
+
+    clock = stage.server.now
+    monkeypatch.setattr(stage.server, "now", lambda: Now(clock().monotonic, clock().wall + 3601))
+
+    assert error_of(poll.result(5.0)) == "UNAUTHORIZED"
+    assert refusal(line.post("?heard=0")) == (401, "UNAUTHORIZED")
+
+
+def test_a_token_that_is_rotated_is_followed_by_its_answer(stage: Stage, pool: ThreadPoolExecutor) -> None:
+    line = Line(stage, stage.create_token("worker", worker_id="rotates"), worker_id="rotates")
+    poll = line.begin_poll(pool)
+
+    line.say(Request(9, "worker.rotate", {"token_id": "next-one", "sha256": "0" * 64}))
+
+    [reply] = poll.result(5.0)
+    assert isinstance(reply, Reply)
+    assert (reply.corr_id, reply.body["token_id"]) == (9, "next-one")
+    assert refusal(line.post("?heard=1")) == (403, "TOKEN_REVOKED")
+
+
+def test_a_session_of_which_nothing_is_heard_is_forgotten_and_one_with_a_poll_is_not(
+    stage: Stage, line: Line, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tick() -> None:
+        stage.door._house.lines.tick()
+
+    other = Line(stage)
+    poll = other.begin_poll(pool)
+    stage.run(tick())
+    before = line.credit, other.credit
+
+    monkeypatch.setattr(lines, "KEPT_S", 0.0)
+    stage.run(tick())
+
+    assert before == (0, 0)
+    assert (line.credit, other.credit) == (None, 0)
+    assert refusal(line.post("?heard=0")) == (404, "NOT_FOUND")
+    other.leave()
+    poll.result(5.0)
+
+
+def test_a_server_that_closes_answers_the_polls(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    with Stage(tmp_path) as stage:
+        line = Line(stage)
+        poll = line.begin_poll(pool)
+        began = time.monotonic()
+
+        stage.run(stage.door.close())
+
+        [error] = poll.result(5.0)
+        assert isinstance(error, ErrorMessage)
+        assert (error.code, error.message) == ("UNAVAILABLE", "the server is going down; try again")
+        assert time.monotonic() - began < 2.0
+
+
+# ---------------------------------------------------------------------------------------------------- what it was given
+
+
+async def sweep(stage: Stage) -> None:
+    stage.door._house.lines.tick()
+
+
+def test_a_worker_that_hung_up_in_the_middle_of_a_poll_is_missed_sooner(
+    stage: Stage, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        stage.http.post(f"/v1/worker/{line.name}?heard=0&wait=15", headers={"Authorization": f"Bearer {line.token}"}, timeout=0.1)
+    wait_until(lambda: line.line is not None and not line.line.users, what="the server has noticed")
+    other = Line(stage)
+    other.poll(0, 0)
+
+    monkeypatch.setattr(lines, "LEFT_S", 0.0)
+    stage.run(sweep(stage))
+
+    assert (line.credit, other.credit) == (None, 0)
+
+
+def state_of(line: Line, job_id: str) -> str:
+    return str(line.stage.get(f"/v1/jobs/{job_id}").json()["state"])
+
+
+def test_a_job_that_a_lost_worker_never_heard_of_is_anybodys_at_once(
+    stage: Stage, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line.say(GiveCredit(1))
+    job_id = line.submit()
+    wait_until(lambda: line.line is not None and line.line._kept, what="it is assigned")
+
+    monkeypatch.setattr(lines, "KEPT_S", 0.0)
+    stage.run(sweep(stage))
+
+    wait_until(lambda: state_of(line, job_id) == "PENDING", 5.0, "it waits for another worker")
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_a_job_that_a_lost_worker_has_is_its_own_also_if_it_was_sent_again_unheard(
+    stage: Stage, line: Line, monkeypatch: pytest.MonkeyPatch, confirmed: bool
+) -> None:
+    monkeypatch.setattr(broker, "REDELIVER_AFTER_S", 0.01)
+    line.say(GiveCredit(1))
+    job_id = line.submit()
+    line.take()
+    if confirmed:
+        line.post("?heard=1")
+    wait_until(lambda: line.line is not None and len(line.line._kept) >= 2 - confirmed, 5.0, "it is sent again")
+
+    monkeypatch.setattr(lines, "KEPT_S", 0.0)
+    stage.run(sweep(stage))
+    monkeypatch.undo()
+
+    # it is not given to the next one that asks, as long as its lease lasts
+    other = Line(stage, patterns=(line.subject,))
+    other.say(GiveCredit(1))
+    [second] = [line.submit()]
+    assert other.take().job_id == second
+    assert state_of(line, job_id) == "ASSIGNED"
+
+
+# ---------------------------------------------------------------------------------------------------- large things
+
+
+def test_a_worker_reads_the_inputs_of_the_jobs_that_it_holds_and_no_others(stage: Stage, line: Line) -> None:
+    data = secrets.token_bytes(100_000)
+    sha256 = hashlib.sha256(data).hexdigest()
+    assert stage.call("PUT", f"/v1/blobs/{sha256}", stage.client, content=data).status_code == 200
+    file = InputFile("data.bin", sha256=sha256, size_bytes=len(data))
+    job_id = line.submit(files=[file])
+    other = line.submit()
+
+    def get(token: str = line.token, job_id: str = job_id, **who: str) -> httpx.Response:
+        params = {"job_id": job_id, "worker_id": line.worker_id, "incarnation": "one", **who}
+        return stage.call("GET", f"/v1/blobs/{sha256}", token, params=params)
+
+    before = get()
+    line.say(GiveCredit(1))
+    assert line.take().job_id == job_id
+    stranger = Line(stage)
+
+    assert get().content == data
+    others_words = [
+        before,
+        get(incarnation="two"),
+        get(worker_id="somebody"),
+        get(job_id=other),
+        get(stranger.token, worker_id=stranger.worker_id),
+        get(job_id="no-such-job"),
+    ]
+    assert [refusal(answer) for answer in others_words] == [(404, "NOT_FOUND")] * 6
+    assert refusal(get(stranger.token)) == (403, "FORBIDDEN")  # who knows all of it but has another token
+    assert refusal(get(worker_id="")) == (400, "INVALID_PAYLOAD")
+
+
+def test_a_worker_sends_a_large_result(stage: Stage, line: Line) -> None:
+    data = secrets.token_bytes(100_000)
+    path = f"/v1/blobs/{hashlib.sha256(data).hexdigest()}"
+    who = {"worker_id": line.worker_id, "incarnation": "one"}
+
+    offers = [stage.call("POST", path, line.token, params=who, json={"size_bytes": len(data)}).json()["have"]]
+    put = stage.call("PUT", path, line.token, params=who, content=data)
+    offers.append(stage.call("POST", path, line.token, params=who, json={"size_bytes": len(data)}).json()["have"])
+
+    assert put.status_code == 200, put.text
+    assert offers == [False, True]
+    assert line.credit == 0  # its own connection is as it was

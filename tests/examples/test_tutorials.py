@@ -1,0 +1,77 @@
+"""The tutorials are true: every command of the page is run, and gives what the page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Require
+from tests.examples.tutorial import Terminals, blocks_of, check_shown, steps_of
+from tests.services_redis import RedisService
+from tests.shape.source import ROOT
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+LAB_PC = (TUTORIALS / "lab-pc.md").read_text(encoding="utf-8")
+COPY = 'scp() { cp "${@:1:$#-1}" ../lab/; }'  # the other machine is the folder beside
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.e2e
+def test_a_lab_pc_computes_for_a_control_plane(tmp_path: Path, redis_service: RedisService, require: Require) -> None:
+    for program, package in (("pw.x", "quantum-espresso"), ("curl", "curl")):
+        require(program, shutil.which(program) is not None, f"make system-deps, or apt-get install {package}")
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "control").mkdir()
+    shutil.copy(ROOT / "examples" / "zpe" / "h2.json", tmp_path / "control")
+    shutil.copytree(ROOT / "examples" / "zpe", tmp_path / "lab" / "zpe")
+    here = {
+        "control.example": "localhost",
+        "0.0.0.0": "127.0.0.1",
+        "7443": str(free_port()),
+        "redis://127.0.0.1:6379/0": redis_service.url(),
+    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    with Terminals(tmp_path, here, path, start=COPY) as terminals:
+        terminals.follow(LAB_PC)
+
+    answers = [
+        json.loads(line)
+        for text in terminals.all_printed
+        for line in text.replace("}{", "}\n{").splitlines()
+        if '"zpe_ev"' in line
+    ]
+    assert [answer["job_id"] for answer in answers] == ["h2", "again"]
+    assert all(0.26 <= answer["result"]["zpe_ev"] <= 0.28 for answer in answers)
+
+
+@pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.ja.md")), ids=lambda page: page.name)
+def test_the_japanese_page_has_the_same_commands(page: Path) -> None:
+    english = page.with_name(page.name.replace(".ja.md", ".md")).read_text(encoding="utf-8")
+
+    assert blocks_of(page.read_text(encoding="utf-8")) == blocks_of(english)
+
+
+@pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.name)
+def test_every_block_says_what_is_done_with_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+
+    assert [step.block for step in steps_of(text) if step.block] == blocks_of(text)
+
+
+def test_what_is_shown_must_have_been_printed() -> None:
+    check_shown("one … three\n", "zero\none two three\n")
+    with pytest.raises(AssertionError, match="the page shows"):
+        check_shown("one … four\n", "one two three\n")
