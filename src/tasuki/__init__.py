@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AgentsClient",
+    "AsyncAgentsClient",
     "AsyncClient",
     "Client",
     "InputFile",
@@ -28,6 +30,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "AgentsClient": "tasuki.client.failover",
+    "AsyncAgentsClient": "tasuki.client.failover",
     "AsyncClient": "tasuki.client",
     "Client": "tasuki.client",
     "InputFile": "tasuki.core.job",

@@ -95,6 +95,10 @@ class AgentNode:
     async def close(self) -> None:
         await self._transport.close()
 
+    def answer(self, method: str, path: str, **options: Any) -> Answer:
+        """Whatever the node answers, for those who pass it on; see HttpTransport.answer."""
+        return self._transport.answer(method, path, **options)
+
     # ------------------------------------------------------------------------------------------------ small questions
 
     async def look(self) -> Capacity | None:

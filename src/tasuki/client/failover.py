@@ -1,0 +1,229 @@
+"""Jobs on node agents, without a server: one async client, and a thin blocking face.
+
+    async with AsyncAgentsClient("agents:http://n1:7090,http://n2:7090", token_file="token") as client:
+        ended = await client.run("pricer", ["--fast"], files=["book.csv"], output="result.zip")
+
+All runs of a client share what is known of the nodes. Nothing here needs Linux.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tasuki.client.agent_node import AgentNode, Refusing
+from tasuki.client.agent_upload import read_upload
+from tasuki.client.breaker_notes import BreakerNotes
+from tasuki.client.failover_run import AgentResult, AgentRun, Progress, keep
+from tasuki.config import find_token, parse_agents
+from tasuki.core.breaker import DEFAULT_RULES, BreakerRules
+from tasuki.core.failover_events import LIMIT_S, PATIENCE_S, SILENT_S, Job, Ticked
+from tasuki.core.ids import IdMaker, check_job_id
+from tasuki.core.nodes import Nodes, Ranked
+from tasuki.errors import InvalidInput, TasukiError, Unavailable
+from tasuki.net.loops import now
+from tasuki.net.tls import client_tls
+
+__all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "Progress"]
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+LONGER_THAN_THE_JOB_S = 60.0
+
+
+class AsyncAgentsClient:
+    """Runs jobs on whichever of several node agents is well. Safe for many runs at once.
+
+    `agents` are addresses, or one text as `--to` takes it. `notes` is a folder in which breakers are remembered; without one they
+    last as long as the client.
+    """
+
+    def __init__(
+        self,
+        agents: str | Sequence[str],
+        *,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | None = None,
+        rules: BreakerRules = DEFAULT_RULES,
+        notes: Path | None = None,
+    ) -> None:
+        addresses = parse_agents(agents if isinstance(agents, str) else ",".join(agents))
+        secret = find_token(token_file) if token is None else token
+        tls = client_tls(tls_ca)
+        self._agents = {str(address): AgentNode(address, secret, tls) for address in addresses}
+        self.nodes = Nodes(list(self._agents), random.random, rules)
+        self._notes = BreakerNotes(notes) if notes is not None else None
+        self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
+        self._looks: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Task[None]] = set()
+        self._runs: set[AgentRun] = set()
+
+    async def __aenter__(self) -> Self:
+        if self._notes is not None:
+            self.nodes.recall(await asyncio.to_thread(self._notes.read), now().monotonic)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Leave. Jobs go on; what was to be removed is removed first, which takes a moment where a node does not answer."""
+        for task in self._looks:
+            task.cancel()
+        await asyncio.gather(*self._looks, *self._removals, return_exceptions=True)
+        if self._notes is not None:
+            await asyncio.to_thread(self._notes.write, self.nodes.notes(now().monotonic))
+        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
+
+    def new_id(self) -> str:
+        return self._make_id()
+
+    # ------------------------------------------------------------------------------------------------ jobs
+
+    async def run(
+        self,
+        exec: str,
+        args: Sequence[str] = (),
+        *,
+        files: Sequence[str | os.PathLike[str]],
+        output: str | os.PathLike[str],
+        job_id: str | None = None,
+        known: bool | None = None,
+        timeout_s: float | None = None,
+        limit_s: float | None = None,
+        hedge_s: float | None = None,
+        patience_s: float = PATIENCE_S,
+        silent_s: float = SILENT_S,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_note: Callable[[str], None] | None = None,
+    ) -> AgentResult:
+        """Run one job, wherever that works, and save its ZIP as `output`.
+
+        With a `job_id` of your own, asking again gives the stored result or goes on with the run that is under way. `timeout_s`
+        limits the program, `limit_s` all of it (20 minutes, or a minute more than the program may take). A canceled call leaves
+        the job alone. `known=False` is for an id that was made just now: no node is asked for it first.
+        """
+        target = Path(output)
+        if not target.parent.is_dir():
+            raise InvalidInput(f"the folder of {str(target)!r} does not exist; make it first, or choose another file")
+        if limit_s is None:
+            limit_s = max(LIMIT_S, (timeout_s or 0.0) + LONGER_THAN_THE_JOB_S)
+        chosen = check_job_id(job_id) if job_id else self.new_id()
+        upload = await asyncio.to_thread(read_upload, exec, args, files, timeout_s)
+        if known is None:
+            known = job_id is not None
+        job = Job(chosen, upload.input, known, limit_s, hedge_s, patience_s, silent_s)
+        run = AgentRun(self, job, upload, target, on_progress, on_note)
+        self._runs.add(run)
+        try:
+            return await run.drive()
+        finally:
+            self._runs.discard(run)
+
+    async def cancel(self, job_id: str) -> dict[str, str]:
+        """Stop and remove a job at all nodes; what each answered."""
+        check_job_id(job_id)
+        answers = await asyncio.gather(*(self._remove(agent, job_id) for agent in self._agents.values()))
+        return dict(zip(self._agents, answers, strict=True))
+
+    async def _remove(self, agent: AgentNode, job_id: str) -> str:
+        try:
+            return "removed" if await agent.remove(job_id) else "not known"
+        except (TasukiError, Refusing) as error:
+            log.info("job %s: %s: not removed: %s", job_id, agent.name, error, extra={"job_id": job_id})
+            return str(error)
+
+    def remove_soon(self, node: str, job_id: str) -> None:
+        """Nobody waits for the answer."""
+
+        async def removing() -> None:
+            await self._remove(self._agents[node], job_id)
+
+        keep(asyncio.create_task(removing()), self._removals)
+
+    # ------------------------------------------------------------------------------------------------ nodes
+
+    def agent(self, node: str) -> AgentNode:
+        return self._agents[node]
+
+    async def ranking(self) -> list[Ranked]:
+        """Look at all nodes; the best first. A node that does not answer takes 2 s."""
+        looks = [self.look(node) for node in self.nodes.to_look_at(now().monotonic, 0.0)]
+        if looks:
+            await asyncio.wait(looks)
+        return self.nodes.ranking(now().monotonic)
+
+    def look(self, node: str) -> asyncio.Task[None]:
+        """Ask for health and capacity; all runs hear when it is known."""
+        return keep(asyncio.create_task(self._look(node)), self._looks)
+
+    async def _look(self, node: str) -> None:
+        try:
+            capacity = await self._agents[node].look()
+            self.nodes.seen(node, capacity, now().monotonic)
+        except (TasukiError, Refusing) as error:
+            self.nodes.unwell(node, str(error), now().monotonic)
+        except Exception as error:  # a defect must not leave the node "being asked" for ever
+            log.exception("%s could not be looked at", node)
+            self.nodes.unwell(node, f"could not be looked at: {error!r}", now().monotonic)
+        for run in list(self._runs):
+            run.hear(Ticked())
+
+
+class AgentsClient:
+    """Blocking client: takes what AsyncAgentsClient takes, and gives the same answers. Safe to share between threads."""
+
+    def __init__(self, agents: str | Sequence[str], **options: Any) -> None:
+        self._async = AsyncAgentsClient(agents, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-agents-client", daemon=True)
+        self._thread.start()
+        self._wait(self._async.__aenter__())
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Ctrl-C ends the wait and the work."""
+        if self._loop.is_closed():
+            work.close()
+            raise Unavailable("this client was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def run(self, exec: str, args: Sequence[str] = (), **options: Any) -> AgentResult:
+        """As AsyncAgentsClient.run. Callbacks are called from the client's own thread."""
+        return self._wait(self._async.run(exec, args, **options))
+
+    def cancel(self, job_id: str) -> dict[str, str]:
+        return self._wait(self._async.cancel(job_id))
+
+    def ranking(self) -> list[Ranked]:
+        return self._wait(self._async.ranking())
+
+    def close(self) -> None:
+        """Leave. Jobs go on."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._wait(self._async.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

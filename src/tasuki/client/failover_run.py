@@ -1,0 +1,295 @@
+"""One job on node agents: drives its plan, and makes the requests that the plan asks for.
+
+Touches the output file and one file beside it, which becomes the output when it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tasuki.client.agent_node import AgentNode, JobView, Refusing, Result
+from tasuki.client.agent_upload import Upload
+from tasuki.core.failover import FailoverPlan
+from tasuki.core.failover_events import (
+    Ask,
+    Begin,
+    Command,
+    Drop,
+    Event,
+    Fetch,
+    Finish,
+    GiveUp,
+    Heard,
+    Job,
+    Look,
+    Lost,
+    Post,
+    Refused,
+    Remove,
+    Saved,
+    Tell,
+    Ticked,
+    Told,
+    Untold,
+    Uploaded,
+)
+from tasuki.core.nodes import Nodes
+from tasuki.errors import InvalidInput, TasukiError, Unavailable
+from tasuki.net.http_transport import NoConnection
+from tasuki.net.loops import now
+
+log = logging.getLogger(__name__)
+HEARD_EVERY_S = 0.25
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far it is: of an upload or download in bytes, of a run as its program says."""
+
+    stage: str
+    """upload, run or download"""
+    node: str
+    done_bytes: int = 0
+    total_bytes: int | None = None
+    fraction: float | None = None
+    message: str = ""
+
+
+class AgentResult(msgspec.Struct, frozen=True):
+    """How a job ended. A program that failed is a result too: see `outcome`."""
+
+    job_id: str
+    node: str
+    outcome: str
+    """succeeded, failed or timed_out"""
+    exit_code: int | None
+    error_code: str | None
+    message: str
+    path: Path | None
+    """Where the ZIP was saved; None: its node was lost before it could be fetched."""
+    size_bytes: int
+    sha256: str
+    cached: bool
+    """It was there before: nothing was run for it."""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.outcome == "succeeded"
+
+
+class Company(Protocol):
+    """What all runs of a client share."""
+
+    nodes: Nodes
+
+    def agent(self, node: str) -> AgentNode: ...
+
+    def look(self, node: str) -> asyncio.Task[None]: ...
+
+    def remove_soon(self, node: str, job_id: str) -> None: ...
+
+
+def keep(task: asyncio.Task[None], among: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    """A loop holds its tasks weakly."""
+    among.add(task)
+    task.add_done_callback(among.discard)
+    return task
+
+
+class AgentRun:
+    """One job: its plan, and the requests that the plan asked for."""
+
+    def __init__(
+        self,
+        client: Company,
+        job: Job,
+        upload: Upload,
+        target: Path,
+        on_progress: Callable[[Progress], None] | None,
+        on_note: Callable[[str], None] | None,
+    ) -> None:
+        self._client = client
+        self._job = job
+        self._upload = upload
+        self._target = target
+        self._on_progress = on_progress
+        self._on_note = on_note
+        self._plan = FailoverPlan(job, client.nodes)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+        self._results: dict[int, Result] = {}
+        self._posted = False
+        self._ended: Finish | None = None
+        self._error: BaseException | None = None
+
+    def hear(self, event: Event) -> None:
+        self._events.put_nowait(event)
+
+    async def drive(self) -> AgentResult:
+        """Until the plan is over."""
+        try:
+            self._apply(Begin())
+            while not self._plan.over and self._error is None:
+                wait_s = self._plan.due_at(now().monotonic) - now().monotonic
+                try:
+                    async with asyncio.timeout(max(0.0, wait_s)):
+                        event = await self._events.get()
+                except TimeoutError:
+                    event = Ticked()
+                self._apply(event)
+            return self._result()
+        finally:
+            await self._end_requests()
+
+    def _apply(self, event: Event) -> None:
+        for command in self._plan.apply(event, now().monotonic):
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Look():
+                self._client.look(command.node)
+            case Ask():
+                task = keep(asyncio.create_task(self._asked(command)), self._asking)
+                task.add_done_callback(self._broken)
+            case Post() | Fetch():
+                self._posted = self._posted or isinstance(command, Post)
+                task = self._requests[command.ticket] = asyncio.create_task(self._request(command))
+                task.add_done_callback(self._broken)
+            case Drop():
+                if command.ticket in self._requests:  # a run that is only followed has none
+                    self._requests[command.ticket].cancel()
+            case Remove():
+                self._client.remove_soon(command.node, self._job.job_id)
+            case Tell():
+                self._tell(command.text)
+            case Finish():
+                self._ended = command
+            case GiveUp():
+                self._error = command.error
+
+    def _tell(self, text: str) -> None:
+        log.info("job %s: %s", self._job.job_id, text, extra={"job_id": self._job.job_id})
+        if self._on_note is not None:
+            self._on_note(text)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def _broken(self, task: asyncio.Task[None]) -> None:
+        """A defect in a request is the end of its run, and not a silence that the plan must find out about."""
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()
+            self.hear(Ticked())
+
+    async def _asked(self, command: Ask) -> None:
+        try:
+            view = await self._client.agent(command.node).ask(self._job.job_id)
+        except (TasukiError, Refusing) as error:
+            self.hear(Untold(command.ticket, str(error), gone=isinstance(error, NoConnection)))
+            return
+        self.hear(Told(command.ticket, view.says if view is not None else None))
+        if view is not None:
+            self._running(command.node, view)
+
+    def _running(self, node: str, view: JobView) -> None:
+        if view.says.state == "running":
+            self._progress(Progress("run", node, fraction=view.fraction, message=view.message))
+
+    async def _request(self, command: Post | Fetch) -> None:
+        ticket = command.ticket
+        agent = self._client.agent(command.node)
+        try:
+            if isinstance(command, Post):
+                result = await agent.post(
+                    self._job.job_id,
+                    self._upload,
+                    self._part(ticket),
+                    limit_s=self._job.limit_s,
+                    sent=lambda done: self._sent(command, done),
+                    heard=self._hearing(command),
+                )
+            else:
+                result = await agent.fetch(self._job.job_id, self._part(ticket), heard=self._hearing(command))
+        except Refusing as error:
+            self.hear(Refused(ticket, error.refusal))
+        except Unavailable as error:
+            self.hear(Lost(ticket, error.message))
+        except (TasukiError, OSError) as error:  # of our own files: another node would be no better
+            self._error = error if isinstance(error, TasukiError) else self._unwritable(error)
+            self.hear(Ticked())
+        else:
+            self._results[ticket] = result
+            self.hear(Saved(ticket, result.ended))
+
+    def _unwritable(self, error: OSError) -> TasukiError:
+        return InvalidInput(
+            f"job {self._job.job_id}: its result cannot be saved as {str(self._target)!r}: {error.strerror or error}"
+        )
+
+    def _sent(self, command: Post, done: int) -> None:
+        total = self._upload.size_bytes
+        if done >= total:
+            self.hear(Uploaded(command.ticket))
+        self._progress(Progress("upload", command.node, done, total))
+
+    def _hearing(self, command: Post | Fetch) -> Callable[[int, int | None], None]:
+        told_at = 0.0
+
+        def heard(done: int, total: int | None) -> None:
+            nonlocal told_at
+            if now().monotonic - told_at >= HEARD_EVERY_S or done == total:
+                told_at = now().monotonic
+                self.hear(Heard(command.ticket))
+                self._progress(Progress("download", command.node, done, total))
+
+        return heard
+
+    def _progress(self, progress: Progress) -> None:
+        if self._on_progress is not None:
+            self._on_progress(progress)
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def _part(self, ticket: int) -> Path:
+        return self._target.with_name(f".{self._target.name}.{os.getpid()}.{id(self):x}.{ticket}.part")
+
+    def _result(self) -> AgentResult:
+        if self._error is not None:
+            raise self._error
+        assert self._ended is not None
+        ended, result = self._ended.ended, None
+        if self._ended.ticket is not None:
+            result = self._results[self._ended.ticket]
+            try:
+                self._part(self._ended.ticket).replace(self._target)
+            except OSError as error:
+                raise self._unwritable(error) from None
+        return AgentResult(
+            job_id=self._job.job_id,
+            node=self._ended.node,
+            outcome=ended.outcome,
+            exit_code=ended.exit_code,
+            error_code=ended.error_code,
+            message=ended.message,
+            path=self._target if result is not None else None,
+            size_bytes=result.size_bytes if result is not None else 0,
+            sha256=result.sha256 if result is not None else "",
+            cached=result is not None and (result.cached or not self._posted),
+        )
+
+    async def _end_requests(self) -> None:
+        tasks = [*self._requests.values(), *self._asking]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for ticket in self._requests:
+            with contextlib.suppress(OSError):  # a file that cannot be removed is only in the way
+                self._part(ticket).unlink(missing_ok=True)

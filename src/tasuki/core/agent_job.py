@@ -1,0 +1,176 @@
+"""What a node agent and its clients agree on: the hash of a job's input, the states, the codes, what a repeated id means.
+
+    nothing, FAILED, INTERRUPTED ──► it runs            with any input: what was there is cleaned away first
+    RUNNING                      ──► LOCKED (423)       or CONFLICT, where both inputs are known and differ
+    DONE                         ──► STORED             the same bytes as before; CONFLICT with another input;
+                                                        COMPARE where the input is not known before it is read
+
+Pure: no clock, no file. The markers of a job's folder are these structs as JSON.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tasuki.core.ids import quoted
+from tasuki.errors import InvalidInput
+
+ARGS_MAX = 1_000
+ARG_MAX_CHARS = 16 * 1024
+TIMEOUT_S = 20 * 60.0
+SLOT_MEMORY_BYTES = 1024**3
+"""What a job is taken to need where nobody says how many may run at once."""
+
+FULL, RUNNING, DRAINING, PROGRAM_FAILED, TIMED_OUT, CANCELED = (
+    "FULL", "RUNNING", "DRAINING", "PROGRAM_FAILED", "TIMED_OUT", "CANCELED",
+)  # fmt: skip
+"""Error codes of an agent, beside those of `tasuki.errors`."""
+
+_is_sha256 = re.compile(r"[0-9a-f]{64}").fullmatch
+
+
+class AgentState(enum.StrEnum):
+    """Where a job stands at an agent."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    INTERRUPTED = "interrupted"
+
+
+class AgentOutcome(enum.StrEnum):
+    """How a program ended that was not interrupted."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+
+    @property
+    def state(self) -> AgentState:
+        return AgentState.DONE if self is AgentOutcome.SUCCEEDED else AgentState(self.value)
+
+
+class InputRecord(msgspec.Struct, frozen=True, gc=False):
+    """One file of an upload, as it was received."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+class RunningMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """`.running`: an incarnation of the agent has this job in its hands."""
+
+    job_id: str
+    incarnation: str
+    boot_id: str
+    pid: int
+    node: str
+    exec: str
+    input: str
+    attempt: int
+    started_at: float
+
+
+class EndedMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """`.done` or `.failed`: the program has ended, and `result.zip` beside it is whole."""
+
+    job_id: str
+    outcome: AgentOutcome
+    exit_code: int | None
+    error_code: str | None = None
+    message: str = ""
+    node: str
+    exec: str
+    input: str
+    attempt: int
+    started_at: float
+    ended_at: float
+    result_sha256: str
+    result_bytes: int
+
+
+class InterruptedMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """`.interrupted`: the agent ended while the job ran; there is no result."""
+
+    job_id: str
+    node: str
+    exec: str
+    input: str
+    attempt: int
+    started_at: float
+    interrupted_at: float
+
+
+Marker = RunningMarker | EndedMarker | InterruptedMarker
+
+
+class Verdict(enum.Enum):
+    """What a POST with an id is answered with, as far as the id decides it."""
+
+    RUN = enum.auto()
+    STORED = enum.auto()
+    COMPARE = enum.auto()
+    LOCKED = enum.auto()
+    CONFLICT = enum.auto()
+
+
+def judge(state: AgentState | None, recorded_input: str | None, sent_input: str | None) -> Verdict:
+    """Of a job in this state, with this input. None: there is no such job; an input is not known yet."""
+    differs = recorded_input is not None and sent_input is not None and recorded_input != sent_input
+    match state:
+        case AgentState.RUNNING:
+            return Verdict.CONFLICT if differs else Verdict.LOCKED
+        case AgentState.DONE:
+            if sent_input is None:
+                return Verdict.COMPARE
+            return Verdict.CONFLICT if differs else Verdict.STORED
+        case _:
+            return Verdict.RUN
+
+
+def input_hash(exec_: str, args: Sequence[str], files: Iterable[InputRecord]) -> str:
+    """sha256 of what makes two requests with one id the same: exec, arguments and files. The time limit is no part of it."""
+    body = {"args": list(args), "exec": exec_, "files": sorted(files, key=lambda file: file.name)}
+    return hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()
+
+
+def check_input_hash(text: str) -> str:
+    if _is_sha256(text) is None:
+        raise InvalidInput(f"input {quoted(text)} must be the sha256 of the input, 64 digits of 0-9 a-f; leave it out if unknown")
+    return text
+
+
+def parse_args(text: str) -> tuple[str, ...]:
+    """The form field `args`: a JSON list of texts."""
+    try:
+        args = msgspec.json.decode(text, type=tuple[str, ...])
+    except (msgspec.MsgspecError, RecursionError):
+        raise InvalidInput(f'args {quoted(text)} must be a JSON list of texts, like ["--seed", "7"]') from None
+    if len(args) > ARGS_MAX or any(len(argument) > ARG_MAX_CHARS for argument in args):
+        raise InvalidInput(f"args must be at most {ARGS_MAX} texts of at most {ARG_MAX_CHARS} characters")
+    if any("\0" in argument for argument in args):
+        raise InvalidInput("args has a NUL character, which no program can be given")
+    return args
+
+
+def parse_timeout(text: str) -> float:
+    """The form field `timeout_s`: seconds above 0."""
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0.0 < timeout_s < float("inf"):
+        raise InvalidInput(f"timeout_s {quoted(text)} must be seconds, above 0; leave it out for the agent's own limit")
+    return timeout_s
+
+
+def default_slots(cores: int, memory_bytes: int) -> int:
+    """How many jobs at once suit a machine: one for each core, as far as each has a gigabyte of memory."""
+    return max(1, min(cores, memory_bytes // SLOT_MEMORY_BYTES))

@@ -1,0 +1,78 @@
+"""What an agent refuses, as errors that know their status: the table of the contract, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from tasuki.core import agent_job
+from tasuki.doors.http import answers as http_answers
+from tasuki.doors.http.answers import envelope, error_answer, json_answer
+from tasuki.errors import TasukiError
+
+RETRY_AFTER_S = 1
+
+
+class AgentRefusal(TasukiError):
+    """An answer that is no result. `code` is the error's own, `status` the one of HTTP."""
+
+    def __init__(self, status: int, code: str, message: str, *, retry: bool = False, **details: Any) -> None:
+        super().__init__(message)
+        self.status = status
+        self.word = code
+        self.retry = retry
+        self._details = details
+
+    def details(self) -> dict[str, Any]:
+        return self._details
+
+
+def is_running(job_id: str, node: str, since: float) -> AgentRefusal:
+    message = f"job {job_id} is running at {node}; ask again later for its result"
+    return AgentRefusal(423, agent_job.RUNNING, message, retry=True, job_id=job_id, node=node, since=since)
+
+
+def is_full(running: int, limit: int) -> AgentRefusal:
+    message = f"all {limit} slots are taken; try another node, or later"
+    return AgentRefusal(503, agent_job.FULL, message, retry=True, running=running, limit=limit)
+
+
+def is_draining() -> AgentRefusal:
+    return AgentRefusal(503, agent_job.DRAINING, "this agent is going down and takes no new jobs; try another node", retry=True)
+
+
+def other_input(job_id: str) -> AgentRefusal:
+    message = f"job {job_id} exists with another input; use a new job_id, or send exactly the same files, exec and args"
+    return AgentRefusal(409, "CONFLICT", message, job_id=job_id)
+
+
+def was_canceled(job_id: str) -> AgentRefusal:
+    return AgentRefusal(409, agent_job.CANCELED, f"job {job_id} was removed while it ran", job_id=job_id)
+
+
+def claim_lost(job_id: str) -> AgentRefusal:
+    message = f"job {job_id} was stopped here, because this node could not renew its claim to it; ask again"
+    return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id)
+
+
+def program_failed(ended: agent_job.EndedMarker) -> AgentRefusal:
+    """The program's own end. Its ZIP is kept."""
+    if ended.outcome is agent_job.AgentOutcome.TIMED_OUT:
+        status, code = 504, agent_job.TIMED_OUT
+    else:
+        status, code = 500, agent_job.PROGRAM_FAILED
+    facts: dict[str, Any] = {"job_id": ended.job_id, "exit_code": ended.exit_code, "error_code": ended.error_code}
+    return AgentRefusal(status, code, f"{ended.message}; its logs and files are at /result/{ended.job_id}", **facts)
+
+
+def code_of(error: TasukiError) -> str:
+    return error.word if isinstance(error, AgentRefusal) else http_answers.code_of(error)
+
+
+def refusal_answer(error: TasukiError) -> Response:
+    """The answer to any error that was raised on purpose."""
+    if not isinstance(error, AgentRefusal):
+        return error_answer(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retry else {}
+    return json_answer(envelope(error.word, error.message, error.details()), error.status, headers)

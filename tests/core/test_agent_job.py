@@ -1,0 +1,98 @@
+"""What agents and their clients agree on: the hash of an input, what a repeated id means, the fields of a form."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from tasuki.core.agent_job import (
+    AgentOutcome,
+    AgentState,
+    InputRecord,
+    Verdict,
+    check_input_hash,
+    default_slots,
+    input_hash,
+    judge,
+    parse_args,
+    parse_timeout,
+)
+from tasuki.errors import InvalidInput
+
+GIB = 1024**3
+A, B = InputRecord("a.csv", "1" * 64, 3), InputRecord("b.csv", "2" * 64, 4)
+
+
+def test_the_input_hash_is_that_of_the_documented_text() -> None:
+    text = (
+        '{"args":["--seed","7"],"exec":"pricer","files":[{"name":"a.csv","sha256":"' + "1" * 64 + '","size_bytes":3},'
+        '{"name":"b.csv","sha256":"' + "2" * 64 + '","size_bytes":4}]}'
+    )
+
+    assert input_hash("pricer", ("--seed", "7"), [B, A]) == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_everything_that_matters_is_in_the_input_hash() -> None:
+    others = [
+        input_hash("other", ("x",), [A, B]),
+        input_hash("pricer", ("y",), [A, B]),
+        input_hash("pricer", (), [A, B]),
+        input_hash("pricer", ("x",), [A]),
+        input_hash("pricer", ("x",), [A, InputRecord("b.csv", "3" * 64, 4)]),
+        input_hash("pricer", ("x",), [A, InputRecord("c.csv", "2" * 64, 4)]),
+    ]
+
+    assert len({input_hash("pricer", ("x",), [A, B]), *others}) == 7
+
+
+@pytest.mark.parametrize(
+    ("state", "recorded", "sent", "verdict"),
+    [
+        (None, None, None, Verdict.RUN),
+        (None, None, "x", Verdict.RUN),
+        (AgentState.RUNNING, None, None, Verdict.LOCKED),
+        (AgentState.RUNNING, None, "x", Verdict.LOCKED),
+        (AgentState.RUNNING, "x", None, Verdict.LOCKED),
+        (AgentState.RUNNING, "x", "x", Verdict.LOCKED),
+        (AgentState.RUNNING, "x", "y", Verdict.CONFLICT),
+        (AgentState.DONE, "x", None, Verdict.COMPARE),
+        (AgentState.DONE, "x", "x", Verdict.STORED),
+        (AgentState.DONE, "x", "y", Verdict.CONFLICT),
+        (AgentState.FAILED, "x", "y", Verdict.RUN),
+        (AgentState.TIMED_OUT, "x", "x", Verdict.RUN),
+        (AgentState.INTERRUPTED, "x", "y", Verdict.RUN),
+    ],
+)
+def test_what_an_id_that_comes_again_means(state, recorded, sent, verdict) -> None:
+    assert judge(state, recorded, sent) is verdict
+
+
+def test_every_outcome_has_its_state() -> None:
+    assert [outcome.state for outcome in AgentOutcome] == [AgentState.DONE, AgentState.FAILED, AgentState.TIMED_OUT]
+
+
+def test_args_are_a_json_list_of_texts() -> None:
+    assert parse_args('["--seed", "7"]') == ("--seed", "7")
+    for wrong in ("", "x", "{}", "[1]", '["a', '["\\u0000"]', "[" * 100_000, str(["x"] * 5)):
+        with pytest.raises(InvalidInput):
+            parse_args(wrong)
+
+
+def test_a_time_limit_is_above_zero_and_finite() -> None:
+    assert parse_timeout("0.5") == 0.5
+    for wrong in ("", "x", "0", "-1", "inf", "nan"):
+        with pytest.raises(InvalidInput):
+            parse_timeout(wrong)
+
+
+def test_an_input_hash_is_64_small_hex_digits() -> None:
+    assert check_input_hash("a" * 64) == "a" * 64
+    for wrong in ("", "a" * 63, "A" * 64, "a" * 64 + "\n", "../" + "a" * 61):
+        with pytest.raises(InvalidInput):
+            check_input_hash(wrong)
+
+
+@pytest.mark.parametrize(("cores", "memory_bytes", "slots"), [(8, 64 * GIB, 8), (8, 4 * GIB, 4), (2, GIB // 2, 1)])
+def test_slots_suit_the_machine(cores: int, memory_bytes: int, slots: int) -> None:
+    assert default_slots(cores, memory_bytes) == slots

@@ -1,0 +1,87 @@
+"""What a registry is told, and what its answers do: the desk asks before it runs, and tells how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from starlette.responses import Response
+
+from tasuki.core.agent_job import EndedMarker
+from tasuki.doors.agent.answers import is_running
+from tasuki.doors.agent.registry import AnsweredElsewhere
+from tests.doors.agent.stage import AgentStage, code_of
+from tests.processes import wait_until
+
+
+class OneTable:
+    """A registry that remembers what it was told, and answers as the test says."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.lost: Callable[[], None] = lambda: None
+        self.answer: Exception | None = None
+        self.found: Response | None = None
+
+    async def claim(self, job_id: str, input_hash: str, lost: Callable[[], None]) -> None:
+        self.told.append(("claim", job_id))
+        self.lost = lost
+        if self.answer is not None:
+            raise self.answer
+
+    async def record(self, ended: EndedMarker, result: Path) -> None:
+        assert result.stat().st_size == ended.result_bytes
+        self.told.append((f"record {ended.outcome}", ended.job_id))
+
+    async def release(self, job_id: str) -> None:
+        self.told.append(("release", job_id))
+
+    async def find(self, job_id: str) -> Response | None:
+        return self.found
+
+
+@pytest.fixture
+def table(stage: AgentStage) -> Iterator[OneTable]:
+    table = OneTable()
+    stage.agent.desk.registry = table
+    yield table
+    stage.agent.desk.registry = None
+
+
+def test_a_run_is_claimed_and_recorded(stage: AgentStage, table: OneTable) -> None:
+    assert stage.run("one").status_code == 200
+    assert stage.run("two", "exit 1").status_code == 500
+
+    assert table.told == [("claim", "one"), ("record succeeded", "one"), ("claim", "two"), ("record failed", "two")]
+
+
+def test_what_runs_elsewhere_is_423_and_leaves_nothing(stage: AgentStage, table: OneTable, job_id: str) -> None:
+    table.answer = is_running(job_id, "n2", 1.0)
+
+    answer = stage.run(job_id)
+
+    assert code_of(answer) == (423, "RUNNING")
+    assert answer.json()["error"]["details"]["node"] == "n2"
+    assert not [name for name in stage.files() if job_id in name or name.startswith("incoming")]
+
+
+def test_what_is_done_elsewhere_is_answered_by_the_registry(stage: AgentStage, table: OneTable, job_id: str) -> None:
+    table.answer = AnsweredElsewhere(Response(b"the result of n2", media_type="application/zip"))
+    table.found = Response(b"found")
+
+    assert stage.run(job_id).content == b"the result of n2"
+    assert stage.http.get(f"/result/{job_id}").content == b"found"
+    assert stage.state(job_id) is None
+
+
+def test_a_claim_that_is_lost_stops_the_job(stage: AgentStage, table: OneTable, job_id: str, tmp_path: Path) -> None:
+    running = stage.begin(job_id, f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    pid = wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+
+    stage.call(lambda: table.lost())
+
+    assert code_of(running.answer()) == (503, "UNAVAILABLE")
+    assert not Path(f"/proc/{pid}").exists()
+    assert stage.state(job_id) == "interrupted"
+    assert table.told[-1] == ("release", job_id)
