@@ -247,6 +247,27 @@ class TestWithOneWorker:
         with pytest.raises(NotFound, match="handler"):
             list(shared_client.logs("handled"))
 
+    def test_a_running_program_of_an_app_can_be_followed(
+        self, shared_server: ServerProcess, shared_client: Client, tmp_path: Path
+    ) -> None:
+        script = tmp_path / "app.sh"
+        script.write_text(
+            f'echo one; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; echo two; echo "{{}}" > $TASUKI_OUT/result.json'
+        )
+        with start_worker(shared_server, "--app", "zpe", "--exec", f"zpe=/bin/sh {script}", command=True):
+            job = shared_client.submit(job_id="of-an-app", subject="job.assign.zpe", payload=b"{}")
+            wait_until(lambda: shared_client.status("of-an-app")["state"] == "RUNNING", SOON_S, "it runs")
+            pieces = shared_client.logs("of-an-app")
+            assert next(pieces) == b"one\n"
+
+            (tmp_path / "go").touch()
+
+            assert b"".join(pieces) == b"two\n"
+            assert job.result(timeout=SOON_S) == b"{}"
+        for follow in (True, False):
+            with pytest.raises(NotFound, match="'of-an-app' has no logs: .* an app's"):
+                list(shared_client.logs("of-an-app", follow=follow))
+
     def test_progress_is_shown_and_decides_nothing(self, shared_client: Client, tmp_path: Path) -> None:
         script = (
             f'echo "progress 0.25 a quarter" >&$TASUKI_PROGRESS_FD; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 3'

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,9 @@ import pytest
 from tasuki.core.job import BlobRef, InputFile
 from tests.e2e.transfers import MIB, make_file, send_with_deaths
 from tests.processes import ServerProcess, start_server
+from tests.soak.memory import ALLOWED_BYTES, watched
 
 pytestmark = pytest.mark.soak
-
-ALLOWED_BYTES = 100 * 10**6
-LOOK_S = 0.02
 
 
 @pytest.mark.parametrize("door", ["http", "tcp"])
@@ -26,34 +21,6 @@ def test_a_gib_whose_client_and_server_are_killed_is_hardly_sent_twice(tmp_path:
     sent = send_with_deaths(tmp_path, door, 1024 * MIB, patience_s=120.0)
 
     assert 1024 * MIB <= sent <= 1.1 * 1024 * MIB
-
-
-class Peak:
-    """The most memory that the server had so far."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self.before = self.most = server.rss_bytes()
-
-    @property
-    def grown(self) -> int:
-        return self.most - self.before
-
-
-@contextmanager
-def watched(server: ServerProcess) -> Iterator[Peak]:
-    peak, over = Peak(server), threading.Event()
-
-    def look() -> None:
-        while not over.wait(LOOK_S):
-            peak.most = max(peak.most, server.rss_bytes())
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        yield peak
-    finally:
-        over.set()
-        looking.join()
 
 
 @pytest.mark.parametrize("door", ["http", "tcp"])
@@ -70,7 +37,7 @@ def test_two_gib_in_and_out_stay_out_of_the_servers_memory(tmp_path: Path, door:
             with back.open("wb") as out:
                 await client._blobs.get(ref, handle.job_id, out.write)
 
-    with start_server(tmp_path, "--http", "127.0.0.1:0") as server, watched(server) as peak:
+    with start_server(tmp_path, "--http", "127.0.0.1:0") as server, watched(server.pid) as peak:
         asyncio.run(main(server))
 
     path.unlink()

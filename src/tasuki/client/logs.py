@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -20,7 +21,7 @@ import msgspec
 from tasuki.blobs.zipread import Meter, ZipLimits, read_directory, unpack_entry
 from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult
-from tasuki.errors import InvalidInput, ProtocolError, TasukiError
+from tasuki.errors import InvalidInput, NotFound, ProtocolError, TasukiError
 
 if TYPE_CHECKING:
     from tasuki.client.aio import AsyncClient
@@ -290,6 +291,10 @@ class LogFollower:
         with tempfile.TemporaryDirectory(prefix="tasuki-logs-") as folder:
             path = Path(folder) / "result.zip"
             await self._client.save_result(ended, path)
+            if not await asyncio.to_thread(zipfile.is_zipfile, path):
+                if self.attempt:  # what it wrote while it ran was told
+                    return
+                raise NotFound(f"job {self.job_id!r} has no logs: a handler's and an app's result has none")
             async for part in self.rest_in(path, ended.attempt):
                 yield part
 

@@ -30,6 +30,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reports import NUMBER_MAX
 from tasuki.core.sessions import ClientSession, WorkerSession
+from tasuki.core.verbs import Takes
 from tasuki.errors import InvalidInput, NotFound, Overloaded, TasukiError
 
 if TYPE_CHECKING:
@@ -112,8 +113,9 @@ class LogDesk:
         if not isinstance(client, ClientSession):
             return []
         job, asked = event.job, event.question
-        if not job.spec.exec:
-            return [_refusal(event, NotFound(f"job {job.job_id!r} has no logs: it is a Python handler's, not a command"))]
+        if not (job.spec.exec or asked.attempt or _may_be_a_command(broker, job)):
+            message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program does not run now"
+            return [_refusal(event, NotFound(message))]
         offset = asked.offset if asked.attempt in (0, job.attempt) else 0
         answer = _standing(job, asked.stream, offset)
         lease = job.lease
@@ -171,6 +173,12 @@ class LogDesk:
             part = {"offset": piece.offset, "data": piece.data, "next": piece.next, "cut_bytes": piece.cut_bytes}
             answer = {**answer, **part, "end": piece.end, "complete": piece.ended}
         return [Send(pending.conn, Reply(pending.msg_id, answer))]
+
+
+def _may_be_a_command(broker: Broker, job: Job) -> bool:
+    """It names no program. But a worker of an app may have one for it, whose logs can be read while it runs."""
+    worker = broker.workers.get(job.lease.worker_id) if job.lease is not None and job.state in LEASED else None
+    return worker is not None and worker.takes is Takes.ANY
 
 
 def _standing(job: Job, stream: str, offset: int) -> dict[str, Any]:
