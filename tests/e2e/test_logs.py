@@ -265,7 +265,7 @@ class TestWithOneWorker:
             assert b"".join(pieces) == b"two\n"
             assert job.result(timeout=SOON_S) == b"{}"
         for follow in (True, False):
-            with pytest.raises(NotFound, match="'of-an-app' has no logs: .* an app's"):
+            with pytest.raises(NotFound, match=r"'of-an-app' has no logs: .* an app's"):
                 list(shared_client.logs("of-an-app", follow=follow))
 
     def test_progress_is_shown_and_decides_nothing(self, shared_client: Client, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ ARROWS[""] = BELOW_DJANGO | {"cli"}  # the public names, and `python -m tasuki`
 ALSO: dict[str, set[str]] = {
     "stores/sql*.py": {"django.models", "django.schema", "django.standalone"},
     "doors/agent/*.py": {"worker", "blobs"},  # the executor, without a server
-    "doors/dispatcher.py": {"client"},
+    "doors/dispatcher/*.py": {"client", "blobs"},
     "cli/sim.py": {"testing.sim"},  # a command whose whole work is there
 }
 # file -> the only thing of ours it may import
@@ -160,7 +160,7 @@ def test_an_import_against_an_arrow_is_seen(path: str, text: str) -> None:
         ("server/leading.py", "from tasuki.coords.coordination import Coordination"),
         ("doors/agent/desk.py", "from tasuki.worker import Worker"),
         ("doors/agent/intake.py", "from tasuki.blobs.zipnames import NameBook"),
-        ("doors/dispatcher.py", "from tasuki.client import Client"),
+        ("doors/dispatcher/company.py", "from tasuki.client.agent_node import AgentNode"),
         ("worker/run.py", "from tasuki.stores.store import Store"),
         ("django/models.py", "from tasuki.core.job import State"),
         ("cli/up.py", "def up():\n    from tasuki.django import standalone"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from tasuki.cli import options
+from tasuki.cli import agent_registry, options
 from tasuki.cli.command import command
 from tasuki.cli.server import Insecure, TlsCert, TlsKey
 from tasuki.errors import ConfigError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tasuki.config import Address
     from tasuki.doors.agent.settings import AgentConfig
     from tasuki.doors.tls import ServerCertificate
+    from tasuki.worker.execs import Exec
     from tasuki.worker.keeper_client import Keeper
 
 DEFAULT_LISTEN = "127.0.0.1:7090"
@@ -62,6 +63,7 @@ class _Door(NamedTuple):
     inputs: str | None
     tls_ca: str | None
     json: bool
+    registry: agent_registry.RegistryPlace | None = None
 
 
 def add_to(app: typer.Typer) -> None:
@@ -74,6 +76,7 @@ def add_to(app: typer.Typer) -> None:
             "tasuki agent --listen 0.0.0.0:7090 --tls-cert cert.pem --tls-key key.pem --token-file tokens --slots 4 "
             "--exec pricer='/opt/pricer/run {file}' --data /var/lib/tasuki",
             "tasuki agent --config execs.toml --default-exec pricer --timeout 300 --log-format json",
+            "TASUKI_REGISTRY=redis://db:6379/1 tasuki agent --results s3://bucket/results --exec pricer='/opt/pricer/run {file}'",
         ],
     )(agent)
 
@@ -93,6 +96,11 @@ def agent(
     max_upload: MaxUpload = None,
     keep_days: KeepDays = 7.0,
     inputs: Inputs = None,
+    registry: agent_registry.RegistryUrl = None,
+    results: agent_registry.Results = None,
+    app: agent_registry.App = agent_registry.APP,
+    advertise: agent_registry.Advertise = None,
+    lease_ttl: agent_registry.LeaseTtl = 15.0,
     tls_ca: options.TlsCa = None,
     drain_timeout: options.DrainTimeout = None,
     log_head: options.LogHead = options.LOG_HEAD,
@@ -112,21 +120,17 @@ def agent(
     from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
     from tasuki.config import data_folder, parse_http, parse_size
 
-    if log_format not in ("pretty", "json"):
-        raise ConfigError(f"--log-format must be pretty or json, got {log_format[:40]!r}")
-    _check_installed()
+    check_installed("an agent")
     from tasuki.doors.agent.correlation import WithJobId
     from tasuki.doors.agent.settings import AgentConfig, choose_default, slots_of_this_machine
 
     log.configure(log_level, json=json or log_format == "json", tag=WithJobId())
     check_drain_timeout(drain_timeout)
-    _check_numbers(slots, timeout, keep_days)
-    execs = allowed_execs(config, exec_ or [])
-    if not execs:
-        raise ConfigError("an agent needs a program to run: give --exec NAME='PROGRAM {file}', or --config FILE")
-    tokens = _tokens(token_file)
+    _check_values(slots, timeout, keep_days, log_format)
+    execs = _some(allowed_execs(config, exec_ or []))
+    tokens = tokens_of(token_file)
     address = parse_http(listen)
-    _check_door(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
+    check_door(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
     agent_config = AgentConfig(
         data=data_folder(data).root,
         node=node or _host(),
@@ -139,7 +143,8 @@ def agent(
         tokens=tokens,
         log_caps=log_caps(log_head, log_tail),
     )
-    return _run(agent_config, _Door(address, tls_cert, tls_key, drain_timeout, inputs, tls_ca, json), run_loop)
+    shared = agent_registry.place_of(registry, results, app, advertise, lease_ttl)
+    return _run(agent_config, _Door(address, tls_cert, tls_key, drain_timeout, inputs, tls_ca, json, shared), run_loop)
 
 
 def _run(config: AgentConfig, door: _Door, run_loop: Callable[[Coroutine[Any, Any, int]], int]) -> int:
@@ -166,7 +171,10 @@ async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate
     lost = asyncio.Event()
     inputs = open_inputs(door.inputs, config.tokens[0] if config.tokens else "", door.tls_ca) if door.inputs else None
     fault = _fault(fault_point())
-    agent = Agent(config, incarnation, keeper=keeper, inputs=inputs, fault=fault, on_lost=lambda error: lost.set())
+    registry = agent_registry.make(door.registry, config, incarnation, door.tls_ca) if door.registry else None
+    agent = Agent(
+        config, incarnation, keeper=keeper, registry=registry, inputs=inputs, fault=fault, on_lost=lambda error: lost.set()
+    )
     events, stop = Events(json=door.json), Stop(hurry=agent.hurry)
     try:
         address = await agent.start(door.address, certificate.context if certificate is not None else None)
@@ -200,16 +208,24 @@ def _fault(points: str) -> Callable[[str], None]:
     return kill_at(points)
 
 
-def _check_installed() -> None:
+def _some(execs: dict[str, Exec]) -> dict[str, Exec]:
+    if not execs:
+        raise ConfigError("an agent needs a program to run: give --exec NAME='PROGRAM {file}', or --config FILE")
+    return execs
+
+
+def check_installed(who: str) -> None:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError:
-        raise ConfigError("an agent needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'") from None
+        raise ConfigError(f"{who} needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'") from None
 
 
-def _check_numbers(slots: int | None, timeout_s: float, keep_days: float) -> None:
+def _check_values(slots: int | None, timeout_s: float, keep_days: float, log_format: str) -> None:
+    if log_format not in ("pretty", "json"):
+        raise ConfigError(f"--log-format must be pretty or json, got {log_format[:40]!r}")
     if slots is not None and slots < 1:
         raise ConfigError(f"--slots must be 1 or more, got {slots}")
     if not 0 < timeout_s < float("inf"):
@@ -218,7 +234,7 @@ def _check_numbers(slots: int | None, timeout_s: float, keep_days: float) -> Non
         raise ConfigError(f"--keep-days must be above 0, got {keep_days:g}")
 
 
-def _tokens(token_file: str | None) -> tuple[str, ...]:
+def tokens_of(token_file: str | None) -> tuple[str, ...]:
     from tasuki.config import find_token
     from tasuki.doors.agent.settings import read_tokens
 
@@ -228,7 +244,7 @@ def _tokens(token_file: str | None) -> tuple[str, ...]:
     return (token,) if token else ()
 
 
-def _check_door(address: Address, tls_cert: str | None, tls_key: str | None, *, tokens: bool, insecure: bool) -> None:
+def check_door(address: Address, tls_cert: str | None, tls_key: str | None, *, tokens: bool, insecure: bool) -> None:
     from tasuki.doors.listening import check_listener
 
     if (tls_cert is None) != (tls_key is None):

@@ -76,7 +76,7 @@ def doctor(
     tls_ca: options.TlsCa = None,
     json: options.Json = False,
 ) -> int:
-    """Check Python, SQLite, the data folder, its server and its token, and a shared store.
+    """Check Python, SQLite, the data folder, its server and token, and a shared store.
 
     Starts nothing; exit 1 if a check fails.
     """

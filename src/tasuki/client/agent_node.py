@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 from urllib.parse import quote
@@ -17,10 +17,10 @@ from urllib.parse import quote
 import msgspec
 
 from tasuki.client.agent_upload import Form, Upload
-from tasuki.config import Address
+from tasuki.config import Address, parse_url
 from tasuki.core.failover_events import Ended, JobSays, Refusal
 from tasuki.core.nodes import Capacity
-from tasuki.errors import Unavailable
+from tasuki.errors import ConfigError, Unavailable
 from tasuki.net.http_transport import CutOff, HttpTransport, said_in
 
 if TYPE_CHECKING:
@@ -53,6 +53,14 @@ class Refusing(Exception):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.words())
         self.refusal = refusal
+
+
+class Elsewhere(Refusing):
+    """A dispatcher answered that another node is to be asked the same."""
+
+    def __init__(self, refusal: Refusal, location: str) -> None:
+        super().__init__(refusal)
+        self.location = location
 
 
 class JobView(msgspec.Struct, frozen=True):
@@ -149,7 +157,16 @@ class AgentNode:
     async def post(
         self, job_id: str, upload: Upload, part: Path, *, limit_s: float, sent: Callable[[int], None], heard: Heard
     ) -> Result:
-        """Run it there and save its result; `limit_s` is how long the answer may take."""
+        """Run it there and save its result; `limit_s` is how long the answer may take. A redirect is followed, once."""
+        try:
+            return await self._post(job_id, upload, part, limit_s, sent, heard)
+        except Elsewhere as led:
+            async with self._led_by(led, f"/run/{quote(job_id)}") as node:
+                return await node._post(job_id, upload, part, limit_s, sent, heard)
+
+    async def _post(
+        self, job_id: str, upload: Upload, part: Path, limit_s: float, sent: Callable[[int], None], heard: Heard
+    ) -> Result:
         form = Form(upload, sent)
         headers = {"Content-Type": form.content_type, "Content-Length": str(form.size_bytes)}
         params = {"input": upload.input} if upload.input else {}
@@ -160,8 +177,28 @@ class AgentNode:
             return await self._save(job_id, part, heard, posting)
 
     async def fetch(self, job_id: str, part: Path, *, heard: Heard) -> Result:
-        """Save the result that is there."""
-        return await self._save(job_id, part, heard, self._stored(job_id, {}))
+        """Save the result that is there. A redirect is followed, once."""
+        try:
+            return await self._save(job_id, part, heard, self._stored(job_id, {}))
+        except Elsewhere as led:
+            async with self._led_by(led, f"/result/{quote(job_id)}") as node:
+                return await node._save(job_id, part, heard, node._stored(job_id, {}))
+
+    @asynccontextmanager
+    async def _led_by(self, led: Elsewhere, path: str) -> AsyncIterator[AgentNode]:
+        """The node that a redirect names. It gets our token, as whoever redirects has had it; never in the clear after TLS."""
+        try:
+            place, found, _ = led.location.partition(path)
+            (address,) = parse_url(place)
+        except ConfigError:
+            raise led from None
+        if not found or not address.http or (self._transport.address.scheme == "https" and address.scheme != "https"):
+            raise led
+        node = AgentNode(address, self._transport.token, self._transport.tls)
+        try:
+            yield node
+        finally:
+            await node.close()
 
     def _stored(self, job_id: str, headers: dict[str, str]) -> Answer:
         return self._transport.answer("GET", f"/result/{quote(job_id)}", headers=headers, answer_s=READ_S)
@@ -216,7 +253,8 @@ class _Download:
 
     async def take(self, response: httpx.Response) -> None:
         if not response.is_success:
-            raise Refusing(await _refusal(response))
+            refusal, location = await _refusal(response), response.headers.get("location", "")
+            raise Elsewhere(refusal, location) if response.status_code == 307 else Refusing(refusal)
         if response.status_code != 206:
             if ZIP_TYPE not in response.headers.get("content-type", ""):
                 raise Refusing(Refusal(response.status_code, "", "but with no ZIP; is this a node agent?"))

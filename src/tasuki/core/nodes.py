@@ -72,7 +72,7 @@ class _Node:
         self.well: bool | None = None
         self.capacity: Capacity | None = None
         self.sent = 0
-        """Jobs that this client gave it since `capacity` was true."""
+        """Jobs that this client gave it since `capacity` was true, less those that have ended since."""
         self.full_until = 0.0
         self.looked_at: float | None = None
         self.looking = False
@@ -80,7 +80,9 @@ class _Node:
 
     @property
     def free(self) -> int | None:
-        return None if self.capacity is None else self.capacity.limit - self.capacity.running - self.sent
+        if self.capacity is None:
+            return None
+        return min(self.capacity.limit, self.capacity.limit - self.capacity.running - self.sent)
 
     def standing(self, now: float) -> Standing:
         if self.breaker.state(now) is not BreakerState.CLOSED:
@@ -120,6 +122,10 @@ class Nodes:
             node.looking = True
         return [node.name for node in stale]
 
+    def older_than(self, now: float, age_s: float) -> set[str]:
+        """Those whose last answer is older, or that have not answered."""
+        return {node.name for node in self._nodes.values() if node.looked_at is None or now - node.looked_at > age_s}
+
     @property
     def looking(self) -> bool:
         """Somebody is being asked."""
@@ -155,6 +161,10 @@ class Nodes:
     def taken(self, name: str) -> None:
         """It was sent a job."""
         self._nodes[name].sent += 1
+
+    def given_back(self, name: str) -> None:
+        """A job that it was sent has ended."""
+        self._nodes[name].sent -= 1
 
     def full(self, name: str, reason: str, pause_s: float, now: float) -> None:
         """It has no place, and wants to be left alone for a moment. That is not a failure."""

@@ -39,6 +39,7 @@ RECYCLED_LOG_MAX_BYTES = 256 * 1024  # cutting off more than that takes time
 FULL_BYTES = 64 * 1024  # less is as good as nothing
 _BELOW = ("in", "out", "tmp", "log")
 _LOGS = frozenset({"stdout", "stderr", "progress"})
+_OWN_FOLDER, _OWN_FILE = stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600
 _READ_BYTES = 256 * 1024
 
 
@@ -179,28 +180,40 @@ class RunFolders:
 def _is_as_made(path: str) -> bool:
     """Whether a job's folder looks as it did at the start, but for small logs, which are emptied."""
     try:
-        if not _is_ours(path, stat.S_IFDIR | 0o700) or sorted(os.listdir(path)) != sorted(_BELOW):  # noqa: PTH208
+        if not _is_ours(os.lstat(path), _OWN_FOLDER) or sorted(os.listdir(path)) != sorted(_BELOW):  # noqa: PTH208
             return False
-        if not all(_is_ours(f"{path}/{below}", stat.S_IFDIR | 0o700) for below in _BELOW):
-            return False
-        if any(os.listdir(f"{path}/{below}") for below in _BELOW if below != "log"):  # noqa: PTH208
-            return False
-        logs = [f"{path}/log/{name}" for name in os.listdir(f"{path}/log")]  # noqa: PTH208
-        if len(logs) != len(_LOGS) or not all(_is_ours(log, stat.S_IFREG | 0o600) for log in logs):
-            return False
-        for log in logs:
-            if size_bytes := os.lstat(log).st_size:
-                if size_bytes > RECYCLED_LOG_MAX_BYTES:
-                    return False
-                os.truncate(log, 0)
     except OSError:  # something of it is gone
         return False
+    return all(is_part_as_made(path, below) for below in _BELOW)
+
+
+def is_part_as_made(path: str, below: str) -> bool:
+    """The same of one of the folders in it."""
+    part = f"{path}/{below}"
+    try:
+        if not _is_ours(os.lstat(part), _OWN_FOLDER):
+            return False
+        found = os.listdir(part)  # noqa: PTH208
+        return _emptied(part, found) if below == "log" else not found
+    except OSError:
+        return False
+
+
+def _emptied(folder: str, logs: list[str]) -> bool:
+    """Whether these are the logs of a job, and small; they are empty now."""
+    found = {name: os.lstat(f"{folder}/{name}") for name in logs}
+    if found.keys() != _LOGS or not all(_is_ours(log, _OWN_FILE) for log in found.values()):
+        return False
+    if any(log.st_size > RECYCLED_LOG_MAX_BYTES for log in found.values()):
+        return False
+    for name, log in found.items():
+        if log.st_size:
+            os.truncate(f"{folder}/{name}", 0)
     return True
 
 
-def _is_ours(path: str, mode: int) -> bool:
+def _is_ours(found: os.stat_result, mode: int) -> bool:
     """Of this kind, with these rights, our own, and of a file no other name."""
-    found = os.lstat(path)
     return found.st_mode == mode and found.st_uid == os.geteuid() and (stat.S_ISDIR(mode) or found.st_nlink == 1)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.responses import Response
 
-from tasuki.core.agent_job import EndedMarker
+from tasuki.core.address import Address
+from tasuki.core.agent_job import EndedMarker, RunningMarker
 from tasuki.doors.agent.answers import is_running
+from tasuki.doors.agent.folders import JobFolders
 from tasuki.doors.agent.registry import AnsweredElsewhere
+from tasuki.worker.attempt import StopReason
 from tests.doors.agent.stage import AgentStage, code_of
 from tests.processes import wait_until
 
@@ -20,25 +24,46 @@ class OneTable:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
-        self.lost: Callable[[], None] = lambda: None
+        self.lost: Callable[[StopReason], None] = lambda reason: None
         self.answer: Exception | None = None
         self.found: Response | None = None
+        self.counts = True
 
-    async def claim(self, job_id: str, input_hash: str, lost: Callable[[], None]) -> None:
-        self.told.append(("claim", job_id))
+    async def open(
+        self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
+    ) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def hurry(self) -> None: ...
+
+    def deadline(self, job_id: str) -> float | None:
+        return None
+
+    async def look(self, job_id: str, sent_input: str | None) -> None: ...
+
+    async def claim(self, running: RunningMarker, lost: Callable[[StopReason], None]) -> int:
+        self.told.append(("claim", running.job_id))
         self.lost = lost
         if self.answer is not None:
             raise self.answer
+        return 1
 
-    async def record(self, ended: EndedMarker, result: Path) -> None:
+    async def record(self, ended: EndedMarker, result: Path) -> bool:
         assert result.stat().st_size == ended.result_bytes
         self.told.append((f"record {ended.outcome}", ended.job_id))
+        return self.counts
 
     async def release(self, job_id: str) -> None:
         self.told.append(("release", job_id))
 
+    async def forget(self, job_id: str) -> None: ...
+
     async def find(self, job_id: str) -> Response | None:
         return self.found
+
+    async def describe(self, job_id: str) -> dict[str, Any] | None:
+        return None
 
 
 @pytest.fixture
@@ -79,9 +104,18 @@ def test_a_claim_that_is_lost_stops_the_job(stage: AgentStage, table: OneTable, 
     running = stage.begin(job_id, f"echo $$ > {tmp_path}/pid; exec sleep 60")
     pid = wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
 
-    stage.call(lambda: table.lost())
+    stage.call(lambda: table.lost(StopReason.LEASE_LOST))
 
     assert code_of(running.answer()) == (503, "UNAVAILABLE")
     assert not Path(f"/proc/{pid}").exists()
     assert stage.state(job_id) == "interrupted"
     assert table.told[-1] == ("release", job_id)
+
+
+def test_an_end_that_does_not_count_is_shown_to_nobody(stage: AgentStage, table: OneTable, job_id: str) -> None:
+    table.counts = False
+
+    answer = stage.run(job_id)
+
+    assert code_of(answer) == (503, "UNAVAILABLE")
+    assert stage.http.get(f"/result/{job_id}").status_code == 404

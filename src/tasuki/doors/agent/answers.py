@@ -9,7 +9,7 @@ from starlette.responses import Response
 from tasuki.core import agent_job
 from tasuki.doors.http import answers as http_answers
 from tasuki.doors.http.answers import envelope, error_answer, json_answer
-from tasuki.errors import TasukiError
+from tasuki.errors import NotFound, TasukiError
 
 RETRY_AFTER_S = 1
 
@@ -54,6 +54,18 @@ def was_canceled(job_id: str) -> AgentRefusal:
 def claim_lost(job_id: str) -> AgentRefusal:
     message = f"job {job_id} was stopped here, because this node could not renew its claim to it; ask again"
     return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id)
+
+
+def registry_away() -> AgentRefusal:
+    message = "the registry of this agent does not answer; jobs that run go on, new ones are not taken: try again later"
+    return AgentRefusal(503, "UNAVAILABLE", message, retry=True)
+
+
+def result_away(job_id: str, node: str, why: TasukiError) -> AgentRefusal:
+    if isinstance(why, NotFound):
+        return AgentRefusal(404, NotFound.code, f"the result of job {job_id} is not kept any more; send the job again to run it")
+    message = f"the result of job {job_id} is at {node}, which cannot be asked now; try again later"
+    return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id, node=node)
 
 
 def program_failed(ended: agent_job.EndedMarker) -> AgentRefusal:

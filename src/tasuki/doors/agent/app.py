@@ -88,6 +88,7 @@ class Agent:
             fetch=_nothing_to_fetch,
             limits=RunLimits(log_caps=config.log_caps),
             keeper=keeper,
+            lease_deadline=lambda lease_id: self.desk.deadline(lease_id),
             on_keeper_lost=self._lost,
             on_progress=lambda lease_id, progress: self.desk.progressed(lease_id, progress),
             folders=AgentRunFolders(config.data, incarnation, self.folders),
@@ -110,6 +111,9 @@ class Agent:
         for job_id in await asyncio.to_thread(self.folders.recover):
             with on_behalf_of(job_id):
                 logger.warning("job %s was interrupted by the end of an earlier agent", job_id)
+        here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
+        if self.desk.registry is not None:
+            await self.desk.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
         config = uvicorn.Config(
             Shortcut(self.app),
             http=LimitedProtocol,
@@ -129,7 +133,7 @@ class Agent:
         self._server = uvicorn.Server(config)
         await listen(self._server, sock)
         self._tasks = [asyncio.create_task(until_closed(self._server)), asyncio.create_task(self.cleaner.daily())]
-        return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
+        return here
 
     def _dispose(self, left: Path) -> None:
         """Kill what a dead process left running. The folder of an agent's incarnation is empty: its jobs lie elsewhere."""
@@ -161,6 +165,8 @@ class Agent:
         self._runner.kill_all()
         self._runner.close()
         self.folders.close()
+        if self.desk.registry is not None:
+            await self.desk.registry.close()
         if self._inputs is not None:
             await self._inputs.close()
 
@@ -232,6 +238,7 @@ class Agent:
         announced = _announced(request)
         if announced > max_bytes:
             raise TooLarge(f"an upload of {announced} bytes is too large; the limit of this agent is {max_bytes}")
+        await self.desk.ask_others(job_id, sent)
         found = self.desk.arrive(job_id, sent, announced)
         if isinstance(found, EndedMarker):
             if sent is None:
@@ -272,19 +279,23 @@ class Agent:
         job_id = check_job_id(request.path_params["job_id"])
         if (held := self.desk.held(job_id)) is not None:
             raise answers.is_running(job_id, self._config.node, held.since)
-        try:
-            return self._stored(job_id)
-        except NotFound:
-            elsewhere = await self.desk.registry.find(job_id) if self.desk.registry is not None else None
-            if elsewhere is None:
-                raise
-            return elsewhere
+        registry = self.desk.registry
+        if registry is not None and not self.desk.is_done(job_id):  # what failed here may be done elsewhere
+            elsewhere = await registry.find(job_id)
+            if elsewhere is not None:
+                return elsewhere
+        return self._stored(job_id)
 
     async def _job(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
         held = self.desk.held(job_id)
         if held is not None:
             return json_answer(_described_held(held, self._config.node))
+        registry = self.desk.registry
+        if registry is not None and not self.desk.is_done(job_id):
+            described = await registry.describe(job_id)
+            if described is not None:
+                return json_answer(described)
         marker = self.desk.look(job_id)
         if marker is None:
             raise NotFound(f"there is no job {job_id} at this node")

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from tasuki.blobs.disk import check_free
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.agent_job import (
@@ -110,12 +112,24 @@ class Desk:
             interrupted_at=marker.started_at,
         )
 
+    def is_done(self, job_id: str) -> bool:
+        """With a registry too, what is done here is answered from here: its end was recorded before anybody was told."""
+        return job_id not in self._held and state_of(self.look(job_id)) is AgentState.DONE
+
+    def deadline(self, lease_id: str) -> float | None:
+        return None if self.registry is None else self.registry.deadline(lease_id.rpartition(".")[0])
+
     def progressed(self, lease_id: str, progress: Progress) -> None:
         held = self._held.get(lease_id.rpartition(".")[0])
         if held is not None:
             held.progress = progress
 
     # ------------------------------------------------------------------------------------------------ taking in
+
+    async def ask_others(self, job_id: str, sent_input: str | None) -> None:
+        """Before the upload is read: raises what the registry knows of another node. Not for a job that is in our own hands."""
+        if self.registry is not None and job_id not in self._held and not self.is_done(job_id):
+            await self.registry.look(job_id, sent_input)
 
     def arrive(self, job_id: str, sent_input: str | None, size_bytes: int) -> Held | EndedMarker:
         """Before the upload is read: a slot for it, or the end of the job that has this id. Refusals are raised.
@@ -173,7 +187,7 @@ class Desk:
         marker, files = await intake.finish(begin)
         held.input = marker.input
         if self.registry is not None:
-            await self._claim(held, marker, place)
+            marker = await self._claim(held, marker, place)
         if held.stop.done():
             raise self._stopped(held)
         held.running = marker
@@ -206,16 +220,14 @@ class Desk:
             started_at=time.time(),
         )
 
-    async def _claim(self, held: Held, marker: RunningMarker, place: str) -> None:
-        """Among several agents: only who has the claim may run it."""
+    async def _claim(self, held: Held, marker: RunningMarker, place: str) -> RunningMarker:
+        """Among several agents: only who has the claim may run it. Attempts are counted by the registry."""
         assert self.registry is not None
-        await self.registry.claim(held.job_id, marker.input, lambda: held.end(StopReason.LEASE_LOST))
-        try:
-            await asyncio.to_thread(self.folders.begin, place, marker)
-            held.begun = True
-        except BaseException:
-            await self.registry.release(held.job_id)
-            raise
+        held.attempt = await self.registry.claim(marker, held.end)
+        claimed = replace(marker, attempt=held.attempt)
+        await asyncio.to_thread(self.folders.begin, place, claimed)
+        held.begun = True
+        return claimed
 
     async def _give_up(self, held: Held, intake: Intake) -> None:
         """The upload does not become a job: nothing of it stays."""
@@ -223,6 +235,8 @@ class Desk:
             await intake.discard()
             if held.begun and (left := self.folders.discard(held.job_id)) is not None:
                 await asyncio.to_thread(remove_tree, left)
+            if self.registry is not None:
+                await self.registry.release(held.job_id)
         finally:
             self._let_go(held)
 
@@ -283,13 +297,17 @@ class Desk:
         self.metrics.ended.labels(ended.outcome).inc()
         self.metrics.seconds.labels(ended.outcome).observe(seconds)
         logger.info("job %s: %s, exit code %s, %.3f s", held.job_id, ended.outcome, ended.exit_code, seconds)
-        if self.registry is not None:
-            await self.registry.record(ended, self.folders.result(held.job_id))
+        if self.registry is not None and not await self.registry.record(ended, self.folders.result(held.job_id)):
+            if (place := self.folders.discard(held.job_id)) is not None:
+                await asyncio.to_thread(remove_tree, place)
+            raise answers.claim_lost(held.job_id)
         return answer
 
     async def _ended(self, held: Held, running: RunningMarker, result: RunResult) -> Answer:
         """Write down how it ended; an error if there is nothing to write down."""
         outcome = result.outcome
+        if outcome.error_code == StopReason.LEASE_LOST:  # the keeper saw it before we did
+            held.end(StopReason.LEASE_LOST)
         if held.stop.done() and outcome.error_code in (*_INTERRUPTED, StopReason.CANCELED):
             raise self._stopped(held)
         archive = result.result_file if result.result_file is not None else outcome.result
@@ -353,6 +371,8 @@ class Desk:
         state = AgentState.RUNNING if held is not None else state_of(self.look(job_id))
         if state is None:
             raise NotFound(f"there is no job {job_id} at this node")
+        if self.registry is not None and job_id not in self._held:
+            await self.registry.forget(job_id)
         if job_id not in self._held and (place := self.folders.discard(job_id)) is not None:
             await asyncio.to_thread(remove_tree, place)
         return state
@@ -374,5 +394,7 @@ class Desk:
     def stop_all(self) -> None:
         """What still runs is stopped, and marked as interrupted."""
         self.draining = True
+        if self.registry is not None:
+            self.registry.hurry()
         for held in list(self._held.values()):
             held.end(StopReason.SHUTDOWN)

@@ -1,7 +1,7 @@
 """Results that lie at another node or among the blobs, on their way through this one: streamed, and verified as they pass.
 
-Whoever got all bytes of a whole result got the right ones: the last piece is held back until the hash is known, and the connection
-is cut if it is another. A part of a result cannot be verified here; its reader has the `ETag`.
+Whoever got all bytes of a whole result got the right ones: the last piece is held back until the hash is known, and the
+connection is cut if it is another. A part of a result cannot be verified here; its reader has the `ETag`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from tasuki.blobs.blob import BlobReader, BlobStore
@@ -135,14 +136,18 @@ class ElsewhereAnswer(ResultAnswer):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        first = self.first_byte(scope)
+        span = self._span(Headers(scope=scope)) if scope["method"] == "GET" else None
+        first = span[0] if span is not None and span[0] <= span[1] else 0
         async with self._source_at(first) as opened:
             if isinstance(opened, TasukiError):
                 refusal = answers.result_away(self._ended.job_id, self._ended.node, opened)
                 await answers.refusal_answer(refusal)(scope, receive, send)
                 return
             self._left = opened
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send)
+            except TasukiError as error:  # in mid-air: what was announced does not come, and the connection is cut
+                logger.warning("job %s: %s", self._ended.job_id, error.message)
 
     @asynccontextmanager
     async def _source_at(self, first: int) -> AsyncIterator[Pieces | TasukiError]:
@@ -158,18 +163,15 @@ class ElsewhereAnswer(ResultAnswer):
     async def _send_bytes(self, send: Send, at: int, stop: int) -> None:
         assert self._left is not None
         whole = at == 0 and stop == self._ended.result_bytes
-        held_back = b""
         async with aclosing(_verified(self._left, self._ended if whole else None, stop - at)) as pieces:
             async for piece in pieces:
-                if held_back:
-                    await send({"type": "http.response.body", "body": held_back, "more_body": True})
-                held_back = piece
                 self._sent(len(piece))
-        await send({"type": "http.response.body", "body": held_back, "more_body": False})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _verified(pieces: Pieces, ended: EndedMarker | None, left_bytes: int) -> AsyncIterator[bytes]:
-    """So many bytes of them. With `ended` all must have its hash, which is known before the last piece is asked for again."""
+async def _verified(pieces: Pieces, ended: EndedMarker | None, left_bytes: int) -> AsyncGenerator[bytes]:
+    """So many bytes of them. With `ended` the last piece comes only if all of them have its hash."""
     digest = hashlib.sha256()
     if not left_bytes:
         return

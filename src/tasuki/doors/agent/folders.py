@@ -3,6 +3,7 @@
     <data>/jobs/<job_id>/   .running | .done | .failed | .interrupted     result.zip     in/ out/ tmp/ log/ while it runs
     <data>/incoming/<n>/    an upload that is not whole yet: gone after a restart
     <data>/trash/<n>/       what was a job's folder: removed as soon as there is time
+    <data>/spare/<n>/       what a job left as it was, for the next one
     <data>/agent.lock       held by the one agent of this folder, with its pid
 
 A folder comes among the jobs with `.running` in it, by one rename. `.done` and `.failed` come after the result is durable, and
@@ -28,6 +29,7 @@ import msgspec
 from tasuki.blobs.disk import disk_full_as_error
 from tasuki.core.agent_job import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.ids import check_job_id
+from tasuki.doors.agent.spares import KEPT_BELOW, Spares
 from tasuki.errors import ConfigError, InvalidInput
 from tasuki.worker.attempt import Attempt
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree
@@ -58,14 +60,16 @@ class JobFolders:
         self._root = str(self.root)
         self._incoming = data / "incoming"
         self._trash = data / "trash"
+        self._spares = Spares(data / "spare")
         self._numbers = itertools.count(1)
         self._fault = fault
         self._lock = _lock(data)
         with disk_full_as_error(data):
-            for folder in (self.root, self._incoming, self._trash):
+            for folder in (self.root, self._incoming, self._trash, self._spares.place):
                 folder.mkdir(mode=0o700, exist_ok=True)
 
     def close(self) -> None:
+        self._spares.remove()
         os.close(self._lock)
 
     def at(self, job_id: str) -> str:
@@ -120,8 +124,8 @@ class JobFolders:
     def begin(self, place: str, marker: RunningMarker) -> None:
         """The upload at `place` becomes the job's folder; what was there before goes."""
         with disk_full_as_error(place):
-            for below in ("out", "tmp", "log"):
-                os.mkdir(f"{place}/{below}", mode=0o700)  # noqa: PTH102  # `Path` costs more than the call
+            for below in KEPT_BELOW:
+                self._spares.put(place, below)
             _write(f"{place}/{RUNNING}", marker)
             self._fault("agent.received")
             target = self.at(marker.job_id)
@@ -168,8 +172,15 @@ class JobFolders:
         self._fault(f"agent{name}.written")
         os.rename(f"{folder}/{name}{_TMP}", f"{folder}/{name}")  # noqa: PTH104
         self._fault(f"agent{name}.marked")
-        _clear(folder)
+        self._clear(folder)
         _sync(folder)
+
+    def _clear(self, folder: str) -> None:
+        """Only what tells of the end stays. `.running` goes last: as long as it is there, a start tidies up what is left."""
+        found = sorted(os.listdir(folder), key=RUNNING.__eq__)  # noqa: PTH208
+        for name in found:
+            if name not in _KEPT and not self._spares.keep(folder, name):
+                _remove(f"{folder}/{name}")
 
     def discard(self, job_id: str) -> Path | None:
         """The job is none any more, at once; the folder that is to be removed, or None if there was none."""
@@ -184,6 +195,7 @@ class JobFolders:
 
     def recover(self) -> list[str]:
         """Before the port opens, and after what dead processes left running is killed: mark what they had as interrupted."""
+        self._spares.remove()
         for folder in (self._incoming, self._trash):
             for left in folder.iterdir():
                 remove_tree(left)
@@ -196,7 +208,7 @@ class JobFolders:
             elif marker is None and (torn := self.discard(job_id)) is not None:
                 remove_tree(torn)  # a power cut took its marker: there is nothing to tell of it
             elif os.access(f"{self.at(job_id)}/{RUNNING}", os.F_OK):
-                _clear(self.at(job_id))  # it had ended, and was just being tidied up
+                self._clear(self.at(job_id))  # it had ended, and was just being tidied up
         return found
 
 
@@ -281,17 +293,12 @@ def _sync(path: str) -> None:
 
 def _take_back(folder: str) -> None:
     """The program worked in this folder, and may have done anything to it: the names that are ours become free again."""
-    os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
-    os.chmod(folder, 0o700)  # noqa: PTH101
+    try:
+        os.chmod(folder, 0o700)  # noqa: PTH101
+    except FileNotFoundError:
+        os.makedirs(folder, mode=0o700)  # noqa: PTH103
     for name in os.listdir(folder):  # noqa: PTH208
         if name in _KEPT or name.endswith(_TMP):
-            _remove(f"{folder}/{name}")
-
-
-def _clear(folder: str) -> None:
-    """Only what tells of the end stays."""
-    for name in os.listdir(folder):  # noqa: PTH208
-        if name not in _KEPT:
             _remove(f"{folder}/{name}")
 
 

@@ -16,12 +16,14 @@ from tasuki.core.job import Outcome
 from tasuki.core.verbs import Answers, Grant, Held, Report, Standing, Turn
 from tasuki.doors.agent.correlation import on_behalf_of
 from tasuki.errors import TasukiError
+from tasuki.worker.attempt import StopReason
 
 logger = logging.getLogger("tasuki.agent")
 RENEWALS_PER_TTL = 3
 LOOKS_PER_TTL = 24
 
 Execute = Callable[[Turn], Awaitable[Answers]]
+Lost = Callable[[StopReason], None]
 
 
 def boot_time() -> float:
@@ -32,7 +34,7 @@ def boot_time() -> float:
 class Claim:
     """One lease in our hands."""
 
-    def __init__(self, held: Held, deadline: float, lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, held: Held, deadline: float, lost: Lost = lambda reason: None) -> None:
         self.held = held
         self.deadline = deadline
         self._lost = lost
@@ -44,12 +46,12 @@ class Claim:
         held = self.held
         return Report(held.job_id, held.worker_id, held.lease_id, held.attempt, outcome, started_at)
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: str, reason: StopReason = StopReason.LEASE_LOST) -> None:
         if not self.is_told:
             self.is_told = True
             with on_behalf_of(self.held.job_id):
                 logger.warning("job %s is stopped: %s", self.held.job_id, why)
-            self._lost()
+            self._lost(reason)
 
 
 class Leases:
@@ -74,7 +76,7 @@ class Leases:
     def held_of(self, grant: Grant) -> Held:
         return Held(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
 
-    def add(self, grant: Grant, asked_at: float, lost: Callable[[], None]) -> Claim:
+    def add(self, grant: Grant, asked_at: float, lost: Lost) -> Claim:
         claim = self._claims[grant.job_id] = Claim(self.held_of(grant), lease_deadline(asked_at, self.ttl_s), lost)
         self._wake.set()
         return claim
@@ -143,6 +145,6 @@ def _heed(claim: Claim, standing: Standing) -> None:
         case Standing.LOST:
             claim.lose("its lease is not ours any more")
         case Standing.CANCEL:
-            claim.lose("it was canceled in the registry")
+            claim.lose("it was canceled in the registry", StopReason.CANCELED)
         case Standing.GO_ON:
             pass

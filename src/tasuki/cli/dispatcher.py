@@ -1,0 +1,160 @@
+"""`tasuki dispatcher`: sends jobs to whichever node agent has a place. Stateless; run as many as you like."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from tasuki.cli import options
+from tasuki.cli.agent import LogFormat, check_door, check_installed, tokens_of
+from tasuki.cli.command import command
+from tasuki.cli.server import Insecure, TlsCert, TlsKey
+from tasuki.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tasuki.config import Address
+    from tasuki.doors.dispatcher.settings import DispatcherConfig
+    from tasuki.doors.tls import ServerCertificate
+
+DEFAULT_LISTEN = "127.0.0.1:7091"
+
+Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Listen here; port 0: any.")]
+Agents = Annotated[str, typer.Option("--agents", metavar="URLS", help="Node agents: http://n1:7090,http://n2:7090.")]
+How = Annotated[str, typer.Option("--mode", metavar="proxy|redirect", help="Pass jobs through, or tell clients where to go.")]
+Inputs = Annotated[
+    str | None,
+    typer.Option("--inputs", metavar="WHERE", help="Keep uploads here first: s3://bucket/prefix, or a folder that all share."),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option("--token-file", metavar="FILE", help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN."),
+]
+AgentToken = Annotated[
+    str | None,
+    typer.Option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file."),
+]
+MaxUpload = Annotated[str, typer.Option("--max-upload", metavar="SIZE", help="With --inputs: largest upload.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long an agent may take to answer.")]
+
+
+class _Door(NamedTuple):
+    """Where and how it listens."""
+
+    address: Address
+    certificate: ServerCertificate | None
+    drain_timeout_s: float | None
+    json: bool
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    command(
+        app,
+        "dispatcher",
+        examples=[
+            "tasuki dispatcher --agents http://n1:7090,http://n2:7090      # on http://127.0.0.1:7091, without a token",
+            "tasuki dispatcher --listen 0.0.0.0:7091 --tls-cert cert.pem --tls-key key.pem --token-file tokens "
+            "--agents https://n1:7090,https://n2:7090 --inputs s3://bucket/prefix",
+            "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --mode redirect --log-format json",
+        ],
+    )(dispatcher)
+
+
+def dispatcher(
+    agents: Agents,
+    listen: Listen = DEFAULT_LISTEN,
+    mode: How = "proxy",
+    inputs: Inputs = None,
+    token_file: Tokens = None,
+    agent_token_file: AgentToken = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: options.TlsCa = None,
+    insecure: Insecure = False,
+    max_upload: MaxUpload = "64GB",
+    timeout: Timeout = 1260.0,
+    drain_timeout: options.DrainTimeout = None,
+    log_format: LogFormat = "pretty",
+    log_level: options.LogLevel = "info",
+    json: options.Json = False,
+) -> int:
+    """Send jobs to whichever node agent has a place.
+
+    It keeps no state: run two or more behind one address. The first SIGTERM or Ctrl-C lets what is under way end, the second
+    cuts it off; jobs go on at their nodes in any case. SIGHUP makes it read --tls-cert and --tls-key again.
+    """
+    from tasuki.cli import log
+    from tasuki.cli.serve import run_loop
+    from tasuki.cli.worker import check_drain_timeout
+    from tasuki.config import parse_http
+
+    check_installed("a dispatcher")
+    from tasuki.doors.agent.correlation import WithJobId
+    from tasuki.doors.tls import ServerCertificate
+
+    if log_format not in ("pretty", "json"):
+        raise ConfigError(f"--log-format must be pretty or json, got {log_format[:40]!r}")
+    log.configure(log_level, json=json or log_format == "json", tag=WithJobId())
+    check_drain_timeout(drain_timeout)
+    tokens = tokens_of(token_file)
+    address = parse_http(listen)
+    check_door(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
+    config = _config(agents, mode, inputs, tokens, agent_token_file, tls_ca, max_upload, timeout)
+    certificate = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
+    return run_loop(_main(config, _Door(address, certificate, drain_timeout, json)))
+
+
+def _config(
+    agents: str,
+    mode: str,
+    inputs: str | None,
+    tokens: tuple[str, ...],
+    agent_token_file: str | None,
+    tls_ca: str | None,
+    max_upload: str,
+    timeout_s: float,
+) -> DispatcherConfig:
+    from tasuki.config import find_token, parse_agents, parse_size
+    from tasuki.doors.dispatcher.settings import DispatcherConfig, Mode
+    from tasuki.net.tls import client_tls
+
+    if mode not in set(Mode):
+        raise ConfigError(f"--mode must be proxy or redirect, got {mode[:40]!r}")
+    if not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
+    own = tokens[0] if tokens else ""
+    return DispatcherConfig(
+        agents=tuple(parse_agents(agents)),
+        mode=Mode(mode),
+        tokens=tokens,
+        agent_token=find_token(agent_token_file) if agent_token_file is not None else own,
+        agent_tls=client_tls(tls_ca),
+        inputs=inputs,
+        max_upload_bytes=parse_size(max_upload),
+        limit_s=timeout_s,
+    )
+
+
+async def _main(config: DispatcherConfig, door: _Door) -> int:
+    from tasuki.cli.serve import Events, Stop, renew_on_hangup
+    from tasuki.doors.dispatcher.app import Dispatcher
+
+    certificate = door.certificate
+    dispatcher = Dispatcher(config)
+    events, stop = Events(json=door.json), Stop(hurry=dispatcher.hurry)
+    try:
+        address = await dispatcher.start(door.address, certificate.context if certificate is not None else None)
+        if certificate is not None:
+            renew_on_hangup(certificate)
+        events.tell("listening", str(address), address=str(address), pid=os.getpid())
+        nodes = [str(agent) for agent in config.agents]
+        kept = f", inputs at {config.inputs.partition('?')[0]}" if config.inputs else ""
+        events.tell("ready", f"{config.mode}, agents {', '.join(nodes)}{kept}", mode=str(config.mode), agents=nodes)
+        await stop.wanted.wait()
+        events.tell("stopping")
+        await dispatcher.drain(door.drain_timeout_s)
+    finally:
+        await dispatcher.close()
+    return stop.exit_code

@@ -1,0 +1,376 @@
+"""The dispatcher's routes, and its life: look at the agents, listen, let what is under way end.
+
+dispatcher = Dispatcher(config)
+address = await dispatcher.start(address, tls)
+await dispatcher.drain(timeout_s); await dispatcher.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+from urllib.parse import quote
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tasuki.blobs.opening import open_blobs
+from tasuki.config import DISK_FLOOR_BYTES
+from tasuki.core.address import Address
+from tasuki.core.agent_job import AgentState, Verdict, check_input_hash, judge
+from tasuki.core.dispatch import who_knows
+from tasuki.core.ids import check_job_id
+from tasuki.core.nodes import Ranked, Standing
+from tasuki.doors.agent import answers
+from tasuki.doors.agent.correlation import on_behalf_of
+from tasuki.doors.agent.downloads import EarlyAnswer
+from tasuki.doors.agent.multipart import boundary_of
+from tasuki.doors.agent.settings import Tokens
+from tasuki.doors.dispatcher.company import FIND_S, Company, Found, Knows
+from tasuki.doors.dispatcher.dispatch import Dispatch, nobody
+from tasuki.doors.dispatcher.inputs import Inputs
+from tasuki.doors.dispatcher.metrics import DispatcherMetrics
+from tasuki.doors.dispatcher.parcels import Streamed, is_over
+from tasuki.doors.dispatcher.passing import LINGER_S, NODE_HEADER, PassedAnswer
+from tasuki.doors.dispatcher.settings import DispatcherConfig, Mode
+from tasuki.doors.http.answers import CODES, discreet, envelope, json_answer
+from tasuki.doors.http.bearer import secret_of
+from tasuki.doors.http.limits import HEADERS_MAX_BYTES, KEEP_ALIVE_S, REQUESTS_MAX, LimitedProtocol
+from tasuki.doors.http.shortcut import Shortcut
+from tasuki.doors.listening import bound, listen, until_closed
+from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable
+
+logger = logging.getLogger("tasuki.dispatcher")
+CLOSE_TIMEOUT_S = 60  # downloads that are under way at the end
+HURRIED_CLOSE_S = 2
+RANGE_HEADERS = ("range", "if-range")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Dispatcher:
+    """One dispatcher. Made inside the running loop."""
+
+    def __init__(self, config: DispatcherConfig) -> None:
+        self._config = config
+        self._tokens = Tokens(config.tokens)
+        self.metrics = DispatcherMetrics()
+        self.company = Company(config, self.metrics)
+        self._inputs = self._open_inputs()
+        self._dispatch = Dispatch(self.company, self.metrics, config.limit_s, config.silent_s)
+        self.draining = False
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._server: uvicorn.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.app = self._application()
+
+    def _open_inputs(self) -> Inputs | None:
+        if self._config.inputs is None:
+            return None
+        limit = self._config.max_upload_bytes
+        blobs = open_blobs(self._config.inputs, max_blob_bytes=limit, floor_free_bytes=DISK_FLOOR_BYTES)
+        return Inputs(blobs, limit, self.metrics.stored.inc)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def start(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
+        """Listen; the address with the port that was really taken."""
+        sock = bound(address)
+        if self._inputs is not None:
+            await self._inputs.check()
+        config = uvicorn.Config(
+            Shortcut(self.app),
+            http=LimitedProtocol,
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=HEADERS_MAX_BYTES,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+        config.load()
+        config.ssl = tls
+        self._server = uvicorn.Server(config)
+        await self.company.fresh()
+        await listen(self._server, sock)
+        works: list[Coroutine[Any, Any, None]] = [until_closed(self._server), self.company.keep_looking()]
+        if self._inputs is not None:
+            works.append(self._inputs.keep_sweeping())
+        self._tasks = [asyncio.create_task(work) for work in works]
+        return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """No new runs; those that are passed through may end."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    def hurry(self) -> None:
+        """Whoever still waits is cut off; the jobs go on at their nodes."""
+        self._idle.set()
+        if self._server is not None:
+            self._server.config.timeout_graceful_shutdown = HURRIED_CLOSE_S
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+            serving, *others = self._tasks
+            for task in others:
+                task.cancel()
+            await asyncio.gather(serving, *others, return_exceptions=True)
+            self._server = None
+        await self.company.close()
+        if self._inputs is not None:
+            await self._inputs.close()
+
+    # ------------------------------------------------------------------------------------------------ the application
+
+    def _application(self) -> FastAPI:
+        app = FastAPI(title="tasuki dispatcher", openapi_url=None, docs_url=None, redoc_url=None)
+        app.router.redirect_slashes = False
+        routes: tuple[tuple[str, str, Handler], ...] = (
+            ("POST", "/run/{job_id}", self._run),
+            ("GET", "/result/{job_id}", self._result),
+            ("GET", "/jobs/{job_id}", self._job),
+            ("DELETE", "/jobs/{job_id}", self._delete),
+            ("PUT", "/inputs/{sha256}", self._put_input),
+            ("GET", "/inputs/{sha256}", self._get_input),
+            ("GET", "/capacity", self._capacity),
+            ("GET", "/nodes", self._nodes),
+            ("GET", "/metrics", self._scrape),
+        )
+        for method, path, handler in routes:
+            app.router.add_route(path, self._endpoint(handler), methods=[method])
+        app.router.add_route("/health", self._health, methods=["GET"])
+        app.add_exception_handler(HTTPException, _framework_error)
+        return app
+
+    def _endpoint(self, handler: Handler) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            if self._under_way >= REQUESTS_MAX:
+                return answers.refusal_answer(Overloaded(f"this dispatcher is busy with {self._under_way} requests; try again"))
+            self._under_way += 1
+            self._idle.clear()
+            try:
+                with on_behalf_of(request.path_params.get("job_id", "")):
+                    answer = await self._surely_answer(handler, request)
+            finally:
+                self._under_way -= 1
+                if not self._under_way:
+                    self._idle.set()
+            if request.method == "POST":
+                self.metrics.runs.labels(str(answer.status_code)).inc()
+            if request.method in ("POST", "PUT") and not isinstance(answer, PassedAnswer) and not is_over(request):
+                return EarlyAnswer(answer, LINGER_S)
+            return answer
+
+        return endpoint
+
+    async def _surely_answer(self, handler: Handler, request: Request) -> Response:
+        try:
+            if self._tokens and not self._tokens.admit(secret_of(request)):
+                raise Unauthorized("this token is not one of this dispatcher's")
+            return await handler(request)
+        except TasukiError as error:
+            told = error if isinstance(error, answers.AgentRefusal) else discreet(error)
+            if told is not error:
+                logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
+            return answers.refusal_answer(told)
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.url.path[:200])
+            return answers.refusal_answer(discreet(InternalError("")))
+
+    # ------------------------------------------------------------------------------------------------ runs
+
+    async def _run(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        sent = request.query_params.get("input")
+        if sent is not None:
+            check_input_hash(sent)
+        boundary = boundary_of(request.headers.get("content-type", ""))
+        if self.draining:
+            raise answers.is_draining()
+        self._check_size(request)
+        await self.company.fresh()
+        found = await self.company.find(job_id, FIND_S)
+        node = who_knows(job_id, found.says)
+        first = None
+        if node is not None:
+            known = await self._known(request, job_id, sent, node, found.known[node])
+            if isinstance(known, Response):
+                return known
+            first = known
+        if first is None:
+            self._check_places(job_id)
+        if self._config.mode is Mode.REDIRECT:
+            return self._redirected(job_id, sent, first)
+        if self._inputs is None:
+            return await self._dispatch.run(job_id, sent, Streamed(request), first)
+        return await self._dispatch.run(job_id, sent, await self._inputs.take_in(request, boundary), first)
+
+    def _check_size(self, request: Request) -> None:
+        """Only what is stored here is limited here."""
+        length = request.headers.get("content-length", "0")
+        limit = self._config.max_upload_bytes
+        if self._inputs is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= limit):
+            raise TooLarge(f"an upload of {length[:20]} bytes is too large; the limit of this dispatcher is {limit}")
+
+    async def _known(self, request: Request, job_id: str, sent: str | None, node: str, knows: Knows) -> Response | str | None:
+        """A node has this id: the answer as far as that decides it, or the node that must see the upload; None: it runs anew."""
+        state = AgentState(knows.says.state) if knows.says.state in set(AgentState) else None
+        match judge(state, knows.says.input or None, sent):
+            case Verdict.LOCKED:
+                facts = knows.facts
+                raise _runs_at(job_id, str(facts.get("node", node)), node, facts.get("started_at"))
+            case Verdict.CONFLICT:
+                raise answers.other_input(job_id)
+            case Verdict.COMPARE:
+                return node
+            case Verdict.STORED if self._config.mode is Mode.REDIRECT:
+                return node
+            case Verdict.STORED:
+                try:
+                    answer = await self._dispatch.stored(job_id, node, {}, cached=True, unread=not is_over(request))
+                except Unavailable:  # it has just died: its result is gone, the job is not
+                    return None
+                return answer if isinstance(answer, PassedAnswer) else node
+            case Verdict.RUN:
+                return None
+
+    def _check_places(self, job_id: str) -> None:
+        """Before the upload is read: is there anybody who could take it?"""
+        candidates = self.company.candidates(job_id)
+        if not candidates:
+            raise nobody(job_id, {line.node: line.said for line in self.company.ranking()})
+        if all(line.standing is Standing.FULL for line in candidates):
+            raise self._dispatch.full(job_id)
+
+    def _redirected(self, job_id: str, sent: str | None, first: str | None) -> Response:
+        """307 keeps the method and the body. Only to nodes of ours: whoever follows shows them the token."""
+        node = first or next(line.node for line in self.company.candidates(job_id) if line.standing is not Standing.FULL)
+        self.company.nodes.taken(node)
+        logger.info("job %s: redirected to %s", job_id, node)
+        return _leads_to(node, f"/run/{quote(job_id)}" + (f"?input={sent}" if sent is not None else ""))
+
+    # ------------------------------------------------------------------------------------------------ jobs
+
+    async def _find(self, request: Request) -> tuple[str, str, Found]:
+        """(job_id, the node whose word counts, what all said); NotFound."""
+        job_id = check_job_id(request.path_params["job_id"])
+        found = await self.company.find(job_id)
+        node = who_knows(job_id, found.says)
+        if node is not None:
+            return job_id, node, found
+        if found.silent:
+            raise nobody(job_id, found.silent)
+        raise NotFound(f"there is no job {job_id} at any node that is well")
+
+    async def _result(self, request: Request) -> Response:
+        job_id, node, _ = await self._find(request)
+        if self._config.mode is Mode.REDIRECT:
+            return _leads_to(node, f"/result/{quote(job_id)}")
+        headers = {name: request.headers[name] for name in RANGE_HEADERS if name in request.headers}
+        try:
+            return await self._dispatch.stored(job_id, node, headers, method=request.method)
+        except Unavailable as error:
+            raise nobody(job_id, {node: error.message}) from None
+
+    async def _job(self, request: Request) -> Response:
+        _, node, found = await self._find(request)
+        return Response(found.known[node].body, headers={NODE_HEADER: node}, media_type="application/json")
+
+    async def _delete(self, request: Request) -> Response:
+        """At every node that has it: after a failover there may be two."""
+        job_id, node, found = await self._find(request)
+        ended = await asyncio.gather(*(self.company.remove(other, job_id) for other in found.known), return_exceptions=True)
+        problems = {other: str(end) for other, end in zip(found.known, ended, strict=True) if isinstance(end, BaseException)}
+        if problems:
+            raise nobody(job_id, problems)
+        state = found.known[node].says.state
+        logger.info("job %s: removed at %s, it was %s", job_id, ", ".join(found.known), state)
+        return json_answer({"job_id": job_id, "state": state, "removed": True}, headers={NODE_HEADER: node})
+
+    # ------------------------------------------------------------------------------------------------ inputs
+
+    def _store(self) -> Inputs:
+        if self._inputs is None:
+            raise NotFound("this dispatcher keeps no inputs; it was started without --inputs")
+        return self._inputs
+
+    async def _put_input(self, request: Request) -> Response:
+        whose = hashlib.sha256(secret_of(request).encode()).hexdigest() if self._tokens else "anyone"
+        return await self._store().put(request, whose)
+
+    async def _get_input(self, request: Request) -> Response:
+        store = self._store()
+        return await (store.head(request) if request.method == "HEAD" else store.get(request))
+
+    # ------------------------------------------------------------------------------------------------ about itself
+
+    async def _capacity(self, request: Request) -> Response:
+        await self.company.fresh()
+        places = self.company.capacity()
+        return json_answer({"running": places.running, "limit": places.limit})
+
+    async def _nodes(self, request: Request) -> Response:
+        await self.company.fresh()
+        return json_answer([_described(line) for line in self.company.ranking()])
+
+    async def _scrape(self, request: Request) -> Response:
+        places = self.company.capacity()
+        text = self.metrics.text(self.company.ranking(), places.running, places.limit)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def _health(self, request: Request) -> Response:
+        """It takes jobs, and so does one of its agents. For load balancers; they have no token."""
+        if self.draining:
+            return answers.refusal_answer(answers.is_draining())
+        if not self.company.well:
+            return answers.refusal_answer(Unavailable("no node agent takes jobs; see /nodes"))
+        return json_answer("ok")
+
+
+def _runs_at(job_id: str, name: str, address: str, since: float | None) -> answers.AgentRefusal:
+    message = f"job {job_id} is running at {name}; ask again later for its result"
+    return answers.AgentRefusal(423, "RUNNING", message, retry=True, job_id=job_id, node=name, address=address, since=since)
+
+
+def _leads_to(node: str, path: str) -> Response:
+    return Response(status_code=307, headers={"Location": node + path, NODE_HEADER: node})
+
+
+def _described(line: Ranked) -> dict[str, Any]:
+    """As `tasuki nodes --json` has it."""
+    return {
+        "node": line.node,
+        "standing": line.standing.name.lower(),
+        "running": line.running,
+        "limit": line.limit,
+        "breaker": str(line.breaker),
+        "good_checks": line.good_checks,
+        "left_out_s": round(line.left_out_s, 1),
+        "said": line.said,
+    }
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code if error.status_code in CODES else 400
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return json_answer(envelope(CODES[status], message), status, dict(error.headers or {}))

@@ -1,0 +1,410 @@
+"""Two agents and one registry, in a real Redis and a real PostgreSQL: one run, one result, everywhere the same answer."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tasuki.cli.agent_registry import APP, place_of
+from tasuki.core.agent_claim import Stand, input_of, lease_deadline, node_of, stand_of, submission_of, worker_id_of
+from tasuki.core.agent_job import InputRecord, input_hash
+from tasuki.core.job import Job, Lease, Outcome, State
+from tasuki.core.verbs import Report, Turn
+from tasuki.doors.agent import shared
+from tasuki.doors.agent.claim_notes import ClaimNotes
+from tasuki.errors import ConfigError
+from tests.doors.agent.sharing import SharingStage, two_nodes
+from tests.doors.agent.stage import TIMEOUT_S, Started, code_of, members, report
+from tests.processes import wait_until
+from tests.services import PostgresService
+from tests.services_redis import RedisService
+
+HOLD = 'echo "$TASUKI_ATTEMPT" >> "{folder}/runs"; while [ ! -e "{folder}/gate" ]; do sleep 0.02; done; echo held'
+LARGE = "head -c 300000 /dev/urandom > out/large"
+Nodes = tuple[SharingStage, SharingStage]
+
+
+@pytest.fixture(scope="module")
+def redis_nodes(redis_service: RedisService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """For what has nothing to do with the kind of the store."""
+    with two_nodes(tmp_path_factory.mktemp("nodes"), redis_service.url()) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def postgres_nodes(postgres: PostgresService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with two_nodes(tmp_path_factory.mktemp("nodes"), postgres.database()) as nodes:
+        yield nodes
+
+
+@pytest.fixture(params=["redis_nodes", "postgres_nodes"])
+def nodes(request: pytest.FixtureRequest) -> Nodes:
+    nodes: Nodes = request.getfixturevalue(request.param)
+    return nodes
+
+
+def hashed(script: str) -> str:
+    data = script.encode()
+    return input_hash("sh", (), [InputRecord("job.sh", hashlib.sha256(data).hexdigest(), len(data))])
+
+
+def begin(node: SharingStage, job_id: str, folder: Path) -> Started:
+    """A job that runs until there is a file `gate`; returns when it does."""
+    folder.mkdir(exist_ok=True)
+    started = node.begin(job_id, HOLD.format(folder=folder))
+    wait_until(lambda: (folder / "runs").exists(), what="the job runs")
+    return started
+
+
+def record_of(node: SharingStage, job_id: str) -> Job | None:
+    return node.execute(Turn(get=[job_id])).get[0]
+
+
+def lease_of(node: SharingStage, job_id: str) -> Lease:
+    job = record_of(node, job_id)
+    assert job is not None
+    assert job.lease is not None
+    return job.lease
+
+
+# -------------------------------------------------------------------------------------------------------- one run
+
+
+def test_while_it_runs_at_one_node_the_other_refuses_and_names_it(nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, two = nodes
+    running = begin(one, job_id, tmp_path)
+
+    refused = two.run(job_id, HOLD.format(folder=tmp_path))
+    looked_for = two.result(job_id)
+
+    assert code_of(refused) == code_of(looked_for) == (423, "RUNNING")
+    assert refused.json()["error"]["details"]["node"] == "n1"
+    assert two.http.get(f"/jobs/{job_id}").json()["state"] == "running"
+    wait_until(lambda: (found := record_of(two, job_id)) is not None and found.state is State.RUNNING)
+    (tmp_path / "gate").touch()
+    assert running.answer().status_code == 200
+    assert (tmp_path / "runs").read_text().split() == ["1"]
+
+
+def test_the_same_id_to_both_at_once_is_one_run(nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    script = HOLD.format(folder=tmp_path)
+    both = [node.begin(job_id, script) for node in nodes]
+
+    wait_until(lambda: (tmp_path / "runs").exists())
+    (tmp_path / "gate").touch()
+
+    answers = [started.answer() for started in both]
+    done = [answer for answer in answers if answer.status_code == 200]
+    assert done
+    assert all(code_of(answer) == (423, "RUNNING") for answer in answers if answer not in done)
+    assert {node.result(job_id).content for node in nodes} == {done[0].content}
+    assert (tmp_path / "runs").read_text().split() == ["1"]
+
+
+def test_what_is_done_at_one_node_is_answered_by_the_other(nodes: Nodes, job_id: str) -> None:
+    one, two = nodes
+    done = one.run(job_id, "echo once")
+
+    again = two.run(job_id, "echo once")
+    before_it_is_read = two.run(job_id, "echo once", query=f"?input={hashed('echo once')}")
+
+    assert again.content == before_it_is_read.content == two.result(job_id).content == done.content
+    assert again.headers["Tasuki-Cache"] == before_it_is_read.headers["Tasuki-Cache"] == "hit"
+    assert two.http.get(f"/jobs/{job_id}").json()["node"] == "n1"
+
+
+def test_another_input_is_a_conflict_at_every_node(nodes: Nodes, job_id: str) -> None:
+    one, two = nodes
+    one.run(job_id, "echo one thing")
+
+    assert code_of(two.run(job_id, "echo another")) == (409, "CONFLICT")
+    assert code_of(two.run(job_id, "echo another", query=f"?input={hashed('echo another')}")) == (409, "CONFLICT")
+
+
+def test_what_failed_is_seen_everywhere_and_runs_again_with_the_next_attempt(nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, two = nodes
+    script = f'[ -e "{tmp_path}/ok" ] || exit 3'
+    assert code_of(one.run(job_id, script)) == (500, "PROGRAM_FAILED")
+    assert two.result(job_id).headers["Tasuki-Outcome"] == "failed"
+
+    (tmp_path / "ok").touch()
+    done = two.run(job_id, script)
+
+    assert done.status_code == 200
+    assert report(done.content)["attempt"] == 2
+    assert one.result(job_id).content == done.content, "what failed here before does not count any more"
+
+
+# -------------------------------------------------------------------------------------------------------- leases
+
+
+def test_a_lease_that_was_taken_away_stops_the_job_and_its_result_counts_for_nothing(
+    nodes: Nodes, job_id: str, tmp_path: Path
+) -> None:
+    one, two = nodes
+    running = begin(one, job_id, tmp_path)
+    lease = lease_of(two, job_id)
+
+    two.execute(Turn(fail=[Report(job_id, lease.worker_id, lease.lease_id, lease.attempt, Outcome(error_code="TAKEN"))]))
+    one.renew_now()
+
+    assert code_of(running.answer()) == (503, "UNAVAILABLE")
+    assert one.result(job_id).status_code == 404
+    (tmp_path / "gate").touch()
+    again = two.run(job_id, HOLD.format(folder=tmp_path))
+    assert (again.status_code, report(again.content)["attempt"]) == (200, 2)
+
+
+def test_a_job_that_is_canceled_in_the_registry_is_stopped(nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, two = nodes
+    running = begin(one, job_id, tmp_path)
+
+    two.execute(Turn(cancel=[(job_id, "test", "not wanted any more")]))
+    one.renew_now()
+
+    assert code_of(running.answer()) == (409, "CANCELED")
+    assert (found := record_of(two, job_id)) is not None
+    assert found.state is State.CANCELED
+
+
+def test_a_job_runs_on_past_its_first_lease(nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, _ = nodes
+    running = begin(one, job_id, tmp_path)
+    expires_at = lease_of(one, job_id).expires_at
+
+    one.renew_now()
+    wait_until(lambda: lease_of(one, job_id).expires_at > expires_at, what="the lease is renewed")
+
+    (tmp_path / "gate").touch()
+    assert running.answer().status_code == 200
+
+
+def test_a_removed_job_is_free_for_others(redis_nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, two = redis_nodes
+    running = begin(one, job_id, tmp_path)
+
+    assert one.http.delete(f"/jobs/{job_id}").json()["removed"]
+
+    assert code_of(running.answer()) == (409, "CANCELED")
+    assert two.http.get(f"/jobs/{job_id}").json()["state"] == "interrupted"
+    (tmp_path / "gate").touch()
+    assert two.run(job_id, HOLD.format(folder=tmp_path)).status_code == 200
+
+
+# -------------------------------------------------------------------------------------------------------- after a kill
+
+
+def restarted(node: SharingStage, folder: Path) -> SharingStage:
+    """What a new process finds where the old one was killed at this moment. That one lives on, unknown to the new one."""
+    shutil.copytree(node.data, folder / "data", ignore=shutil.ignore_patterns("runs", "*.lock"))
+    return SharingStage(folder, node.registry_url, node="n1")
+
+
+def test_a_node_that_is_back_frees_what_its_dead_self_held(redis_nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, two = redis_nodes
+    running = begin(one, job_id, tmp_path / "job")
+
+    with restarted(one, tmp_path):
+        one.renew_now()
+        assert code_of(running.answer()) == (503, "UNAVAILABLE")
+        (tmp_path / "job" / "gate").touch()
+        answer = two.run(job_id, HOLD.format(folder=tmp_path / "job"))
+
+    assert (answer.status_code, report(answer.content)["attempt"]) == (200, 2)
+
+
+def test_a_node_that_is_back_records_what_its_dead_self_had_finished(
+    redis_nodes: Nodes, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = redis_nodes
+    ended, killed = threading.Event(), threading.Event()
+
+    def fault(point: str) -> None:
+        if point == "agent.ended":  # on its disk, and not yet in the registry
+            ended.set()
+            killed.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(one.agent.folders, "_fault", fault)
+    cut_off = one.begin(job_id, "echo done")
+    assert ended.wait(TIMEOUT_S)
+    assert code_of(two.run(job_id, "echo done")) == (423, "RUNNING")
+
+    with restarted(one, tmp_path) as again:
+        recorded = two.run(job_id, "echo done")
+        assert recorded.headers["Tasuki-Cache"] == "hit"
+        assert recorded.content == again.result(job_id).content
+    killed.set()
+    assert cut_off.answer().content == recorded.content
+
+
+def test_a_result_that_came_too_late_is_dropped_when_its_node_is_back(redis_nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, two = redis_nodes
+    one.run(job_id, "echo $$")
+    back = restarted(one, tmp_path)
+    (back.data / "claims" / job_id).touch()
+    two.execute(Turn(requeue=[(job_id, "test", "as if another node had been quicker")]))
+    newer = two.run(job_id, "echo $$")
+
+    with back:
+        assert back.result(job_id).content == newer.content
+        assert not (back.data / "jobs" / job_id).exists()
+        assert not (back.data / "claims" / job_id).exists()
+
+
+# -------------------------------------------------------------------------------------------------------- large results
+
+
+def test_a_large_result_is_fetched_from_its_node_whole_or_in_part(redis_nodes: Nodes, job_id: str) -> None:
+    one, two = redis_nodes
+    done = one.run(job_id, LARGE)
+
+    part = two.result(job_id, Range="bytes=100000-100099")
+
+    assert len(done.content) > 300_000
+    assert two.result(job_id).content == done.content
+    assert two.run(job_id, LARGE).content == done.content
+    assert (part.status_code, part.content) == (206, done.content[100_000:100_100])
+    assert part.headers["Content-Range"] == f"bytes 100000-100099/{len(done.content)}"
+
+
+def test_a_result_that_was_changed_at_its_node_does_not_arrive_whole(redis_nodes: Nodes, job_id: str) -> None:
+    one, two = redis_nodes
+    one.run(job_id, LARGE)
+    path = one.data / "jobs" / job_id / "result.zip"
+    path.write_bytes(b"x" * path.stat().st_size)
+
+    with pytest.raises(httpx.RemoteProtocolError):
+        two.result(job_id)
+
+
+@pytest.mark.parametrize("script", [LARGE, "head -c 100 /dev/urandom"], ids=["large", "small"])
+def test_a_result_that_was_removed_is_nowhere_and_is_made_again(redis_nodes: Nodes, job_id: str, script: str) -> None:
+    one, two = redis_nodes
+    first = one.run(job_id, script)
+
+    one.http.delete(f"/jobs/{job_id}")
+
+    assert two.result(job_id).status_code == 404
+    again = two.run(job_id, script)
+    assert again.status_code == 200
+    assert again.content != first.content
+    assert one.result(job_id).content == again.content
+
+
+def test_a_result_that_nobody_has_any_more_is_made_again(redis_nodes: Nodes, job_id: str) -> None:
+    one, two = redis_nodes
+    first = one.run(job_id, LARGE)
+    shutil.rmtree(one.data / "jobs" / job_id)
+    assert two.result(job_id).status_code == 404
+
+    again = two.run(job_id, LARGE)
+
+    assert again.status_code == 200
+    assert again.content != first.content
+    assert one.result(job_id).content == again.content
+
+
+def test_a_large_result_of_a_node_that_is_away_is_503_and_not_run_again(redis_nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, _ = redis_nodes
+    with SharingStage(tmp_path, one.registry_url, node="n3") as three:
+        three.run(job_id, LARGE)
+        three.run(f"{job_id}-small", "echo small")
+
+    assert code_of(one.result(job_id)) == code_of(one.run(job_id, LARGE)) == (503, "UNAVAILABLE")
+    small = members(one.result(f"{job_id}-small").content)
+    assert small["stdout.log"] == b"small\n", "those are in the registry itself"
+
+
+# -------------------------------------------------------------------------------------------------------- the registry is away
+
+
+def test_while_the_registry_is_away_what_runs_goes_on_and_nothing_new_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "ANSWER_S", 0.2)
+    monkeypatch.setattr(shared, "RETRY_S", 0.1)
+    with RedisService() as service, SharingStage(tmp_path / "n1", service.url(), node="n1") as one:
+        running = begin(one, "running", tmp_path / "job")
+        one.run("done", "echo done")
+        service.kill()
+
+        refused = one.run("new", "echo new")
+        (tmp_path / "job" / "gate").touch()
+        wait_until(lambda: (one.data / "jobs" / "running" / ".done").exists(), what="it has ended here")
+        unrecorded = one.result("running")
+        service.start()
+
+        assert code_of(refused) == (503, "UNAVAILABLE")
+        assert "registry" in refused.json()["error"]["message"]
+        assert one.state("done") == "done"
+        assert code_of(unrecorded) == (423, "RUNNING"), "nobody is shown what the registry has not taken"
+        assert running.answer().status_code == 200
+        assert one.run("new", "echo new").status_code == 200
+
+
+def test_a_lease_that_cannot_be_renewed_ends_the_job_in_time(tmp_path: Path) -> None:
+    with RedisService() as service, SharingStage(tmp_path / "n1", service.url(), node="n1", ttl_s=1.0) as one:
+        running = begin(one, "running", tmp_path / "job")
+        service.pause()
+        stopped_at = time.monotonic()
+
+        wait_until(lambda: not one.call(lambda: one.agent._runner._running), what="nothing runs any more")
+
+        assert time.monotonic() - stopped_at < 1.0 + 2.0, "before the store could give it to another node"
+        service.resume()
+        assert code_of(running.answer()) == (503, "UNAVAILABLE")
+
+
+# -------------------------------------------------------------------------------------------------------- pure
+
+
+def test_a_job_stands_where_its_lease_and_its_input_say() -> None:
+    submission = submission_of("job", "sh", "ab" * 32)
+    job = Job(spec=submission.spec, state=State.FAILED, submitter=submission.submitter, created_at=0.0)
+
+    assert input_of(job) == "ab" * 32
+    assert stand_of(None, None) is stand_of(job, None) is stand_of(job, "ab" * 32) is Stand.FREE
+    assert stand_of(job, "cd" * 32) is Stand.OTHER_INPUT
+
+
+def test_a_node_is_named_by_its_name_and_told_apart_by_its_folder(tmp_path: Path) -> None:
+    node_id = ClaimNotes(tmp_path).prepare()
+
+    assert ClaimNotes(tmp_path).prepare() == node_id
+    assert node_of(worker_id_of("rack.n1", node_id)) == "rack-n1"
+    assert worker_id_of("n1", node_id) != worker_id_of("n1", ClaimNotes(_made(tmp_path / "other")).prepare())
+
+
+def test_a_holder_gives_up_before_the_store_does() -> None:
+    assert lease_deadline(100.0, 15.0) == 113.0
+    assert lease_deadline(100.0, 2.0) == 101.5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": None, "results": "s3://bucket/results"}, "give --registry"),
+        ({"url": "http://n1:7090"}, "redis://host:6379/0 or postgresql://"),
+        ({"advertise": "tcp://n1:7000"}, "https://n1:7090"),
+        ({"advertise": "http://n1:7090,http://n2:7090"}, "one address"),
+        ({"lease_ttl_s": 0.5}, "1 to 3600"),
+    ],
+)
+def test_what_cannot_be_a_registry_is_refused_with_the_way_out(options: dict[str, Any], words: str) -> None:
+    given = {"url": "redis://db/1", "results": None, "app": APP, "advertise": None, "lease_ttl_s": 15.0, **options}
+
+    with pytest.raises(ConfigError, match=words):
+        place_of(**given)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -1,0 +1,112 @@
+"""Agents that share a registry, as real processes that are killed: who takes over, and when; and what of the dead is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.doors.agent.stage import Started, code_of, report
+from tests.processes import TASUKI, ChildProcess, wait_until
+from tests.services_redis import RedisService
+from tests.services_s3 import S3Service
+
+pytestmark = pytest.mark.e2e
+
+LARGE = "head -c 300000 /dev/urandom > out/large"
+TTL_S = 1.0
+MARGIN_S = 2.0
+SLACK_S = 3.0  # of a machine that is busy with other tests
+NO_ANSWER = httpx.Response(599)
+
+
+class AgentProcess(ChildProcess):
+    """`tasuki agent` with a registry, and a token that all of them have."""
+
+    http: httpx.Client
+
+    def __init__(self, folder: Path, node: str, environment: dict[str, str], *arguments: str) -> None:
+        tokens = folder / "tokens"
+        tokens.write_text("secret-of-all\n")
+        command = [*TASUKI, "agent", "--listen", "127.0.0.1:0", "--exec", "sh=/bin/sh {file}", "--node", node]
+        command += ["--data", str(folder / node), "--token-file", str(tokens), "--slots", "4", *arguments]
+        super().__init__(command, folder / f"{node}.log", environment)
+
+    def wait_until_ready(self) -> None:
+        output = self.wait_for_output("ready ")
+        url = next(line.split()[1] for line in output.splitlines() if line.startswith("listening "))
+        self.http = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret-of-all"}, timeout=20.0)
+
+    def post(self, job_id: str, script: str) -> httpx.Response:
+        """NO_ANSWER, if the agent is killed before it has one."""
+        try:
+            return self.http.post(f"/run/{job_id}", files={"file": ("job.sh", script.encode())})
+        except httpx.TransportError:
+            return NO_ANSWER
+
+
+def run_until_gate(folder: Path) -> str:
+    """A program that notes its attempt, and runs until there is a file `gate`."""
+    return f'echo "$TASUKI_ATTEMPT" >> {folder}/runs; while [ ! -e {folder}/gate ]; do sleep 0.02; done'
+
+
+def attempts(folder: Path) -> list[str]:
+    return (folder / "runs").read_text().split() if (folder / "runs").exists() else []
+
+
+@pytest.fixture(scope="module")
+def agents(
+    redis_service: RedisService, s3: S3Service, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[AgentProcess, AgentProcess]]:
+    folder = tmp_path_factory.mktemp("agents")
+    options = ("--lease-ttl", str(TTL_S), "--results", s3.url())
+    environment = {"TASUKI_REGISTRY": redis_service.url(), **s3.environment}
+    with (
+        AgentProcess(folder, "n1", environment, *options) as one,
+        AgentProcess(folder, "n2", environment, *options) as two,
+    ):
+        one.wait_until_ready()
+        two.wait_until_ready()
+        yield one, two
+
+
+def test_one_id_sent_to_both_at_once_is_one_run(agents: tuple[AgentProcess, AgentProcess], tmp_path: Path) -> None:
+    script = run_until_gate(tmp_path)
+    both = [Started(lambda agent=agent: agent.post("both", script)) for agent in agents]  # type: ignore[misc]
+    wait_until(lambda: attempts(tmp_path))
+    (tmp_path / "gate").touch()
+
+    answers = [started.answer() for started in both]
+
+    assert {answer.status_code for answer in answers} <= {200, 423}
+    assert attempts(tmp_path) == ["1"]
+    results = [agent.http.get("/result/both").content for agent in agents]
+    assert next(answer.content for answer in answers if answer.status_code == 200) == results[0] == results[1]
+
+
+def test_another_node_takes_over_from_one_that_was_killed_and_has_its_results(
+    agents: tuple[AgentProcess, AgentProcess], tmp_path: Path
+) -> None:
+    one, two = agents
+    done = one.post("large", LARGE)
+    assert done.status_code == 200
+    script = run_until_gate(tmp_path)
+    cut_off = Started(lambda: one.post("running", script))
+    wait_until(lambda: attempts(tmp_path) == ["1"])
+    assert code_of(two.post("running", script)) == (423, "RUNNING")
+
+    one.kill()
+    killed_at = time.monotonic()
+    (tmp_path / "gate").touch()
+    answer = wait_until(lambda: (found := two.post("running", script)).status_code == 200 and found, what="n2 takes over")
+
+    assert report(answer.content)["attempt"] == 2
+    assert attempts(tmp_path) == ["1", "2"]
+    assert time.monotonic() - killed_at < TTL_S + MARGIN_S + SLACK_S
+    assert two.http.get("/result/large").content == done.content
+    assert two.http.get("/result/large", headers={"Range": "bytes=-10"}).content == done.content[-10:]
+    assert two.post("large", LARGE).headers["Tasuki-Cache"] == "hit"
+    assert cut_off.answer() is NO_ANSWER
