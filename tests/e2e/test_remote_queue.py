@@ -72,14 +72,15 @@ def outsider(redis_url: str) -> Iterator[Outsider]:
 
 @contextmanager
 def worker(folder: Path, url: str, program: str, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """`tasuki worker` for the app, on a data folder of its own."""
+    """`tasuki worker` for the app, on a data folder of its own. What it has in the folder for temporary files, no guest of
+    another test cleans up."""
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(program)
     command = [*TASUKI, "worker", "--to", url, "--app", "zpe", "--exec", f"zpe=python3 {folder / 'program.py'}", "--slots", "1"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, *more],
-            env=environment(folder, TASUKI_DATA=str(folder / "data")),
+            env=environment(folder, TASUKI_DATA=str(folder / "data"), TMPDIR=str(folder.parent)),
             stdin=subprocess.DEVNULL,
             stderr=log,
             text=True,

@@ -105,7 +105,14 @@ def submit(
 
 
 async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, output: Output) -> int:
-    handle = await client.submit(**fields, watch=wait)
+    job_id = fields["job_id"] or client.new_id()
+    try:
+        handle = await client.submit(**{**fields, "job_id": job_id}, watch=wait)
+    except asyncio.CancelledError:  # how Ctrl-C comes here; it may have been accepted all the same
+        output.hint(
+            f"it is not known whether the job was accepted; see: tasuki status {job_id}; stop it with: tasuki cancel {job_id}"
+        )
+        raise
     answer: dict[str, Any] = {"job_id": handle.job_id, "existed": handle.existed}
     failed = 0
     if wait:
