@@ -46,6 +46,10 @@ class OutOfTurn(TasukiError):
     code = "OUT_OF_TURN"
 
 
+class NoSession(NotFound):
+    """A worker's session that this server does not know; perhaps another one does."""
+
+
 class OtherOffset(TasukiError):
     """A piece of a blob that does not begin where the server is."""
 
@@ -126,6 +130,8 @@ def error_answer(error: TasukiError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     elif status == 413:
         headers["Connection"] = "close"  # what it sends besides is not read
+    elif isinstance(error, NoSession):
+        headers["Connection"] = "close"  # a balancer may lead the next one to the server that has it
     elif status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
     return json_answer(envelope(code_of(error), error.message, error.details()), status, headers)

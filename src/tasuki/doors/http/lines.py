@@ -14,7 +14,7 @@ from collections import deque
 import msgspec
 
 from tasuki.core.protocol import AssignJobs, Claim, ErrorMessage, HelloWorker, JobsFinished, JobsReleased, Message, Welcome
-from tasuki.doors.http.answers import OutOfTurn, discreet
+from tasuki.doors.http.answers import NoSession, OutOfTurn, discreet
 from tasuki.doors.http.gate import Caller
 from tasuki.doors.http.limits import REQUESTS_MAX
 from tasuki.doors.http.talk import Talk
@@ -200,7 +200,7 @@ class Lines:
         """Another worker's session is as unknown as one that there never was."""
         line = self._lines.get(name)
         if line is None or line.owner != caller.sha256:
-            raise NotFound(f"{UNKNOWN}: the server was started again, or another one has it")
+            raise NoSession(f"{UNKNOWN}: the server was started again, or another one has it")
         return line
 
     def drop(self, line: Line, why: str) -> None:
