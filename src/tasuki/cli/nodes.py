@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -59,7 +59,7 @@ async def _nodes(place: Place, output: Output, interval: float | None) -> int:
             ranking = await client.ranking()
             if interval is not None and not output.json and sys.stdout.isatty():
                 sys.stdout.write(CLEAR_SCREEN)
-            output.show([describe(line) for line in ranking], functools.partial(lines_of, ranking))
+            output.show([line.view() for line in ranking], functools.partial(lines_of, ranking))
             if interval is None:
                 return exits.OK if any(usable(line) for line in ranking) else exits.UNAVAILABLE
             await asyncio.sleep(interval)
@@ -67,20 +67,6 @@ async def _nodes(place: Place, output: Output, interval: float | None) -> int:
 
 def usable(line: Ranked) -> bool:
     return line.standing.name in ("FREE", "FULL")
-
-
-def describe(line: Ranked) -> dict[str, Any]:
-    """One node, for programs."""
-    return {
-        "node": line.node,
-        "standing": line.standing.name.lower(),
-        "running": line.running,
-        "limit": line.limit,
-        "breaker": str(line.breaker),
-        "good_checks": line.good_checks,
-        "left_out_s": round(line.left_out_s, 1),
-        "said": line.said,
-    }
 
 
 def lines_of(ranking: list[Ranked]) -> list[str]:

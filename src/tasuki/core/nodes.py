@@ -63,6 +63,19 @@ class Ranked(msgspec.Struct, frozen=True):
     free: int | None = None
     """Places that are free, without those for what this client sent it meanwhile."""
 
+    def view(self) -> dict[str, object]:
+        """For programs: `tasuki nodes --json`, and a dispatcher's /nodes."""
+        return {
+            "node": self.node,
+            "standing": self.standing.name.lower(),
+            "running": self.running,
+            "limit": self.limit,
+            "breaker": str(self.breaker),
+            "good_checks": self.good_checks,
+            "left_out_s": round(self.left_out_s, 1),
+            "said": self.said,
+        }
+
 
 class _Node:
     def __init__(self, name: str, rules: BreakerRules, tie: float) -> None:

@@ -29,7 +29,7 @@ from tasuki.core.address import Address
 from tasuki.core.agent_job import AgentState, Verdict, check_input_hash, judge
 from tasuki.core.dispatch import who_knows
 from tasuki.core.ids import check_job_id
-from tasuki.core.nodes import Ranked, Standing
+from tasuki.core.nodes import Standing
 from tasuki.doors.agent import answers
 from tasuki.doors.agent.correlation import on_behalf_of
 from tasuki.doors.agent.downloads import EarlyAnswer
@@ -330,7 +330,7 @@ class Dispatcher:
 
     async def _nodes(self, request: Request) -> Response:
         await self.company.fresh()
-        return json_answer([_described(line) for line in self.company.ranking()])
+        return json_answer([line.view() for line in self.company.ranking()])
 
     async def _scrape(self, request: Request) -> Response:
         places = self.company.capacity()
@@ -353,20 +353,6 @@ def _runs_at(job_id: str, name: str, address: str, since: float | None) -> answe
 
 def _leads_to(node: str, path: str) -> Response:
     return Response(status_code=307, headers={"Location": node + path, NODE_HEADER: node})
-
-
-def _described(line: Ranked) -> dict[str, Any]:
-    """As `tasuki nodes --json` has it."""
-    return {
-        "node": line.node,
-        "standing": line.standing.name.lower(),
-        "running": line.running,
-        "limit": line.limit,
-        "breaker": str(line.breaker),
-        "good_checks": line.good_checks,
-        "left_out_s": round(line.left_out_s, 1),
-        "said": line.said,
-    }
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:

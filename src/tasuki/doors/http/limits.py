@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import h11
@@ -18,6 +19,8 @@ from tasuki.errors import InvalidInput, Overloaded, TooLarge
 
 BODY_MAX_BYTES = 16 * 1024 * 1024
 BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once
+REFUSED_MAX_BYTES = 4 * BODY_MAX_BYTES  # what is larger is not read at all
+DROP_TIMEOUT_S = 5.0
 HEADERS_MAX_BYTES = 16 * 1024
 HEADERS_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
@@ -114,6 +117,8 @@ async def read_body(request: Request, share: Share) -> bytes:
     """All of the body, or TooLarge before more than the limit is read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY_MAX_BYTES:
+        if int(declared) <= REFUSED_MAX_BYTES:
+            await _drop(request)
         raise TooLarge(f"a body of {declared[:20]} bytes is too large, the limit is {BODY_MAX_BYTES}")
     pieces, size = [], 0
     try:
@@ -129,6 +134,14 @@ async def read_body(request: Request, share: Share) -> bytes:
     except ClientDisconnect:
         raise InvalidInput("the body ended before it was whole") from None
     return b"".join(pieces)
+
+
+async def _drop(request: Request) -> None:
+    """Read what is refused anyway, for a while: a proxy that is hung up on while it sends tells its peer 502, and not why."""
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DROP_TIMEOUT_S):
+            async for _ in request.stream():
+                """Kept nowhere."""
 
 
 def decode(body: bytes, kind: type[T]) -> T:
