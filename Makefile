@@ -18,7 +18,7 @@ SEEDS ?= 2000
 SIMARGS ?=
 
 # Debian packages that the tests need and that no wheel brings.
-SYSTEM_PACKAGES ?= caddy curl nginx-light quantum-espresso quantum-espresso-data
+SYSTEM_PACKAGES ?= caddy curl haproxy iproute2 keepalived nginx-light quantum-espresso quantum-espresso-data
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -33,9 +33,12 @@ demo: $(STAMP) ## Show jobs surviving the death of a worker and of the server
 up: $(STAMP) ## Start a server and local workers here, until Ctrl-C
 	@$(BIN)/tasuki up
 
-# Compiled once: where Python is told to write no bytecode, each of the thousand processes of the tests would do it for itself.
+# Compiled once: where Python is told to write no bytecode, each of the thousand processes of the tests would do it for itself,
+# and each of pytest's own would rewrite all the assertions.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## Run the tests (TESTARGS='tests/core -x' for some of them)
 	@$(BIN)/python -m compileall -q src
+	@test -d tests/__pycache__ || $(BIN)/python -m pytest --collect-only -qq $(TESTARGS) >/dev/null 2>&1 || true
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 $(TESTARGS)
 
 sim: $(STAMP) ## Run SEEDS=2000 seeds of the simulator on all cores (docs/simulator.md)

@@ -225,7 +225,8 @@ class Large:
         node = AgentNode(address, "", None)
         try:
             began = time.perf_counter()
-            found = await node.fetch(job_id, self._back, heard=lambda done, total: None)
+            found = await node.fetch(job_id, self._back, Quiet())
+            found.part.become(self._back)
             took_s = time.perf_counter() - began
         finally:
             await node.close()
@@ -245,6 +246,18 @@ class Large:
         if running.returncode != 0:
             raise SystemExit(f"{' '.join(command)} ended with {running.returncode}")
         return time.perf_counter() - began, most
+
+
+class Quiet:
+    """Whoever asks for nothing but the result."""
+
+    def sent(self, done_bytes: int) -> None: ...
+
+    def uploaded(self) -> None: ...
+
+    def heard(self, done_bytes: int, total_bytes: int | None) -> None: ...
+
+    def led(self, to: str) -> None: ...
 
 
 def most_memory_mb(pid: int) -> float:

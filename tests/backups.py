@@ -13,6 +13,7 @@ from tasuki.core.verbs import Grant
 from tasuki.stores.sql import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
+from tests.sqlite_files import with_tables
 
 LARGE = b"a result that is a blob\n" * 10_000
 AGAIN = b"an input whose first generation was deleted\n" * 100
@@ -29,7 +30,7 @@ class Made(NamedTuple):
 def opened(path: Path, clock: FakeClock | None = None) -> Stage:
     """The store as a server has it: opened, and led."""
     clock = clock or FakeClock()
-    return Stage(SqlStore.open_sqlite(path, clock=clock), clock)
+    return Stage(SqlStore.open_sqlite(with_tables(path), clock=clock), clock)
 
 
 def make_store(root: Path) -> Made:

@@ -31,6 +31,7 @@ from tasuki import AsyncClient, Client
 from tasuki.config import DataFolder, parse_url
 from tasuki.core.access import token_sha256
 from tasuki.server.node import make_secret
+from tests.sqlite_files import with_tables
 
 HANDLERS = Path(__file__).with_name("handlers.py")
 SOURCE = Path(__file__).parents[1] / "src"
@@ -279,7 +280,11 @@ def start_server(
     """
     places = [*(("--store", store) if store else ()), *(("--blobs", blobs) if blobs else ())]
     log = log or tmp_path / ("server.log" if data == "data" else f"{data}.log")
-    return ServerProcess(tmp_path / data, [*places, *arguments], env or {}, tcp, log, **options)
+    folder = DataFolder(tmp_path / data)
+    # With options the folder may have to be another user's; a store may also be named in the environment.
+    if not (store or options or folder.root.exists() or "TASUKI_STORE" in (env or {})):
+        with_tables(folder.database)
+    return ServerProcess(folder.root, [*places, *arguments], env or {}, tcp, log, **options)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.core.address import DEFAULT_PORT, Address, parse_agents, parse_url
+from tasuki.core.address import DEFAULT_PORT, DEFAULT_PORTS, Address, parse_agents, parse_url
 from tasuki.errors import ConfigError
 
 __all__ = [
@@ -40,24 +40,24 @@ DISK_FLOOR_BYTES = 64 * 1024 * 1024
 DISK_FLOOR_INODES = 1000
 
 
-def parse_listen(text: str) -> Address:
+def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
     """`host:port` or `tcp://host:port`, for --tcp."""
-    address = parse_url(text if "://" in text else f"tcp://{text}")[0]
+    address = parse_url(text if "://" in text else f"tcp://{text}", default_port)[0]
     if address.http:
         raise ConfigError(f"--tcp {text!r} is an address of HTTP; give it with --http")
     return address
 
 
-def parse_http(text: str) -> Address:
-    """`host:port` or `http://host:port`, for --http."""
-    address = parse_listen(re.sub(r"^https?://", "tcp://", text.rstrip("/")))
+def parse_http(text: str, default_port: int = DEFAULT_PORTS["http"]) -> Address:
+    """`host:port` or `http://host:port`, for --http and for the --listen of agents and dispatchers."""
+    address = parse_listen(re.sub(r"^https?://", "tcp://", text.rstrip("/")), default_port)
     return Address("http", address.host, address.port)
 
 
-def check_app(app: str) -> str:
+def check_app(app: str, option: str = "--app") -> str:
     """The name of an app; ConfigError for what cannot be a part of a path and one token of a subject."""
     if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", app) is None:
-        raise ConfigError(f"--app {app[:80]!r} must be 1 to 64 letters, digits, - and _")
+        raise ConfigError(f"{option} {app[:80]!r} must be 1 to 64 letters, digits, - and _")
     return app
 
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.blobs.zipnames import NAME_MAX_BYTES
+from tasuki.blobs.zipnames import NAME_MAX_BYTES, NameBook
 from tasuki.blobs.zipread import PIECE_BYTES
 from tasuki.blobs.zips import FileUnder, ZipEntryInfo, ZipLimits, ZipMember, check_zip, extract_zip, write_zip
 from tasuki.errors import DiskFull, InvalidInput, TasukiError, TooLarge
@@ -550,3 +550,8 @@ def test_entry_information_is_measured_not_quoted() -> None:
     packed = deflate(b"hello" * 100)
     [entry] = check_zip(io.BytesIO(forge(Forged(data=b"hello" * 100, packed=packed, method=8))))
     assert entry == ZipEntryInfo("a.txt", False, 500, len(packed), Forged(data=b"hello" * 100).sizes()[0])
+
+
+def test_a_name_that_begins_like_a_drive_is_called_that() -> None:
+    with pytest.raises(InvalidInput, match="begins like a drive"):
+        NameBook().add("x:y", is_folder=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
+import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 
@@ -22,25 +24,41 @@ while word == "hold" and not starts.with_name("go").exists():
     time.sleep(0.01)
 sys.exit(int(word) if word.isdigit() else 0)
 """
+STEADY_PORTS = (20_000, 32_000)
 
 
-class AgentProcess(ChildProcess):
+def steady_port() -> int:
+    """Free, and not of those that the system gives to connections: it is still free when its owner was dead for a while."""
+    for port in random.sample(range(*STEADY_PORTS), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port of {STEADY_PORTS} is free")
+
+
+class ListeningProcess(ChildProcess):
+    """`tasuki WORDS… --listen`, an agent or a dispatcher; it has its port again when it is started again."""
+
+    def __init__(self, words: Iterable[str], log: Path, env: Mapping[str, str], *, name: str, port: int = 0) -> None:
+        self.name = name
+        super().__init__([*TASUKI, *words, "--listen", f"127.0.0.1:{port}"], log, env)
+        self.url = re.findall(r"listening (http://\S+)", self.wait_for_output("ready"))[0]
+        self.command[-1] = self.url.removeprefix("http://")
+
+    def start_again(self) -> None:
+        super().start_again()
+        self.wait_for_output("ready")
+
+
+class AgentProcess(ListeningProcess):
     """`tasuki agent` with one exec, `pricer WORD`; see PROGRAM."""
 
     def __init__(self, folder: Path, name: str, starts: Path, slots: int) -> None:
         program = folder / "program.py"
         program.write_text(PROGRAM)
         template = f"{sys.executable} {program} {{file}} {starts} {{args}} {name}"
-        self.name = name
-        command = [*TASUKI, "agent", "--listen", "127.0.0.1:0", "--data", str(folder / name), "--slots", str(slots)]
-        super().__init__([*command, "--exec", f"pricer={template}"], folder / f"{name}.log", {"HOME": str(folder)})
-        self.url = re.findall(r"listening (http://\S+)", self.wait_for_output("ready"))[0]
-        place = self.command.index("--listen") + 1
-        self.command[place] = self.url.removeprefix("http://")
-
-    def start_again(self) -> None:
-        super().start_again()
-        self.wait_for_output("ready")
+        words = ["agent", "--data", str(folder / name), "--slots", str(slots), "--exec", f"pricer={template}"]
+        super().__init__(words, folder / f"{name}.log", {"HOME": str(folder)}, name=name)
 
 
 class Agents:

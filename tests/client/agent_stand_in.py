@@ -70,7 +70,10 @@ class StandIn:
         self.posts: list[bytes] = []
         self.asked: list[str] = []
         self.removed: list[str] = []
+        self.removal_queries: list[str] = []
         self.job: dict[str, Any] | None = None
+        self.inputs: dict[str, bytes] | None = None
+        """What it keeps, as a dispatcher does."""
         self.on_post: Callable[[Asked], Awaitable[Reply]] = self.take
         self.on_result: Callable[[Asked], Awaitable[Reply]] = self.stored
         self._something = asyncio.Event()
@@ -86,7 +89,7 @@ class StandIn:
         if not begin:
             return result(self.data)
         whole = hashlib.sha256(self.data).hexdigest()
-        return http(206, self.data[begin:], ETag=f'"{whole}"')
+        return http(206, self.data[begin:], ETag=f'"{whole}"', Content_Type="application/zip")
 
     async def __aenter__(self) -> StandIn:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
@@ -138,13 +141,21 @@ class StandIn:
             case "GET", "health":
                 return http(200, b'"ok"') if self.well else refusal(503, "DRAINING")
             case "GET", "capacity":
-                return http(200, json.dumps({"running": self.running, "limit": self.limit}).encode())
+                keeps = {"inputs": True} if self.inputs is not None else {}
+                return http(200, json.dumps({"running": self.running, "limit": self.limit, **keeps}).encode())
             case "GET", "jobs":
                 return http(200, json.dumps(self.job).encode()) if self.job is not None else refusal(404, "NOT_FOUND")
             case "DELETE", "jobs":
                 self.removed.append(asked.path)
+                self.removal_queries.append(asked.query)
                 return http(200, b"{}")
             case "GET", "result":
                 return await self.on_result(asked)
+            case "HEAD", "inputs":
+                return http(200 if asked.path.rpartition("/")[2] in (self.inputs or {}) else 404)
+            case "PUT", "inputs":
+                assert self.inputs is not None
+                self.inputs[asked.path.rpartition("/")[2]] = await asked.body()
+                return http(201, b"{}")
             case _:
                 return await self.on_post(asked)

@@ -306,7 +306,7 @@ def test_a_second_node_is_tried_after_the_hedge_and_the_first_is_canceled(tmp_pa
 
         assert ended.node == second.url
         await first.until(lambda: bool(first.removed))
-        assert first.removed == [f"/jobs/{ended.job_id}"]
+        assert (first.removed, first.removal_queries) == ([f"/jobs/{ended.job_id}"], ["state=running"])
 
     at_desk(tmp_path, 2, story)
 

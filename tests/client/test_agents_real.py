@@ -13,10 +13,11 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tasuki.cli import exits
-from tasuki.client.failover import AgentResult, AsyncAgentsClient
+from tasuki.client.failover import AgentResult, AgentsClient, AsyncAgentsClient
 from tasuki.core.breaker import BreakerRules, BreakerState
 from tasuki.net.loops import now
 from tests.client.agent_processes import Agents, start_agents
@@ -144,10 +145,11 @@ def run_tasuki(agents: Agents, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_prints_the_jobs_output_and_exits_with_its_code(agents: Agents) -> None:
-    told = run_tasuki(agents, "run", "--file", "book.csv", "-o", "result.zip", "pricer", "7")
+    told = run_tasuki(agents, "run", "--job-id", "failing", "--file", "book.csv", "-o", "result.zip", "pricer", "7")
 
     assert (told.stdout, told.returncode) == ("priced 100,95\n", 7)
     assert "result.json" in zipfile.ZipFile(agents.folder / "result.zip").namelist()
+    assert len(agents.started("failing")) == 1  # a program's failure is not tried elsewhere
 
 
 def test_the_command_refuses_what_needs_a_server(agents: Agents) -> None:
@@ -191,14 +193,67 @@ def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
     assert not (agents.folder / name / "jobs" / "stopped").exists()
 
 
-def test_what_clients_import_needs_nothing_that_only_unix_has() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('fcntl', 'pwd', 'grp', 'resource', 'termios', 'syslog', 'uvloop'):\n"
-        "    sys.modules[name] = None\n"
-        "import tasuki.client.failover, tasuki.cli.agents, tasuki.cli.nodes, tasuki.cli.run, tasuki.cli.archive\n"
-        "import tasuki.blobs.zipread\n"
-    )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+def test_a_killed_client_that_is_started_again_takes_up_its_run_and_then_its_result(agents: Agents, tmp_path: Path) -> None:
+    words = ["run", "--job-id", "again", "--file", "book.csv", "pricer", "hold"]
+    env = {"HOME": str(agents.folder), "TASUKI_URL": f"agents:{','.join(agents.urls)}", "PATH": "/usr/bin:/bin"}
+    options = {"cwd": agents.folder, "env": env, "stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*TASUKI, *words], **options) as first:
+        wait_until(lambda: agents.started("again"), DEADLINE_S, "the program has started")
+        first.kill()
 
-    assert (told.returncode, told.stderr) == (0, "")
+    with subprocess.Popen([*TASUKI, *words], stdout=subprocess.PIPE, **options) as second:
+        assert second.stderr is not None
+        assert any(b"runs it already" in line for line in second.stderr)
+        agents.let_go()
+        followed, _ = second.communicate(timeout=DEADLINE_S)
+    with AgentsClient(agents.urls, token="") as client:
+        stored = client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / "r.zip", job_id="again")
+
+    assert (followed, second.returncode) == (b"priced 100,95\n", 0)
+    assert (stdout_of(stored), stored.cached) == ("priced 100,95\n", True)
+    assert len(agents.started("again")) == 1
+
+
+def test_an_agent_stops_what_runs_and_leaves_what_has_ended_if_it_is_asked_to(agents: Agents, tmp_path: Path) -> None:
+    with AgentsClient(agents.urls[0], token="") as client:
+        client.run("pricer", ["0"], files=[agents.book], output=tmp_path / "r.zip", job_id="ended")
+    with httpx.Client(base_url=agents.urls[0]) as http:
+        answers = [http.delete("/jobs/ended", params={"state": state}).status_code for state in ("running", "done")]
+
+        assert (answers, http.get("/result/ended").status_code) == ([404, 400], 200)
+
+
+# What only Unix has is taken away before anything of ours is imported, as far as Python itself can live without it.
+ELSEWHERE = """
+import asyncio, os, random, signal, subprocess, sys, tempfile, threading, zipfile
+
+for name in ("fcntl", "pwd", "grp", "resource", "termios", "tty", "pty", "syslog", "uvloop", "tasuki.worker", "tasuki.server"):
+    sys.modules[name] = None
+for name in ("fork", "register_at_fork", "getuid", "geteuid", "getpgid", "killpg", "setsid", "O_NOFOLLOW", "O_DIRECTORY"):
+    delattr(os, name)
+for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGCHLD", "SIGPIPE", "pthread_sigmask"):
+    delattr(signal, name)
+
+def unsupported(*arguments):
+    raise NotImplementedError
+
+asyncio.SelectorEventLoop.add_signal_handler = asyncio.SelectorEventLoop.remove_signal_handler = unsupported
+import tasuki.cli.nodes
+from tasuki.cli.main import main
+main()
+"""
+
+
+def test_the_command_runs_without_anything_that_only_unix_has(agents: Agents) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, "run", "--to", f"agents:{agents.urls[0]}", "--file", "book.csv", "pricer", "3"],
+        cwd=agents.folder,
+        env={"HOME": str(agents.folder), "PATH": "/usr/bin:/bin"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+    assert (told.returncode, told.stdout) == (3, "priced 100,95\n"), told.stderr

@@ -323,11 +323,11 @@ def test_ctrl_c_ends_the_wait_for_a_result_and_nothing_else(client: Client) -> N
         job.result(timeout=20)
     presser.join(5)
     # Then the wait has left the client's loop, the job goes on, and so does the client
-    wait_until(lambda: len(asyncio.all_tasks(client._loop)) == 1, what="only the client's own tick is left")
+    wait_until(lambda: len(asyncio.all_tasks(client._thread.loop)) == 1, what="only the client's own tick is left")
     assert client.status(job.job_id)["state"] == "PENDING"
     assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
     client.close()
-    assert not client._thread.is_alive()
+    assert not client._thread.thread.is_alive()
 
 
 def test_closing_while_tasks_wait_ends_their_waits(server: ServerProcess) -> None:

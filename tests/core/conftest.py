@@ -14,6 +14,7 @@ from tasuki.stores.memory import MemoryStore  # noqa: E402
 from tasuki.stores.store import Store  # noqa: E402
 from tasuki.testing.clocks import FakeClock  # noqa: E402
 from tasuki.testing.harness import World  # noqa: E402
+from tests.sqlite_files import with_tables  # noqa: E402
 
 MakeWorld = Callable[..., World]
 
@@ -59,4 +60,4 @@ def sqlite_world(path: Path, clock: FakeClock, **options: Any) -> World:
         old.close()
         return SqlStore.open_sqlite(path, clock=clock)
 
-    return World(SqlStore.open_sqlite(path, clock=clock), clock, restart=restart, **options)
+    return World(SqlStore.open_sqlite(with_tables(path), clock=clock), clock, restart=restart, **options)

@@ -37,7 +37,10 @@ T = TypeVar("T", bound=Command)
 
 
 class Table:
-    """`frozen` nodes never answer a look, `dead` ones refuse it; the others are well. The first of `names` is the best."""
+    """`frozen` nodes never answer a look, `dead` ones refuse it, `refusing` ones our token; the others are well.
+
+    The first of `names` is the best.
+    """
 
     def __init__(self, names: Sequence[str] = (A, B, C), **job: Any) -> None:
         self.nodes = Nodes(names, itertools.count().__next__)
@@ -46,6 +49,7 @@ class Table:
         self.said: list[Command] = []
         self.frozen: set[str] = set()
         self.dead: set[str] = set()
+        self.refusing: set[str] = set()
         self.capacity = {name: Capacity(0, 4) for name in names}
 
     def begin(self) -> Table:
@@ -64,6 +68,8 @@ class Table:
             return
         if node in self.dead:
             self.nodes.unwell(node, "connection refused", self.now)
+        elif node in self.refusing:
+            self.nodes.refused(node, Refusal(401, "UNAUTHORIZED"), self.now)
         else:
             self.nodes.seen(node, self.capacity[node], self.now)
         self.hear(Ticked())

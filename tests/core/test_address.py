@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.config import parse_listen
+from tasuki.config import parse_http, parse_listen
 from tasuki.core.address import Address, parse_agents, parse_url
 from tasuki.errors import ConfigError
 
@@ -54,6 +54,12 @@ def test_http_on_this_machine_is_loopback() -> None:
 def test_a_listener_for_tcp_is_no_place_of_http() -> None:
     with pytest.raises(ConfigError, match="--http"):
         parse_listen("http://127.0.0.1:7080")
+
+
+@pytest.mark.parametrize("text", ["n1", "http://n1", "http://n1/"])
+def test_a_listener_without_a_port_has_the_one_of_its_kind(text: str) -> None:
+    assert (parse_http(text), parse_http(text, 7090)) == (Address("http", "n1", 7080), Address("http", "n1", 7090))
+    assert parse_http("[::1]:1", 7090) == Address("http", "::1", 1)
 
 
 @pytest.mark.parametrize(

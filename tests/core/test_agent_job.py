@@ -30,7 +30,7 @@ def test_the_input_hash_is_that_of_the_documented_text() -> None:
         '{"name":"b.csv","sha256":"' + "2" * 64 + '","size_bytes":4}]}'
     )
 
-    assert input_hash("pricer", ("--seed", "7"), [B, A]) == hashlib.sha256(text.encode()).hexdigest()
+    assert input_hash("pricer", ("--seed", "7"), [A, B]) == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_everything_that_matters_is_in_the_input_hash() -> None:
@@ -41,9 +41,10 @@ def test_everything_that_matters_is_in_the_input_hash() -> None:
         input_hash("pricer", ("x",), [A]),
         input_hash("pricer", ("x",), [A, InputRecord("b.csv", "3" * 64, 4)]),
         input_hash("pricer", ("x",), [A, InputRecord("c.csv", "2" * 64, 4)]),
+        input_hash("pricer", ("x",), [B, A]),
     ]
 
-    assert len({input_hash("pricer", ("x",), [A, B]), *others}) == 7
+    assert len({input_hash("pricer", ("x",), [A, B]), *others}) == 8
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,9 @@ def test_everything_that_matters_is_in_the_input_hash() -> None:
     [
         (None, None, None, Verdict.RUN),
         (None, None, "x", Verdict.RUN),
+        (AgentState.QUEUED, "x", None, Verdict.RUN),
+        (AgentState.QUEUED, "x", "x", Verdict.RUN),
+        (AgentState.QUEUED, "x", "y", Verdict.CONFLICT),
         (AgentState.RUNNING, None, None, Verdict.LOCKED),
         (AgentState.RUNNING, None, "x", Verdict.LOCKED),
         (AgentState.RUNNING, "x", None, Verdict.LOCKED),
@@ -80,8 +84,8 @@ def test_args_are_a_json_list_of_texts() -> None:
 
 
 def test_a_time_limit_is_above_zero_and_finite() -> None:
-    assert parse_timeout("0.5") == 0.5
-    for wrong in ("", "x", "0", "-1", "inf", "nan"):
+    assert [parse_timeout(text) for text in ("0.5", "90", "1e+06", "1e16")] == [0.5, 90.0, 1e6, 1e16]
+    for wrong in ("", "x", "0", "-1", "inf", "nan", "3 ", "\uff13", "1_000", "1e999", "+5"):
         with pytest.raises(InvalidInput):
             parse_timeout(wrong)
 

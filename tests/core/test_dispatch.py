@@ -82,6 +82,8 @@ def test_of_several_words_about_a_job_a_result_counts_most() -> None:
     assert who_knows("a", said) == NODES[1]
     assert who_knows("a", {NODES[0]: JobSays("of another version"), NODES[2]: JobSays("interrupted")}) == NODES[2]
     assert who_knows("a", {node: JobSays("done") for node in NODES}) == rendezvous("a", NODES)[0]
+    assert who_knows("a", {NODES[0]: JobSays("queued"), NODES[1]: JobSays("running")}) == NODES[1]
+    assert who_knows("a", {NODES[0]: JobSays("queued"), NODES[1]: JobSays("failed")}) == NODES[0]
     assert who_knows("a", {}) is None
 
 

@@ -7,9 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.core.failover import TRIES_MAX
-from tasuki.core.failover_events import Ask, Drop, Fetch, Finish, GiveUp, Heard, Lost, Post, Refusal, Refused, Remove, Uploaded
+from tasuki.core.failover_events import (
+    Ask,
+    Drop,
+    Fetch,
+    Finish,
+    GiveUp,
+    Heard,
+    Led,
+    Lost,
+    Post,
+    Refusal,
+    Refused,
+    Remove,
+    Uploaded,
+)
 from tasuki.core.nodes import Capacity, Standing
-from tasuki.errors import Conflict, DeadlineExceeded, InvalidInput, JobFailed, TooLarge, Unauthorized, Unavailable
+from tasuki.errors import Conflict, DeadlineExceeded, Forbidden, InvalidInput, JobFailed, TooLarge, Unauthorized, Unavailable
 from tests.core.failover_table import INPUT, A, B, C, Table
 
 
@@ -61,7 +75,7 @@ def test_an_id_of_our_own_making_is_not_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "refusal",
-    [Refusal(500, "INTERNAL"), Refusal(502), Refusal(503, "DRAINING"), Refusal(503, "DISK_FULL"), Refusal(504), Refusal(404)],
+    [Refusal(500, "INTERNAL"), Refusal(502), Refusal(503, "DRAINING"), Refusal(504), Refusal(404)],
     ids=lambda refusal: f"{refusal.status}{refusal.code}",
 )
 def test_an_answer_without_an_outcome_goes_to_the_next_node_at_once_and_opens_the_breaker(refusal: Refusal) -> None:
@@ -147,9 +161,7 @@ def test_a_programs_failure_is_told_although_its_result_is_lost() -> None:
     ("status", "code", "kind"),
     [
         (400, "INVALID_PAYLOAD", InvalidInput),
-        (401, "UNAUTHORIZED", Unauthorized),
         (409, "CONFLICT", Conflict),
-        (413, "TOO_LARGE", TooLarge),
     ],
 )
 def test_what_no_node_would_answer_otherwise_is_final(status: int, code: str, kind: type[Exception]) -> None:
@@ -163,11 +175,83 @@ def test_a_strangers_refusal_is_not_final() -> None:
     assert Table().begin().refused(400).posted == [A, B]
 
 
+# ---------------------------------------------------------------------------------------------------- not at this node
+
+NOT_HERE = [
+    (400, "EXEC_NOT_ALLOWED", InvalidInput),
+    (401, "UNAUTHORIZED", Unauthorized),
+    (403, "FORBIDDEN", Forbidden),
+    (413, "TOO_LARGE", TooLarge),
+    (413, "", TooLarge),
+    (500, "PROGRAM_NOT_FOUND", Unavailable),
+    (503, "DISK_FULL", Unavailable),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "kind"), NOT_HERE)
+def test_what_one_node_cannot_do_goes_to_the_next_and_opens_no_breaker(status: int, code: str, kind: type[Exception]) -> None:
+    table = Table([A, B]).begin().refused(status, code)
+
+    assert (table.posted, standing(table, A)) == ([A, B], Standing.FREE)
+
+
+@pytest.mark.parametrize(("status", "code", "kind"), NOT_HERE)
+def test_what_no_node_can_do_ends_at_once_with_the_words_of_each(status: int, code: str, kind: type[Exception]) -> None:
+    table = Table([A, B]).begin().refused(status, code, message="of a").refused(status, code, message="of b")
+
+    assert (type(table.error), table.posted) == (kind, [A, B])
+    assert f"{A}: answered {status}" in table.error.message
+    assert "of a; " in table.error.message
+    assert table.error.message.endswith("of b")
+
+
+def test_a_full_node_is_waited_for_when_the_other_one_refuses_the_token() -> None:
+    table = Table([A, B])
+    table.capacity[A] = Capacity(4, 4)
+    table.begin().refused(401, "UNAUTHORIZED").later(60.0)
+    assert (table.posted, table.plan.over) == ([B], False)
+
+    table.capacity[A] = Capacity(3, 4)
+    table.later(1.0)
+
+    assert table.posted == [B, A]
+
+
+def test_nodes_that_all_refused_the_token_when_they_were_looked_at_are_not_sent_anything() -> None:
+    table = Table([A, B])
+    table.refusing = {A, B}
+
+    table.begin()
+
+    assert (type(table.error), table.posted) == (Unauthorized, [])
+    assert f"{B}: answered 401 UNAUTHORIZED" in table.error.message
+
+
+def test_a_node_that_refuses_the_token_is_named_when_the_other_is_lost_for_good() -> None:
+    table = Table([A, B])
+    table.refusing, table.dead = {A}, {B}
+
+    table.begin().later(6.0)
+
+    assert isinstance(table.error, Unavailable)
+    assert "answered 401 UNAUTHORIZED" in table.error.message
+    assert f"{B}: connection refused" in table.error.message
+
+
+def test_a_redirect_that_leads_back_is_told_with_its_node() -> None:
+    table = Table([A]).begin()
+    while not table.plan.over:
+        table.refused(307, message=f"it leads to {A}/run/7f3c").later(2.0)
+
+    assert f"{A}: answered 307" in table.error.message
+
+
 # ---------------------------------------------------------------------------------------------------- 423, and ids that are known
 
 
 def test_a_job_that_runs_there_already_is_followed_to_its_result() -> None:
-    table = Table().begin().refused(423, "RUNNING").later(0.2).told(A, "running").later(1.0).told(A, "done")
+    table = Table().begin().refused(423, "RUNNING").later(0.2).told(A, "queued").later(0.5).told(A, "running")
+    table.later(1.0).told(A, "done")
     assert table.last == Fetch(table.last.ticket, A)
 
     table.saved()
@@ -226,17 +310,45 @@ def test_a_run_that_is_under_way_is_taken_up() -> None:
     assert (table.posted, table.finish.node) == ([], B)
 
 
-def test_who_does_not_say_whether_it_has_the_job_is_waited_for_only_a_moment() -> None:
-    table = Table(known=True).begin().told(A, None).told(B, None)
+def test_who_does_not_say_whether_it_has_the_job_is_waited_for_as_long_as_a_question_may_take() -> None:
+    table = Table(known=True).begin().told(A, None).told(B, None).later(1.9)
     assert table.posted == []
 
-    table.later(0.3)
+    table.later(0.1)
 
     assert table.posted == [A]
 
 
+def test_a_run_that_a_slow_node_tells_of_is_taken_up() -> None:
+    table = Table(known=True).begin().told(A, None).told(B, None).later(1.5).told(C, "running")
+    table.later(0.2).told(C, "done").saved()
+
+    assert (table.posted, table.finish.node) == ([], C)
+
+
+def test_with_a_run_in_sight_the_others_are_waited_for_only_a_moment() -> None:
+    table = Table(known=True).begin().told(A, "running").told(B, None).later(0.4)
+
+    assert [ask.node for ask in table.all(Ask)][3:] == [A]
+
+
+def test_nobody_waits_for_a_node_that_is_left_out() -> None:
+    table = Table(known=True)
+    table.nodes.failed(C, "earlier", table.now)
+
+    table.begin().told(A, None).told(B, None).later(0.3)
+
+    assert table.posted == [A]
+
+
+def test_a_second_run_that_is_told_of_late_is_stopped_in_the_end() -> None:
+    table = Table(known=True).begin().told(A, None).told(B, None).later(2.0).told(C, "running").saved()
+
+    assert (table.posted, table.finish.node, table.all(Remove)) == ([A], A, [Remove(C)])
+
+
 def test_a_result_that_turns_up_late_is_fetched_and_ends_the_run() -> None:
-    table = Table(known=True).begin().told(A, None).told(B, None).later(0.3)
+    table = Table(known=True).begin().told(A, None).told(B, None).later(2.0)
     assert table.posted == [A]
 
     table.told(C, "done").saved()
@@ -246,7 +358,7 @@ def test_a_result_that_turns_up_late_is_fetched_and_ends_the_run() -> None:
 
 @pytest.mark.parametrize(("state", "input"), [("running", INPUT), ("done", "2" * 64)])
 def test_a_run_or_another_input_that_turns_up_late_changes_nothing(state: str, input: str) -> None:
-    table = Table(known=True).begin().told(A, None).told(B, None).later(0.3)
+    table = Table(known=True).begin().told(A, None).told(B, None).later(2.0)
     count = len(table.said)
 
     table.told(C, state, input)
@@ -290,10 +402,12 @@ def test_a_node_that_falls_silent_is_left_and_its_breaker_opens() -> None:
     assert [drop.ticket for drop in table.all(Drop)] == [table.all(Post)[0].ticket]
 
 
-def test_a_node_that_answers_questions_may_take_its_time() -> None:
+@pytest.mark.parametrize("state", ["running", "queued"])
+def test_a_node_that_answers_questions_may_take_its_time(state: str) -> None:
     table = Table().begin()
+    table.hear(Uploaded(table.last.ticket))
     for _ in range(100):
-        table.later(1.0).told(A, "running")
+        table.later(1.0).told(A, state)
 
     assert (table.posted, table.plan.over) == ([A], False)
 
@@ -431,7 +545,7 @@ def test_a_node_that_was_left_is_told_to_stop_when_another_has_the_result() -> N
 
 # ---------------------------------------------------------------------------------------------------- at random
 
-ANSWERS = ["saved", "lost", "full", "running", "timed_out", "program_failed", "internal", "silence", "conflict"]
+ANSWERS = ["saved", "lost", "full", "running", "timed_out", "program_failed", "internal", "silence", "conflict", "led"]
 
 
 @given(
@@ -480,6 +594,9 @@ def test_every_plan_ends_in_time_and_keeps_its_rules(
                     table.hear(Lost(ticket, "x"))
                 case "silence":
                     running.add(ticket)
+                case "led":
+                    running.add(ticket)
+                    table.hear(Led(ticket, "http://led:7090"))
                 case _:
                     status, code = {
                         "full": (503, "FULL"),

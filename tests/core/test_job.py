@@ -176,6 +176,12 @@ def test_anything_else_is_not(name: str) -> None:
         check_file_name(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 201, "/".join(["x" * 199] * 6)], ids=["part", "whole"])
+def test_a_name_that_is_too_long_is_called_that(name: str) -> None:
+    with pytest.raises(InvalidInput, match="too long"):
+        check_file_name(name)
+
+
 # ---------------------------------------------------------------------------------------------------- body_hash
 
 BODY: dict[str, Any] = {

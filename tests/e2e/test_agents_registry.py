@@ -1,10 +1,13 @@
-"""Agents that share a registry, as real processes that are killed: who takes over, and when; and what of the dead is left."""
+"""Agents and dispatchers that share a registry, as real processes that are killed: who takes over, when, and what is left."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -48,6 +51,49 @@ class AgentProcess(ChildProcess):
             return NO_ANSWER
 
 
+class DispatcherProcess(ChildProcess):
+    """`tasuki dispatcher` before one node, with the registry of the environment and inputs of its own."""
+
+    def __init__(self, folder: Path, node: str, environment: dict[str, str]) -> None:
+        command = [*TASUKI, "dispatcher", "--listen", "127.0.0.1:0", "--agents", node, "--inputs", str(folder / "inputs")]
+        super().__init__(command, folder / "dispatcher.log", environment)
+
+    def wait_until_ready(self) -> str:
+        output = self.wait_for_output("ready ")
+        return next(line.split()[1] for line in output.splitlines() if line.startswith("listening "))
+
+
+class Hesitant(BaseHTTPRequestHandler):
+    """A node that is sent jobs and begins none."""
+
+    protocol_version = "HTTP/1.1"
+    asked = threading.Event()
+    over = threading.Event()
+
+    def do_GET(self) -> None:
+        body = b'{"running": 0, "limit": 1}' if self.path == "/capacity" else b'"ok"'
+        self.send_response(404 if self.path.startswith("/jobs/") else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.asked.set()
+        self.over.wait(20.0)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not into the output of the tests."""
+
+
+@pytest.fixture
+def hesitant_node() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hesitant) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        Hesitant.over.set()
+        server.shutdown()
+
+
 def run_until_gate(folder: Path) -> str:
     """A program that notes its attempt, and runs until there is a file `gate`."""
     return f'echo "$TASUKI_ATTEMPT" >> {folder}/runs; while [ ! -e {folder}/gate ]; do sleep 0.02; done'
@@ -85,6 +131,32 @@ def test_one_id_sent_to_both_at_once_is_one_run(agents: tuple[AgentProcess, Agen
     assert attempts(tmp_path) == ["1"]
     results = [agent.http.get("/result/both").content for agent in agents]
     assert next(answer.content for answer in answers if answer.status_code == 200) == results[0] == results[1]
+
+
+def test_a_job_that_waited_at_a_dispatcher_that_was_killed_is_anybodys_at_once(
+    agents: tuple[AgentProcess, AgentProcess], hesitant_node: str, tmp_path: Path
+) -> None:
+    one, two = agents
+    form: dict[str, Any] = {"files": {"file": ("job.sh", b"echo once")}, "data": {"exec": "sh"}}
+    with DispatcherProcess(tmp_path, hesitant_node, one.env) as dispatcher:
+        url = dispatcher.wait_until_ready()
+        cut_off = Started(lambda: _posted(f"{url}/run/waits", form))
+        assert Hesitant.asked.wait(20.0)
+        assert one.http.get("/jobs/waits").json()["state"] == "queued"
+
+        dispatcher.kill()
+        taken = two.http.post("/run/waits", **form)
+
+    assert (taken.status_code, report(taken.content)["attempt"]) == (200, 1)
+    assert one.http.get("/result/waits").content == taken.content
+    assert cut_off.answer() is NO_ANSWER
+
+
+def _posted(url: str, form: dict[str, Any]) -> httpx.Response:
+    try:
+        return httpx.post(url, timeout=20.0, **form)
+    except httpx.TransportError:
+        return NO_ANSWER
 
 
 def test_another_node_takes_over_from_one_that_was_killed_and_has_its_results(

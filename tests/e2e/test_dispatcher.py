@@ -28,6 +28,7 @@ TOKEN = "secret-of-the-test"
 BOOK = b"100,95\n" * 200_000
 SHA256 = hashlib.sha256(BOOK).hexdigest()
 CUT_OFF = httpx.Response(599)
+FORM_MAX_BYTES = 2048  # of a form that names its files, and brings none
 FORM = [("input", (None, f"{SHA256}:book.csv")), ("args", (None, '["hold"]'))]
 
 
@@ -118,6 +119,24 @@ def stdout_of(answer: httpx.Response) -> bytes:
         return archive.read("stdout.log")
 
 
+def test_a_hedge_through_the_other_dispatcher_does_not_remove_the_result(place: Place, tmp_path: Path) -> None:
+    place.agents.hold()
+    told: list[str] = []
+    (tmp_path / "book.csv").write_bytes(BOOK)
+    with AgentsClient([one.url for one in place.dispatchers], token=TOKEN) as client, futures.ThreadPoolExecutor(1) as pool:
+        options = {"files": [tmp_path / "book.csv"], "output": tmp_path / "result.zip", "hedge_s": 0.3, "on_note": told.append}
+        running = pool.submit(lambda: client.run("pricer", ["hold"], job_id="hedged", **options))
+        try:
+            wait_until(lambda: any("runs there already" in text for text in told), what="the other one was asked too")
+        finally:
+            place.agents.let_go()
+        assert running.result(20.0).succeeded
+
+    # Leaving has waited for what was to be removed.
+    assert {one.get("/result/hedged").content for one in place.http} == {(tmp_path / "result.zip").read_bytes()}
+    assert len(place.agents.started("hedged")) == 1
+
+
 def test_a_dispatcher_is_killed_and_the_job_goes_on_through_the_other_without_an_upload(place: Place, tmp_path: Path) -> None:
     place.restore(0, 1)
     (tmp_path / "book.csv").write_bytes(BOOK)
@@ -156,29 +175,39 @@ def test_a_node_is_killed_and_its_job_goes_on_at_the_other_without_another_uploa
     assert other != node
 
 
-def test_dispatcher_and_node_are_killed_and_the_input_is_still_there(place: Place) -> None:
+def test_dispatcher_and_node_are_killed_and_the_second_try_of_the_client_sends_almost_nothing(
+    place: Place, tmp_path: Path
+) -> None:
     place.restore(0, 1)
-    place.begin(0, "both")
-    node = place.running_at("both")
-    place.dispatchers[0].kill()
-    place.agents.node(node).kill()
-    place.agents.let_go()
+    (tmp_path / "book.csv").write_bytes(BOOK + b"of this test")
+    with AgentsClient([one.url for one in place.dispatchers], token=TOKEN) as client, futures.ThreadPoolExecutor(1) as pool:
+        options = {"files": [tmp_path / "book.csv"], "output": tmp_path / "result.zip", "job_id": "both"}
+        running = pool.submit(lambda: client.run("pricer", ["hold"], **options))
+        node = place.running_at("both")
+        (through,) = (which for which in (0, 1) if "job both: goes to" in place.dispatchers[which].output())
+        other = place.http[1 - through]
+        before = stored_bytes(other)
 
-    answer = place.http[1].post("/run/both", files=FORM)
+        place.dispatchers[through].kill()
+        place.agents.node(node).kill()
+        place.agents.let_go()
+        ended = running.result(20.0)
 
-    assert stdout_of(answer).startswith(b"priced 100,95")
+    assert (ended.succeeded, ended.node) == (True, place.dispatchers[1 - through].url)
     assert len(place.agents.started("both")) == 2
+    assert stored_bytes(other) - before < FORM_MAX_BYTES
 
 
 def test_the_first_signal_lets_a_run_end_and_every_line_of_it_names_its_job(place: Place) -> None:
     place.agents.hold()  # one agent is enough
-    running = place.begin(1, "drained")
+    alive = next(which for which in (0, 1) if place.dispatchers[which].running)
+    running = place.begin(alive, "drained")
     place.running_at("drained")
-    dispatcher = place.dispatchers[1]
+    dispatcher = place.dispatchers[alive]
 
     dispatcher.signal(signal.SIGTERM)
     dispatcher.wait_for_output("stopping")
-    refused = place.http[1].post("/run/late", files=FORM)
+    refused = place.http[alive].post("/run/late", files=FORM)
     place.agents.let_go()
 
     assert code_of(refused) == (503, "DRAINING")

@@ -15,6 +15,7 @@ from tasuki.stores.sql import SqlStore
 from tasuki.stores.sql_sqlite_session import SqliteSession
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
+from tests.sqlite_files import with_tables
 
 WINDOW = 10
 
@@ -23,7 +24,7 @@ WINDOW = 10
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(sql_collect, "SCAN_MAX", WINDOW)
     clock = FakeClock()
-    store = SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3", clock=clock)
+    store = SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock)
     yield Stage(store, clock)
     store.close()
 

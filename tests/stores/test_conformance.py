@@ -8,6 +8,7 @@ import pytest
 
 from tasuki.stores.memory import MemoryStore
 from tasuki.testing.store_suite import MakeStore, StoreSuite
+from tests.sqlite_files import with_tables
 
 
 class TestMemoryStore(StoreSuite):
@@ -21,7 +22,7 @@ class TestSqliteStore(StoreSuite):
     def make_store(self, tmp_path: Path) -> MakeStore:
         from tasuki.stores.sql import SqlStore
 
-        return lambda clock: SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3", clock=clock)
+        return lambda clock: SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock)
 
 
 class TestPostgresStore(StoreSuite):

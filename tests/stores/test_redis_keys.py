@@ -190,9 +190,10 @@ def test_a_job_whose_payload_has_expired_cannot_be_set_going_again(zpe: Zpe) -> 
 # -- order and disorder in the list --------------------------------------------------------------------------------
 
 
-def test_the_list_is_first_in_first_out_between_outsiders_and_submits(zpe: Zpe) -> None:
+@pytest.mark.parametrize("not_after", [None, 1e12])
+def test_the_list_is_first_in_first_out_between_outsiders_and_submits(zpe: Zpe, not_after: float | None) -> None:
     zpe.push("j1")
-    spec = JobSpec(job_id="j2", subject="job.assign.zpe", payload=PAYLOAD)
+    spec = JobSpec(job_id="j2", subject="job.assign.zpe", payload=PAYLOAD, not_after=not_after)
     zpe.store.submit([Submission(spec, "alice", body_hash(spec))])
     zpe.push("j3")
 

@@ -16,6 +16,7 @@ from tasuki.core.verbs import (
     Held,
     LeaseRequest,
     Report,
+    RequeueOrder,
     Standing,
     Submission,
     Submitted,
@@ -92,7 +93,13 @@ def story(store: Store, epoch: int) -> list[Answers]:
     )
     told.append(
         execute(
-            store, Turn(requeue=[("e", "x", ""), ("a", "x", "")], rerun=[submission("d")], token=["t" * 64], list_tokens=True)
+            store,
+            Turn(
+                requeue=[RequeueOrder("e", "x"), RequeueOrder("a", "x", "", 0)],
+                rerun=[submission("d")],
+                token=["t" * 64],
+                list_tokens=True,
+            ),
         )
     )
     told.append(

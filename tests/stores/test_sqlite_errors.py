@@ -17,6 +17,7 @@ from tasuki.stores.sql_sqlite import SqliteDatabase
 from tasuki.stores.sql_sqlite_session import SqliteSession
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
+from tests.sqlite_files import with_tables
 
 READS: dict[str, Callable[[SqlReader], object]] = {
     "get": lambda reader: reader.get(["a"]),
@@ -45,7 +46,7 @@ def connection_of(store: SqlStore) -> sqlite3.Connection:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     clock = FakeClock()
-    store = SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3", clock=clock)
+    store = SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock)
     stage = Stage(store, clock)
     stage.add("a")
     yield stage

@@ -15,6 +15,7 @@ from tasuki.core.subject import group_of, matches
 from tasuki.core.verbs import LeaseRequest, Submission
 from tasuki.stores.sql import SqlStore
 from tasuki.stores.sql_ready import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
+from tests.sqlite_files import with_tables
 
 MANY = 3 * SUBJECTS_AT_ONCE + 7
 MANY_GROUPS = 2 * GROUPS_AT_ONCE + 88
@@ -31,7 +32,7 @@ patterns = st.builds(
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SqlStore]:
-    store = SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3")
+    store = SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"))
     yield store
     store.close()
 

@@ -12,13 +12,14 @@ from tasuki.core.verbs import Grant, GroupCounts, Submitted
 from tasuki.stores.sql import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
+from tests.sqlite_files import with_tables
 
 JOBS = 256
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SqlStore]:
-    store = SqlStore.open_sqlite(tmp_path / "tasuki.sqlite3", clock=FakeClock())
+    store = SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=FakeClock())
     yield store
     store.close()
 

@@ -21,6 +21,7 @@ from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_machine import StoreMachine
 from tests.services import PostgresService
+from tests.sqlite_files import with_tables
 
 # Measured: 60 histories of 50 steps take about 10 s on SQLite.
 LONG = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -35,7 +36,7 @@ class SqliteMachine(StoreMachine):
         from tasuki.stores.sql import SqlStore
 
         self.folder = Path(tempfile.mkdtemp(prefix="tasuki-machine-"))
-        return SqlStore.open_sqlite(self.folder / "tasuki.sqlite3", clock=clock)
+        return SqlStore.open_sqlite(with_tables(self.folder / "tasuki.sqlite3"), clock=clock)
 
     def teardown(self) -> None:
         super().teardown()

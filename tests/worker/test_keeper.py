@@ -325,6 +325,19 @@ def test_a_cgroup_holds_what_has_hidden_from_everything_else(tmp_path: Path, inc
     assert not any(alive(pid) for pid in numbers_in(tmp_path))
 
 
+def test_a_sweep_bears_a_path_of_somebody_else_that_is_too_long_to_be_read(tmp_path: Path) -> None:
+    dig = "import os, sys\nfor _ in range(20): os.mkdir('d' * 250); os.chdir('d' * 250)\nprint('deep', flush=True)\ninput()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", dig], cwd=tmp_path, start_new_session=True, **pipes) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"deep\n"
+        with pytest.raises(OSError, match="too long"):
+            Path(f"/proc/{other.pid}/cwd").readlink()
+
+        assert sweep("somebody", tmp_path / "elsewhere") == []
+        other.communicate(b"\n")
+
+
 def test_a_sweep_leaves_other_incarnations_alone(simple: Stage) -> None:
     async def scenario() -> list[int]:
         kept, _ = await simple.escape()

@@ -9,6 +9,9 @@ name and no more. Bytes that were deleted and come back get another generation, 
 deletes what nobody uses any more. Who refers to a blob, and which blobs there are, is not known here: both are rows of that
 store, and no verb lists anything.
 
+Where no rows tell of blobs, as of a dispatcher's inputs, their age does: `touch` says that one is in use, `remove_untouched`
+takes away what nobody has used for long. Never where there are rows.
+
 A writer with a `resume_key` (whose upload it is) can be suspended: the next `begin` with the same key, for the same blob, goes on
 where it was. Nobody else's bytes can get into it, and whoever spoils an upload spoils none but their own.
 
@@ -19,7 +22,7 @@ many threads at once; one writer or reader belongs to one thread at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -169,6 +172,17 @@ class BlobStore(Protocol):
 
     def sweep(self) -> None:
         """Drop what was suspended and nobody went on with in time. A server calls it now and then."""
+        ...
+
+    def touch(self, sha256: str) -> None:
+        """It is in use: its age counts from now on, as from `commit`. Harmless if it is not there; Unavailable, at once."""
+        ...
+
+    def remove_untouched(self, since: float, in_use: Callable[[str], bool]) -> Iterator[BlobRef]:
+        """Remove, one by one as it is iterated, what nobody has put or touched since then (wall clock), and `in_use` says no to.
+
+        Of the first generation: others have rows. Several processes may do it at once; each blob is looked at again just before.
+        """
         ...
 
     def put_bytes(self, data: bytes, generation: int = 0) -> BlobRef:

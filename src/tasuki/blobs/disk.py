@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tasuki.errors import DiskFull
 
-__all__ = ["DISK_FULL_ERRNOS", "check_free", "disk_full_as_error", "sync_folder"]
+__all__ = ["DISK_FULL_ERRNOS", "check_free", "disk_full_as_error", "disk_full_or", "sync_folder"]
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -21,12 +21,20 @@ def disk_full_as_error(where: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
+        found = disk_full_or(error, where)
+        if found is error:
             raise
-        raise DiskFull(
-            f"cannot write {str(where)!r}: {os.strerror(error.errno)}; nothing of it was kept. "
-            "Free space there (or raise the quota or file size limit) and try again"
-        ) from error
+        raise found from error
+
+
+def disk_full_or(error: OSError, where: Path | str) -> OSError | DiskFull:
+    """The same for one that is not raised here."""
+    if error.errno not in DISK_FULL_ERRNOS:
+        return error
+    return DiskFull(
+        f"cannot write {str(where)!r}: {os.strerror(error.errno)}; nothing of it was kept. "
+        "Free space there (or raise the quota or file size limit) and try again"
+    )
 
 
 def check_free(folder: Path | str, needed_bytes: int, floor_bytes: int, floor_inodes: int) -> None:

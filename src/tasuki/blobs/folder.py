@@ -11,6 +11,7 @@ atomic, and two writers of one blob write the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import os
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, check_sha256, name_of
+from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
 from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
 from tasuki.blobs.partials import PREFIX, Partials, is_named
 from tasuki.blobs.whole import Intake, WholeBlobs
@@ -142,6 +143,25 @@ class FolderBlobs(WholeBlobs):
             return False
         return True
 
+    def touch(self, sha256: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._path(sha256, 0))  # by the clock of the disk, which may be another machine's
+
+    def remove_untouched(self, since: float, in_use: Callable[[str], bool]) -> Iterator[BlobRef]:
+        for folder in sorted(self.root.glob("[0-9a-f][0-9a-f]")):
+            for path in sorted(folder.iterdir()):
+                sha256 = folder.name + path.name
+                if not is_sha256(sha256) or in_use(sha256):
+                    continue
+                try:
+                    status = path.lstat()
+                    if status.st_mtime >= since or not stat.S_ISREG(status.st_mode):
+                        continue
+                    path.unlink()
+                except FileNotFoundError:
+                    continue  # another process cleans too
+                yield BlobRef(sha256, status.st_size)
+
     def check_space(self, size_bytes: int = 0) -> None:
         check_free(self.root, size_bytes, self.floor_free_bytes, self.floor_free_inodes)
 
@@ -186,8 +206,12 @@ class FolderBlobs(WholeBlobs):
         self._on_step(Step.DURABLE)
 
     def _is_there(self, final: Path, ref: BlobRef) -> bool:
-        """Whether an earlier blob can be relied on; one of another size is torn, and is replaced by the one in hand."""
+        """Whether an earlier blob can be relied on; one of another size is torn, and is replaced by the one in hand.
+
+        Its age counts from now on, so that nobody removes as old what has just been sent.
+        """
         try:
+            os.utime(final)
             status = final.stat()
         except FileNotFoundError:
             return False

@@ -1,20 +1,26 @@
 """Blobs in an S3-compatible bucket: `<prefix>ab/abcdef…`, `<prefix>ab/abcdef….7` for generation 7.
 
 Rows of the tasuki store say which blobs there are; nothing is ever listed here but what is unfinished of one blob that is being
-deleted. An upload that may be gone on with waits in this process, and is begun anew in the next. Credentials come from the
-usual AWS environment and files. Needs boto3, imported when the first store is opened.
+deleted, and, where there are no rows, what is old (`remove_untouched`). When a blob was used last is told by the time of an empty
+object beside it, `<prefix>ab/abcdef….used`. To copy the blob onto itself would renew its own time too, but moves all the bytes,
+and S3 copies no more than 5 GiB at once.
+
+An upload that may be gone on with waits in this process, and is begun anew in the next. Credentials come from the usual AWS
+environment and files. Needs boto3, imported when the first store is opened.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, check_sha256, name_of
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
 from tasuki.blobs.s3_requests import RETRY_S, S3Requests, parse_s3_url
 from tasuki.blobs.s3_transfer import S3Reader, S3Writer
 from tasuki.blobs.whole import Intake, WholeBlobs
@@ -25,6 +31,7 @@ __all__ = ["S3Blobs"]
 CHECK_RETRY_S = 20.0  # a server's start waits so long for a bucket that does not answer
 PROBE = "tasuki-probe"
 BESIDE = "-"  # behind a blob's key: what is on its way there by presigned urls
+USED = ".used"  # behind a blob's key: an object that is as old as the blob's last use
 SUSPENDED_S = 300.0
 SUSPENDED_MAX = 16  # each holds up to a part (8 MiB) in memory
 
@@ -35,6 +42,19 @@ class _Whose(NamedTuple):
     resume_key: str
     sha256: str
     generation: int
+
+
+class _Listed(NamedTuple):
+    """A blob in the bucket, or the mark of its last use."""
+
+    sha256: str
+    key: str
+    changed_at: float
+    size_bytes: int
+
+    @property
+    def is_mark(self) -> bool:
+        return self.key.endswith(USED)
 
 
 class S3Blobs(WholeBlobs):
@@ -129,6 +149,46 @@ class S3Blobs(WholeBlobs):
             self._requests.send("abort_multipart_upload", Key=key, UploadId=upload_id)
         except NotFound:
             return  # its writer has just ended it
+
+    def touch(self, sha256: str) -> None:
+        self._requests.send("put_object", retry_s=0.0, Key=self._key(sha256, 0) + USED, Body=b"")
+
+    def remove_untouched(self, since: float, in_use: Callable[[str], bool]) -> Iterator[BlobRef]:
+        for sha256, listed in itertools.groupby(self._listed(), lambda one: one.sha256):  # a blob and its mark are neighbours
+            found = list(listed)
+            if any(one.changed_at >= since for one in found) or in_use(sha256) or self._is_touched(sha256, since):
+                continue
+            for one in found:
+                self._requests.send("delete_object", Key=one.key)
+                if not one.is_mark:
+                    yield BlobRef(sha256, one.size_bytes)
+        for upload in self._requests.send("list_multipart_uploads", Prefix=self.address.prefix).get("Uploads", ()):
+            if upload["Initiated"].timestamp() < since and is_sha256(upload["Key"].rpartition("/")[2]):
+                self._abort(upload["Key"], upload["UploadId"])  # its process was killed, and begins anew if at all
+
+    def _listed(self) -> Iterator[_Listed]:
+        """In the order of their names."""
+        further: dict[str, Any] = {}
+        while True:
+            page = self._requests.send("list_objects_v2", Prefix=self.address.prefix, **further)
+            for entry in page.get("Contents", ()):
+                key = str(entry["Key"])
+                sha256 = key.rpartition("/")[2].removesuffix(USED)
+                if is_sha256(sha256) and key.removesuffix(USED) == self._key(sha256, 0):
+                    yield _Listed(sha256, key, entry["LastModified"].timestamp(), int(entry["Size"]))
+            if not page.get("IsTruncated"):
+                return
+            further = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _is_touched(self, sha256: str, since: float) -> bool:
+        """A page of a listing may be minutes old."""
+        for key in (self._key(sha256, 0) + USED, self._key(sha256, 0)):
+            try:
+                if self._requests.send("head_object", Key=key)["LastModified"].timestamp() >= since:
+                    return True
+            except NotFound:
+                continue  # never used but once, or removed by another process
+        return False
 
     def check_space(self, size_bytes: int = 0) -> None:
         """A bucket does not say how much room it has; it says so when it is full."""

@@ -26,8 +26,10 @@ def _check_name(name: str) -> str:
         problem = "has a NUL"
     elif "\\" in name:
         problem = "has a backslash, which is a separator on some systems"
-    elif name.startswith("/") or _DRIVE.match(name):
+    elif name.startswith("/"):
         problem = "is absolute"
+    elif _DRIVE.match(name):
+        problem = "begins like a drive of Windows"
     elif ".." in path.split("/"):
         problem = "has a '..' part"
     elif any(part in ("", ".") for part in path.split("/")):

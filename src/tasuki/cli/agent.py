@@ -14,6 +14,7 @@ import typer
 from tasuki.cli import agent_registry, options
 from tasuki.cli.command import command
 from tasuki.cli.server import Insecure, TlsCert, TlsKey
+from tasuki.core.address import AGENT_PORT
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tasuki.worker.execs import Exec
     from tasuki.worker.keeper_client import Keeper
 
-DEFAULT_LISTEN = "127.0.0.1:7090"
+DEFAULT_LISTEN = f"127.0.0.1:{AGENT_PORT}"
 
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Listen here; port 0: any.")]
 Slots = Annotated[
@@ -129,11 +130,11 @@ def agent(
     _check_values(slots, timeout, keep_days, log_format)
     execs = _some(allowed_execs(config, exec_ or []))
     tokens = tokens_of(token_file)
-    address = parse_http(listen)
+    address = parse_http(listen, AGENT_PORT)
     check_door(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
     agent_config = AgentConfig(
         data=data_folder(data).root,
-        node=node or _host(),
+        node=_checked(node) if node else _host(),
         execs=execs,
         default_exec=choose_default(execs, default_exec),
         slots=slots if slots is not None else slots_of_this_machine(),
@@ -191,6 +192,13 @@ async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate
     finally:
         await agent.close()
     return exits.FAILED if lost.is_set() else stop.exit_code
+
+
+def _checked(node: str) -> str:
+    """It goes into answers, logs and the registry, where a line is a line."""
+    if not node.isprintable():
+        raise ConfigError(f"--node {node[:80]!r} must be one line without control characters, as in n1.example.com")
+    return node
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -1,7 +1,8 @@
-"""What `tasuki agent` is told of a registry that several agents share, and what that makes. The rest: `doors/agent/shared.py`."""
+"""What `tasuki agent` and `tasuki dispatcher` are told of a registry that they share, and what that makes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -11,6 +12,7 @@ from tasuki.errors import ConfigError
 if TYPE_CHECKING:
     from tasuki.doors.agent.settings import AgentConfig
     from tasuki.doors.agent.shared import SharedRegistry
+    from tasuki.doors.dispatcher.registry import DispatcherRegistry
 
 APP = "tasuki-agents"  # not that of servers, whose Redis it may be
 LEASE_TTL_RANGE_S = (1.0, 3600.0)
@@ -66,15 +68,16 @@ class RegistryPlace(NamedTuple):
 def place_of(url: str | None, results: str | None, app: str, advertise: str | None, lease_ttl_s: float) -> RegistryPlace | None:
     """What the options say, checked; None without --registry."""
     from tasuki.cli.direct import is_store
-    from tasuki.config import parse_url
+    from tasuki.config import check_app, parse_url
 
     if url is None:
         if results or advertise:
-            raise ConfigError("--results and --advertise are for agents that share a registry; give --registry URL too")
+            raise ConfigError("--results and --advertise are for those that share a registry; give --registry URL too")
         return None
     if not is_store(url):
         scheme = url.partition("://")[0][:40]
         raise ConfigError(f"--registry {scheme}://… is none; use redis://host:6379/0 or postgresql://user@host/database")
+    check_app(app, "--registry-app")
     least, most = LEASE_TTL_RANGE_S
     if not least <= lease_ttl_s <= most:
         raise ConfigError(f"--lease-ttl must be {least:g} to {most:g} seconds, got {lease_ttl_s:g}")
@@ -114,3 +117,21 @@ def make(place: RegistryPlace, config: AgentConfig, incarnation: str, tls_ca: st
         peers=Peers(config.tokens[0] if config.tokens else "", client_tls(tls_ca)),
         advertised=place.advertised,
     )
+
+
+def make_for_dispatcher(place: RegistryPlace) -> DispatcherRegistry:
+    """One dispatcher's part in it; nothing is opened yet."""
+    from tasuki.cli.direct import StoreAddress, guest_places
+    from tasuki.cli.serve import host_name, new_server_id
+    from tasuki.doors.dispatcher.registry import DispatcherRegistry
+    from tasuki.server.app import ServerConfig
+    from tasuki.server.share import Share
+
+    nowhere = Path()  # a dispatcher has no folder, and without duties nothing is kept in one
+    places = guest_places(StoreAddress(place.url, place.app, place.results), nowhere)
+
+    def share() -> Share:
+        server = ServerConfig(server_id=new_server_id(), data=nowhere, lease_ttl_s=place.lease_ttl_s, host=host_name())
+        return Share(places, server, duties=False)
+
+    return DispatcherRegistry(share, name=host_name(), ttl_s=place.lease_ttl_s)

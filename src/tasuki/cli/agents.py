@@ -7,9 +7,12 @@ all nodes; a SIGTERM leaves it, and the same --job-id takes it up again. Nothing
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tasuki.cli import exits
 from tasuki.cli.connect import Place, read_token
@@ -85,7 +88,11 @@ async def _run(
 ) -> int:
     from tasuki.cli import archive
 
-    with archive.scratch_file() as scratch:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(archive.scratch_file())
+        stream = None
+        if output_file is not None and _is_stream(output_file):
+            stream, output_file = stack.enter_context(_open_stream(output_file)), None
         async with open_client(place) as client:
             job_id = fields["job_id"] or client.new_id()
             output.progress(f"job {job_id}: looking for a node …")
@@ -106,13 +113,51 @@ async def _run(
             except asyncio.CancelledError:
                 await _cancel(client, job_id, output)
                 return exits.INTERRUPTED
+            if stream is not None and ended.path is not None:
+                _copy(ended.path, stream)
             return _deliver(ended, output)
 
 
+def _is_stream(path: Path) -> bool:
+    """A device, a FIFO, /dev/stdout: to be written into, and never to be replaced. A folder is neither this nor a file."""
+    if not path.exists() or path.is_dir():
+        return False
+    return not path.is_file() or (path.is_symlink() and path.is_relative_to("/dev"))
+
+
+def _open_stream(path: Path) -> BinaryIO:
+    """Before the run: a FIFO that nobody reads shows now, and does not hang us at the end."""
+    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise InvalidInput(
+            f"-o {str(path)!r} cannot be written: {error.strerror}; if it is a FIFO, start its reader first"
+        ) from None
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "wb")
+
+
+def _copy(path: Path, stream: BinaryIO) -> None:
+    try:
+        with path.open("rb") as source:
+            shutil.copyfileobj(source, stream)
+        stream.flush()
+    except OSError as error:
+        raise InvalidInput(f"the result cannot be written to -o: {error.strerror}; the same --job-id fetches it again") from None
+
+
 async def _cancel(client: AsyncAgentsClient, job_id: str, output: Output) -> None:
+    from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING
+
     output.hint(f"canceling job {job_id} …  (Ctrl-C again: leave it)")
     answers = await client.cancel(job_id)
-    unsure = [f"{node}: {answer}" for node, answer in answers.items() if answer not in ("removed", "not known")]
+    stopping = [node for node, answer in answers.items() if answer == STOPPING]
+    if stopping:
+        output.hint(
+            f"the job is still being stopped at {', '.join(stopping)}: its program did not end at once, and will be killed"
+        )
+    unsure = [f"{node}: {answer}" for node, answer in answers.items() if answer not in (REMOVED, NOT_KNOWN, STOPPING)]
     if unsure:
         output.hint(f"the job may go on at {'; '.join(unsure)}")
 

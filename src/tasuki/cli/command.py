@@ -16,6 +16,7 @@ import typer
 
 from tasuki.cli import exits
 from tasuki.cli.output import Output
+from tasuki.cli.parameters import PlainCommand, PlainGroup
 from tasuki.errors import TasukiError
 
 COMMAND_LINE, ENVIRONMENT = "COMMANDLINE", "ENVIRONMENT"  # typer's names for where a value came from
@@ -28,6 +29,7 @@ TAKES_A_COMMAND = {"allow_interspersed_args": False, "ignore_unknown_options": F
 def make_app(help: str, epilog: str | None = None, *, no_args_is_help: bool = True) -> typer.Typer:
     """A typer application without colours, completion and decorated tracebacks: each costs start-up time."""
     return typer.Typer(
+        cls=PlainGroup,
         help=help,
         epilog=epilog,
         add_completion=False,
@@ -54,7 +56,7 @@ def command(
         def framed(*args: Any, **kwargs: Any) -> None:
             raise typer.Exit(run_framed(lambda: function(*args, **kwargs), bool(kwargs.get("json")), exit_code))
 
-        app.command(name, epilog=epilog_of(examples), hidden=hidden, context_settings=settings)(framed)
+        app.command(name, cls=PlainCommand, epilog=epilog_of(examples), hidden=hidden, context_settings=settings)(framed)
         return function
 
     return register

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tasuki.cli import options
+from tasuki.cli import agent_registry, options
 from tasuki.cli.agent import LogFormat, check_door, check_installed, tokens_of
 from tasuki.cli.command import command
 from tasuki.cli.server import Insecure, TlsCert, TlsKey
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tasuki.doors.dispatcher.settings import DispatcherConfig
     from tasuki.doors.tls import ServerCertificate
 
-DEFAULT_LISTEN = "127.0.0.1:7091"
+DEFAULT_PORT = 7091
+DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Listen here; port 0: any.")]
 Agents = Annotated[str, typer.Option("--agents", metavar="URLS", help="Node agents: http://n1:7090,http://n2:7090.")]
@@ -36,6 +37,9 @@ AgentToken = Annotated[
     typer.Option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file."),
 ]
 MaxUpload = Annotated[str, typer.Option("--max-upload", metavar="SIZE", help="With --inputs: largest upload.")]
+KeepInputs = Annotated[
+    float, typer.Option("--keep-inputs", metavar="DAYS", help="With --inputs: remove those unused for so long; 0: never.")
+]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long an agent may take to answer.")]
 
 
@@ -45,6 +49,7 @@ class _Door(NamedTuple):
     address: Address
     certificate: ServerCertificate | None
     drain_timeout_s: float | None
+    registry: agent_registry.RegistryPlace | None
     json: bool
 
 
@@ -58,6 +63,7 @@ def add_to(app: typer.Typer) -> None:
             "tasuki dispatcher --listen 0.0.0.0:7091 --tls-cert cert.pem --tls-key key.pem --token-file tokens "
             "--agents https://n1:7090,https://n2:7090 --inputs s3://bucket/prefix",
             "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --mode redirect --log-format json",
+            "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --inputs s3://bucket/prefix --registry redis://db:6379/1",
         ],
     )(dispatcher)
 
@@ -74,6 +80,11 @@ def dispatcher(
     tls_ca: options.TlsCa = None,
     insecure: Insecure = False,
     max_upload: MaxUpload = "64GB",
+    keep_inputs: KeepInputs = 7.0,
+    registry: agent_registry.RegistryUrl = None,
+    results: agent_registry.Results = None,
+    app: agent_registry.App = agent_registry.APP,
+    lease_ttl: agent_registry.LeaseTtl = 15.0,
     timeout: Timeout = 1260.0,
     drain_timeout: options.DrainTimeout = None,
     log_format: LogFormat = "pretty",
@@ -99,11 +110,12 @@ def dispatcher(
     log.configure(log_level, json=json or log_format == "json", tag=WithJobId())
     check_drain_timeout(drain_timeout)
     tokens = tokens_of(token_file)
-    address = parse_http(listen)
+    address = parse_http(listen, DEFAULT_PORT)
     check_door(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
-    config = _config(agents, mode, inputs, tokens, agent_token_file, tls_ca, max_upload, timeout)
+    config = _config(agents, mode, inputs, tokens, agent_token_file, tls_ca, max_upload, keep_inputs, timeout)
     certificate = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
-    return run_loop(_main(config, _Door(address, certificate, drain_timeout, json)))
+    shared = agent_registry.place_of(registry, results, app, None, lease_ttl)
+    return run_loop(_main(config, _Door(address, certificate, drain_timeout, shared, json)))
 
 
 def _config(
@@ -114,6 +126,7 @@ def _config(
     agent_token_file: str | None,
     tls_ca: str | None,
     max_upload: str,
+    keep_inputs_days: float,
     timeout_s: float,
 ) -> DispatcherConfig:
     from tasuki.config import find_token, parse_agents, parse_size
@@ -124,6 +137,8 @@ def _config(
         raise ConfigError(f"--mode must be proxy or redirect, got {mode[:40]!r}")
     if not 0 < timeout_s < float("inf"):
         raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
+    if not 0 <= keep_inputs_days < float("inf"):
+        raise ConfigError(f"--keep-inputs must be 0 (for ever) or more days, got {keep_inputs_days:g}")
     own = tokens[0] if tokens else ""
     return DispatcherConfig(
         agents=tuple(parse_agents(agents)),
@@ -133,6 +148,7 @@ def _config(
         agent_tls=client_tls(tls_ca),
         inputs=inputs,
         max_upload_bytes=parse_size(max_upload),
+        keep_inputs_days=keep_inputs_days,
         limit_s=timeout_s,
     )
 
@@ -142,7 +158,8 @@ async def _main(config: DispatcherConfig, door: _Door) -> int:
     from tasuki.doors.dispatcher.app import Dispatcher
 
     certificate = door.certificate
-    dispatcher = Dispatcher(config)
+    registry = agent_registry.make_for_dispatcher(door.registry) if door.registry is not None else None
+    dispatcher = Dispatcher(config, registry)
     events, stop = Events(json=door.json), Stop(hurry=dispatcher.hurry)
     try:
         address = await dispatcher.start(door.address, certificate.context if certificate is not None else None)

@@ -6,12 +6,15 @@ import asyncio
 import hashlib
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from tasuki.core.agent_job import InputRecord, input_hash
+from tasuki.core.dispatch import InputRef
 from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput
@@ -62,48 +65,79 @@ def _record(path: Path, name: str) -> InputRecord:
         raise InvalidInput(f"the input file {str(path)!r} cannot be read: {error.strerror or error}") from None
 
 
-class Form:
-    """The body of one request. `pieces` can be used once; `progress` hears how many bytes of the files were sent."""
+async def pieces_of(path: Path, size_bytes: int) -> AsyncGenerator[bytes, None]:
+    """A file as it was when it was read first, or InvalidInput."""
+    loop = asyncio.get_running_loop()
+    left = size_bytes
+    file = await loop.run_in_executor(None, path.open, "rb")
+    with file:
+        while left:
+            piece = await loop.run_in_executor(None, file.read, min(PIECE_BYTES, left))
+            if not piece:
+                raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
+            yield piece
+            left -= len(piece)
 
-    def __init__(self, upload: Upload, progress: Callable[[int], None]) -> None:
+
+class Telling(Protocol):
+    """Who hears how far a request is."""
+
+    def sent(self, done_bytes: int) -> None:
+        """So many bytes of the files are there, sent now or before."""
+        ...
+
+    def uploaded(self) -> None:
+        """The node has the whole request."""
+        ...
+
+    def heard(self, done_bytes: int, total_bytes: int | None) -> None:
+        """So many bytes of the result are here, of so many."""
+        ...
+
+    def led(self, to: str) -> None:
+        """A dispatcher leads to this node."""
+        ...
+
+
+class Form:
+    """The body of one request. `pieces` can be used once. With `by_name` the node has the files, and gets their hashes."""
+
+    def __init__(self, upload: Upload, telling: Telling, *, by_name: bool = False) -> None:
         boundary = secrets.token_hex(16)
         self.content_type = f"multipart/form-data; boundary={boundary}"
-        self._progress = progress
+        self._telling = telling
+        self._kept_bytes = upload.size_bytes if by_name else 0
         self._end = f"--{boundary}--\r\n".encode()
-        self._fields = b"".join(_field(boundary, name, value) for name, value in _values(upload))
-        self._parts = [(path, record, _file_head(boundary, record.name)) for path, record in upload.files]
+        self._fields = b"".join(_field(boundary, name, value) for name, value in _values(upload, by_name=by_name))
+        sent = () if by_name else upload.files
+        self._parts = [(path, record, _file_head(boundary, record.name)) for path, record in sent]
         sizes = sum(len(head) + record.size_bytes + len(b"\r\n") for _, record, head in self._parts)
         self.size_bytes = len(self._fields) + sizes + len(self._end)
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        loop = asyncio.get_running_loop()
-        sent = 0
+        sent = self._kept_bytes
         before = self._fields
         for path, record, head in self._parts:
             before += head
-            left = record.size_bytes
-            file = await loop.run_in_executor(None, path.open, "rb")
-            with file:
-                while left:
-                    piece = await loop.run_in_executor(None, file.read, min(PIECE_BYTES, left))
-                    if not piece:
-                        raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
+            async with aclosing(pieces_of(path, record.size_bytes)) as pieces:
+                async for piece in pieces:
                     yield before + piece if before else piece
                     before = b""
-                    left -= len(piece)
                     sent += len(piece)
-                    self._progress(sent)
+                    self._telling.sent(sent)
             before += b"\r\n"
         yield before + self._end
+        self._telling.sent(sent)
+        self._telling.uploaded()
 
 
-def _values(upload: Upload) -> list[tuple[str, str]]:
+def _values(upload: Upload, *, by_name: bool) -> list[tuple[str, str]]:
     values = [("args", msgspec.json.encode(upload.args).decode())]
     if upload.exec:
         values.append(("exec", upload.exec))
     if upload.timeout_s is not None:
         values.append(("timeout_s", f"{upload.timeout_s:g}"))
-    return values
+    return values + ([("input", str(InputRef(record.sha256, record.name))) for _, record in upload.files] if by_name else [])
 
 
 def _field(boundary: str, name: str, value: str) -> bytes:

@@ -12,31 +12,32 @@ import asyncio
 import logging
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from tasuki.client.agent_node import AgentNode, Refusing
+from tasuki.client.agent_answers import NotOurs, Refusing
+from tasuki.client.agent_node import AgentNode
 from tasuki.client.agent_upload import read_upload
 from tasuki.client.breaker_notes import BreakerNotes
 from tasuki.client.failover_run import AgentResult, AgentRun, Progress, keep
+from tasuki.client.loop_thread import LoopThread
 from tasuki.config import find_token, parse_agents
 from tasuki.core.breaker import DEFAULT_RULES, BreakerRules
 from tasuki.core.failover_events import LIMIT_S, PATIENCE_S, SILENT_S, Job, Ticked
 from tasuki.core.ids import IdMaker, check_job_id
 from tasuki.core.nodes import Nodes, Ranked
-from tasuki.errors import InvalidInput, TasukiError, Unavailable
+from tasuki.errors import InvalidInput, TasukiError
 from tasuki.net.loops import now
 from tasuki.net.tls import client_tls
 
 __all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "Progress"]
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 LONGER_THAN_THE_JOB_S = 60.0
+REMOVED, NOT_KNOWN, STOPPING = "removed", "not known", "stopping"
 
 
 class AsyncAgentsClient:
@@ -59,7 +60,7 @@ class AsyncAgentsClient:
         addresses = parse_agents(agents if isinstance(agents, str) else ",".join(agents))
         secret = find_token(token_file) if token is None else token
         tls = client_tls(tls_ca)
-        self._agents = {str(address): AgentNode(address, secret, tls) for address in addresses}
+        self._agents = {str(address): AgentNode(address, secret, tls, proxies=True) for address in addresses}
         self.nodes = Nodes(list(self._agents), random.random, rules)
         self._notes = BreakerNotes(notes) if notes is not None else None
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
@@ -115,6 +116,8 @@ class AsyncAgentsClient:
         target = Path(output)
         if not target.parent.is_dir():
             raise InvalidInput(f"the folder of {str(target)!r} does not exist; make it first, or choose another file")
+        if target.exists() and not target.is_file():  # it would be replaced, device or not
+            raise InvalidInput(f"the output {str(target)!r} is no file; choose one that is, or one that does not exist yet")
         if limit_s is None:
             limit_s = max(LIMIT_S, (timeout_s or 0.0) + LONGER_THAN_THE_JOB_S)
         chosen = check_job_id(job_id) if job_id else self.new_id()
@@ -130,23 +133,34 @@ class AsyncAgentsClient:
             self._runs.discard(run)
 
     async def cancel(self, job_id: str) -> dict[str, str]:
-        """Stop and remove a job at all nodes; what each answered."""
+        """Stop and remove a job at all nodes; what each answered: `removed`, `not known`, `stopping`, or what went wrong."""
         check_job_id(job_id)
-        answers = await asyncio.gather(*(self._remove(agent, job_id) for agent in self._agents.values()))
+        answers = await asyncio.gather(*(self._stop(agent, job_id) for agent in self._agents.values()))
         return dict(zip(self._agents, answers, strict=True))
 
-    async def _remove(self, agent: AgentNode, job_id: str) -> str:
+    async def _stop(self, agent: AgentNode, job_id: str) -> str:
+        """A node answers when the program has ended, and kills one that does not end at once. Who can be asked has heard it."""
+        answer = await self._remove(agent, job_id)
+        if answer in (REMOVED, NOT_KNOWN):
+            return answer
         try:
-            return "removed" if await agent.remove(job_id) else "not known"
+            view = await agent.ask(job_id)
+        except (TasukiError, Refusing):
+            return answer
+        return REMOVED if view is None else STOPPING if view.says.state == "running" else answer
+
+    async def _remove(self, agent: AgentNode, job_id: str, *, only_running: bool = False) -> str:
+        try:
+            return REMOVED if await agent.remove(job_id, only_running=only_running) else NOT_KNOWN
         except (TasukiError, Refusing) as error:
             log.info("job %s: %s: not removed: %s", job_id, agent.name, error, extra={"job_id": job_id})
             return str(error)
 
     def remove_soon(self, node: str, job_id: str) -> None:
-        """Nobody waits for the answer."""
+        """If it runs there; nobody waits for the answer. A result stays: through a dispatcher it may be the very one we got."""
 
         async def removing() -> None:
-            await self._remove(self._agents[node], job_id)
+            await self._remove(self._agents[node], job_id, only_running=True)
 
         keep(asyncio.create_task(removing()), self._removals)
 
@@ -170,6 +184,8 @@ class AsyncAgentsClient:
         try:
             capacity = await self._agents[node].look()
             self.nodes.seen(node, capacity, now().monotonic)
+        except NotOurs as error:
+            self.nodes.refused(node, error.refusal, now().monotonic)
         except (TasukiError, Refusing) as error:
             self.nodes.unwell(node, str(error), now().monotonic)
         except Exception as error:  # a defect must not leave the node "being asked" for ever
@@ -184,43 +200,21 @@ class AgentsClient:
 
     def __init__(self, agents: str | Sequence[str], **options: Any) -> None:
         self._async = AsyncAgentsClient(agents, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-agents-client", daemon=True)
-        self._thread.start()
-        self._wait(self._async.__aenter__())
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Ctrl-C ends the wait and the work."""
-        if self._loop.is_closed():
-            work.close()
-            raise Unavailable("this client was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        self._thread = LoopThread("tasuki-agents-client", self._async.__aenter__())
 
     def run(self, exec: str, args: Sequence[str] = (), **options: Any) -> AgentResult:
         """As AsyncAgentsClient.run. Callbacks are called from the client's own thread."""
-        return self._wait(self._async.run(exec, args, **options))
+        return self._thread.wait(self._async.run(exec, args, **options))
 
     def cancel(self, job_id: str) -> dict[str, str]:
-        return self._wait(self._async.cancel(job_id))
+        return self._thread.wait(self._async.cancel(job_id))
 
     def ranking(self) -> list[Ranked]:
-        return self._wait(self._async.ranking())
+        return self._thread.wait(self._async.ranking())
 
     def close(self) -> None:
-        """Leave. Jobs go on."""
-        if self._loop.is_closed():
-            return
-        try:
-            self._wait(self._async.close())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Leave. Jobs go on; whoever waits for one hears that the client was closed."""
+        self._thread.close(self._async.close(), cancel=True)
 
     def __enter__(self) -> Self:
         return self

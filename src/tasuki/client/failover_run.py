@@ -6,16 +6,17 @@ Touches the output file and one file beside it, which becomes the output when it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from tasuki.client.agent_node import AgentNode, JobView, Refusing, Result
+from tasuki.client.agent_answers import Refusing
+from tasuki.client.agent_download import Result
+from tasuki.client.agent_inputs import LARGE_BYTES
+from tasuki.client.agent_node import AgentNode, JobView
 from tasuki.client.agent_upload import Upload
 from tasuki.core.failover import FailoverPlan
 from tasuki.core.failover_events import (
@@ -29,6 +30,7 @@ from tasuki.core.failover_events import (
     GiveUp,
     Heard,
     Job,
+    Led,
     Look,
     Lost,
     Post,
@@ -126,7 +128,7 @@ class AgentRun:
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._results: dict[int, Result] = {}
-        self._posted = False
+        self._posts = 0
         self._ended: Finish | None = None
         self._error: BaseException | None = None
 
@@ -161,7 +163,7 @@ class AgentRun:
                 task = keep(asyncio.create_task(self._asked(command)), self._asking)
                 task.add_done_callback(self._broken)
             case Post() | Fetch():
-                self._posted = self._posted or isinstance(command, Post)
+                self._posts += isinstance(command, Post)
                 task = self._requests[command.ticket] = asyncio.create_task(self._request(command))
                 task.add_done_callback(self._broken)
             case Drop():
@@ -193,7 +195,8 @@ class AgentRun:
         try:
             view = await self._client.agent(command.node).ask(self._job.job_id)
         except (TasukiError, Refusing) as error:
-            self.hear(Untold(command.ticket, str(error), gone=isinstance(error, NoConnection)))
+            alive = isinstance(error, Refusing) and bool(error.refusal.code) and error.refusal.status == 503
+            self.hear(Untold(command.ticket, str(error), gone=isinstance(error, NoConnection), alive=alive))
             return
         self.hear(Told(command.ticket, view.says if view is not None else None))
         if view is not None:
@@ -201,23 +204,24 @@ class AgentRun:
 
     def _running(self, node: str, view: JobView) -> None:
         if view.says.state == "running":
-            self._progress(Progress("run", node, fraction=view.fraction, message=view.message))
+            self.progress(Progress("run", node, fraction=view.fraction, message=view.message))
 
     async def _request(self, command: Post | Fetch) -> None:
         ticket = command.ticket
         agent = self._client.agent(command.node)
+        telling = _Telling(self, command, self._upload.size_bytes)
         try:
             if isinstance(command, Post):
                 result = await agent.post(
                     self._job.job_id,
                     self._upload,
-                    self._part(ticket),
+                    self._target,
+                    telling,
                     limit_s=self._job.limit_s,
-                    sent=lambda done: self._sent(command, done),
-                    heard=self._hearing(command),
+                    ask_from_bytes=self._ask_from_bytes(command.node),
                 )
             else:
-                result = await agent.fetch(self._job.job_id, self._part(ticket), heard=self._hearing(command))
+                result = await agent.fetch(self._job.job_id, self._target, telling)
         except Refusing as error:
             self.hear(Refused(ticket, error.refusal))
         except Unavailable as error:
@@ -229,37 +233,22 @@ class AgentRun:
             self._results[ticket] = result
             self.hear(Saved(ticket, result.ended))
 
+    def _ask_from_bytes(self, node: str) -> int | None:
+        """What was sent before, perhaps through another dispatcher, is asked for whatever its size."""
+        if not self._client.nodes.keeps_inputs(node):
+            return None
+        return LARGE_BYTES if self._posts == 1 else 0
+
     def _unwritable(self, error: OSError) -> TasukiError:
         return InvalidInput(
             f"job {self._job.job_id}: its result cannot be saved as {str(self._target)!r}: {error.strerror or error}"
         )
 
-    def _sent(self, command: Post, done: int) -> None:
-        total = self._upload.size_bytes
-        if done >= total:
-            self.hear(Uploaded(command.ticket))
-        self._progress(Progress("upload", command.node, done, total))
-
-    def _hearing(self, command: Post | Fetch) -> Callable[[int, int | None], None]:
-        told_at = 0.0
-
-        def heard(done: int, total: int | None) -> None:
-            nonlocal told_at
-            if now().monotonic - told_at >= HEARD_EVERY_S or done == total:
-                told_at = now().monotonic
-                self.hear(Heard(command.ticket))
-                self._progress(Progress("download", command.node, done, total))
-
-        return heard
-
-    def _progress(self, progress: Progress) -> None:
+    def progress(self, progress: Progress) -> None:
         if self._on_progress is not None:
             self._on_progress(progress)
 
     # ------------------------------------------------------------------------------------------------ the end
-
-    def _part(self, ticket: int) -> Path:
-        return self._target.with_name(f".{self._target.name}.{os.getpid()}.{id(self):x}.{ticket}.part")
 
     def _result(self) -> AgentResult:
         if self._error is not None:
@@ -267,10 +256,11 @@ class AgentRun:
         assert self._ended is not None
         ended, result = self._ended.ended, None
         if self._ended.ticket is not None:
-            result = self._results[self._ended.ticket]
+            result = self._results.pop(self._ended.ticket)
             try:
-                self._part(self._ended.ticket).replace(self._target)
+                result.part.become(self._target)
             except OSError as error:
+                result.part.discard()
                 raise self._unwritable(error) from None
         return AgentResult(
             job_id=self._job.job_id,
@@ -282,7 +272,7 @@ class AgentRun:
             path=self._target if result is not None else None,
             size_bytes=result.size_bytes if result is not None else 0,
             sha256=result.sha256 if result is not None else "",
-            cached=result is not None and (result.cached or not self._posted),
+            cached=result is not None and (result.cached or not self._posts),
         )
 
     async def _end_requests(self) -> None:
@@ -290,6 +280,32 @@ class AgentRun:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for ticket in self._requests:
-            with contextlib.suppress(OSError):  # a file that cannot be removed is only in the way
-                self._part(ticket).unlink(missing_ok=True)
+        for result in self._results.values():  # which were not needed
+            result.part.discard()
+
+
+class _Telling:
+    """What one request tells: the plan, and whoever wants to see progress."""
+
+    def __init__(self, run: AgentRun, command: Post | Fetch, size_bytes: int) -> None:
+        self._run = run
+        self._ticket = command.ticket
+        self._where = command.node
+        self._size_bytes = size_bytes
+        self._told_at = 0.0
+
+    def sent(self, done_bytes: int) -> None:
+        self._run.progress(Progress("upload", self._where, done_bytes, self._size_bytes))
+
+    def uploaded(self) -> None:
+        self._run.hear(Uploaded(self._ticket))
+
+    def heard(self, done_bytes: int, total_bytes: int | None) -> None:
+        if now().monotonic - self._told_at >= HEARD_EVERY_S or done_bytes == total_bytes:
+            self._told_at = now().monotonic
+            self._run.hear(Heard(self._ticket))
+            self._run.progress(Progress("download", self._where, done_bytes, total_bytes))
+
+    def led(self, to: str) -> None:
+        self._where = to
+        self._run.hear(Led(self._ticket, to))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tasuki.client.aio import AsyncClient
 from tasuki.client.handles import AsyncJobHandle
+from tasuki.client.loop_thread import LoopThread
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import JobResult
-from tasuki.errors import Unavailable
 
 T = TypeVar("T")
-CLOSE_TIMEOUT_S = 5.0
 
 
 class JobHandle:
@@ -57,49 +54,16 @@ class Client:
     """Blocking client. Use as `with Client(url) as client`. Takes what AsyncClient takes; safe to share between threads."""
 
     def __init__(self, url: str | None = None, **options: Any) -> None:
-        self._loop = asyncio.new_event_loop()
         self._async = AsyncClient(url, **options)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)
-        self._thread.start()
-        try:
-            self.wait(self._async.open())
-        except BaseException:
-            self._stop()
-            raise
+        self._thread = LoopThread("tasuki-client", self._async.open())
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
-        if self._loop.is_closed():
-            work.close()
-            raise Unavailable("this client was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._thread.wait(work)
 
     def close(self) -> None:
         """Leave. Jobs go on."""
-        if self._thread.is_alive():
-            try:
-                self.wait(self._close())
-            finally:  # also after Ctrl-C: the thread and its loop must not stay
-                self._stop()
-
-    async def _close(self) -> None:
-        await self._async.close()
-        # What other threads wait for has its answer now; it must get out of the loop before the loop ends.
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            _, late = await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S)
-            for task in late:
-                task.cancel()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(self._async.close())
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +118,7 @@ class Client:
             while (piece := self.wait(following())) is not None:
                 yield piece
         finally:
-            if not self._loop.is_closed():
+            if not self._thread.closed:
                 self.wait(_closed(pieces))
 
     def counts(self) -> dict[str, dict[str, int]]:

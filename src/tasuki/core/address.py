@@ -58,7 +58,7 @@ class Address(msgspec.Struct, frozen=True):
             return len(self.host) <= HOST_MAX_CHARS and HOST_NAME.fullmatch(self.host) is not None
 
 
-def parse_url(url: str) -> list[Address]:
+def parse_url(url: str, default_port: int | None = None) -> list[Address]:
     """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080`, `https://a/prefix`: the places to try."""
     if url.startswith(AGENTS):
         raise ConfigError(f"address {url!r} names node agents, which have no server; only tasuki run and tasuki nodes take it")
@@ -75,8 +75,8 @@ def parse_url(url: str) -> list[Address]:
     if "@" in rest:  # what stands before it may be a password, which is not repeated here
         raise ConfigError(f"an address such as {scheme}://host has no user or password in it; give the token with --token-file")
     if scheme in ("http", "https"):
-        return [_place(scheme, part, url) for part in rest.split(",")]
-    return [_host_port(scheme, part, url) for part in rest.rstrip("/").split(",")]
+        return [_place(scheme, part, url, default_port) for part in rest.split(",")]
+    return [_host_port(scheme, part, url, default_port) for part in rest.rstrip("/").split(",")]
 
 
 def parse_agents(url: str) -> list[Address]:

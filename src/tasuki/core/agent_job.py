@@ -1,6 +1,7 @@
 """What a node agent and its clients agree on: the hash of a job's input, the states, the codes, what a repeated id means.
 
     nothing, FAILED, INTERRUPTED ──► it runs            with any input: what was there is cleaned away first
+    QUEUED                       ──► it runs            or CONFLICT: a dispatcher has the input, and no node has begun
     RUNNING                      ──► LOCKED (423)       or CONFLICT, where both inputs are known and differ
     DONE                         ──► STORED             the same bytes as before; CONFLICT with another input;
                                                         COMPARE where the input is not known before it is read
@@ -26,17 +27,20 @@ TIMEOUT_S = 20 * 60.0
 SLOT_MEMORY_BYTES = 1024**3
 """What a job is taken to need where nobody says how many may run at once."""
 
-FULL, RUNNING, DRAINING, PROGRAM_FAILED, TIMED_OUT, CANCELED = (
-    "FULL", "RUNNING", "DRAINING", "PROGRAM_FAILED", "TIMED_OUT", "CANCELED",
+FULL, RUNNING, DRAINING, PROGRAM_FAILED, TIMED_OUT, CANCELED, EXEC_NOT_ALLOWED = (
+    "FULL", "RUNNING", "DRAINING", "PROGRAM_FAILED", "TIMED_OUT", "CANCELED", "EXEC_NOT_ALLOWED",
 )  # fmt: skip
 """Error codes of an agent, beside those of `tasuki.errors`."""
 
 _is_sha256 = re.compile(r"[0-9a-f]{64}").fullmatch
+_is_number = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?").fullmatch
 
 
 class AgentState(enum.StrEnum):
     """Where a job stands at an agent."""
 
+    QUEUED = "queued"
+    """Only in a registry: a dispatcher has its input, and looks for a node."""
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -125,6 +129,8 @@ def judge(state: AgentState | None, recorded_input: str | None, sent_input: str 
     """Of a job in this state, with this input. None: there is no such job; an input is not known yet."""
     differs = recorded_input is not None and sent_input is not None and recorded_input != sent_input
     match state:
+        case AgentState.QUEUED:
+            return Verdict.CONFLICT if differs else Verdict.RUN
         case AgentState.RUNNING:
             return Verdict.CONFLICT if differs else Verdict.LOCKED
         case AgentState.DONE:
@@ -136,9 +142,19 @@ def judge(state: AgentState | None, recorded_input: str | None, sent_input: str 
 
 
 def input_hash(exec_: str, args: Sequence[str], files: Iterable[InputRecord]) -> str:
-    """sha256 of what makes two requests with one id the same: exec, arguments and files. The time limit is no part of it."""
-    body = {"args": list(args), "exec": exec_, "files": sorted(files, key=lambda file: file.name)}
+    """sha256 of what makes two requests with one id the same: exec, arguments and files. The time limit is no part of it.
+
+    The files stand as they are sent, those that are only named behind the others: a program may be given only the first.
+    """
+    body = {"args": list(args), "exec": exec_, "files": list(files)}
     return hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()
+
+
+def only_running(state: str | None) -> bool:
+    """`DELETE /jobs/{job_id}?state=running` stops a run, and leaves what has ended."""
+    if state is not None and state != AgentState.RUNNING:
+        raise InvalidInput(f"state {quoted(state)} must be running, or be left out to remove the job in any state")
+    return state is not None
 
 
 def check_input_hash(text: str) -> str:
@@ -162,10 +178,7 @@ def parse_args(text: str) -> tuple[str, ...]:
 
 def parse_timeout(text: str) -> float:
     """The form field `timeout_s`: seconds above 0."""
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = 0.0
+    timeout_s = float(text) if _is_number(text) else 0.0
     if not 0.0 < timeout_s < float("inf"):
         raise InvalidInput(f"timeout_s {quoted(text)} must be seconds, above 0; leave it out for the agent's own limit")
     return timeout_s

@@ -24,7 +24,9 @@ LOOK_BUSY_S = 0.25
 LOOK_IDLE_S = 2.0
 LOOKS_PER_PAUSE = 4  # so often is a node looked at during a pause as long as the one since the last request
 
-_STATES = (AgentState.DONE, AgentState.RUNNING, AgentState.FAILED, AgentState.TIMED_OUT, AgentState.INTERRUPTED)
+_STATES = (
+    AgentState.DONE, AgentState.RUNNING, AgentState.QUEUED, AgentState.FAILED, AgentState.TIMED_OUT, AgentState.INTERRUPTED,
+)  # fmt: skip
 """Of what several nodes say of one job, the first of these counts."""
 _is_input = re.compile(r"([0-9a-f]{64}):(.+)", re.DOTALL).fullmatch
 

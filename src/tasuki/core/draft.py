@@ -5,13 +5,13 @@ A route remembers which slice of which list belongs to which message, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import msgspec
 
 from tasuki.core.protocol import Acceptance, BlobPut
-from tasuki.core.verbs import BlobClaim, BlobPlace, Held, LeaseRequest, Report, Submission, TokenRow, Turn
+from tasuki.core.verbs import BlobClaim, BlobPlace, Held, LeaseRequest, Report, RequeueOrder, Submission, TokenRow, Turn
 
 
 class SubmitRoute(msgspec.Struct):
@@ -103,7 +103,7 @@ class Draft:
         self.renew: list[Held] = []
         self.release: list[Held] = []
         self.cancel: list[tuple[str, str, str]] = []
-        self.requeue: list[tuple[str, str, str]] = []
+        self.requeue: list[RequeueOrder] = []
         self.submit: list[Submission] = []
         self.rerun: list[Submission] = []
         self.get: list[str] = []
@@ -156,6 +156,16 @@ class Draft:
             self.renew_routes,
         )
         return sum(map(len, items))
+
+    def act(self, action: str, job_ids: Sequence[str], actor: str, reason: str) -> tuple[int, int]:
+        """Cancel or requeue these jobs; start:stop of where that stands."""
+        if action == "cancel":
+            self.cancel += [(job_id, actor, reason) for job_id in job_ids]
+            stop = len(self.cancel)
+        else:
+            self.requeue += [RequeueOrder(job_id, actor, reason) for job_id in job_ids]
+            stop = len(self.requeue)
+        return stop - len(job_ids), stop
 
     def leave_reads(self, limit: int) -> Draft:
         """A new draft with the reads past `limit` jobs: their results stand in memory until they are sent."""

@@ -1,4 +1,4 @@
-"""What the plan of one job over several nodes hears and says. Data only; `failover.py` decides."""
+"""What the plan of one job over several nodes hears, says and remembers. Data only; `failover.py` decides."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from enum import Enum
 
 import msgspec
 
-from tasuki.errors import Conflict, Forbidden, InvalidInput, JobFailed, TasukiError, TooLarge, Unauthorized
+from tasuki.errors import Conflict, Forbidden, InvalidInput, JobFailed, TasukiError, TooLarge, Unauthorized, Unavailable
 
 LIMIT_S = 20 * 60.0
 PATIENCE_S = 5.0
 SILENT_S = 10.0
-FINAL_STATUSES = frozenset({400, 401, 403, 409, 413})
+FOLLOW_FIRST_S = 0.1  # between two questions to a node that somebody else's request runs at
+FINAL_STATUSES = frozenset({400, 409})
+NOT_HERE_CODES = frozenset({"EXEC_NOT_ALLOWED", "PROGRAM_NOT_FOUND", "PROGRAM_NOT_STARTED", "SECRET_MISSING", "DISK_FULL"})
+"""What only this node lacks, for this job: the exec, its program, the room."""
+TOKEN_STATUSES = frozenset({401, 403})
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -32,7 +36,7 @@ class JobSays(msgspec.Struct, frozen=True):
     """What `GET /jobs/{job_id}` says; only what the plan needs of it."""
 
     state: str
-    """running, done, failed, timed_out or interrupted"""
+    """queued (at a dispatcher, for a node), running, done, failed, timed_out or interrupted"""
     input: str = ""
     exit_code: int | None = None
 
@@ -62,6 +66,7 @@ class Verdict(Enum):
     TIMED_OUT = "an outcome; another node may be quicker"
     PROGRAM_FAILED = "an outcome, and final"
     CANCELED = "somebody removed it; another node may have the result"
+    NOT_HERE = "it cannot run this job, and is well; another one may"
     FINAL = "no node would answer otherwise"
     FAILED = "no outcome; the next node"
 
@@ -79,15 +84,16 @@ def verdict_of(refusal: Refusal) -> Verdict:
             return Verdict.PROGRAM_FAILED
         case 409, "CANCELED":
             return Verdict.CANCELED
+        case status, code if status == 413 or code in NOT_HERE_CODES or (code and status in TOKEN_STATUSES):
+            return Verdict.NOT_HERE  # limits and tokens, too, differ from node to node
         case status, code if code and status in FINAL_STATUSES:
             return Verdict.FINAL
         case _:
             return Verdict.FAILED
 
 
-def error_of(refusal: Refusal, job_id: str, node: str) -> TasukiError:
-    """A final refusal as the error that the caller gets."""
-    message = f"{node} {refusal.words()}"
+def error_of(refusal: Refusal, job_id: str, message: str) -> TasukiError:
+    """A refusal as the error that the caller gets."""
     match refusal.status:
         case 409 if refusal.code == "CONFLICT":
             return Conflict(job_id, refusal.differs or ("input",))
@@ -99,8 +105,15 @@ def error_of(refusal: Refusal, job_id: str, node: str) -> TasukiError:
             return Forbidden(message)
         case 413:
             return TooLarge(message)
+        case status if status >= 500:
+            return Unavailable(message)
         case _:
             return InvalidInput(message)
+
+
+def about(node: str, words: str) -> str:
+    """What a node said. Words of the transport name the address themselves; a redirect's name where it leads."""
+    return words if node in words and not words.startswith("answered ") else f"{node}: {words}"
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -128,11 +141,19 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Untold(msgspec.Struct, frozen=True):
-    """A node did not say how the job stands. `gone`: nobody is there, rather than nobody answered in time."""
+    """A node did not say how the job stands. `gone`: nobody is there. `alive`: it answered that it cannot say now."""
 
     ticket: int
     reason: str
     gone: bool = False
+    alive: bool = False
+
+
+class Led(msgspec.Struct, frozen=True):
+    """The node is a dispatcher, and leads to another one, which is asked now; what comes of that is not its doing."""
+
+    ticket: int
+    to: str
 
 
 class Uploaded(msgspec.Struct, frozen=True):
@@ -172,7 +193,7 @@ class Ticked(msgspec.Struct, frozen=True):
     """Time has passed, or a node was looked at."""
 
 
-Event = Begin | Told | Untold | Uploaded | Heard | Saved | Refused | Lost | Ticked
+Event = Begin | Told | Untold | Led | Uploaded | Heard | Saved | Refused | Lost | Ticked
 
 
 # ---------------------------------------------------------------------------------------------------- commands
@@ -212,7 +233,7 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Remove(msgspec.Struct, frozen=True):
-    """Cancel the job there; nobody waits for the answer."""
+    """Cancel the job there if it runs; nobody waits for the answer."""
 
     node: str
 
@@ -238,3 +259,40 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 Command = Look | Ask | Post | Fetch | Drop | Remove | Tell | Finish | GiveUp
+
+
+# ---------------------------------------------------------------------------------------------------- what is under way
+
+
+class Kind(Enum):
+    """What is wanted of a node."""
+
+    POST = "posted"
+    FOLLOW = "followed"
+    FETCH = "fetched"
+
+
+class Request(msgspec.Struct):
+    """What is under way at one node. The plan's own record."""
+
+    ticket: int
+    node: str
+    kind: Kind
+    began: float
+    heard_at: float
+    ask_at: float
+    asking: bool = False
+    poll_s: float = FOLLOW_FIRST_S
+    uploaded: bool = False
+    answering: bool = False
+    """The result is coming."""
+    odd: int = 0
+    ended: Ended | None = None
+    """Of a fetch: how the job ended, if that is known without the result."""
+    led_to: str = ""
+    """The node that a dispatcher sent us to."""
+
+    @property
+    def where(self) -> str:
+        """Who answers, or does not."""
+        return self.led_to or self.node

@@ -336,10 +336,11 @@ def _check_file(file: InputFile) -> None:
 def check_file_name(name: str) -> str:
     """A relative path of plain parts, safe to create below a folder; else InvalidInput."""
     parts = name.split("/")
+    if len(name.encode("utf-8", "surrogatepass")) > 1024 or any(len(part) > 200 for part in parts):
+        raise InvalidInput(f"file name {name[:80]!r}… is too long; it may have 1024 bytes, and 200 characters between two '/'")
     if (
         not name
-        or len(name.encode("utf-8", "surrogatepass")) > 1024
-        or any(part in ("", ".", "..") or len(part) > 200 for part in parts)
+        or any(part in ("", ".", "..") for part in parts)
         or "\\" in name
         or any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in name)
     ):

@@ -16,6 +16,7 @@ from enum import IntEnum
 import msgspec
 
 from tasuki.core.breaker import DEFAULT_RULES, Breaker, BreakerNote, BreakerRules, BreakerState
+from tasuki.core.failover_events import Refusal
 
 RANK_WAIT_S = 0.3
 STALE_S = 1.0  # an answer that is older says nothing while a new one is waited for
@@ -44,6 +45,8 @@ class Capacity(msgspec.Struct, frozen=True):
     limit: int
     pulls: bool = False
     """It can fetch inputs from where they are stored."""
+    inputs: bool = False
+    """It keeps inputs: a file that it has need not be sent again."""
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -62,6 +65,8 @@ class Ranked(msgspec.Struct, frozen=True):
     """What it answered last, in words."""
     free: int | None = None
     """Places that are free, without those for what this client sent it meanwhile."""
+    refusal: Refusal | None = None
+    """It does not take our token."""
 
     def view(self) -> dict[str, object]:
         """For programs: `tasuki nodes --json`, and a dispatcher's /nodes."""
@@ -90,6 +95,7 @@ class _Node:
         self.looked_at: float | None = None
         self.looking = False
         self.said = NOT_ASKED
+        self.refusal: Refusal | None = None
 
     @property
     def free(self) -> int | None:
@@ -139,6 +145,11 @@ class Nodes:
         """Those whose last answer is older, or that have not answered."""
         return {node.name for node in self._nodes.values() if node.looked_at is None or now - node.looked_at > age_s}
 
+    def keeps_inputs(self, name: str) -> bool:
+        """As far as it has said."""
+        capacity = self._nodes[name].capacity
+        return capacity is not None and capacity.inputs
+
     @property
     def looking(self) -> bool:
         """Somebody is being asked."""
@@ -149,7 +160,7 @@ class Nodes:
     def seen(self, name: str, capacity: Capacity | None, now: float) -> None:
         """It is well; `capacity` is None where it did not say."""
         node = self._looked(name, now)
-        node.well = True
+        node.well, node.refusal = True, None
         node.sent = 0
         node.capacity = capacity
         node.said = "ok" if capacity is None else f"{capacity.running} of {capacity.limit} running"
@@ -160,10 +171,16 @@ class Nodes:
         self._looked(name, now)
         self.failed(name, reason, now)
 
+    def refused(self, name: str, refusal: Refusal, now: float) -> None:
+        """It is well, but takes nothing from us. That is not its failure."""
+        node = self._looked(name, now)
+        node.well, node.refusal = False, refusal
+        node.said = refusal.words()
+
     def failed(self, name: str, reason: str, now: float) -> None:
         """A request to it was lost, or answered without an outcome."""
         node = self._nodes[name]
-        node.well = False
+        node.well, node.refusal = False, None
         node.said = reason
         node.breaker.failed(now, reason)
 
@@ -209,6 +226,7 @@ class Nodes:
             steady=node.breaker.steady and node.well is True,
             said=node.said,
             free=node.free,
+            refusal=node.refusal,
         )
 
     def notes(self, now: float) -> dict[str, BreakerNote | None]:

@@ -372,10 +372,8 @@ def _checked(
         states = {job.job_id: str(job.state) for job in jobs if job is not None}
         out.append(Send(route.conn, Reply(route.msg_id, {"states": states})))
         return
-    orders = broker.draft.cancel if route.action == "cancel" else broker.draft.requeue
-    start = len(orders)
-    orders.extend((job_id, session.identity.name, route.reason) for job_id in job_ids)
-    broker.draft.act_routes.append(ActRoute(route.conn, route.msg_id, start, len(orders), route.action))
+    start, stop = broker.draft.act(route.action, job_ids, session.identity.name, route.reason)
+    broker.draft.act_routes.append(ActRoute(route.conn, route.msg_id, start, stop, route.action))
 
 
 def _gone(broker: Broker, job_id: str, out: list[Command]) -> None:
@@ -410,8 +408,8 @@ def _acted(broker: Broker, route: ActRoute, draft: Draft, answers: Answers, out:
                 broker.fellows.ended.append(job_id)
     else:
         pairs = zip(draft.requeue[route.start : route.stop], answers.requeue[route.start : route.stop], strict=True)
-        for (job_id, _, _), requeued in pairs:
-            states[job_id] = {"state": requeued.state, "done": requeued.done}
+        for order, requeued in pairs:
+            states[order.job_id] = {"state": requeued.state, "done": requeued.done}
         broker.look_everywhere()
     if route.conn in broker.sessions:
         out.append(Send(route.conn, Reply(route.msg_id, states)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -113,6 +113,16 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     outcome: Outcome
     started_at: float | None = None
+
+
+class RequeueOrder(NamedTuple):
+    """A terminal job is to be set going again."""
+
+    job_id: str
+    actor: str
+    reason: str = ""
+    generation: int | None = None
+    """Only if it is still this one: nobody else has set it going since it was read."""
 
 
 class Assignment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -367,7 +377,7 @@ class Turn(msgspec.Struct, kw_only=True):
     release: Sequence[Held] = ()
     cancel: Sequence[tuple[str, str, str]] = ()
     """(job_id, actor, reason)"""
-    requeue: Sequence[tuple[str, str, str]] = ()
+    requeue: Sequence[RequeueOrder] = ()
     epoch: int = 0
     take_over: str = ""
     """Register `epoch` for this holder."""

@@ -42,6 +42,8 @@ def configure(path: Path | None = None) -> None:
                 USE_TZ=True,
                 DEFAULT_AUTO_FIELD="tasuki.django.fields.RowIdField",
             )
+            # What django.setup() does besides is for projects with URLs and mail, and takes longer than all the rest.
+            apps.populate(settings.INSTALLED_APPS)
         if not apps.ready:
             django.setup()
         if not apps.is_installed("tasuki.django"):

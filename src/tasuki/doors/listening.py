@@ -1,4 +1,4 @@
-"""What every door needs before it is open: may it listen here, how many connections can it hold, a bound socket, uvicorn.
+"""What every door needs before it is open: may it listen here, how many connections can it hold, a bound socket.
 
 Free of the server, so that a node agent, which has none, can use it.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import resource
 import socket
-from typing import TYPE_CHECKING
 
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError
-
-if TYPE_CHECKING:
-    import uvicorn
 
 CONNECTIONS_MAX = 10_000
 DESCRIPTORS_KEPT = 128  # of the process's limit: for the store, blobs on their way, and the refusal of one connection more
@@ -48,14 +44,3 @@ def bound(address: Address) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; is another server running there?") from None
     return sock
-
-
-async def listen(server: uvicorn.Server, sock: socket.socket) -> None:
-    """uvicorn as a part of this process: the loop and the signals are its owner's. Then `until_closed`."""
-    server.lifespan = server.config.lifespan_class(server.config)
-    await server.startup(sockets=[sock])
-
-
-async def until_closed(server: uvicorn.Server) -> None:
-    await server.main_loop()
-    await server.shutdown()

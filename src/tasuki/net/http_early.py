@@ -4,7 +4,7 @@ A server may know its answer before it has read the body: the result is there al
 would send the rest first. Here every connection is listened to while something is sent: what comes makes the next write fail,
 and httpcore, which expects that of servers that hang up early, turns to reading the answer. Such a connection is not used again.
 
-No proxies: those who need this speak to machines of their own.
+Proxies are used by those who ask for them with `proxy_of`; machines that speak to each other do not.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import urllib.request
 from collections.abc import AsyncIterator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import httpcore
 import httpx
+
+from tasuki.core.address import Address
+from tasuki.errors import ConfigError
 
 READ_BYTES = 64 * 1024
 KEPT_S = 2.0  # an unused connection; a request on one that its server is just closing would look like the server's death
@@ -113,27 +117,58 @@ class _Body(httpx.AsyncByteStream):
         await self._response.aclose()
 
 
+_ERRORS = (
+    httpcore.NetworkError,
+    httpcore.TimeoutException,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+    httpcore.ProxyError,
+)
+
+
 @contextlib.contextmanager
 def _in_words_of_httpx() -> Iterator[None]:
     """Each error of httpcore has its namesake in httpx."""
     try:
         yield
-    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as error:
+    except _ERRORS as error:
         kind = getattr(httpx, type(error).__name__, httpx.TransportError)
         raise kind(str(error)) from error
+
+
+def proxy_of(address: Address) -> httpx.Proxy | None:
+    """What HTTP_PROXY, HTTPS_PROXY and ALL_PROXY say, or the settings of the system, unless NO_PROXY names the host."""
+    found = urllib.request.getproxies()
+    text = found.get(address.scheme) or found.get("all")
+    if not text or urllib.request.proxy_bypass(f"{address.host}:{address.port}"):
+        return None
+    url = text if "://" in text else f"http://{text}"
+    try:
+        if url.startswith(("http://", "https://")):
+            return httpx.Proxy(url)
+    except httpx.InvalidURL:
+        """As one of another kind."""
+    raise ConfigError(
+        f"the proxy for {address} must be http://HOST:PORT or https://HOST:PORT; or name {address.host} in NO_PROXY"
+    )
 
 
 class EarlyAnswers(httpx.AsyncBaseTransport):
     """`httpx.AsyncClient(transport=EarlyAnswers(context, limits))`."""
 
-    def __init__(self, context: ssl.SSLContext, limits: httpx.Limits) -> None:
-        self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=context,
-            max_connections=limits.max_connections,
-            max_keepalive_connections=limits.max_keepalive_connections,
-            keepalive_expiry=KEPT_S,
-            network_backend=_Backend(),
-        )
+    def __init__(self, context: ssl.SSLContext, limits: httpx.Limits, proxy: httpx.Proxy | None = None) -> None:
+        options: dict[str, Any] = {
+            "ssl_context": context,
+            "max_connections": limits.max_connections,
+            "max_keepalive_connections": limits.max_keepalive_connections,
+            "keepalive_expiry": KEPT_S,
+            "network_backend": _Backend(),
+        }
+        if proxy is None:
+            self._pool = httpcore.AsyncConnectionPool(**options)
+        else:
+            url = httpcore.URL(scheme=proxy.url.raw_scheme, host=proxy.url.raw_host, port=proxy.url.port, target=b"/")
+            self._pool = httpcore.AsyncHTTPProxy(url, proxy_auth=proxy.raw_auth, **options)
 
     async def __aenter__(self) -> Self:
         await self._pool.__aenter__()

@@ -17,7 +17,7 @@ import msgspec
 
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable, from_wire
-from tasuki.net.http_early import EarlyAnswers
+from tasuki.net.http_early import EarlyAnswers, proxy_of
 from tasuki.net.link import system_words
 from tasuki.net.tls import handshake_words
 
@@ -61,9 +61,15 @@ class HttpTransport:
     """One address. `token` is sent with every request; `exchange` is all there is to do, `close` ends what is under way."""
 
     def __init__(
-        self, address: Address, tls: ssl.SSLContext | None, connect_timeout_s: float, *, stop_when_answered: bool = False
+        self,
+        address: Address,
+        tls: ssl.SSLContext | None,
+        connect_timeout_s: float,
+        *,
+        stop_when_answered: bool = False,
+        proxies: bool = False,
     ) -> None:
-        """With `stop_when_answered` a body is sent no further once its answer comes, and no proxy is used."""
+        """With `stop_when_answered` a body is sent no further once its answer comes; a proxy is used then only with `proxies`."""
         self.address = address
         self.token = ""
         self._connect_timeout_s = connect_timeout_s
@@ -76,12 +82,8 @@ class HttpTransport:
         # Without a context of ours, httpx would load the CAs of certifi, for plain HTTP too. This one trusts nobody.
         context = tls or (ssl.create_default_context() if address.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S)
-        self._client = httpx.AsyncClient(
-            verify=context,
-            headers={"Accept-Encoding": "identity"},
-            limits=limits,
-            transport=EarlyAnswers(context, limits) if stop_when_answered else None,
-        )
+        early = EarlyAnswers(context, limits, proxy_of(address) if proxies else None) if stop_when_answered else None
+        self._client = httpx.AsyncClient(verify=context, headers={"Accept-Encoding": "identity"}, limits=limits, transport=early)
 
     async def close(self) -> None:
         self._closed = True

@@ -1,28 +1,36 @@
 """A share in a store that others use too, for a process that is no server: the store's verbs as turns, blobs, and the duties.
 
-Node agents are what it is for. They name the job that they want (`lease` by job_id), so they need no broker that matches jobs
-with workers, and no connection. Turns run on a thread of their own, as those of a server do. Beside it a guest stands for
-election: of all that share the store one does the leader's duties (leases that are over, what is old, blobs that nobody needs).
+Node agents and dispatchers are what it is for. They name the job that they want (`lease` by job_id), so they need no broker that
+matches jobs with workers, and no connection. Turns run on a thread of their own, as those of a server do. Beside it a guest
+stands for election: of all that share the store one does the leader's duties (leases that are over, what is old, blobs that
+nobody needs). Whoever has no part in the duties needs no guest.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.opening import open_blobs
+from tasuki.core.broker_events import Publish
+from tasuki.core.hints import Hint
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError
-from tasuki.server.app import ServerConfig
+from tasuki.server.app import Server, ServerConfig
 from tasuki.server.node import BLOB_MAX_BYTES, Places, is_redis, make_guest, open_postgresql, open_redis
+from tasuki.server.together import Together
 from tasuki.stores.batching import StoreThread
 
 
 class Share:
     """Of the store and the blobs at these places. Made inside the running loop."""
 
-    def __init__(self, places: Places, config: ServerConfig) -> None:
-        self._guest, _ = make_guest(places, config, stands=True)
+    def __init__(self, places: Places, config: ServerConfig, *, duties: bool = True) -> None:
+        self._guest: Server | None = None
+        self._company: Together | None = None
+        if duties:
+            self._guest, self._company = make_guest(places, config, stands=True)
         self.blobs: BlobStore | None = None
         """None: there are none, and results stay where they are."""
         if places.blobs:
@@ -37,12 +45,21 @@ class Share:
         self._thread = StoreThread(opening, self._deliver)
 
     async def open(self) -> None:
-        """Errors of the store and of the blobs are raised here."""
+        """Errors of the store and of the blobs are raised here; then nothing of it is left open."""
+        try:
+            await self._open()
+        except BaseException:
+            if self.blobs is not None:
+                self.blobs.close()
+            raise
+
+    async def _open(self) -> None:
         if self.blobs is not None:
             await asyncio.to_thread(self.blobs.check)
         await asyncio.to_thread(self._thread.open, self._holder)
         try:
-            await self._guest.start()
+            if self._guest is not None:
+                await self._guest.start()
         except BaseException:
             await asyncio.to_thread(self._thread.close)
             raise
@@ -55,10 +72,26 @@ class Share:
         answers: Answers = await asyncio.shield(waiting)
         return answers
 
+    def on_cancel(self, asked: Callable[[str], None]) -> None:
+        """`asked` hears the worker_id of whoever holds a lease that somebody wants canceled: soon, if at all."""
+
+        def heard(hint: Hint) -> None:
+            for worker_id, _ in hint.canceled:
+                asked(worker_id)
+
+        if self._company is not None:
+            self._company.heard = heard
+
+    def hint_cancel(self, worker_id: str, lease_id: str) -> None:
+        """A cancel was asked for: who holds the lease need not wait for its next renewal. Without a guest nobody is told."""
+        if self._company is not None:
+            self._company.told(Publish(Hint(server_id=self._holder, canceled=((worker_id, lease_id),))))
+
     async def close(self) -> None:
         """Turns that wait for a store that is away end now, with Unavailable."""
         await asyncio.to_thread(self._thread.close)
-        await self._guest.stop()
+        if self._guest is not None:
+            await self._guest.stop()
         if self.blobs is not None:
             self.blobs.close()
 

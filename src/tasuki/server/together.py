@@ -18,7 +18,7 @@ import msgspec
 from tasuki.coords.coordination import BEAT_INTERVAL_S, Coordination, Member, View
 from tasuki.core import term
 from tasuki.core.broker_events import Deposed, Detach, Elected, Hinted, Met, Publish, TookOver, Won
-from tasuki.core.hints import decode, split
+from tasuki.core.hints import Hint, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.core.members import ServerInfo
 from tasuki.errors import TasukiError
@@ -108,6 +108,8 @@ class Together:
         self.busy: term.Busy | None = None
         """Who has the leader's lock, as we heard when we last asked for it."""
         self._answered = asyncio.Event()
+        self.heard: Callable[[Hint], None] = lambda hint: None
+        """Called with every hint, for those who are no server's workers."""
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -298,3 +300,4 @@ class Together:
             logger.warning("%s", error)
             return
         self._server.tell(Hinted(hint))
+        self.heard(hint)

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tasuki.core.verbs import Answers, Turn
 from tasuki.errors import TasukiError, Unavailable
@@ -89,9 +89,9 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
     if turn.release:
         answers.release = store.release(turn.release)
     if turn.cancel:
-        answers.cancel = _by_order(store.cancel, turn.cancel)
+        answers.cancel = _by_order(store.cancel, turn.cancel, ("actor", "reason"))
     if turn.requeue:
-        answers.requeue = _by_order(store.requeue, turn.requeue)
+        answers.requeue = _by_order(store.requeue, turn.requeue, ("actor", "reason", "generation"))
     if turn.take_over:
         answers.took_over = store.take_over(turn.take_over, turn.epoch)
     if turn.reap:
@@ -131,14 +131,15 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
         answers.list_tokens = store.tokens()
 
 
-def _by_order(verb: Callable[..., Sequence[T]], orders: Sequence[tuple[str, str, str]]) -> list[T]:
-    """One call for all jobs that one actor named for one reason; the answers in the order of the (job_id, actor, reason)."""
-    places: dict[tuple[str, str], list[int]] = {}
-    for place, (_, actor, reason) in enumerate(orders):
-        places.setdefault((actor, reason), []).append(place)
+def _by_order(verb: Callable[..., Sequence[T]], orders: Sequence[tuple[Any, ...]], names: tuple[str, ...]) -> list[T]:
+    """One call for all jobs of which the same is said, after the job_id, under these names; the answers in the orders' order."""
+    places: dict[tuple[Any, ...], list[int]] = {}
+    for place, order in enumerate(orders):
+        places.setdefault(order[1:], []).append(place)
     answers: dict[int, T] = {}
-    for (actor, reason), named in places.items():
-        answers.update(zip(named, verb([orders[place][0] for place in named], actor=actor, reason=reason), strict=True))
+    for said, named in places.items():
+        told = dict(zip(names, said, strict=True))
+        answers.update(zip(named, verb([orders[place][0] for place in named], **told), strict=True))
     return [answers[place] for place in range(len(orders))]
 
 

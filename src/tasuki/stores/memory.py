@@ -135,13 +135,13 @@ class MemoryStore(MemoryReports):
             self._change(record, replace(job, cancel_requested=True), incident)
         return Canceled(job.state, requested=True, worker_id=job.lease.worker_id, lease_id=job.lease.lease_id)
 
-    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
+    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
         with self.turn():
-            return [self._requeue_one(job_id, actor, reason) for job_id in job_ids]
+            return [self._requeue_one(job_id, actor, reason, generation) for job_id in job_ids]
 
-    def _requeue_one(self, job_id: str, actor: str, reason: str) -> Requeued:
+    def _requeue_one(self, job_id: str, actor: str, reason: str, generation: int | None) -> Requeued:
         record = self._records.get(job_id)
-        if record is None or not record.job.state.terminal:
+        if record is None or not record.job.state.terminal or generation not in (None, record.job.generation):
             return Requeued(False, record.job.state if record else None)
         return Requeued(True, self._requeue(record, actor=actor, reason=reason).job.state)
 

@@ -30,6 +30,7 @@ from tasuki.core.verbs import (
     Recorded,
     Report,
     Requeued,
+    RequeueOrder,
     Standing,
     Submission,
     TokenRow,
@@ -169,8 +170,9 @@ class RedisStore(RedisReader):
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
         return self._do(verbs.cancel([(job_id, actor, reason) for job_id in job_ids])) if job_ids else []
 
-    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
-        return self._do(verbs.requeue([(job_id, actor, reason) for job_id in job_ids])) if job_ids else []
+    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
+        orders = [RequeueOrder(job_id, actor, reason, generation) for job_id in job_ids]
+        return self._do(verbs.requeue(orders)) if orders else []
 
     # -- workers --------------------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:

@@ -32,6 +32,7 @@ from tasuki.core.verbs import (
     Recorded,
     Report,
     Requeued,
+    RequeueOrder,
     Standing,
     Submission,
     Submitted,
@@ -129,11 +130,11 @@ def _canceled(
     return Canceled(_state(state), requested is not None, values.text(worker_id), values.text(lease_id))
 
 
-def requeue(orders: Sequence[tuple[str, str, str]]) -> Call[list[Requeued]]:
-    """Of (job_id, actor, reason)."""
+def requeue(orders: Sequence[RequeueOrder]) -> Call[list[Requeued]]:
     arguments: list[Argument] = [len(orders)]
-    for job_id, actor, reason in orders:
-        arguments += (job_id, actor, storable(reason))
+    for order in orders:
+        generation = "" if order.generation is None else order.generation
+        arguments += (order.job_id, order.actor, storable(order.reason), generation)
     return Call("requeue", arguments, lambda reply: [Requeued(row[0] == b"1", _state(row[1])) for row in reply])
 
 

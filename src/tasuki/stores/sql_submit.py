@@ -153,14 +153,14 @@ class SqlSubmit(SqlBlobs):
             requested.append(row)
         return Canceled(state, True, row.assigned_worker_id, row.lease_id)
 
-    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
+    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
         with self._turn:
             rows = self._rows(job_ids)
             ended: list[JobRow] = []
             answers = []
             for job_id in job_ids:
                 row = rows.get(job_id)
-                done = row is not None and row.job_state.terminal
+                done = row is not None and row.job_state.terminal and generation in (None, row.generation)
                 if row is not None and done:
                     ended.append(row)
                     rows[job_id] = row._replace(state=State.PENDING.value)

@@ -132,6 +132,7 @@ class Store(Protocol):
         self, submissions: Sequence[Submission], *, on_failed: str = "return"
     ) -> list[Submitted | Conflict | MissingBlobs]:
         """Store new jobs. Same id and body: the existing job. Same id, other body: Conflict. Also between items of one batch.
+        Every new job is younger than all that were stored before it, also than those before it in the batch.
 
         A new job that names input blobs is stored, with its references, only if all of them are stored; else MissingBlobs.
 
@@ -147,8 +148,9 @@ class Store(Protocol):
         """Waiting jobs become CANCELED; leased ones get `cancel_requested`, which `renew` tells their worker."""
         ...
 
-    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Requeued]:
+    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
         """Set terminal jobs going again: generation + 1, both budgets reset, attempt goes on, the old outcome is an incident.
+        With `generation` only those that still have it: of several who read the same end, one sets the job going again.
 
         The spec's own `not_before` holds again, and its `not_after` unless that time is over: who asks now wants it all the same.
         """

@@ -15,6 +15,7 @@ Touches only the store that it is given.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -278,6 +279,21 @@ class BlobSuite:
         blobs.sweep()
         with blobs.begin(sha256_of(data), len(data), resume_key="alice") as writer:
             assert writer.size_bytes == half
+
+    # -- age ------------------------------------------------------------------------------------------------------
+    def test_what_is_old_is_removed_and_what_is_in_use_stays(self, blobs: BlobStore) -> None:
+        old, used = (blobs.put_bytes(data) for data in (b"old", b"in use"))
+        later_generation = blobs.put_bytes(b"with a row", generation=7)
+        in_a_minute = time.time() + 60
+        assert list(blobs.remove_untouched(time.time() - 60, lambda sha256: False)) == []
+        assert list(blobs.remove_untouched(in_a_minute, lambda sha256: sha256 == used.sha256)) == [old]
+        assert (blobs.has(old.sha256), blobs.has(used.sha256), blobs.has(later_generation.sha256, 7)) == (False, True, True)
+        assert list(blobs.remove_untouched(in_a_minute, lambda sha256: False)) == [used]
+
+    def test_what_is_touched_is_not_there_for_that(self, blobs: BlobStore) -> None:
+        blobs.touch(sha256_of(b"never put"))
+        assert not blobs.has(sha256_of(b"never put"))
+        assert list(blobs.remove_untouched(time.time() + 60, lambda sha256: False)) == []
 
     # -- reading --------------------------------------------------------------------------------------------------
     def test_a_read_from_an_offset_gives_the_rest(self, blobs: BlobStore) -> None:

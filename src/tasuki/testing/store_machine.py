@@ -207,9 +207,9 @@ class StoreMachine(RuleBasedStateMachine):
     def cancel(self, ids: list[str]) -> None:
         self.both("cancel", ids, actor="alice", reason="no more")
 
-    @rule(ids=some_job_ids)
-    def requeue(self, ids: list[str]) -> None:
-        self.both("requeue", ids, actor="operator")
+    @rule(ids=some_job_ids, generation=st.sampled_from([None, None, 0, 1]))
+    def requeue(self, ids: list[str], generation: int | None = None) -> None:
+        self.both("requeue", ids, actor="operator", generation=generation)
 
     # -- workers --------------------------------------------------------------------------------------------------
     @rule(

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from tasuki.core.app import DEFAULT_APP, template_of
 from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State
 from tasuki.core.verbs import Answer, Canceled, Requeued, Standing, Submitted
 from tasuki.errors import Conflict
 from tasuki.testing.store_stage import Stage, StoreCase
 
 TERMINAL_BY_WORKER = ["SUCCEEDED", "FAILED", "TIMED_OUT", "CANCELED"]
+SUBJECTS = ["render.eu", template_of(DEFAULT_APP).subject]  # a store may keep the jobs of its app in another way
 
 
 class SubmitterCases(StoreCase):
@@ -153,6 +155,19 @@ class SubmitterCases(StoreCase):
 
         assert stage.store.counts()["render"].pending == 3000
         assert [job.job_id for job in stage.store.get(job_ids) if job is not None] == job_ids
+
+    @pytest.mark.parametrize("subject", SUBJECTS)
+    def test_the_jobs_of_one_batch_stand_and_are_granted_in_its_order(self, stage: Stage, subject: str) -> None:
+        stage.store_blobs("0" * 64)
+        plain: dict[str, Any] = {}
+        with_blob = {"files": (InputFile("in", sha256="0" * 64, size_bytes=3),)}
+        was_delayed, ends = {"not_before": stage.clock.wall() - 1}, {"not_after": stage.clock.wall() + 100}
+        batch = dict(zip("zyxwvut", (plain, with_blob, plain, was_delayed, plain, ends, plain), strict=True))
+
+        stage.store.submit([stage.submission(job_id, subject=subject, **fields) for job_id, fields in batch.items()])
+
+        assert [stage.store.ready_ahead(job_id) for job_id in batch] == list(range(len(batch)))
+        assert [grant.job_id for grant in stage.lease(limit=len(batch))] == list(batch)
 
     @pytest.mark.parametrize("state", ["FAILED", "TIMED_OUT", "CANCELED"])
     def test_rerun_sets_a_job_that_did_not_succeed_going_again(self, stage: Stage, state: str) -> None:
@@ -354,6 +369,19 @@ class SubmitterCases(StoreCase):
 
         assert stage.store.requeue(["a", "?"], actor="operator") == [Requeued(False, State.RUNNING), Requeued(False, None)]
         assert stage.job("a") == before
+
+    def test_requeue_of_a_generation_that_is_over_does_nothing(self, stage: Stage) -> None:
+        stage.ended("a", "SUCCEEDED")
+        stage.ended("b", "SUCCEEDED")
+        stage.store.requeue(["b"], actor="quicker", generation=0)
+        stage.finish(stage.take("b"))
+        before = stage.job("b")
+
+        answers = stage.store.requeue(["a", "b"], actor="operator", generation=0)
+
+        assert answers == [Requeued(True, State.PENDING), Requeued(False, State.SUCCEEDED)]
+        assert stage.job("b") == before
+        assert stage.store.requeue(["b"], actor="operator", generation=1) == [Requeued(True, State.PENDING)]
 
     def test_a_report_from_before_the_requeue_is_fenced(self, stage: Stage) -> None:
         grant = stage.ended("a", "FAILED")

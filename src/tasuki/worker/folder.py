@@ -20,7 +20,7 @@ import fcntl
 import hashlib
 import itertools
 import os
-import shutil
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -41,6 +41,7 @@ _BELOW = ("in", "out", "tmp", "log")
 _LOGS = frozenset({"stdout", "stderr", "progress"})
 _OWN_FOLDER, _OWN_FILE = stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600
 _READ_BYTES = 256 * 1024
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RunFolder:
@@ -103,8 +104,8 @@ class RunFolders:
     def close(self) -> None:
         """Give the lock back, and remove the incarnation's folder if nothing was kept in it."""
         for spare in self._spares:
-            remove_tree(Path(spare))
-        if next(self.root.iterdir(), None) is None:
+            remove_tree(spare)
+        with contextlib.suppress(OSError):  # something was kept in it, or it is gone
             self.root.rmdir()
         os.close(self._lock)
 
@@ -264,13 +265,63 @@ def verify_input(path: Path, file: InputFile) -> None:
         )
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a folder and all below it, also what a job has made unreadable. No link is followed."""
-    if not path.is_dir():
+def remove_tree(path: Path | str) -> None:
+    """Remove what is there: a folder with all below it, also what a job has made unreadable, or a file, or a link, which is not
+    followed. If something cannot be removed, the rest is, and then that is raised."""
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)  # noqa: PTH108
+            return
+        os.chmod(path, 0o700)  # noqa: PTH101
+        top = os.open(path, _FOLDER)
+    except FileNotFoundError:
         return
-    path.chmod(0o700)
-    for folder, below, _ in os.walk(path):  # top-down: each folder is opened up before it is looked into
-        for name in below:
-            if not (inner := Path(folder, name)).is_symlink():
-                inner.chmod(0o700)
-    shutil.rmtree(path)
+    try:
+        _empty(top)
+    finally:
+        os.close(top)
+    os.rmdir(path)  # noqa: PTH106
+
+
+def _empty(top: int) -> None:
+    """Each folder is moved to the top before it is emptied: however deep they are, no path becomes too long."""
+    problems: list[OSError] = []
+    mark, numbers = f".{secrets.token_hex(8)}-", itertools.count(1)
+    found = _unlinked(top, problems)
+    while found:
+        name = found.pop()
+        try:
+            os.chmod(name, 0o700, dir_fd=top)
+            folder = os.open(name, _FOLDER, dir_fd=top)
+        except OSError as error:
+            problems.append(error)
+            continue
+        try:
+            for below in _unlinked(folder, problems):
+                try:
+                    os.chmod(below, 0o700, dir_fd=folder)
+                    os.rename(below, moved := f"{mark}{next(numbers)}", src_dir_fd=folder, dst_dir_fd=top)
+                    found.append(moved)
+                except OSError as error:
+                    problems.append(error)
+            os.rmdir(name, dir_fd=top)
+        except OSError as error:
+            problems.append(error)
+        finally:
+            os.close(folder)
+    if problems:
+        raise problems[0]
+
+
+def _unlinked(folder: int, problems: list[OSError]) -> list[str]:
+    """Its files and links are gone; the folders in it."""
+    left = []
+    for entry in list(os.scandir(folder)):
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                left.append(entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=folder)
+        except OSError as error:
+            problems.append(error)
+    return left

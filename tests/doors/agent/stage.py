@@ -21,6 +21,7 @@ from tasuki.core.address import Address
 from tasuki.doors.agent.app import Agent
 from tasuki.doors.agent.settings import AgentConfig
 from tasuki.worker.execs import parse_exec_flag
+from tests.processes import wait_until
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -106,7 +107,8 @@ class AgentStage:
         return sock
 
     def files(self) -> set[str]:
-        """All that lies in the data folder, but for what belongs to the agent itself."""
+        """All that lies in the data folder, but for what belongs to the agent itself, once what ended jobs left is removed."""
+        wait_until(lambda: not any((self.data / "trash").iterdir()), what="the trash is empty")
         found = (path.relative_to(self.data) for path in self.data.rglob("*"))
         return {str(path) for path in found if path.parts[0] in ("jobs", "incoming", "trash") and len(path.parts) > 1}
 

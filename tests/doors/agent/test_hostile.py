@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tasuki.doors.agent import intake
-from tests.doors.agent.stage import BOUNDARY, AgentStage, answer_to, code_of, form, head, part
+from tasuki.doors.agent import desk, intake
+from tasuki.errors import DiskFull
+from tests.doors.agent.stage import BOUNDARY, AgentStage, answer_to, code_of, form, head, members, part
 from tests.processes import wait_until
 
 
@@ -122,6 +125,19 @@ def test_what_is_no_http_is_answered_and_hung_up_on(stage: AgentStage) -> None:
 # ---------------------------------------------------------------------------------------------------- sizes, time
 
 
+def test_a_body_with_two_lengths_is_refused_and_hides_no_other_request(stage: AgentStage, job_id: str) -> None:
+    stage.run(job_id, "true")
+    hidden = f"DELETE /jobs/{job_id} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    with stage.raw() as sock:
+        sock.sendall(b"POST /run/other HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % (5 + len(hidden)))
+        sock.sendall(b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden)
+        answer = sock.makefile("rb").read()
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert stage.state(job_id) == "done"
+
+
 def test_100_gb_are_refused_before_a_byte_is_read(make_stage: Callable[..., AgentStage], job_id: str) -> None:
     with make_stage(max_upload_bytes=1_000_000) as stage, stage.raw() as sock:
         sock.sendall(head(job_id, 100 * 1000**3))
@@ -130,6 +146,19 @@ def test_100_gb_are_refused_before_a_byte_is_read(make_stage: Callable[..., Agen
 
         assert (status, error["code"]) == (413, "TOO_LARGE")
         assert nothing_is_left(stage, job_id)
+
+
+def test_a_small_upload_that_is_refused_before_it_comes_may_still_come(
+    make_stage: Callable[..., AgentStage], job_id: str
+) -> None:
+    """A connection that is closed at once is reset by what comes, and the refusal with it."""
+    with make_stage(max_upload_bytes=1_000) as stage, stage.raw() as sock:
+        sock.sendall(head(job_id, 5_000))
+        assert answer_to(sock)[0] == 413
+
+        sock.sendall(bytes(5_000) + head(job_id, 5_000))
+
+        assert answer_to(sock)[0] == 413
 
 
 def test_the_limit_holds_for_what_comes_in_chunks(make_stage: Callable[..., AgentStage], job_id: str) -> None:
@@ -269,3 +298,69 @@ def test_an_unauthorised_upload_is_not_read(make_stage: Callable[..., AgentStage
         assert answer_to(sock)[0] == 401
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("script", ["exit 0", "exit 3"])
+def test_a_program_that_makes_a_link_of_its_folder_harms_nothing_elsewhere(
+    stage: AgentStage, job_id: str, tmp_path: Path, script: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o755)
+    (victim / "kept").write_text("x")
+    here = stage.data / "jobs" / job_id
+
+    answer = stage.run(job_id, f"mv {here} {tmp_path}/moved; ln -s {victim} {here}; {script}")
+
+    assert answer.status_code in (200, 500)
+    assert [path.name for path in victim.iterdir()] == ["kept"]
+    assert victim.stat().st_mode & 0o777 == 0o755
+    assert not here.is_symlink()
+    assert stage.http.delete(f"/jobs/{job_id}").status_code == 200
+
+
+def test_what_cannot_be_removed_costs_neither_the_result_nor_the_next_start(stage: AgentStage, job_id: str) -> None:
+    """A file system that is mounted in its folder, as a container may leave it."""
+    answer = stage.run(job_id, "echo kept; mkdir tmp/m && mount -t tmpfs none tmp/m 2>/dev/null")
+    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines() if str(stage.data) in line]
+    if not mounted:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        again = stage.agent.folders.recover()
+    finally:
+        for place in mounted:
+            subprocess.run(["umount", "-l", place], check=True)
+        stage.agent.folders.recover()
+
+    assert members(answer.content)["stdout.log"] == b"kept\n"
+    assert again == []
+    assert stage.http.get(f"/result/{job_id}").content == answer.content
+
+
+def test_uploads_at_the_same_time_are_promised_the_same_space_once(
+    stage: AgentStage, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 1_000_000
+    monkeypatch.setattr(desk, "check_free", lambda folder, needed, *floors: check_space(needed, free))
+    with stage.raw() as first:
+        first.sendall(head(f"{job_id}-1", 600_000))
+        wait_until(lambda: stage.state(f"{job_id}-1") == "running")
+        second = code_of(stage.post(f"{job_id}-2", {"file": bytes(600_000)}))
+    wait_until(lambda: nothing_is_left(stage, job_id))
+
+    assert second == (503, "DISK_FULL")
+    assert stage.post(f"{job_id}-2", {"job.sh": b"#" * 600_000}).status_code == 200
+
+
+def check_space(needed: int, free: int) -> None:
+    if needed > free:
+        raise DiskFull(f"{needed} of {free}")
+
+
+def test_an_agent_whose_folder_is_gone_says_so(make_stage: Callable[..., AgentStage]) -> None:
+    with make_stage() as stage:
+        shutil.rmtree(stage.data)
+
+        health = stage.http.get("/health")
+
+    assert code_of(health) == (503, "UNAVAILABLE")
+    assert "data folder" in health.json()["error"]["message"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from unittest.mock import Mock
+
 import httpx
 import pytest
 
+from tasuki.client.agent_upload import Form, read_upload
 from tasuki.doors.agent.multipart import HEADERS_MAX_BYTES, PARTS_MAX, MultipartParser, Part, PartEnded, boundary_of
 from tasuki.errors import InvalidInput
 from tests.doors.agent.stage import BOUNDARY, form, part
@@ -41,7 +46,21 @@ def test_what_httpx_sends_is_understood() -> None:
 
     found = parsed(request.read(), 11, request.headers["content-type"])
 
-    assert found == [(Part("exec", None), b"x"), (Part("file", 'say "hi".txt'), b"one"), (Part("file", "é.csv"), b"two")]
+    assert found == [(Part("exec", None), b"x"), (Part("file", "say %22hi%22.txt"), b"one"), (Part("file", "é.csv"), b"two")]
+
+
+def test_what_our_client_sends_is_the_name_as_it_is(tmp_path: Path) -> None:
+    names = ['say "hi".txt', "100%22.csv"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    sent = Form(read_upload("", (), [tmp_path / name for name in names]), Mock())
+
+    async def body() -> bytes:
+        return b"".join([piece async for piece in sent.pieces()])
+
+    found = parsed(asyncio.run(body()), 11, sent.content_type)
+
+    assert [form_part.filename for form_part, _ in found if form_part.name == "file"] == names
 
 
 @pytest.mark.parametrize(

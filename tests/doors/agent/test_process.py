@@ -108,6 +108,7 @@ def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -
         (["--exec", "x=/bin/true", "--timeout", "0"], "--timeout"),
         (["--exec", "x=/bin/true", "--default-exec", "y"], "none of the execs"),
         (["--exec", "x=/bin/true", "--tls-cert", "c"], "belong together"),
+        (["--exec", "x=/bin/true", "--node", "n1\nready"], "without control characters"),
         ([], "needs a program"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
 import threading
@@ -13,14 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.cli.agent_registry import APP, place_of
-from tasuki.core.agent_claim import Stand, input_of, lease_deadline, node_of, stand_of, submission_of, worker_id_of
 from tasuki.core.agent_job import InputRecord, input_hash
 from tasuki.core.job import Job, Lease, Outcome, State
-from tasuki.core.verbs import Report, Turn
-from tasuki.doors.agent import shared
-from tasuki.doors.agent.claim_notes import ClaimNotes
-from tasuki.errors import ConfigError
+from tasuki.core.verbs import Report, RequeueOrder, Turn
+from tasuki.doors.agent import records, shared
+from tasuki.doors.agent.leases import boot_time
+from tasuki.errors import Unavailable
 from tests.doors.agent.sharing import SharingStage, two_nodes
 from tests.doors.agent.stage import TIMEOUT_S, Started, code_of, members, report
 from tests.processes import wait_until
@@ -199,6 +198,75 @@ def test_a_removed_job_is_free_for_others(redis_nodes: Nodes, job_id: str, tmp_p
     assert two.run(job_id, HOLD.format(folder=tmp_path)).status_code == 200
 
 
+def test_what_runs_at_another_node_is_stopped_there_before_the_next_renewal(nodes: Nodes, job_id: str, tmp_path: Path) -> None:
+    one, two = nodes
+    running = begin(one, job_id, tmp_path)
+    wait_until(lambda: (found := record_of(two, job_id)) is not None and found.state is State.RUNNING)
+    one.call(lambda: setattr(one.registry._leases, "_renew_at", boot_time() + 60.0))
+    began = time.monotonic()
+
+    removed = two.http.delete(f"/jobs/{job_id}").json()
+
+    assert removed == {"job_id": job_id, "state": "running", "removed": True}
+    assert time.monotonic() - began < one.registry._leases.ttl_s / 2, "it was told, and did not wait to ask"
+    assert code_of(running.answer()) == (409, "CANCELED")
+    assert not (one.data / "jobs" / job_id).exists()
+    (tmp_path / "gate").touch()
+    assert two.run(job_id, HOLD.format(folder=tmp_path)).status_code == 200
+
+
+@pytest.mark.parametrize("script", [LARGE, "head -c 100 /dev/urandom"], ids=["large", "small"])
+def test_what_is_done_at_another_node_is_removed_there_too(nodes: Nodes, job_id: str, script: str) -> None:
+    one, two = nodes
+    one.run(job_id, script)
+
+    removed = two.http.delete(f"/jobs/{job_id}").json()
+
+    assert removed == {"job_id": job_id, "state": "done", "removed": True}
+    assert [node.result(job_id).status_code for node in nodes] == [404, 404]
+    assert not (one.data / "jobs" / job_id).exists()
+    assert two.http.delete("/jobs/unknown").status_code == 404
+
+
+def test_what_was_removed_while_its_node_was_away_is_gone_when_that_is_back(
+    redis_nodes: Nodes, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = redis_nodes
+    one.run(job_id, "echo once")
+    one.run(f"{job_id}-kept", "echo twice")
+    back = restarted(one, tmp_path)
+
+    async def away(address: str, job_id: str) -> None:
+        raise Unavailable(f"{address} does not answer")
+
+    monkeypatch.setattr(two.registry._peers, "remove", away)
+    removed = two.http.delete(f"/jobs/{job_id}").json()
+
+    assert removed["left_at"] == "n1"
+    with back:
+        assert back.result(job_id).status_code == two.result(job_id).status_code == 404
+        assert not (back.data / "jobs" / job_id).exists()
+        assert (back.data / "jobs" / f"{job_id}-kept" / ".done").exists()
+
+
+def test_a_run_that_lost_its_lease_is_removed_without_the_result_of_another_node(
+    redis_nodes: Nodes, job_id: str, tmp_path: Path
+) -> None:
+    one, two = redis_nodes
+    script = f"[ -e {tmp_path}/gate ] || {{ touch {tmp_path}/runs; while true; do sleep 0.02; done; }}"
+    running = one.begin(job_id, script)
+    wait_until((tmp_path / "runs").exists, what="the job runs")
+    lease = lease_of(two, job_id)
+    two.execute(Turn(fail=[Report(job_id, lease.worker_id, lease.lease_id, lease.attempt, Outcome(error_code="TAKEN"))]))
+    (tmp_path / "gate").touch()
+    newer = two.run(job_id, script)
+
+    assert one.http.delete(f"/jobs/{job_id}").status_code == 200
+
+    assert running.answer().status_code in (409, 503)
+    assert one.result(job_id).content == two.result(job_id).content == newer.content
+
+
 # -------------------------------------------------------------------------------------------------------- after a kill
 
 
@@ -250,7 +318,7 @@ def test_a_result_that_came_too_late_is_dropped_when_its_node_is_back(redis_node
     one.run(job_id, "echo $$")
     back = restarted(one, tmp_path)
     (back.data / "claims" / job_id).touch()
-    two.execute(Turn(requeue=[(job_id, "test", "as if another node had been quicker")]))
+    two.execute(Turn(requeue=[RequeueOrder(job_id, "test", "as if another node had been quicker")]))
     newer = two.run(job_id, "echo $$")
 
     with back:
@@ -299,6 +367,29 @@ def test_a_result_that_was_removed_is_nowhere_and_is_made_again(redis_nodes: Nod
     assert one.result(job_id).content == again.content
 
 
+def test_of_two_nodes_that_miss_a_result_one_makes_it_again(
+    redis_nodes: Nodes, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = redis_nodes
+    one.run(job_id, LARGE)
+    shutil.rmtree(one.data / "jobs" / job_id)
+    answer, quicker = two.registry._answer, []
+
+    async def slow(job: Job, cache: str | None) -> Any:
+        found = await answer(job, cache)
+        if found is None:
+            quicker.append(await asyncio.to_thread(one.run, job_id, LARGE))
+        return found
+
+    monkeypatch.setattr(two.registry, "_answer", slow)
+    late = two.run(job_id, LARGE)
+
+    assert [made.status_code for made in quicker] == [200]
+    assert (late.content, late.headers["Tasuki-Cache"]) == (quicker[0].content, "hit")
+    assert (found := record_of(two, job_id)) is not None
+    assert found.generation == 1
+
+
 def test_a_result_that_nobody_has_any_more_is_made_again(redis_nodes: Nodes, job_id: str) -> None:
     one, two = redis_nodes
     first = one.run(job_id, LARGE)
@@ -329,7 +420,7 @@ def test_a_large_result_of_a_node_that_is_away_is_503_and_not_run_again(redis_no
 def test_while_the_registry_is_away_what_runs_goes_on_and_nothing_new_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "ANSWER_S", 0.2)
+    monkeypatch.setattr(records, "ANSWER_S", 0.2)
     monkeypatch.setattr(shared, "RETRY_S", 0.1)
     with RedisService() as service, SharingStage(tmp_path / "n1", service.url(), node="n1") as one:
         running = begin(one, "running", tmp_path / "job")
@@ -361,50 +452,3 @@ def test_a_lease_that_cannot_be_renewed_ends_the_job_in_time(tmp_path: Path) -> 
         assert time.monotonic() - stopped_at < 1.0 + 2.0, "before the store could give it to another node"
         service.resume()
         assert code_of(running.answer()) == (503, "UNAVAILABLE")
-
-
-# -------------------------------------------------------------------------------------------------------- pure
-
-
-def test_a_job_stands_where_its_lease_and_its_input_say() -> None:
-    submission = submission_of("job", "sh", "ab" * 32)
-    job = Job(spec=submission.spec, state=State.FAILED, submitter=submission.submitter, created_at=0.0)
-
-    assert input_of(job) == "ab" * 32
-    assert stand_of(None, None) is stand_of(job, None) is stand_of(job, "ab" * 32) is Stand.FREE
-    assert stand_of(job, "cd" * 32) is Stand.OTHER_INPUT
-
-
-def test_a_node_is_named_by_its_name_and_told_apart_by_its_folder(tmp_path: Path) -> None:
-    node_id = ClaimNotes(tmp_path).prepare()
-
-    assert ClaimNotes(tmp_path).prepare() == node_id
-    assert node_of(worker_id_of("rack.n1", node_id)) == "rack-n1"
-    assert worker_id_of("n1", node_id) != worker_id_of("n1", ClaimNotes(_made(tmp_path / "other")).prepare())
-
-
-def test_a_holder_gives_up_before_the_store_does() -> None:
-    assert lease_deadline(100.0, 15.0) == 113.0
-    assert lease_deadline(100.0, 2.0) == 101.5
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"url": None, "results": "s3://bucket/results"}, "give --registry"),
-        ({"url": "http://n1:7090"}, "redis://host:6379/0 or postgresql://"),
-        ({"advertise": "tcp://n1:7000"}, "https://n1:7090"),
-        ({"advertise": "http://n1:7090,http://n2:7090"}, "one address"),
-        ({"lease_ttl_s": 0.5}, "1 to 3600"),
-    ],
-)
-def test_what_cannot_be_a_registry_is_refused_with_the_way_out(options: dict[str, Any], words: str) -> None:
-    given = {"url": "redis://db/1", "results": None, "app": APP, "advertise": None, "lease_ttl_s": 15.0, **options}
-
-    with pytest.raises(ConfigError, match=words):
-        place_of(**given)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from tasuki.core.address import Address
 from tasuki.core.agent_job import EndedMarker, RunningMarker
 from tasuki.doors.agent.answers import is_running
 from tasuki.doors.agent.folders import JobFolders
-from tasuki.doors.agent.registry import AnsweredElsewhere
+from tasuki.doors.agent.registry import AnsweredElsewhere, Removed
 from tasuki.worker.attempt import StopReason
-from tests.doors.agent.stage import AgentStage, code_of
+from tests.doors.agent.stage import AgentStage, Started, code_of
 from tests.processes import wait_until
 
 
@@ -28,6 +29,8 @@ class OneTable:
         self.answer: Exception | None = None
         self.found: Response | None = None
         self.counts = True
+        self.recorded = asyncio.Event()
+        self.recorded.set()
 
     async def open(
         self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
@@ -52,12 +55,17 @@ class OneTable:
     async def record(self, ended: EndedMarker, result: Path) -> bool:
         assert result.stat().st_size == ended.result_bytes
         self.told.append((f"record {ended.outcome}", ended.job_id))
+        await self.recorded.wait()
         return self.counts
 
     async def release(self, job_id: str) -> None:
         self.told.append(("release", job_id))
 
-    async def forget(self, job_id: str) -> None: ...
+    async def forget(self, job_id: str) -> None:
+        self.told.append(("forget", job_id))
+
+    async def remove(self, job_id: str) -> Removed | None:
+        return None
 
     async def find(self, job_id: str) -> Response | None:
         return self.found
@@ -119,3 +127,19 @@ def test_an_end_that_does_not_count_is_shown_to_nobody(stage: AgentStage, table:
 
     assert code_of(answer) == (503, "UNAVAILABLE")
     assert stage.http.get(f"/result/{job_id}").status_code == 404
+
+
+def test_a_stop_that_comes_when_the_end_is_being_recorded_leaves_the_result(
+    stage: AgentStage, table: OneTable, job_id: str
+) -> None:
+    stage.call(table.recorded.clear)
+    running = stage.begin(job_id, "true")
+    wait_until(lambda: ("record succeeded", job_id) in table.told)
+
+    stopping = Started(lambda: stage.http.delete(f"/jobs/{job_id}?state=running"))
+    wait_until(lambda: (held := stage.agent.desk.held(job_id)) is not None and held.canceled)
+    stage.call(table.recorded.set)
+
+    assert stopping.answer().status_code == 404
+    assert running.answer().content == stage.http.get(f"/result/{job_id}").content
+    assert ("forget", job_id) not in table.told

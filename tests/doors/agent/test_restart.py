@@ -159,7 +159,8 @@ def test_a_failure_is_kept_or_the_job_is_interrupted(after: AfterKills, point: s
 
 
 def test_nothing_of_the_killed_uploads_is_left(after: AfterKills) -> None:
-    assert not [*(after.data / "incoming").iterdir(), *(after.data / "trash").iterdir()]
+    assert not list((after.data / "incoming").iterdir())
+    wait_until(lambda: not list((after.data / "trash").iterdir()), what="the trash is empty")
 
 
 @pytest.mark.parametrize("point", ["agent.interrupted.written", "agent.interrupted.marked"])
@@ -216,3 +217,18 @@ def test_a_second_agent_on_the_folder_is_refused(nursery: Nursery, tmp_path: Pat
 
         with pytest.raises(ConfigError, match=f"pid {agent.pid}"):
             JobFolders(tmp_path / "data")
+
+
+def test_a_file_that_a_killed_agent_threw_away_is_gone_before_its_name_is_given_again(tmp_path: Path) -> None:
+    from tasuki.doors.agent.folders import JobFolders
+
+    JobFolders(tmp_path).close()
+    (tmp_path / "trash/1").write_text("a marker of a job that had ended")
+    (tmp_path / "jobs/torn").mkdir()
+
+    folders = JobFolders(tmp_path)
+    folders.recover()
+    folders.close()
+
+    assert not list((tmp_path / "trash").iterdir())
+    assert not list((tmp_path / "jobs").iterdir())

@@ -95,7 +95,6 @@ def test_a_program_that_this_node_lacks_is_a_5xx_without_an_outcome_and_leaves_n
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"exec": "other"}, "'other' is not allowed here"),
         ({"args": '["x"]'}, "takes no arguments"),
         ({"args": "x"}, "JSON list"),
         ({"timeout_s": "0"}, "above 0"),
@@ -107,6 +106,14 @@ def test_a_form_that_can_never_work_is_400_and_leaves_nothing(stage: AgentStage,
 
     assert code_of(answer) == (400, "INVALID_PAYLOAD")
     assert words in answer.json()["error"]["message"]
+    assert not [name for name in stage.files() if job_id in name or name.startswith("incoming")]
+
+
+def test_an_exec_that_only_another_node_may_have_has_a_code_of_its_own(stage: AgentStage, job_id: str) -> None:
+    answer = stage.run(job_id, exec="other")
+
+    assert code_of(answer) == (400, "EXEC_NOT_ALLOWED")
+    assert "'other' is not allowed here" in answer.json()["error"]["message"]
     assert not [name for name in stage.files() if job_id in name or name.startswith("incoming")]
 
 
@@ -122,6 +129,14 @@ def test_a_done_job_is_answered_from_its_folder(stage: AgentStage, job_id: str, 
     assert first.content == again.content == announced.content
     assert again.headers["tasuki-cache"] == announced.headers["tasuki-cache"] == "hit"
     assert (tmp_path / "ran").read_text() == "x\n"
+
+
+def test_the_same_files_in_another_order_are_another_input(stage: AgentStage, job_id: str) -> None:
+    one, two = ("one.sh", b"echo one"), ("two.sh", b"echo two")
+    stage.post(job_id, dict([one, two]))
+
+    assert code_of(stage.post(job_id, dict([two, one]))) == (409, "CONFLICT")
+    assert stage.post(job_id, dict([one, two])).headers["tasuki-cache"] == "hit"
 
 
 def test_a_done_job_with_another_input_is_409(stage: AgentStage, job_id: str) -> None:

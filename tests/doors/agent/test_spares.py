@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tasuki.doors.agent.spares import KEPT_BELOW, SPARES_MAX, Spares
+from tasuki.doors.agent.folders import JobFolders
+from tasuki.doors.agent.spares import FEW_FILES, KEPT_BELOW, SPARES_MAX, WORKED_IN, Spares
 from tasuki.worker.folder import RECYCLED_LOG_MAX_BYTES
 
 LOGS = ("stdout", "stderr", "progress")
@@ -47,8 +49,8 @@ def test_what_a_job_left_as_it_was_is_the_next_ones(tmp_path: Path, spares: Spar
     assert {log.name: log.read_bytes() for log in (second / "log").iterdir()} == dict.fromkeys(LOGS, b"")
 
 
-def put_a_file(part: Path) -> None:
-    (part / "left.txt").write_text("left")
+def put_a_folder(part: Path) -> None:
+    (part / "left").mkdir()
 
 
 def open_to_others(part: Path) -> None:
@@ -61,7 +63,7 @@ def replace_by_a_link(part: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT_BELOW)
-@pytest.mark.parametrize("change", [put_a_file, open_to_others, replace_by_a_link])
+@pytest.mark.parametrize("change", [put_a_folder, open_to_others, replace_by_a_link])
 def test_a_folder_that_a_program_has_changed_is_not_kept(
     tmp_path: Path, spares: Spares, name: str, change: Callable[[Path], None]
 ) -> None:
@@ -118,10 +120,46 @@ def test_a_job_gets_new_folders_where_somebody_has_removed_the_spare_ones(tmp_pa
     assert (second / "out").is_dir()
 
 
-def test_a_start_throws_away_what_an_earlier_agent_kept(tmp_path: Path, spares: Spares) -> None:
+@pytest.mark.parametrize("name", WORKED_IN)
+def test_a_file_that_a_program_has_left_is_no_spare_ones(tmp_path: Path, spares: Spares, name: str) -> None:
+    folder = job(spares, tmp_path / "job")
+    (folder / name / "left.txt").write_text("left")
+
+    assert not spares.keep(str(folder), name)
+    assert (folder / name / "left.txt").exists()
+
+
+def test_a_few_small_inputs_are_removed_at_once_and_what_a_link_leads_to_stays(tmp_path: Path, spares: Spares) -> None:
+    small, many, linked = (job(spares, tmp_path / name) for name in ("small", "many", "linked"))
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o700)
+    (outside / "kept").write_text("x")
+    (small / "in" / "book.csv").write_text("x")
+    for number in range(FEW_FILES + 1):
+        (many / "in" / str(number)).write_text("x")
+    (linked / "in").rmdir()
+    (linked / "in").symlink_to(outside)
+
+    assert [spares.keep(str(folder), "in") for folder in (small, many, linked)] == [True, False, False]
+    assert len(list((many / "in").iterdir())) == FEW_FILES + 1
+    assert (outside / "kept").exists()
+
+
+def test_what_is_taken_back_is_given_to_nobody(tmp_path: Path, spares: Spares) -> None:
     folder = job(spares, tmp_path / "job")
     assert all(spares.keep(str(folder), name) for name in KEPT_BELOW)
 
-    Spares(spares.place).remove()
+    taken = spares.taken()
 
-    assert list(spares.place.iterdir()) == []
+    assert sorted(taken) == sorted(map(str, spares.place.iterdir()))
+    assert spares.taken() == []
+
+
+def test_a_start_throws_away_what_an_earlier_agent_kept(tmp_path: Path) -> None:
+    with contextlib.closing(JobFolders(tmp_path)) as folders:
+        job(Spares(tmp_path / "spare"), tmp_path / "job")
+        (tmp_path / "spare" / "1").mkdir()
+
+        folders.recover()
+
+        assert list((tmp_path / "spare").iterdir()) == []

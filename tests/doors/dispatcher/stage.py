@@ -26,11 +26,13 @@ NO_CA = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for plain HTTP; to load those
 class DispatcherStage:
     """A dispatcher that listens, and a client of it."""
 
-    def __init__(self, dispatcher: Dispatcher, address: Address, tokens: tuple[str, ...]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, address: Address, tokens: tuple[str, ...], trusting: ssl.SSLContext = NO_CA
+    ) -> None:
         self.dispatcher = dispatcher
         self.url, self.port = str(address), address.port
         headers = {"Authorization": f"Bearer {tokens[0]}"} if tokens else {}
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S, headers=headers, verify=NO_CA)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S, headers=headers, verify=trusting)
 
     async def post(self, job_id: str, data: bytes = BOOK, *, query: str = "", **fields: str) -> httpx.Response:
         return await self.http.post(f"/run/{job_id}{query}", files=[("file", ("book.csv", data))], data=fields)
@@ -38,22 +40,29 @@ class DispatcherStage:
     async def close(self) -> None:
         """At once. The orderly end, which takes uvicorn 0.2 s, has a test of its own."""
         await self.http.aclose()
-        server, self.dispatcher._server = self.dispatcher._server, None
-        assert server is not None
-        for listener in server.servers:
+        serving, self.dispatcher._serving = self.dispatcher._serving, None
+        assert serving is not None
+        assert serving._serving is not None
+        for listener in serving._server.servers:
             listener.close()
-        for task in self.dispatcher._tasks:
-            task.cancel()
-        await asyncio.gather(*self.dispatcher._tasks, return_exceptions=True)
+        serving._serving.cancel()
+        await asyncio.gather(serving._serving, return_exceptions=True)
         await self.dispatcher.close()
 
 
 @asynccontextmanager
-async def dispatching(*nodes: StandIn | str, mode: Mode = Mode.PROXY, **config: Any) -> AsyncIterator[DispatcherStage]:
+async def dispatching(
+    *nodes: StandIn | str,
+    mode: Mode = Mode.PROXY,
+    tls: ssl.SSLContext | None = None,
+    trusting: ssl.SSLContext = NO_CA,
+    **config: Any,
+) -> AsyncIterator[DispatcherStage]:
     urls = ",".join(node if isinstance(node, str) else node.url for node in nodes)
     settings = DispatcherConfig(agents=tuple(parse_agents(urls)), mode=mode, **config)
     dispatcher = Dispatcher(settings)
-    stage = DispatcherStage(dispatcher, await dispatcher.start(Address("http", "127.0.0.1", 0)), settings.tokens)
+    address = await dispatcher.start(Address("http", "127.0.0.1", 0), tls)
+    stage = DispatcherStage(dispatcher, address, settings.tokens, trusting)
     try:
         yield stage
     finally:

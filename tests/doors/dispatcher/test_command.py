@@ -32,6 +32,7 @@ def logging_as_before() -> Iterator[None]:
         ([*AGENTS, "--listen", "0.0.0.0:0"], "give --token-file"),
         ([*AGENTS, "--tls-cert", "cert.pem"], "belong together"),
         ([*AGENTS, "--max-upload", "much"], "much"),
+        ([*AGENTS, "--keep-inputs", "-1"], "--keep-inputs must be 0 (for ever) or more days"),
         ([*AGENTS, "--inputs", "ftp://somewhere"], "s3://bucket/prefix"),
         ([*AGENTS, "--token-file", "/no/such/file"], "/no/such/file"),
     ],

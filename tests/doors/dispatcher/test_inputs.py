@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.config import parse_url
+from tasuki.doors.agent import pulls
 from tasuki.doors.agent.pulls import DispatcherInputs, open_inputs
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, Unavailable
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http
 from tests.doors.dispatcher.stage import BOOK, code_of, dispatching, sha256_of, tell, two_nodes
 from tests.processes import wait_until
@@ -72,7 +73,9 @@ def test_an_upload_that_was_cut_goes_on_where_it_was_at_any_dispatcher(tmp_path:
             path = f"/inputs/{SHA256}"
             _, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writer.write(f"PUT {path} HTTP/1.1\r\nHost: d\r\nContent-Length: {len(LARGE)}\r\n\r\n".encode() + LARGE[:3_000_000])
-            await asyncio.to_thread(wait_until, lambda: any(_size(part) >= 2 * MIB for part in (tmp_path / "tmp").glob("part-*")))
+            await asyncio.to_thread(
+                wait_until, lambda: any(_size(part) >= 2 * MIB for part in tmp_path.glob("inputs/tmp/part-*"))
+            )
             writer.close()
 
             async def offset() -> int:
@@ -155,6 +158,21 @@ def test_what_a_bucket_holds_was_spooled_first(s3_url: str) -> None:
             fetched = b"".join([piece async for piece in source.pieces(sha256_of(large))])
             await source.close()
             assert fetched == large
+
+    tell(story())
+
+
+def test_a_bucket_that_does_not_answer_is_not_waited_for_as_long_as_a_server_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pulls.STORE_RETRY_S < 10.0
+    monkeypatch.setattr(pulls, "STORE_RETRY_S", 0.05)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+
+    async def story() -> None:
+        source = open_inputs("s3://bucket?endpoint=http://127.0.0.1:9", "", None)
+        with pytest.raises(Unavailable):
+            await anext(source.pieces(SHA256))
+        await source.close()
 
     tell(story())
 

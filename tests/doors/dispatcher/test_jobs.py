@@ -130,3 +130,17 @@ def test_metrics_count_runs_moves_and_nodes() -> None:
             assert 'tasuki_dispatcher_places{kind="limit"} 4.0' in text
 
     tell(story())
+
+
+def test_of_nodes_that_know_of_one_run_the_one_that_tells_how_far_it_is_counts() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            for mine, others in ((one, two), (two, one)):
+                mine.job, others.job = job("running", progress={"fraction": 0.5, "message": ""}), job("running")
+
+                answer = await stage.http.get("/jobs/a")
+
+                assert answer.json()["progress"] == {"fraction": 0.5, "message": ""}
+                assert answer.headers["tasuki-node"] == mine.url
+
+    tell(story())

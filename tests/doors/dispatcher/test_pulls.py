@@ -12,6 +12,7 @@ import httpx
 
 from tasuki.config import parse_url
 from tasuki.core.address import Address
+from tasuki.core.agent_job import InputRecord, input_hash
 from tasuki.doors.agent.app import Agent
 from tasuki.doors.agent.pulls import DispatcherInputs
 from tasuki.doors.agent.settings import AgentConfig
@@ -75,12 +76,32 @@ def test_an_agent_fetches_what_the_dispatcher_keeps(tmp_path: Path) -> None:
     tell(story())
 
 
+def test_all_agree_that_files_which_are_named_stand_behind_those_that_are_sent(tmp_path: Path) -> None:
+    """However the form has them, and whether the agent fetches them or is sent them."""
+    files = [InputRecord(name, sha256_of(data), len(data)) for name, data in (("job.sh", SCRIPT), ("data.bin", DATA))]
+    query = {"input": input_hash("sh", (), files)}
+
+    async def story() -> None:
+        store = str(tmp_path / "inputs")
+        async with listening(tmp_path / "data") as (agent, url), dispatching(url, inputs=store) as stage:
+            await stage.http.put(f"/inputs/{sha256_of(DATA)}", content=DATA)
+            sent = await stage.http.post("/run/sent", files=FORM[::-1], params=query)
+            agent._inputs = DispatcherInputs(parse_url(stage.url), "", None)
+            await stage.dispatcher.company._look(url)
+            fetched = await stage.http.post("/run/fetched", files=FORM[::-1], params=query)
+            compared = await stage.http.post("/run/fetched", files=FORM)
+
+            assert [answer.status_code for answer in (sent, fetched, compared)] == [200, 200, 200]
+
+    tell(story())
+
+
 def test_what_cannot_be_fetched_becomes_no_job(tmp_path: Path) -> None:
     async def story() -> None:
         async with listening(tmp_path) as (agent, url), httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as http:
             for source, status, code in (
                 (None, 400, "INVALID_PAYLOAD"),
-                (Source(NotFound("no blob")), 400, "INVALID_PAYLOAD"),
+                (Source(NotFound("no blob")), 404, "INPUT_NOT_FOUND"),
                 (Source(DATA[:100], Unavailable("the store is away")), 503, "UNAVAILABLE"),
                 (Source(DATA[:-1], b"?"), 503, "UNAVAILABLE"),
             ):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.breaker import BreakerRules
+from tasuki.core.nodes import Standing
 from tasuki.doors.dispatcher import company, dispatch
-from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal, result
+from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.doors.agent.stage import form, head, part
-from tests.doors.dispatcher.stage import BOOK, code_of, dispatching, hash_of, job, tell, two_nodes
+from tests.doors.dispatcher.stage import BOOK, code_of, dispatching, hash_of, job, sha256_of, tell, two_nodes
 
 LARGE = bytes(3 * 1024 * 1024)
 
@@ -87,7 +88,7 @@ OUTCOMES = [(500, "PROGRAM_FAILED"), (504, "TIMED_OUT"), (409, "CONFLICT"), (409
 def test_an_answer_of_a_node_is_passed_on_as_it_is() -> None:
     async def story() -> None:
         async with two_nodes() as (one, two, stage):
-            for status, code in [*OUTCOMES, (413, "TOO_LARGE"), (423, "RUNNING")]:
+            for status, code in [*OUTCOMES, (423, "RUNNING")]:
                 answers(one, refusal(status, code, "its own words", "7", exit_code=3))
 
                 answer = await stage.post("a")
@@ -97,6 +98,91 @@ def test_an_answer_of_a_node_is_passed_on_as_it_is() -> None:
                 assert answer.headers["retry-after"] == "7"
                 assert answer.headers["tasuki-node"] == one.url
             assert not two.posts
+
+    tell(story())
+
+
+NOT_HERE = [(400, "EXEC_NOT_ALLOWED"), (413, "TOO_LARGE"), (500, "PROGRAM_NOT_FOUND"), (503, "DISK_FULL")]
+
+
+@pytest.mark.parametrize(("status", "code"), NOT_HERE)
+def test_what_one_node_cannot_run_goes_to_the_next_and_leaves_no_node_out(status: int, code: str) -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            answers(one, refusal(status, code))
+
+            assert (await stage.post("a")).content == two.data
+            assert {line.standing for line in stage.dispatcher.company.ranking()} == {Standing.FREE}
+
+            answers(two, refusal(status, code, "as well"))
+            answer = await stage.post("b")
+
+            assert code_of(answer) == (status, code)
+            assert set(answer.json()["error"]["details"]["nodes"]) == {one.url, two.url}
+            assert "as well" in answer.json()["error"]["message"]
+            assert {line.standing for line in stage.dispatcher.company.ranking()} == {Standing.FREE}
+
+    tell(story())
+
+
+def test_what_one_node_cannot_run_waits_for_the_other_that_is_full() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            answers(one, refusal(500, "PROGRAM_NOT_FOUND"))
+            answers(two, refusal(503, "FULL"))
+
+            assert code_of(await stage.post("a")) == (503, "FULL")
+
+    tell(story())
+
+
+def test_a_large_body_that_is_gone_is_answered_with_what_its_node_said() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            answers(one, refusal(400, "EXEC_NOT_ALLOWED", "its own words"))
+
+            answer = await stage.post("a", LARGE)
+
+            assert (code_of(answer), answer.headers["tasuki-node"]) == ((400, "EXEC_NOT_ALLOWED"), one.url)
+            assert not two.posts
+
+    tell(story())
+
+
+ZIP = result_zip()
+NO_RESULTS = [
+    http(204, Content_Type="application/zip", ETag=f'"{sha256_of(b"")}"'),
+    result(ZIP, 206),
+    http(200, b'"ok"', Content_Type="application/json"),
+    http(200, ZIP, Content_Type="application/zip"),
+    http(200, ZIP, ETag=f'"{sha256_of(ZIP)}"'),
+]
+
+
+@pytest.mark.parametrize("reply", NO_RESULTS, ids=["204", "206", "json", "no etag", "no type"])
+def test_a_2xx_that_is_no_result_counts_as_a_failure_and_the_next_node_gets_the_job(reply: bytes) -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            answers(one, reply)
+
+            answer = await stage.post("a")
+
+            assert (answer.status_code, answer.content) == (200, two.data)
+            standing = {line.node: line.standing for line in stage.dispatcher.company.ranking()}
+            assert standing[one.url] is Standing.LEFT_OUT
+
+    tell(story())
+
+
+def test_a_stored_result_that_is_none_is_not_passed_on() -> None:
+    async def story() -> None:
+        async def nonsense(asked: Asked) -> Reply:
+            return http(200, b"hello")
+
+        async with StandIn() as node, dispatching(node) as stage:
+            node.job, node.on_result = job("done"), nonsense
+
+            assert code_of(await stage.http.get("/result/a")) == (503, "UNAVAILABLE")
 
     tell(story())
 

@@ -23,6 +23,7 @@ from tasuki.doors.http.routes import Route
 from tasuki.doors.http.talk import Talk
 from tasuki.server.app import ServerConfig
 from tasuki.server.node import Places, make_secret, make_server, prepare_folder
+from tests.sqlite_files import with_tables
 
 T = TypeVar("T")
 on_each_store = pytest.mark.parametrize("store_url", ["sqlite", "redis"], indirect=True, scope="module")
@@ -73,6 +74,8 @@ class Stage:
 
     async def _start(self) -> None:
         prepare_folder(self.folder)
+        if not self._store:
+            with_tables(self.folder.database)
         places = Places(self.folder, self._store, self._blobs, app=self._config.apps[0])
         config = ServerConfig(server_id=self.folder.root.parent.name, data=self.folder.root)
         self.server = make_server(places, config, self._fault)

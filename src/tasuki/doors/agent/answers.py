@@ -12,6 +12,7 @@ from tasuki.doors.http.answers import envelope, error_answer, json_answer
 from tasuki.errors import NotFound, TasukiError
 
 RETRY_AFTER_S = 1
+LOCKED = 423
 
 
 class AgentRefusal(TasukiError):
@@ -28,9 +29,20 @@ class AgentRefusal(TasukiError):
         return self._details
 
 
+class RegistryAway(AgentRefusal):
+    """What agents or dispatchers share does not answer."""
+
+
 def is_running(job_id: str, node: str, since: float) -> AgentRefusal:
     message = f"job {job_id} is running at {node}; ask again later for its result"
-    return AgentRefusal(423, agent_job.RUNNING, message, retry=True, job_id=job_id, node=node, since=since)
+    return AgentRefusal(LOCKED, agent_job.RUNNING, message, retry=True, job_id=job_id, node=node, since=since)
+
+
+def is_queued(job_id: str, dispatcher: str, since: float) -> AgentRefusal:
+    message = f"job {job_id} waits at {dispatcher} for a node; ask again later for its result"
+    return AgentRefusal(
+        LOCKED, agent_job.RUNNING, message, retry=True, job_id=job_id, node=dispatcher, since=since, state="queued"
+    )
 
 
 def is_full(running: int, limit: int) -> AgentRefusal:
@@ -42,13 +54,23 @@ def is_draining() -> AgentRefusal:
     return AgentRefusal(503, agent_job.DRAINING, "this agent is going down and takes no new jobs; try another node", retry=True)
 
 
+def has_no_folder() -> AgentRefusal:
+    message = "the data folder of this agent cannot be used any more; put it in order, and start the agent again"
+    return AgentRefusal(503, "UNAVAILABLE", message, retry=True)
+
+
 def other_input(job_id: str) -> AgentRefusal:
     message = f"job {job_id} exists with another input; use a new job_id, or send exactly the same files, exec and args"
     return AgentRefusal(409, "CONFLICT", message, job_id=job_id)
 
 
 def was_canceled(job_id: str) -> AgentRefusal:
-    return AgentRefusal(409, agent_job.CANCELED, f"job {job_id} was removed while it ran", job_id=job_id)
+    return AgentRefusal(409, agent_job.CANCELED, f"job {job_id} was removed meanwhile", job_id=job_id)
+
+
+def still_stopping(job_id: str, node: str) -> AgentRefusal:
+    message = f"job {job_id} is being stopped at {node}, and has not ended yet; ask again later"
+    return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id, node=node)
 
 
 def claim_lost(job_id: str) -> AgentRefusal:
@@ -56,9 +78,9 @@ def claim_lost(job_id: str) -> AgentRefusal:
     return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id)
 
 
-def registry_away() -> AgentRefusal:
+def registry_away() -> RegistryAway:
     message = "the registry of this agent does not answer; jobs that run go on, new ones are not taken: try again later"
-    return AgentRefusal(503, "UNAVAILABLE", message, retry=True)
+    return RegistryAway(503, "UNAVAILABLE", message, retry=True)
 
 
 def result_away(job_id: str, node: str, why: TasukiError) -> AgentRefusal:
@@ -85,6 +107,9 @@ def code_of(error: TasukiError) -> str:
 def refusal_answer(error: TasukiError) -> Response:
     """The answer to any error that was raised on purpose."""
     if not isinstance(error, AgentRefusal):
-        return error_answer(error)
+        answer = error_answer(error)
+        if "Connection" in answer.headers:
+            del answer.headers["Connection"]  # whoever still sends must come to read this: see `EarlyAnswer`
+        return answer
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retry else {}
     return json_answer(envelope(error.word, error.message, error.details()), error.status, headers)

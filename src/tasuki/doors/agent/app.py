@@ -11,21 +11,20 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tasuki.core.address import Address
-from tasuki.core.agent_job import AgentOutcome, EndedMarker, InterruptedMarker, Marker, check_input_hash, input_hash
+from tasuki.core.agent_job import AgentOutcome, EndedMarker, InterruptedMarker, Marker, check_input_hash, input_hash, only_running
 from tasuki.core.ids import check_job_id
 from tasuki.doors.agent import answers
+from tasuki.doors.agent.answering import is_over, surely_answered
 from tasuki.doors.agent.cleaning import Cleaner
 from tasuki.doors.agent.correlation import on_behalf_of
 from tasuki.doors.agent.desk import Desk
@@ -38,26 +37,22 @@ from tasuki.doors.agent.multipart import boundary_of
 from tasuki.doors.agent.pulls import Inputs, PullingIntake
 from tasuki.doors.agent.registry import AnsweredElsewhere, Registry
 from tasuki.doors.agent.settings import AgentConfig, Tokens
-from tasuki.doors.http.answers import CODES, discreet, envelope, json_answer
-from tasuki.doors.http.bearer import secret_of
-from tasuki.doors.http.limits import HEADERS_MAX_BYTES, KEEP_ALIVE_S, REQUESTS_MAX, LimitedProtocol
-from tasuki.doors.http.shortcut import Shortcut
-from tasuki.doors.listening import bound, listen, until_closed
-from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, TooLarge, Unauthorized
+from tasuki.doors.http.answers import json_answer
+from tasuki.doors.http.limits import REQUESTS_MAX
+from tasuki.doors.http.serving import Handler, Serving, application
+from tasuki.doors.listening import bound
+from tasuki.errors import NotFound, Overloaded, TooLarge
 from tasuki.worker.folder import remove_tree
 from tasuki.worker.keeper_client import Keeper, KeeperLost
 from tasuki.worker.keeper_sweep import sweep
 from tasuki.worker.runner import CommandRunner, RunLimits
 
 logger = logging.getLogger("tasuki.agent")
-DRAINED_BODY_BYTES = 1024 * 1024  # a body that was not read, up to this, is read by uvicorn, and the connection stays
 LINGER_S = 2.0
 FREE_SHARE = 4  # without a limit of its own, an upload may take a quarter of what is free
 CLOSE_TIMEOUT_S = 60  # downloads that are under way when the agent ends
 HURRIED_CLOSE_S = 2
 _digits = re.compile(r"[0-9]{1,18}").fullmatch
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Agent:
@@ -96,8 +91,8 @@ class Agent:
         self.desk = Desk(config, incarnation, self.folders, self._runner, self._metrics, registry)
         self.cleaner = Cleaner(self.desk, config.keep_days)
         self._under_way = 0
-        self._server: uvicorn.Server | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._serving: Serving | None = None
+        self._cleaning: asyncio.Task[None] | None = None
         self.app = self._application()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -114,25 +109,9 @@ class Agent:
         here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
         if self.desk.registry is not None:
             await self.desk.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
-        config = uvicorn.Config(
-            Shortcut(self.app),
-            http=LimitedProtocol,
-            ws="none",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=HEADERS_MAX_BYTES,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-        )
-        config.load()
-        config.ssl = tls
-        self._server = uvicorn.Server(config)
-        await listen(self._server, sock)
-        self._tasks = [asyncio.create_task(until_closed(self._server)), asyncio.create_task(self.cleaner.daily())]
+        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
+        await self._serving.open(sock)
+        self._cleaning = asyncio.create_task(self.cleaner.daily())
         return here
 
     def _dispose(self, left: Path) -> None:
@@ -140,7 +119,10 @@ class Agent:
         where = left if any(left.iterdir()) else self.folders.root
         if killed := sweep(left.name, where):
             logger.warning("killed %d processes that outlived their agent %s: %s", len(killed), left.name, killed)
-        remove_tree(left)
+        try:
+            remove_tree(left)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", left, error)
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """No new jobs; those that run may end, and their results may still be fetched."""
@@ -149,19 +131,17 @@ class Agent:
     def hurry(self) -> None:
         """What still runs is stopped; whoever downloads is soon cut off."""
         self.desk.stop_all()
-        if self._server is not None:
-            self._server.config.timeout_graceful_shutdown = HURRIED_CLOSE_S
+        if self._serving is not None:
+            self._serving.hurry(HURRIED_CLOSE_S)
 
     async def close(self) -> None:
         """Stop what still runs, and let go of everything."""
         self.desk.stop_all()
         await self.desk.drain(None)
-        if self._server is not None:
-            self._server.should_exit = True
-            serving, cleaning = self._tasks
-            cleaning.cancel()
-            await asyncio.gather(serving, cleaning, return_exceptions=True)
-            self._server = None
+        if self._serving is not None and self._cleaning is not None:
+            self._cleaning.cancel()
+            await self._serving.close()
+            await asyncio.gather(self._cleaning, return_exceptions=True)
         self._runner.kill_all()
         self._runner.close()
         self.folders.close()
@@ -177,8 +157,6 @@ class Agent:
     # ------------------------------------------------------------------------------------------------ the application
 
     def _application(self) -> FastAPI:
-        app = FastAPI(title="tasuki agent", openapi_url=None, docs_url=None, redoc_url=None)
-        app.router.redirect_slashes = False
         routes: tuple[tuple[str, str, Handler], ...] = (
             ("POST", "/run/{job_id}", self._run),
             ("GET", "/result/{job_id}", self._result),
@@ -187,11 +165,8 @@ class Agent:
             ("GET", "/capacity", self._capacity),
             ("GET", "/metrics", self._scrape),
         )
-        for method, path, handler in routes:
-            app.router.add_route(path, self._endpoint(handler), methods=[method])
-        app.router.add_route("/health", self._health, methods=["GET"])
-        app.add_exception_handler(HTTPException, _framework_error)
-        return app
+        guarded = [(method, path, self._endpoint(handler)) for method, path, handler in routes]
+        return application("tasuki agent", [*guarded, ("GET", "/health", self._health)])
 
     def _endpoint(self, handler: Handler) -> Handler:
         async def endpoint(request: Request) -> Response:
@@ -200,35 +175,25 @@ class Agent:
             self._under_way += 1
             try:
                 with on_behalf_of(request.path_params.get("job_id", "")):
-                    return await self._surely_answer(handler, request)
+                    answer, code = await surely_answered(handler, request, self._tokens, "agent", logger)
             finally:
                 self._under_way -= 1
+            if request.method != "POST" or code is None:
+                return answer
+            self._metrics.refused.labels(code).inc()
+            return answer if is_over(request) else EarlyAnswer(answer, LINGER_S)
 
         return endpoint
-
-    async def _surely_answer(self, handler: Handler, request: Request) -> Response:
-        try:
-            if self._tokens and not self._tokens.admit(secret_of(request)):
-                raise Unauthorized("this token is not one of this agent's")
-            return await handler(request)
-        except AnsweredElsewhere as elsewhere:
-            return elsewhere.answer
-        except TasukiError as error:
-            told = error if isinstance(error, answers.AgentRefusal) else discreet(error)
-            if told is not error:
-                logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
-            answer, code = answers.refusal_answer(told), answers.code_of(told)
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.url.path[:200])
-            answer, code = answers.refusal_answer(discreet(InternalError(""))), InternalError.code
-        if request.method != "POST":
-            return answer
-        self._metrics.refused.labels(code).inc()
-        return answer if _is_over(request) else EarlyAnswer(answer, LINGER_S)
 
     # ------------------------------------------------------------------------------------------------ the routes
 
     async def _run(self, request: Request) -> Response:
+        try:
+            return await self._run_here(request)
+        except AnsweredElsewhere as elsewhere:
+            return elsewhere.answer
+
+    async def _run_here(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
         sent = request.query_params.get("input")
         if sent is not None:
@@ -246,7 +211,7 @@ class Agent:
             return self._stored(job_id, cache="hit")
         place = self.folders.new_place()
         intake = PullingIntake(boundary, place, max_bytes, self._inputs)
-        answer = await self.desk.run(found, intake, place, request.stream(), sent)
+        answer = await self.desk.run(found, intake, place.path, request.stream(), sent)
         if answer.ended.outcome is not AgentOutcome.SUCCEEDED:
             raise answers.program_failed(answer.ended)
         if answer.small is not None:
@@ -261,13 +226,15 @@ class Agent:
     async def _compare(self, ended: EndedMarker, intake: Intake, request: Request) -> None:
         """Is it the same input as that of the job that is done? Nothing is written for it."""
         order = self.desk.order_of(await intake.receive(request.stream()))
-        found = await intake.finish(lambda files: input_hash(order.exec.name, order.form.args, files))
+        found = input_hash(order.exec.name, order.form.args, await intake.finish())
         self._metrics.received.inc(intake.received_bytes)
         if found != ended.input:
             raise answers.other_input(ended.job_id)
 
     def _stored(self, job_id: str, cache: str | None = None) -> Response:
         opened = self.folders.open_result(job_id)
+        if opened is None and cache is not None:  # somebody has removed it since we looked
+            raise answers.was_canceled(job_id)
         if opened is None:
             raise NotFound(f"there is no result of job {job_id} at this node")
         if cache == "hit":
@@ -303,9 +270,10 @@ class Agent:
 
     async def _delete(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
-        state = await self.desk.delete(job_id)
-        logger.info("job %s: removed, it was %s", job_id, state.value)
-        return json_answer({"job_id": job_id, "state": state.value, "removed": True})
+        removed = await self.desk.delete(job_id, only_running=only_running(request.query_params.get("state")))
+        logger.info("job %s: removed, it was %s", job_id, removed.state.value)
+        left = {"left_at": removed.left_at} if removed.left_at else {}
+        return json_answer({"job_id": job_id, "state": removed.state.value, "removed": True, **left})
 
     async def _capacity(self, request: Request) -> Response:
         pulls = {"pulls": True} if self._inputs is not None else {}
@@ -316,7 +284,9 @@ class Agent:
 
     async def _health(self, request: Request) -> Response:
         """The process is there, and takes jobs. For load balancers; they have no token."""
-        return answers.refusal_answer(answers.is_draining()) if self.desk.draining else json_answer("ok")
+        if self.desk.draining:
+            return answers.refusal_answer(answers.is_draining())
+        return json_answer("ok") if self.folders.are_there() else answers.refusal_answer(answers.has_no_folder())
 
 
 async def _nothing_to_fetch(job_id: str, sha256: str, size_bytes: int, target: Any) -> None:
@@ -329,16 +299,6 @@ def _announced(request: Request) -> int:
     if not _digits(text):
         raise TooLarge("the upload is larger than any limit")
     return int(text)
-
-
-def _is_over(request: Request) -> bool:
-    """Whether the body was read, or is so small that the connection may stay open for the rest of it."""
-    if request._stream_consumed:  # nothing else tells
-        return True
-    length = request.headers.get("content-length", "")
-    return (
-        "transfer-encoding" not in request.headers and bool(_digits(length or "0")) and int(length or "0") <= DRAINED_BODY_BYTES
-    )
 
 
 def _described(marker: Marker) -> dict[str, Any]:
@@ -379,10 +339,3 @@ def _described_held(held: Held, node: str) -> dict[str, Any]:
         "progress": None if progress is None else {"fraction": progress.fraction, "message": progress.text},
         "node": node,
     }
-
-
-async def _framework_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = error.status_code if error.status_code in CODES else 400
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return json_answer(envelope(CODES[status], message), status, dict(error.headers or {}))

@@ -1,7 +1,8 @@
 """The desk: which id is where. Takes a slot, hands the upload to the executor, writes down how it ended, answers repeats.
 
 Everything that decides about an id happens between two awaits of one loop, so that of two requests with one id exactly one
-runs. A run is a task of its own: whoever asked for it may leave. Only `folders` touches the disk, in threads.
+runs. A run is a task of its own: whoever asked for it may leave. Only `folders` touches the disk: in threads, but for the few
+system calls of a small job.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 from tasuki.blobs.disk import check_free
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.agent_job import (
+    EXEC_NOT_ALLOWED,
     AgentState,
     EndedMarker,
     InputRecord,
@@ -38,15 +40,19 @@ from tasuki.doors.agent.folders import JobFolders
 from tasuki.doors.agent.held import Answer, Held, no_result, outcome_of, state_of
 from tasuki.doors.agent.intake import Form, Intake
 from tasuki.doors.agent.metrics import AgentMetrics
-from tasuki.doors.agent.registry import Registry
+from tasuki.doors.agent.registry import Registry, Removed
 from tasuki.doors.agent.settings import AgentConfig
+from tasuki.doors.agent.syncing import Syncer
 from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
-from tasuki.worker.folder import remove_tree
 from tasuki.worker.runner import CommandRunner
 
 logger = logging.getLogger("tasuki.agent")
+TIDY_S = 0.1
+MARK_S = 0.05
+"""After this time the marker of a running job is made durable. Of a shorter one only the end is: a power cut takes all of it, and
+an id that nobody knows runs again, as one that was interrupted does."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INTERRUPTED = frozenset({StopReason.SHUTDOWN.value, StopReason.LEASE_LOST.value})
 
@@ -79,6 +85,9 @@ class Desk:
         self.metrics = metrics
         self.registry = registry
         self._loop = asyncio.get_running_loop()
+        self._syncer = Syncer(str(folders.root), folders.root_descriptor)
+        self._tidies = False
+        folders.on_rubbish = self._tidy_soon
         self._held: dict[str, Held] = {}
         self.draining = False
         self._free = asyncio.Event()
@@ -152,15 +161,17 @@ class Desk:
             raise answers.is_draining()
         if len(self._held) >= self.limit:
             raise answers.is_full(len(self._held), self.limit)
-        check_free(self.folders.root, size_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
+        awaited_bytes = sum(other.awaited_bytes for other in self._held.values())
+        check_free(self.folders.root, size_bytes + awaited_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
         held = self._held[job_id] = Held(job_id, marker.attempt + 1 if marker is not None else 1, time.time(), self._loop)
+        held.announced_bytes = size_bytes
         self._free.clear()
         self.metrics.running.set(len(self._held))
         return held
 
     async def run(self, held: Held, intake: Intake, place: str, stream: AsyncIterable[bytes], sent: str | None) -> Answer:
         """Receive the upload, run it, wait for its end. Whoever waits may leave; the run goes on."""
-        held.receiving = asyncio.current_task()
+        held.receiving, held.intake = asyncio.current_task(), intake
         try:
             await self._take_in(held, intake, place, stream, sent)
         except BaseException as error:
@@ -177,17 +188,14 @@ class Desk:
         order = self.order_of(await intake.receive(stream))
         held.exec = order.exec.name
 
-        def begin(files: Sequence[InputRecord]) -> tuple[RunningMarker, Sequence[InputRecord]]:
-            marker = self._marker(held, order, files, sent)
-            if self.registry is None:
-                self.folders.begin(place, marker)
-                held.begun = True
-            return marker, files
-
-        marker, files = await intake.finish(begin)
+        files = await intake.finish()
+        marker = self._marker(held, order, files, sent)
         held.input = marker.input
-        if self.registry is not None:
-            marker = await self._claim(held, marker, place)
+        if self.registry is not None:  # among several agents, only who has the claim may run it, and counts the attempts
+            held.attempt = await self.registry.claim(marker, held.end)
+            marker = replace(marker, attempt=held.attempt)
+        self.folders.begin(place, marker)
+        held.begun = True
         if held.stop.done():
             raise self._stopped(held)
         held.running = marker
@@ -200,7 +208,7 @@ class Desk:
             asked = (
                 f"exec {quoted(form.exec)} is not allowed here" if form.exec else "the form names no exec, there is no default"
             )
-            raise InvalidInput(f"{asked}; there are: {there}")
+            raise answers.AgentRefusal(400, EXEC_NOT_ALLOWED, f"{asked}; there are: {there}")
         limits = (self._config.timeout_s, exec_.timeout_s, form.timeout_s)
         return _Order(exec_, form, min(limit for limit in limits if limit is not None))
 
@@ -220,21 +228,12 @@ class Desk:
             started_at=time.time(),
         )
 
-    async def _claim(self, held: Held, marker: RunningMarker, place: str) -> RunningMarker:
-        """Among several agents: only who has the claim may run it. Attempts are counted by the registry."""
-        assert self.registry is not None
-        held.attempt = await self.registry.claim(marker, held.end)
-        claimed = replace(marker, attempt=held.attempt)
-        await asyncio.to_thread(self.folders.begin, place, claimed)
-        held.begun = True
-        return claimed
-
     async def _give_up(self, held: Held, intake: Intake) -> None:
         """The upload does not become a job: nothing of it stays."""
         try:
             await intake.discard()
-            if held.begun and (left := self.folders.discard(held.job_id)) is not None:
-                await asyncio.to_thread(remove_tree, left)
+            if held.begun:
+                self.folders.discard(held.job_id)
             if self.registry is not None:
                 await self.registry.release(held.job_id)
         finally:
@@ -282,10 +281,15 @@ class Desk:
         marker = held.running
         assert marker is not None
         logger.info("job %s: starts %s, attempt %d", held.job_id, marker.exec, marker.attempt)
+        marking = self._loop.call_later(MARK_S, self._mark, held)
         try:
             result = await self._runner.run(attempt, held.stop, started)
+            marking.cancel()
+            if held.marked is not None:
+                await held.marked
             answer = await self._ended(held, marker, result)
         except BaseException as error:
+            marking.cancel()
             outcome = "interrupted" if held.stop.done() else "not_run"
             self.metrics.ended.labels("canceled" if held.canceled else outcome).inc()
             await self._end_without_result(held, marker)
@@ -298,10 +302,16 @@ class Desk:
         self.metrics.seconds.labels(ended.outcome).observe(seconds)
         logger.info("job %s: %s, exit code %s, %.3f s", held.job_id, ended.outcome, ended.exit_code, seconds)
         if self.registry is not None and not await self.registry.record(ended, self.folders.result(held.job_id)):
-            if (place := self.folders.discard(held.job_id)) is not None:
-                await asyncio.to_thread(remove_tree, place)
+            self.folders.discard(held.job_id)
             raise answers.claim_lost(held.job_id)
         return answer
+
+    def _mark(self, held: Held) -> None:
+        """It runs for longer than it takes to make that durable."""
+        try:
+            held.marked = self._syncer.sync(self.folders.marked(held.job_id))
+        except OSError as error:  # its program did that; the folder is taken back at the end
+            logger.warning("job %s: its marker cannot be read any more: %s", held.job_id, error)
 
     async def _ended(self, held: Held, running: RunningMarker, result: RunResult) -> Answer:
         """Write down how it ended; an error if there is nothing to write down."""
@@ -329,8 +339,23 @@ class Desk:
             result_sha256=outcome.result_sha256,
             result_bytes=size_bytes,
         )
-        await asyncio.to_thread(self.folders.conclude, marker, archive)
+        if isinstance(archive, bytes):
+            await self._syncer.sync(self.folders.write_end(marker, archive))
+            await self._syncer.sync(self.folders.show_end(marker))
+            self.folders.has_ended()
+        else:
+            await asyncio.to_thread(self.folders.conclude, marker, archive)
         return Answer(marker, archive if isinstance(archive, bytes) else None)
+
+    def _tidy_soon(self) -> None:
+        """What is thrown away in the next moment is removed by one thread; nobody waits for that."""
+        if not self._tidies:
+            self._tidies = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, TIDY_S, self._tidy)
+
+    def _tidy(self) -> None:
+        self._tidies = False
+        self._loop.run_in_executor(None, self.folders.remove_rubbish)
 
     async def _end_without_result(self, held: Held, running: RunningMarker) -> None:
         """A job that the agent's own end cut off is interrupted; any other one that has no result is none."""
@@ -338,8 +363,8 @@ class Desk:
             await self.registry.release(held.job_id)
         if held.stop.done() and not held.canceled:
             await asyncio.to_thread(self.folders.interrupt, running, time.time())
-        elif (place := self.folders.discard(held.job_id)) is not None:
-            await asyncio.to_thread(remove_tree, place)
+        else:
+            self.folders.discard(held.job_id)
 
     def _stopped(self, held: Held) -> TasukiError:
         match held.stop.result() if held.stop.done() else StopReason.SHUTDOWN:
@@ -361,28 +386,35 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------------ removing, ending
 
-    async def delete(self, job_id: str) -> AgentState:
-        """Stop it if it runs, and remove it; how it stood. NotFound."""
+    async def delete(self, job_id: str, *, only_running: bool = False) -> Removed:
+        """Stop it if it runs, and remove it; how it stood. With a registry, if it does not run here: wherever it is. NotFound.
+
+        `only_running`: what has ended stays, also if that was just before it could be stopped.
+        """
         held = self._held.get(job_id)
         if held is not None:
             held.end(StopReason.CANCELED)
-            with contextlib.suppress(Exception):  # told to the one who asked for the job
-                await asyncio.shield(held.ended)
+            await asyncio.wait([held.ended])  # how it ended is told to the one who asked for the job
+        if only_running and (held is None or held.ended.exception() is None):
+            raise NotFound(f"job {job_id} does not run at this node")
         state = AgentState.RUNNING if held is not None else state_of(self.look(job_id))
-        if state is None:
-            raise NotFound(f"there is no job {job_id} at this node")
-        if self.registry is not None and job_id not in self._held:
+        removed = None if state is None else Removed(state)
+        if self.registry is not None and held is not None:
             await self.registry.forget(job_id)
-        if job_id not in self._held and (place := self.folders.discard(job_id)) is not None:
-            await asyncio.to_thread(remove_tree, place)
-        return state
+        elif self.registry is not None:
+            removed = await self.registry.remove(job_id) or removed
+        if removed is None:
+            raise NotFound(f"there is no job {job_id} at this node")
+        if job_id not in self._held:
+            self.folders.discard(job_id)
+        return removed
 
-    def discard_ended(self, job_id: str, is_old: Callable[[Marker], bool]) -> Path | None:
+    def discard_ended(self, job_id: str, is_old: Callable[[Marker], bool]) -> bool:
         """For cleaning: take it away if nobody has it in hand and it is still what was thought to be old."""
         if job_id in self._held:
-            return None
+            return False
         marker = self.look(job_id)
-        return self.folders.discard(job_id) if marker is None or is_old(marker) else None
+        return (marker is None or is_old(marker)) and self.folders.discard(job_id)
 
     async def drain(self, timeout_s: float | None) -> None:
         """Take no more; wait for what is there, at most so long."""

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tasuki.core.agent_job import EndedMarker
 from tasuki.doors.http.answers import envelope, json_answer
+from tasuki.doors.http.taking import while_there
 
 READ_BYTES = 512 * 1024
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII).fullmatch
@@ -59,7 +60,11 @@ class ResultAnswer(Response):
                 self.headers["Content-Range"] = f"bytes {first}-{last}/{self._size_bytes}"
                 self.headers["Content-Length"] = str(last - first + 1)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._send_bytes(send, first, last + 1 if scope["method"] != "HEAD" else first)
+            sending = self._send_bytes(send, first, last + 1 if scope["method"] != "HEAD" else first)
+            if last - first < READ_BYTES:
+                await sending
+            else:
+                await while_there(receive, sending)
         finally:
             if isinstance(self._source, FileIO):
                 self._source.close()

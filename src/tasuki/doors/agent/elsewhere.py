@@ -90,6 +90,12 @@ class Peers:
             self._transports[address] = transport
         return self._transports[address]
 
+    async def remove(self, address: str, job_id: str) -> None:
+        """Have it removed there. Unavailable: it may still be there."""
+        async with self.at(address).answer("DELETE", f"/jobs/{job_id}", answer_s=READ_S) as response:
+            if not response.is_success and response.status_code != 404:
+                raise Unavailable(f"{address} answered {response.status_code}")
+
     async def close(self) -> None:
         for transport in self._transports.values():
             await transport.close()

@@ -8,8 +8,10 @@
 
 A folder comes among the jobs with `.running` in it, by one rename. `.done` and `.failed` come after the result is durable, and
 whole: tmp, fsync, rename, fsync of the folder. Where several markers are found, an end counts if its result is there; one that
-cannot be read counts for nothing. All of it blocks: call it in a thread, but for `read`, `open_result` and `discard`, a few
-system calls each.
+cannot be read counts for nothing.
+
+What has to be fsynced is returned as open descriptors, so that one thread may do it for many jobs at once (`syncing.py`); all
+else is a few system calls for a job of ordinary size. `conclude`, `interrupt` and `recover` do everything themselves, and block.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
+import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -29,13 +34,17 @@ import msgspec
 from tasuki.blobs.disk import disk_full_as_error
 from tasuki.core.agent_job import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.ids import check_job_id
-from tasuki.doors.agent.spares import KEPT_BELOW, Spares
-from tasuki.errors import ConfigError, InvalidInput
+from tasuki.doors.agent.intake import Place
+from tasuki.doors.agent.spares import INPUTS, WORKED_IN, Spares
+from tasuki.doors.agent.syncing import Unsynced, sync_now
+from tasuki.errors import ConfigError, DiskFull, InvalidInput
 from tasuki.worker.attempt import Attempt
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree
 
+logger = logging.getLogger("tasuki.agent")
 RUNNING, DONE, FAILED, INTERRUPTED, RESULT = ".running", ".done", ".failed", ".interrupted", "result.zip"
 _KEPT = frozenset({DONE, FAILED, INTERRUPTED, RESULT})
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TMP = ".tmp"
 MARKER_MAX_BYTES = 64 * 1024
 OPEN_TRIES = 3
@@ -61,15 +70,23 @@ class JobFolders:
         self._incoming = data / "incoming"
         self._trash = data / "trash"
         self._spares = Spares(data / "spare")
+        self._rubbish: list[str] = []
+        self.on_rubbish: Callable[[], None] = lambda: None
+        """Called, in any thread, when there is something for `remove_rubbish`."""
+        self._name = secrets.token_hex(4)  # what an earlier process could not remove is still there
         self._numbers = itertools.count(1)
         self._fault = fault
         self._lock = _lock(data)
         with disk_full_as_error(data):
             for folder in (self.root, self._incoming, self._trash, self._spares.place):
                 folder.mkdir(mode=0o700, exist_ok=True)
+        self.root_descriptor = os.open(self.root, _FOLDER)
+        """To make durable which jobs there are."""
 
     def close(self) -> None:
-        self._spares.remove()
+        self._rubbish += self._spares.taken()
+        self.remove_rubbish()
+        os.close(self.root_descriptor)
         os.close(self._lock)
 
     def at(self, job_id: str) -> str:
@@ -78,9 +95,13 @@ class JobFolders:
     def result(self, job_id: str) -> Path:
         return Path(self.at(job_id), RESULT)
 
-    def new_place(self) -> str:
+    def new_place(self) -> Place:
         """Where an upload may put its folder."""
-        return f"{self._incoming}/{next(self._numbers)}"
+        return Place(f"{self._incoming}/{self._name}-{next(self._numbers)}", self._make_place)
+
+    def are_there(self) -> bool:
+        """False: somebody has removed them, or their disk has failed."""
+        return os.access(self._root, os.W_OK | os.X_OK)
 
     def free_bytes(self) -> int:
         status = os.statvfs(self._root)
@@ -121,34 +142,64 @@ class JobFolders:
 
     # ------------------------------------------------------------------------------------------------ a job's life
 
+    def _make_place(self, place: str) -> None:
+        os.mkdir(place, mode=0o700)  # noqa: PTH102  # `Path` costs more than the call
+        self._spares.put(place, INPUTS)
+
     def begin(self, place: str, marker: RunningMarker) -> None:
         """The upload at `place` becomes the job's folder; what was there before goes."""
         with disk_full_as_error(place):
-            for below in KEPT_BELOW:
+            for below in WORKED_IN:
                 self._spares.put(place, below)
-            _write(f"{place}/{RUNNING}", marker)
+            os.close(_written(f"{place}/{RUNNING}", _encode(marker)))
             self._fault("agent.received")
-            target = self.at(marker.job_id)
-            if (old := self.discard(marker.job_id)) is not None:
-                remove_tree(old)
-            os.rename(place, target)  # noqa: PTH104
-            _sync(self._root)
+            self.discard(marker.job_id)
+            os.rename(place, self.at(marker.job_id))  # noqa: PTH104
         self._fault("agent.running")
 
+    def marked(self, job_id: str) -> Unsynced:
+        """What tells of a running job, to be made durable: a marker that a power cut takes before that is as good as absent."""
+        folder = self.at(job_id)
+        with _Opened() as opened:
+            opened.add(os.open(f"{folder}/{RUNNING}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+            opened.add(os.open(folder, _FOLDER))
+            return opened.given()
+
     def conclude(self, marker: EndedMarker, result: bytes | Path) -> None:
-        """The program has ended, and nothing of it is alive. When this returns, that and its result outlive a power cut."""
+        """Both steps of an end, durable when this returns."""
+        with disk_full_as_error(self._root):
+            sync_now(self.write_end(marker, result))
+            sync_now([*self.show_end(marker), os.open(self._root, _FOLDER)])
+        self.has_ended()
+
+    def write_end(self, marker: EndedMarker, result: bytes | Path) -> Unsynced:
+        """The program has ended, and nothing of it is alive: its result, and the marker, beside what tells that it runs."""
         folder = self.at(marker.job_id)
-        with disk_full_as_error(folder):
-            _take_back(folder)
+        with disk_full_as_error(folder), _Opened() as opened:
+            self._take_back(folder)
             new = f"{folder}/{RESULT}{_TMP}"
             if isinstance(result, bytes):
-                _write_bytes(new, result)
+                opened.add(_written(new, result))
             else:
                 os.rename(result, new)  # noqa: PTH104
-                _sync(new)
-            os.rename(new, f"{folder}/{RESULT}")  # noqa: PTH104
+                opened.add(os.open(new, os.O_RDONLY | os.O_CLOEXEC))
             self._fault("agent.zipped")
-            self._mark(folder, DONE if marker.outcome is AgentOutcome.SUCCEEDED else FAILED, marker)
+            name = _name_of(marker)
+            opened.add(_written(f"{folder}/{name}{_TMP}", _encode(marker)))
+            self._fault(f"agent{name}.written")
+            return opened.given()
+
+    def show_end(self, marker: EndedMarker) -> Unsynced:
+        """What was written and synced counts from now on. When this is synced too, it outlives a power cut."""
+        folder, name = self.at(marker.job_id), _name_of(marker)
+        with disk_full_as_error(folder), _Opened() as opened:
+            os.rename(f"{folder}/{RESULT}{_TMP}", f"{folder}/{RESULT}")  # noqa: PTH104
+            opened.add(os.open(folder, _FOLDER))
+            self._show(folder, name)
+            return opened.given()
+
+    def has_ended(self) -> None:
+        """Nothing is left to do but to tell."""
         self._fault("agent.ended")
 
     def interrupt(self, running: RunningMarker, at: float) -> None:
@@ -164,52 +215,97 @@ class JobFolders:
             interrupted_at=at,
         )
         with disk_full_as_error(folder):
-            _take_back(folder)
-            self._mark(folder, INTERRUPTED, marker)
+            self._take_back(folder)
+            sync_now([_written(f"{folder}/{INTERRUPTED}{_TMP}", _encode(marker))])
+            self._fault(f"agent{INTERRUPTED}.written")
+            self._show(folder, INTERRUPTED)
+            sync_now([os.open(folder, _FOLDER)])
 
-    def _mark(self, folder: str, name: str, marker: Marker) -> None:
-        _write(f"{folder}/{name}{_TMP}", marker)
-        self._fault(f"agent{name}.written")
+    def _show(self, folder: str, name: str) -> None:
         os.rename(f"{folder}/{name}{_TMP}", f"{folder}/{name}")  # noqa: PTH104
         self._fault(f"agent{name}.marked")
         self._clear(folder)
-        _sync(folder)
 
     def _clear(self, folder: str) -> None:
         """Only what tells of the end stays. `.running` goes last: as long as it is there, a start tidies up what is left."""
         found = sorted(os.listdir(folder), key=RUNNING.__eq__)  # noqa: PTH208
         for name in found:
-            if name not in _KEPT and not self._spares.keep(folder, name):
-                _remove(f"{folder}/{name}")
+            try:
+                if name == RUNNING:
+                    os.unlink(f"{folder}/{name}")  # noqa: PTH108
+                elif name not in _KEPT and not self._spares.keep(folder, name):
+                    self._throw_away(f"{folder}/{name}")
+            except OSError as error:  # the end counts all the same
+                logger.warning("%s/%s cannot be removed: %s", folder, name, error)
 
-    def discard(self, job_id: str) -> Path | None:
-        """The job is none any more, at once; the folder that is to be removed, or None if there was none."""
-        place = self._trash / str(next(self._numbers))
+    def _take_back(self, folder: str) -> None:
+        """The program worked in this folder, and may have done anything to it: the names that are ours become free again."""
         try:
-            os.rename(self.at(job_id), place)  # noqa: PTH104
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):  # a link would lead out of here
+                self._throw_away(folder)
+            os.chmod(folder, 0o700)  # noqa: PTH101
         except FileNotFoundError:
-            return None
-        return place
+            os.makedirs(folder, mode=0o700)  # noqa: PTH103
+        for name in os.listdir(folder):  # noqa: PTH208
+            if name in _KEPT or name.endswith(_TMP):
+                self._throw_away(f"{folder}/{name}")
+
+    def _throw_away(self, path: str) -> None:
+        """It is gone from there, at once; `remove_rubbish` removes it."""
+        place = f"{self._trash}/{self._name}-{next(self._numbers)}"
+        try:
+            os.rename(path, place)  # noqa: PTH104
+        except PermissionError:  # a folder must be writable to be moved, and a program may have forbidden that
+            os.chmod(path, 0o700)  # noqa: PTH101  # links need no permission: this is none
+            os.rename(path, place)  # noqa: PTH104
+        self._rubbish.append(place)
+        self.on_rubbish()
+
+    def remove_rubbish(self) -> None:
+        """What was thrown away; blocks. What cannot be removed is tried again at the next start."""
+        rubbish, self._rubbish = self._rubbish, []
+        for path in rubbish:
+            try:
+                remove_tree(path)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s; remove it by hand, or with the rights that it needs", path, error)
+
+    def discard(self, job_id: str) -> bool:
+        """The job is none any more, at once; False: there was none."""
+        try:
+            self._throw_away(self.at(job_id))
+        except FileNotFoundError:
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------------ the start
 
     def recover(self) -> list[str]:
         """Before the port opens, and after what dead processes left running is killed: mark what they had as interrupted."""
-        self._spares.remove()
-        for folder in (self._incoming, self._trash):
-            for left in folder.iterdir():
-                remove_tree(left)
+        for folder in (self._incoming, self._trash, self._spares.place):
+            self._rubbish += map(str, folder.iterdir())
+        self.remove_rubbish()
         found = []
         for job_id in self.job_ids():
-            marker = self.read(job_id)
-            if isinstance(marker, RunningMarker):
-                self.interrupt(marker, time.time())
-                found.append(job_id)
-            elif marker is None and (torn := self.discard(job_id)) is not None:
-                remove_tree(torn)  # a power cut took its marker: there is nothing to tell of it
-            elif os.access(f"{self.at(job_id)}/{RUNNING}", os.F_OK):
-                self._clear(self.at(job_id))  # it had ended, and was just being tidied up
+            try:
+                if self._recover(job_id):
+                    found.append(job_id)
+            except (OSError, DiskFull) as error:  # what has no end counts as interrupted, whatever its marker says
+                logger.warning("job %s: its folder cannot be put in order: %s", job_id, error)
+        self.remove_rubbish()
         return found
+
+    def _recover(self, job_id: str) -> bool:
+        """Whether it is interrupted now."""
+        marker = self.read(job_id)
+        if isinstance(marker, RunningMarker):
+            self.interrupt(marker, time.time())
+            return True
+        if marker is None:
+            self.discard(job_id)  # a power cut took its marker: there is nothing to tell of it
+        elif os.access(f"{self.at(job_id)}/{RUNNING}", os.F_OK):
+            self._clear(self.at(job_id))  # it had ended, and was just being tidied up
+        return False
 
 
 class AgentRunFolders(RunFolders):
@@ -268,48 +364,40 @@ def _size_of(path: str) -> int:
         return -1
 
 
-def _write(path: str, marker: Marker) -> None:
-    _write_bytes(path, _encode(marker) + b"\n")
+def _name_of(marker: EndedMarker) -> str:
+    return DONE if marker.outcome is AgentOutcome.SUCCEEDED else FAILED
 
 
-def _write_bytes(path: str, data: bytes) -> None:
+def _written(path: str, data: bytes) -> int:
+    """A new file, still open."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        written = 0
+        written = os.write(descriptor, data)
         while written < len(data):
             written += os.write(descriptor, memoryview(data)[written:])
-        os.fsync(descriptor)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class _Opened:
+    """Descriptors that are closed if the step that opened them fails."""
 
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
 
-def _take_back(folder: str) -> None:
-    """The program worked in this folder, and may have done anything to it: the names that are ours become free again."""
-    try:
-        os.chmod(folder, 0o700)  # noqa: PTH101
-    except FileNotFoundError:
-        os.makedirs(folder, mode=0o700)  # noqa: PTH103
-    for name in os.listdir(folder):  # noqa: PTH208
-        if name in _KEPT or name.endswith(_TMP):
-            _remove(f"{folder}/{name}")
+    def add(self, descriptor: int) -> None:
+        self._descriptors.append(descriptor)
 
+    def given(self) -> Unsynced:
+        """To whoever syncs and closes them."""
+        given, self._descriptors = self._descriptors, []
+        return given
 
-def _remove(path: str) -> None:
-    """Most folders of a job are empty or have a few files: for those `remove_tree` would take longer than the program."""
-    try:
-        os.unlink(path)  # noqa: PTH108
-    except IsADirectoryError:
-        try:
-            for name in os.listdir(path):  # noqa: PTH208
-                os.unlink(f"{path}/{name}")  # noqa: PTH108
-            os.rmdir(path)  # noqa: PTH106
-        except OSError:
-            remove_tree(Path(path))
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)

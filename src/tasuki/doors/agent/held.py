@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tasuki.core.agent_job import AgentOutcome, AgentState, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.job import Outcome, Progress
@@ -21,6 +21,12 @@ class Answer(NamedTuple):
     small: bytes | None = None
 
 
+class Received(Protocol):
+    """An upload on its way."""
+
+    received_bytes: int
+
+
 class Held:
     """A job that has a slot: being received, or running."""
 
@@ -31,10 +37,14 @@ class Held:
         self.exec = ""
         self.input: str | None = None
         """None: it is being received."""
+        self.announced_bytes = 0
+        self.intake: Received | None = None
         self.running: RunningMarker | None = None
         self.progress: Progress | None = None
         self.begun = False
         """Its folder stands among the jobs."""
+        self.marked: asyncio.Future[None] | None = None
+        """Done when its marker outlives a power cut. None: it is too short for that to be of worth."""
         self.started = False
         """The program was started."""
         self.stop: asyncio.Future[StopReason] = loop.create_future()
@@ -42,6 +52,13 @@ class Held:
         self.ended.add_done_callback(_look_at)  # nobody may be waiting for it
         self.receiving: asyncio.Task[Any] | None = None
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def awaited_bytes(self) -> int:
+        """What will still be written of its upload."""
+        if self.input is not None:
+            return 0
+        return max(0, self.announced_bytes - (0 if self.intake is None else self.intake.received_bytes))
 
     @property
     def canceled(self) -> bool:

@@ -2,10 +2,10 @@
 
     intake = Intake(boundary, place, max_bytes)
     form = await intake.receive(request.stream())      the fields; InvalidInput, TooLarge: nothing is left behind by `discard`
-    made = await intake.finish(then)                   `then(files)` in the same thread as the last of the writing
+    files = await intake.finish()                      all is written
 
-What fits into WRITE_BYTES is written together with the folder it goes to: a small job costs one hop into a thread. Larger uploads
-are written piece by piece while more comes in. Without a place nothing is written, only hashed.
+What fits into WRITE_BYTES is written together with the folder it goes to; if it is small, without a thread. Larger uploads are
+written piece by piece while more comes in. Without a place nothing is written, only hashed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import AsyncIterable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -32,6 +32,8 @@ from tasuki.doors.agent.multipart import MultipartParser, Part, PartEnded
 from tasuki.errors import InvalidInput, TooLarge
 
 WRITE_BYTES = 1024 * 1024
+SMALL_BYTES, SMALL_FILES = 64 * 1024, 4
+"""An upload up to this is written in the loop: a few system calls, which take less than the hop into a thread."""
 FIELD_MAX_BYTES = 1024 * 1024
 PATIENCE_S = 30.0
 SLOWEST_BYTES_PER_S = 16 * 1024
@@ -39,8 +41,6 @@ SLOWEST_BYTES_PER_S = 16 * 1024
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # What other systems cannot have as a name; the same upload must work on every node.
 _RESERVED = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE).fullmatch
-
-T = TypeVar("T")
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +51,13 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     inputs: tuple[InputRef, ...] = ()
     """Files that do not come with the form."""
+
+
+class Place(NamedTuple):
+    """A folder that does not exist yet, and what makes it, with `in` in it."""
+
+    path: str
+    make: Callable[[str], None]
 
 
 class Files(Protocol):
@@ -69,8 +76,8 @@ class Files(Protocol):
 class Intake:
     """One upload. Belongs to one task."""
 
-    def __init__(self, boundary: bytes, place: str | None, max_bytes: int, files: Files | None = None) -> None:
-        """`place` is a folder that does not exist yet; None: the files are only hashed. `files`: they go elsewhere."""
+    def __init__(self, boundary: bytes, place: Place | None, max_bytes: int, files: Files | None = None) -> None:
+        """Without a place the files are only hashed. `files`: they go elsewhere."""
         self._parser = MultipartParser(boundary)
         self._files: Files = files or _Files(place)
         self._max_bytes = max_bytes
@@ -118,17 +125,15 @@ class Intake:
                 await self._write()
         self._pending.append(None)
 
-    async def finish(self, then: Callable[[Sequence[InputRecord]], T]) -> T:
-        """Write what is left, and go on with what was received, in a thread."""
-        await self._written()
-        rest, self._pending = self._pending, []
-
-        def last() -> T:
-            self._files.carry_out(rest)
-            return then(self._files.records)
-
-        self._writing = future = asyncio.get_running_loop().run_in_executor(None, last)
-        return await asyncio.shield(future)
+    async def finish(self) -> Sequence[InputRecord]:
+        """Write what is left."""
+        is_small = self._writing is None and self._pending_bytes <= SMALL_BYTES and self._names.count <= SMALL_FILES
+        if is_small and isinstance(self._files, _Files):
+            self._files.carry_out(self._pending)
+        else:
+            await self._write()
+            await self._written()
+        return self._files.records
 
     async def discard(self) -> None:
         """Nothing of it is needed; waits for the thread that still writes."""
@@ -225,7 +230,7 @@ class _Names:
 class _Files:
     """The files of one upload on disk. In threads, one at a time."""
 
-    def __init__(self, place: str | None) -> None:
+    def __init__(self, place: Place | None) -> None:
         self._place = place
         self.made = False
         self.records: list[InputRecord] = []
@@ -236,7 +241,7 @@ class _Files:
 
     def carry_out(self, orders: Sequence[str | bytes | None]) -> None:
         """A text opens the file of that name, bytes are written to it, None closes it."""
-        with disk_full_as_error(self._place or ""):
+        with disk_full_as_error(self._place.path if self._place is not None else ""):
             for order in orders:
                 if isinstance(order, bytes):
                     self._digest.update(order)
@@ -254,10 +259,9 @@ class _Files:
         if self._place is None:
             return
         if not self.made:
-            os.mkdir(self._place, mode=0o700)  # noqa: PTH102  # `Path` costs more than the call
-            os.mkdir(f"{self._place}/in", mode=0o700)  # noqa: PTH102
+            self._place.make(self._place.path)
             self.made = True
-        path = f"{self._place}/in/{name}"
+        path = f"{self._place.path}/in/{name}"
         if "/" in name:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # noqa: PTH103, PTH120
         self._descriptor = os.open(path, _NEW_FILE, 0o600)
@@ -271,7 +275,7 @@ class _Files:
         self._close()
         if self._place is not None:
             with contextlib.suppress(FileNotFoundError):  # it has become a job's folder, and went with that
-                shutil.rmtree(self._place)
+                shutil.rmtree(self._place.path)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -85,6 +85,11 @@ class Leases:
         """It is renewed no more."""
         return self._claims.pop(job_id, None)
 
+    def hurry(self) -> None:
+        """Renew now: somebody may have canceled one."""
+        self._renew_at = 0.0
+        self._wake.set()
+
     async def keep(self) -> None:
         """Until it is canceled. A turn that waits for a store that is away keeps no deadline from being seen."""
         try:

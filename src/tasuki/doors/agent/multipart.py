@@ -190,7 +190,7 @@ def _parameters(text: str) -> dict[str, str]:
         parameter = _PARAMETER.match(text, at)
         if parameter is None or parameter[1].lower() in found:
             raise InvalidInput(f"the parameters {quoted(text)} of a header of the form cannot be read")
-        value = parameter[3] if parameter[2] is None else _ESCAPED.sub(r"\1", parameter[2]).replace("%22", '"')
+        value = parameter[3] if parameter[2] is None else _ESCAPED.sub(r"\1", parameter[2])
         found[parameter[1].lower()] = value
         at = parameter.end()
     return found

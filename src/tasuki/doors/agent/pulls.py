@@ -10,23 +10,29 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from pathlib import Path
 from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.opening import open_blobs
 from tasuki.core.address import Address, parse_url
 from tasuki.core.agent_job import InputRecord
 from tasuki.core.dispatch import InputRef
-from tasuki.doors.agent.intake import Form, Intake
+from tasuki.doors.agent.answers import AgentRefusal
+from tasuki.doors.agent.intake import Form, Intake, Place
 from tasuki.errors import InvalidInput, NotFound, Unavailable
 from tasuki.net.http_transport import HttpTransport
 from tasuki.net.tls import client_tls
 
 CONNECT_TIMEOUT_S = 2.0
 SILENT_S = 30.0
+STORE_RETRY_S = 8.0  # somebody waits for the answer, and can be told to come again
 PIECE_BYTES = 1024 * 1024
 BLOB_MAX_BYTES = 64 * 1024**3
 IN_VAIN_MAX = 2  # rounds over all dispatchers without a byte
+FOLDER = "inputs"  # below the place that --inputs names: inputs are removed when they are old, and what else lies there is not
+INPUT_NOT_FOUND = "INPUT_NOT_FOUND"
 
 T = TypeVar("T")
 
@@ -35,7 +41,22 @@ def open_inputs(where: str, token: str, tls_ca: str | None) -> Inputs:
     """What --inputs names: dispatchers, which are shown the token, or the store that they share."""
     if where.startswith(("http://", "https://")):
         return DispatcherInputs(parse_url(where), token, client_tls(tls_ca))
-    return StoredInputs(open_blobs(where, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=0))
+    return StoredInputs(open_store(where, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=0))
+
+
+def open_store(where: str, *, max_blob_bytes: int, floor_free_bytes: int) -> BlobStore:
+    """The store of inputs in the folder or bucket that --inputs names."""
+    if "://" in where:
+        parts = urlsplit(where)
+        place = parts._replace(path=f"{parts.path.rstrip('/')}/{FOLDER}").geturl()
+    else:
+        place = str(Path(where, FOLDER))
+    return open_blobs(place, max_blob_bytes=max_blob_bytes, floor_free_bytes=floor_free_bytes, retry_s=STORE_RETRY_S)
+
+
+def missing(sha256: str) -> AgentRefusal:
+    message = f"input {sha256} is not stored; PUT it to /inputs/{sha256} of a dispatcher first, or send it as the field file"
+    return AgentRefusal(404, INPUT_NOT_FOUND, message, sha256=sha256)
 
 
 class Inputs(Protocol):
@@ -120,7 +141,7 @@ class DispatcherInputs:
 class PullingIntake(Intake):
     """An upload whose form may name stored inputs; they are fetched when the form is whole."""
 
-    def __init__(self, boundary: bytes, place: str | None, max_bytes: int, inputs: Inputs | None) -> None:
+    def __init__(self, boundary: bytes, place: Place | None, max_bytes: int, inputs: Inputs | None) -> None:
         super().__init__(boundary, place, max_bytes)
         self._source = inputs
         self._refs: tuple[InputRef, ...] = ()
@@ -136,17 +157,13 @@ class PullingIntake(Intake):
                 async with aclosing(self._source.pieces(ref.sha256)) as pieces:
                     await self.add(ref.name, pieces)
             except NotFound:
-                raise InvalidInput(
-                    f"input {ref.sha256} is not stored; PUT it to a dispatcher first, or send it as file"
-                ) from None
+                raise missing(ref.sha256) from None
         return form
 
-    async def finish(self, then: Callable[[Sequence[InputRecord]], T]) -> T:
-        def checked(files: Sequence[InputRecord]) -> T:
-            found = {file.name: file.sha256 for file in files}
-            for ref in self._refs:
-                if found[ref.name] != ref.sha256:
-                    raise Unavailable(f"input {ref.sha256} was fetched with the sha256 {found[ref.name]}; ask again")
-            return then(files)
-
-        return await super().finish(checked)
+    async def finish(self) -> Sequence[InputRecord]:
+        files = await super().finish()
+        found = {file.name: file.sha256 for file in files}
+        for ref in self._refs:
+            if found[ref.name] != ref.sha256:
+                raise Unavailable(f"input {ref.sha256} was fetched with the sha256 {found[ref.name]}; ask again")
+        return files

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.responses import Response
 
 from tasuki.core.address import Address
-from tasuki.core.agent_job import EndedMarker, RunningMarker
+from tasuki.core.agent_job import AgentState, EndedMarker, RunningMarker
 from tasuki.doors.agent.folders import JobFolders
 from tasuki.worker.attempt import StopReason
 
@@ -20,6 +20,15 @@ class AnsweredElsewhere(Exception):
     def __init__(self, answer: Response) -> None:
         super().__init__("done at another node")
         self.answer = answer
+
+
+class Removed(NamedTuple):
+    """What became of a job that was to be removed, wherever it was."""
+
+    state: AgentState
+    """How it stood."""
+    left_at: str = ""
+    """The node that still has its folder, as it could not be told."""
 
 
 class Registry(Protocol):
@@ -55,7 +64,10 @@ class Registry(Protocol):
         """It did not come to an end here: others may run it. Harmless where there is no claim."""
 
     async def forget(self, job_id: str) -> None:
-        """It is being removed here: if its result is this node's, it is none any more."""
+        """Its run here was stopped, to be removed: if it had ended here before, its result is none any more."""
+
+    async def remove(self, job_id: str) -> Removed | None:
+        """It does not run here: stop it wherever it does, and let its result be none any more; None: nobody knows it."""
 
     async def find(self, job_id: str) -> Response | None:
         """Its result from elsewhere, or a refusal that says where it runs; None: only this node can have it."""

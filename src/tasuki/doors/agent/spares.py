@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 from pathlib import Path
 
-from tasuki.worker.folder import is_part_as_made, remove_tree
+from tasuki.worker.folder import is_part_as_made
 
-KEPT_BELOW = ("out", "tmp", "log")
+INPUTS, WORKED_IN = "in", ("out", "tmp", "log")
+KEPT_BELOW = (INPUTS, *WORKED_IN)
+FEW_FILES, FEW_BYTES = 4, 64 * 1024
+"""Inputs of a job that are removed at once: so many, of this size."""
 SPARES_MAX = 64  # of each
 
 
@@ -37,6 +41,8 @@ class Spares:
     def keep(self, folder: str, name: str) -> bool:
         """Take it out of there if it can be used again; nothing may be running in it."""
         kept = self._kept.get(name)
+        if name == INPUTS:
+            _remove_few(f"{folder}/{name}")
         if kept is None or len(kept) >= SPARES_MAX or not is_part_as_made(folder, name):
             return False
         spare = f"{self._place}/{next(self._numbers)}"
@@ -47,9 +53,22 @@ class Spares:
         kept.append(spare)
         return True
 
-    def remove(self) -> None:
-        """All of them, also those of an earlier process."""
+    def taken(self) -> list[str]:
+        """All of them, to be removed."""
+        taken = [spare for kept in self._kept.values() for spare in kept]
         for kept in self._kept.values():
             kept.clear()
-        for left in self.place.iterdir() if self.place.is_dir() else ():
-            remove_tree(left)
+        return taken
+
+
+def _remove_few(folder: str) -> None:
+    """What is in it, if that is little; no link is followed."""
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        return
+    files = [f"{folder}/{name}" for name in os.listdir(folder)]  # noqa: PTH208
+    if len(files) > FEW_FILES:
+        return
+    for file in files:
+        found = os.lstat(file)
+        if not stat.S_ISDIR(found.st_mode) and found.st_size <= FEW_BYTES:
+            os.unlink(file)  # noqa: PTH108

@@ -12,66 +12,68 @@ import contextlib
 import hashlib
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
 from urllib.parse import quote
 
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tasuki.blobs.opening import open_blobs
 from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.address import Address
-from tasuki.core.agent_job import AgentState, Verdict, check_input_hash, judge
+from tasuki.core.agent_claim import place_of
+from tasuki.core.agent_job import AgentState, Verdict, check_input_hash, judge, only_running
 from tasuki.core.dispatch import who_knows
 from tasuki.core.ids import check_job_id
+from tasuki.core.job import Job
 from tasuki.core.nodes import Standing
 from tasuki.doors.agent import answers
+from tasuki.doors.agent.answering import is_over, surely_answered
 from tasuki.doors.agent.correlation import on_behalf_of
 from tasuki.doors.agent.downloads import EarlyAnswer
 from tasuki.doors.agent.multipart import boundary_of
+from tasuki.doors.agent.pulls import open_store
+from tasuki.doors.agent.records import described
 from tasuki.doors.agent.settings import Tokens
 from tasuki.doors.dispatcher.company import FIND_S, Company, Found, Knows
 from tasuki.doors.dispatcher.dispatch import Dispatch, nobody
 from tasuki.doors.dispatcher.inputs import Inputs
 from tasuki.doors.dispatcher.metrics import DispatcherMetrics
-from tasuki.doors.dispatcher.parcels import Streamed, is_over
+from tasuki.doors.dispatcher.parcels import Streamed
 from tasuki.doors.dispatcher.passing import LINGER_S, NODE_HEADER, PassedAnswer
+from tasuki.doors.dispatcher.registry import DispatcherRegistry, EarlyResult, refusal_of
 from tasuki.doors.dispatcher.settings import DispatcherConfig, Mode
-from tasuki.doors.http.answers import CODES, discreet, envelope, json_answer
+from tasuki.doors.http.answers import json_answer
 from tasuki.doors.http.bearer import secret_of
-from tasuki.doors.http.limits import HEADERS_MAX_BYTES, KEEP_ALIVE_S, REQUESTS_MAX, LimitedProtocol
-from tasuki.doors.http.shortcut import Shortcut
-from tasuki.doors.listening import bound, listen, until_closed
-from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable
+from tasuki.doors.http.limits import REQUESTS_MAX
+from tasuki.doors.http.serving import Handler, Serving, application
+from tasuki.doors.listening import bound
+from tasuki.errors import NotFound, Overloaded, TooLarge, Unavailable
 
 logger = logging.getLogger("tasuki.dispatcher")
 CLOSE_TIMEOUT_S = 60  # downloads that are under way at the end
 HURRIED_CLOSE_S = 2
 RANGE_HEADERS = ("range", "if-range")
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 class Dispatcher:
     """One dispatcher. Made inside the running loop."""
 
-    def __init__(self, config: DispatcherConfig) -> None:
+    def __init__(self, config: DispatcherConfig, registry: DispatcherRegistry | None = None) -> None:
         self._config = config
+        self._registry = registry
         self._tokens = Tokens(config.tokens)
         self.metrics = DispatcherMetrics()
         self.company = Company(config, self.metrics)
         self._inputs = self._open_inputs()
         self._dispatch = Dispatch(self.company, self.metrics, config.limit_s, config.silent_s)
         self.draining = False
+        self._in_hand: list[str] = []
+        """Jobs whose requests are here, while perhaps no node knows of them."""
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._server: uvicorn.Server | None = None
+        self._serving: Serving | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.app = self._application()
 
@@ -79,8 +81,8 @@ class Dispatcher:
         if self._config.inputs is None:
             return None
         limit = self._config.max_upload_bytes
-        blobs = open_blobs(self._config.inputs, max_blob_bytes=limit, floor_free_bytes=DISK_FLOOR_BYTES)
-        return Inputs(blobs, limit, self.metrics.stored.inc)
+        blobs = open_store(self._config.inputs, max_blob_bytes=limit, floor_free_bytes=DISK_FLOOR_BYTES)
+        return Inputs(blobs, limit, self._config.keep_inputs_days, self.metrics)
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -89,28 +91,14 @@ class Dispatcher:
         sock = bound(address)
         if self._inputs is not None:
             await self._inputs.check()
-        config = uvicorn.Config(
-            Shortcut(self.app),
-            http=LimitedProtocol,
-            ws="none",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=HEADERS_MAX_BYTES,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-        )
-        config.load()
-        config.ssl = tls
-        self._server = uvicorn.Server(config)
+        if self._registry is not None:
+            await self._registry.open()
+        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
         await self.company.fresh()
-        await listen(self._server, sock)
-        works: list[Coroutine[Any, Any, None]] = [until_closed(self._server), self.company.keep_looking()]
+        await self._serving.open(sock)
+        works = [self.company.keep_looking(), self._dispatch.leftovers.keep_clearing()]
         if self._inputs is not None:
-            works.append(self._inputs.keep_sweeping())
+            works += [self._inputs.keep_sweeping(), self._inputs.keeping.daily()]
         self._tasks = [asyncio.create_task(work) for work in works]
         return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
 
@@ -124,26 +112,24 @@ class Dispatcher:
     def hurry(self) -> None:
         """Whoever still waits is cut off; the jobs go on at their nodes."""
         self._idle.set()
-        if self._server is not None:
-            self._server.config.timeout_graceful_shutdown = HURRIED_CLOSE_S
+        if self._serving is not None:
+            self._serving.hurry(HURRIED_CLOSE_S)
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.should_exit = True
-            serving, *others = self._tasks
-            for task in others:
-                task.cancel()
-            await asyncio.gather(serving, *others, return_exceptions=True)
-            self._server = None
+        for task in self._tasks:
+            task.cancel()
+        if self._serving is not None:
+            await self._serving.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.company.close()
+        if self._registry is not None:
+            await self._registry.close()
         if self._inputs is not None:
             await self._inputs.close()
 
     # ------------------------------------------------------------------------------------------------ the application
 
     def _application(self) -> FastAPI:
-        app = FastAPI(title="tasuki dispatcher", openapi_url=None, docs_url=None, redoc_url=None)
-        app.router.redirect_slashes = False
         routes: tuple[tuple[str, str, Handler], ...] = (
             ("POST", "/run/{job_id}", self._run),
             ("GET", "/result/{job_id}", self._result),
@@ -155,11 +141,8 @@ class Dispatcher:
             ("GET", "/nodes", self._nodes),
             ("GET", "/metrics", self._scrape),
         )
-        for method, path, handler in routes:
-            app.router.add_route(path, self._endpoint(handler), methods=[method])
-        app.router.add_route("/health", self._health, methods=["GET"])
-        app.add_exception_handler(HTTPException, _framework_error)
-        return app
+        guarded = [(method, path, self._endpoint(handler)) for method, path, handler in routes]
+        return application("tasuki dispatcher", [*guarded, ("GET", "/health", self._health)])
 
     def _endpoint(self, handler: Handler) -> Handler:
         async def endpoint(request: Request) -> Response:
@@ -169,32 +152,19 @@ class Dispatcher:
             self._idle.clear()
             try:
                 with on_behalf_of(request.path_params.get("job_id", "")):
-                    answer = await self._surely_answer(handler, request)
+                    answer, _ = await surely_answered(handler, request, self._tokens, "dispatcher", logger)
             finally:
                 self._under_way -= 1
                 if not self._under_way:
                     self._idle.set()
             if request.method == "POST":
                 self.metrics.runs.labels(str(answer.status_code)).inc()
-            if request.method in ("POST", "PUT") and not isinstance(answer, PassedAnswer) and not is_over(request):
+            whole = isinstance(answer, PassedAnswer | EarlyResult)
+            if request.method in ("POST", "PUT") and not whole and not is_over(request):
                 return EarlyAnswer(answer, LINGER_S)
             return answer
 
         return endpoint
-
-    async def _surely_answer(self, handler: Handler, request: Request) -> Response:
-        try:
-            if self._tokens and not self._tokens.admit(secret_of(request)):
-                raise Unauthorized("this token is not one of this dispatcher's")
-            return await handler(request)
-        except TasukiError as error:
-            told = error if isinstance(error, answers.AgentRefusal) else discreet(error)
-            if told is not error:
-                logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
-            return answers.refusal_answer(told)
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.url.path[:200])
-            return answers.refusal_answer(discreet(InternalError("")))
 
     # ------------------------------------------------------------------------------------------------ runs
 
@@ -207,6 +177,8 @@ class Dispatcher:
         if self.draining:
             raise answers.is_draining()
         self._check_size(request)
+        if self._registry is not None and (stored := await self._registry.look(job_id, sent)) is not None:
+            return stored if is_over(request) else EarlyResult(stored)
         await self.company.fresh()
         found = await self.company.find(job_id, FIND_S)
         node = who_knows(job_id, found.says)
@@ -220,9 +192,16 @@ class Dispatcher:
             self._check_places(job_id)
         if self._config.mode is Mode.REDIRECT:
             return self._redirected(job_id, sent, first)
-        if self._inputs is None:
-            return await self._dispatch.run(job_id, sent, Streamed(request), first)
-        return await self._dispatch.run(job_id, sent, await self._inputs.take_in(request, boundary), first)
+        self._in_hand.append(job_id)
+        try:
+            if self._inputs is None:
+                return await self._dispatch.run(job_id, sent, Streamed(request), first)
+            async with self._inputs.taking_in(request, boundary) as parcel:
+                if self._registry is None:
+                    return await self._dispatch.run(job_id, sent, parcel, first)
+                return await self._registry.run(job_id, sent, parcel, lambda: self._dispatch.run(job_id, sent, parcel, first))
+        finally:
+            self._in_hand.remove(job_id)
 
     def _check_size(self, request: Request) -> None:
         """Only what is stored here is limited here."""
@@ -270,19 +249,39 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------------ jobs
 
-    async def _find(self, request: Request) -> tuple[str, str, Found]:
-        """(job_id, the node whose word counts, what all said); NotFound."""
-        job_id = check_job_id(request.path_params["job_id"])
+    async def _recorded(self, job_id: str) -> Job | None:
+        return None if self._registry is None else await self._registry.read(job_id)
+
+    async def _find(self, job_id: str) -> tuple[str, Found]:
+        """(the node whose word counts, what all said); NotFound."""
         found = await self.company.find(job_id)
         node = who_knows(job_id, found.says)
         if node is not None:
-            return job_id, node, found
+            return node, found
+        if job_id in self._in_hand:
+            raise _on_its_way(job_id)
         if found.silent:
             raise nobody(job_id, found.silent)
         raise NotFound(f"there is no job {job_id} at any node that is well")
 
     async def _result(self, request: Request) -> Response:
-        job_id, node, _ = await self._find(request)
+        """What the registry has, or else a node; see `registry.py` for why in this order."""
+        job_id = check_job_id(request.path_params["job_id"])
+        job = await self._recorded(job_id)
+        if self._registry is not None and job is not None and (stored := await self._registry.result(job)) is not None:
+            return stored
+        place = place_of(job) if job is not None else None
+        try:
+            return await self._result_of_node(request, job_id, place.address if place is not None else "")
+        except (NotFound, answers.AgentRefusal):
+            if job is None:
+                raise
+            raise refusal_of(job) from None
+
+    async def _result_of_node(self, request: Request, job_id: str, address: str) -> Response:
+        """`address`: where it lies, and nowhere else, if that is known and one of our nodes; nobody else is sent the token."""
+        known = self._config.mode is Mode.PROXY and self.company.has(address)
+        node = address if known else (await self._find(job_id))[0]
         if self._config.mode is Mode.REDIRECT:
             return _leads_to(node, f"/result/{quote(job_id)}")
         headers = {name: request.headers[name] for name in RANGE_HEADERS if name in request.headers}
@@ -292,18 +291,41 @@ class Dispatcher:
             raise nobody(job_id, {node: error.message}) from None
 
     async def _job(self, request: Request) -> Response:
-        _, node, found = await self._find(request)
+        job_id = check_job_id(request.path_params["job_id"])
+        job = await self._recorded(job_id)
+        recorded = None if job is None else described(job)
+        if recorded is not None and job is not None and place_of(job) is not None:
+            return json_answer(recorded)
+        try:
+            node, found = await self._find(job_id)
+        except (NotFound, answers.AgentRefusal):
+            if recorded is None:
+                raise
+            return json_answer(recorded)
+        node = found.best_told(node)
         return Response(found.known[node].body, headers={NODE_HEADER: node}, media_type="application/json")
 
     async def _delete(self, request: Request) -> Response:
-        """At every node that has it: after a failover there may be two."""
-        job_id, node, found = await self._find(request)
-        ended = await asyncio.gather(*(self.company.remove(other, job_id) for other in found.known), return_exceptions=True)
-        problems = {other: str(end) for other, end in zip(found.known, ended, strict=True) if isinstance(end, BaseException)}
+        """At every node that has it, or with `?state=running` runs it: after a failover there may be two."""
+        job_id = check_job_id(request.path_params["job_id"])
+        running = only_running(request.query_params.get("state"))
+        try:
+            node, found = await self._find(job_id)
+        except (NotFound, answers.AgentRefusal):
+            if running or self._registry is None or (removed := await self._registry.remove(job_id)) is None:
+                raise
+            left = {"left_at": removed.left_at} if removed.left_at else {}
+            return json_answer({"job_id": job_id, "state": removed.state, "removed": True, **left})
+        where = [other for other, says in found.says.items() if not running or says.state == AgentState.RUNNING]
+        if not where:
+            raise NotFound(f"job {job_id} does not run at any node that is well")
+        removing = (self.company.remove(other, job_id, only_running=running) for other in where)
+        ended = await asyncio.gather(*removing, return_exceptions=True)
+        problems = {other: str(end) for other, end in zip(where, ended, strict=True) if isinstance(end, BaseException)}
         if problems:
             raise nobody(job_id, problems)
-        state = found.known[node].says.state
-        logger.info("job %s: removed at %s, it was %s", job_id, ", ".join(found.known), state)
+        state = found.known[where[0] if running else node].says.state
+        logger.info("job %s: removed at %s, it was %s", job_id, ", ".join(where), state)
         return json_answer({"job_id": job_id, "state": state, "removed": True}, headers={NODE_HEADER: node})
 
     # ------------------------------------------------------------------------------------------------ inputs
@@ -326,7 +348,8 @@ class Dispatcher:
     async def _capacity(self, request: Request) -> Response:
         await self.company.fresh()
         places = self.company.capacity()
-        return json_answer({"running": places.running, "limit": places.limit})
+        keeps = {"inputs": True} if self._inputs is not None and self._config.mode is Mode.PROXY else {}
+        return json_answer({"running": places.running, "limit": places.limit, **keeps})
 
     async def _nodes(self, request: Request) -> Response:
         await self.company.fresh()
@@ -351,12 +374,10 @@ def _runs_at(job_id: str, name: str, address: str, since: float | None) -> answe
     return answers.AgentRefusal(423, "RUNNING", message, retry=True, job_id=job_id, node=name, address=address, since=since)
 
 
+def _on_its_way(job_id: str) -> answers.AgentRefusal:
+    message = f"job {job_id} is on its way to a node, or its node does not answer; ask again"
+    return answers.AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id)
+
+
 def _leads_to(node: str, path: str) -> Response:
     return Response(status_code=307, headers={"Location": node + path, NODE_HEADER: node})
-
-
-async def _framework_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = error.status_code if error.status_code in CODES else 400
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return json_answer(envelope(CODES[status], message), status, dict(error.headers or {}))

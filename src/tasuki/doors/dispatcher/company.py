@@ -17,7 +17,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from tasuki.client.agent_node import ASK_S, AgentNode, Refusing
+from tasuki.client.agent_answers import Refusing
+from tasuki.client.agent_node import ASK_S, AgentNode
 from tasuki.core.dispatch import candidates, look_every_s, rendezvous, well
 from tasuki.core.failover_events import JobSays, Refusal
 from tasuki.core.nodes import RANK_WAIT_S, Capacity, Nodes, Ranked, Standing
@@ -64,6 +65,11 @@ class Found(msgspec.Struct, frozen=True):
     def says(self) -> dict[str, JobSays]:
         return {node: knows.says for node, knows in self.known.items()}
 
+    def best_told(self, node: str) -> str:
+        """Of those that say the same as this one: with a registry all know of a run, and one how far it is."""
+        same = (other for other, knows in self.known.items() if knows.says == self.known[node].says)
+        return next((other for other in same if self.known[other].facts.get("progress")), node)
+
 
 class Company:
     """All agents of one dispatcher."""
@@ -76,6 +82,7 @@ class Company:
         self._pulls: set[str] = set()
         self._ours: Counter[str] = Counter()
         """How many jobs of this dispatcher are at each node, or on their way there."""
+        self._problems: dict[str, str] = {}
         self._looks: dict[str, asyncio.Task[None]] = {}
         self._wanted_at = now().monotonic
         self._wanted = asyncio.Event()
@@ -89,6 +96,9 @@ class Company:
 
     def agent(self, node: str) -> AgentNode:
         return self._agents[node]
+
+    def has(self, node: str) -> bool:
+        return node in self._agents
 
     def pulls(self, node: str) -> bool:
         """Whether it fetches stored inputs itself."""
@@ -116,11 +126,13 @@ class Company:
             capacity = await self._agents[node].look()
             self._note_pulls(node, capacity)
             self.nodes.seen(node, capacity, now().monotonic)
+            self._tell(node, "")
             for _ in range(self._ours[node] - (capacity.running if capacity is not None else 0)):
                 self.nodes.taken(node)  # on its way there: the node does not know of it
         except (TasukiError, Refusing) as error:
             end = "failed"
             self.nodes.unwell(node, str(error), now().monotonic)
+            self._tell(node, str(error))
         except Exception as error:  # a defect must not leave the node "being asked" for ever
             end = "failed"
             logger.exception("%s could not be looked at", node)
@@ -128,6 +140,16 @@ class Company:
         finally:
             self._looks.pop(node, None)
         self._metrics.looks.labels(end).inc()
+
+    def _tell(self, node: str, problem: str) -> None:
+        """Not with every look: when a problem begins, changes, or is over."""
+        before = self._problems.pop(node, "")
+        if problem:
+            self._problems[node] = problem
+            if problem != before:
+                logger.warning("%s takes no jobs: %s", node, problem)
+        elif before:
+            logger.info("%s answers again", node)
 
     def _note_pulls(self, node: str, capacity: Capacity | None) -> None:
         if capacity is not None and capacity.pulls:
@@ -194,9 +216,10 @@ class Company:
             {node: str(error) or late for node, error in said.items() if isinstance(error, BaseException)},
         )
 
-    async def remove(self, node: str, job_id: str) -> None:
+    async def remove(self, node: str, job_id: str, *, only_running: bool) -> None:
         """Stop it there, and remove it. A job that does not end at once has time until it is killed. Unavailable, Refusing."""
-        async with self._agents[node].answer("DELETE", f"/jobs/{quote(job_id)}", answer_s=REMOVE_S) as response:
+        path = f"/jobs/{quote(job_id)}" + ("?state=running" if only_running else "")
+        async with self._agents[node].answer("DELETE", path, answer_s=REMOVE_S) as response:
             if not response.is_success and response.status_code != 404:
                 raise Refusing((await read_refusal(response)).refusal)
 

@@ -2,7 +2,8 @@
 
 What each answer means is decided in `core.failover_events`, as for the client: a program's failure, 409, 400 and 423 are answers;
 a lost connection or a 5xx without an outcome leads to the next node, if what is to be sent can be sent again; full nodes are
-passed over. While a node works, it is asked how the job stands: one that says nothing for `silent_s` is as good as dead.
+passed over, and so are those that cannot run this very job, which does not count against them. While a node works, it is asked
+how the job stands: one that says nothing for `silent_s` is as good as dead.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from urllib.parse import quote
 
 from starlette.responses import Response
 
-from tasuki.client.agent_node import Refusing
+from tasuki.client.agent_answers import Refusing
 from tasuki.core import agent_job
 from tasuki.core.failover import ODD_MAX, WATCH_S
-from tasuki.core.failover_events import Verdict, verdict_of
+from tasuki.core.failover_events import TOKEN_STATUSES, Verdict, about, verdict_of
 from tasuki.doors.agent.answers import AgentRefusal
+from tasuki.doors.agent.pulls import INPUT_NOT_FOUND
 from tasuki.doors.dispatcher.company import Company
+from tasuki.doors.dispatcher.leftovers import Leftovers
 from tasuki.doors.dispatcher.metrics import DispatcherMetrics
 from tasuki.doors.dispatcher.parcels import Parcel
-from tasuki.doors.dispatcher.passing import PassedAnswer, Refused, read_refusal
+from tasuki.doors.dispatcher.passing import PassedAnswer, Refused, check_result, read_refusal
 from tasuki.doors.dispatcher.settings import LONGER_THAN_THE_JOB_S
-from tasuki.errors import InvalidInput, TasukiError, Unavailable
+from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable
 from tasuki.net.http_transport import CutOff
 from tasuki.net.loops import now
 
@@ -37,7 +40,6 @@ WATCH_MAX_S = 3.0  # of jobs that run for long there are many
 RUNNING: frozenset[str] = frozenset({agent_job.AgentState.RUNNING})
 COMPARING: frozenset[str] = RUNNING | {agent_job.AgentState.DONE}
 FULL_PAUSE_S = 0.1  # until the next look; its Retry-After is for those who do not look
-NOT_THE_CLIENTS = (401, 403)  # a node that refuses the dispatcher's own token
 WORDS_MAX_CHARS = 300
 READ_S = LONGER_THAN_THE_JOB_S
 
@@ -48,6 +50,7 @@ class Dispatch:
     def __init__(self, company: Company, metrics: DispatcherMetrics, limit_s: float, silent_s: float) -> None:
         self._company = company
         self._metrics = metrics
+        self.leftovers = Leftovers(company, metrics)
         self._limit_s = limit_s
         self._silent_s = silent_s
         self._sent_to: dict[str, str] = {}
@@ -56,7 +59,7 @@ class Dispatch:
     async def run(self, job_id: str, sent: str | None, parcel: Parcel, first: str | None = None) -> Response:
         """The answer of the first node that gives one. `first` has the result, and is to compare what it is sent with it."""
         said: dict[str, str] = {}
-        full: Refused | None = None
+        refused: dict[str, Refused] = {}
         node = first or self._sent_to.get(job_id) or self._next(job_id, said)
         while node is not None:
             if said:
@@ -64,17 +67,31 @@ class Dispatch:
             logger.info("job %s: goes to %s", job_id, node)
             answer = await self._try(node, job_id, sent, parcel, COMPARING if node == first else RUNNING)
             if isinstance(answer, Response):
+                if isinstance(answer, PassedAnswer):
+                    self.leftovers.settled(node, job_id)
                 return answer
             if isinstance(answer, Refused):
-                full = answer
-                said[node] = answer.refusal.words()
+                refused[node] = answer
+                said[node] = answer.refusal.words()[:WORDS_MAX_CHARS]
             else:
                 said[node] = answer
                 logger.warning("job %s: %s: %s", job_id, node, answer)
+            if parcel.spent and isinstance(answer, Refused) and verdict_of(answer.refusal) is Verdict.NOT_HERE:
+                return answer.answer(node)
             node = None if parcel.spent else self._next(job_id, said)
-        if full is not None and not parcel.spent:
-            raise self.full(job_id)
-        raise nobody(job_id, said or {line.node: line.said for line in self._company.ranking()}, spent=parcel.spent)
+        raise self._no_answer(job_id, said, refused, spent=parcel.spent)
+
+    def _no_answer(self, job_id: str, said: dict[str, str], refused: dict[str, Refused], *, spent: bool) -> AgentRefusal:
+        """Nobody is left. Where every node has said that it cannot run this job, that is the answer; else it may come again."""
+        if not spent and any(verdict_of(one.refusal) is Verdict.FULL for one in refused.values()):
+            return self.full(job_id)
+        words = {line.node: said.get(line.node, line.said) for line in self._company.ranking()}
+        if spent or len(refused) < len(words):
+            return nobody(job_id, words, spent=spent)
+        refusal = max((one.refusal for one in refused.values()), key=lambda refusal: refusal.status)
+        message = f"no node could run job {job_id}: {_told(words)}"
+        retry = refusal.retry_after_s is not None
+        return AgentRefusal(refusal.status, refusal.code or TooLarge.code, message, retry=retry, job_id=job_id, nodes=words)
 
     def _next(self, job_id: str, tried: dict[str, str]) -> str | None:
         return next((line.node for line in self._company.candidates(job_id, tried)), None)
@@ -87,7 +104,7 @@ class Dispatch:
     async def _try(
         self, node: str, job_id: str, sent: str | None, parcel: Parcel, fitting: frozenset[str]
     ) -> Response | Refused | str:
-        """An answer for the client; Refused: it is full; a text: why it is none."""
+        """An answer for the client; Refused: it is full, or cannot run this one; a text: why it is none."""
         self._company.sent(node)
         leads = job_id not in self._sent_to
         self._sent_to.setdefault(job_id, node)
@@ -95,6 +112,7 @@ class Dispatch:
         try:
             response = await self._answer_of(node, job_id, sent, parcel, fitting, stack)
             if response.is_success:
+                check_result(response, 200)
                 self._company.nodes.answered(node, now().monotonic)
                 return self._passed(job_id, node, response, stack.pop_all(), unread=parcel.unread)
             refused = await read_refusal(response)
@@ -114,12 +132,18 @@ class Dispatch:
             case Verdict.FULL:
                 self._company.nodes.full(node, words, FULL_PAUSE_S, now().monotonic)
                 return refused
+            case _ if refused.refusal.code == INPUT_NOT_FOUND:  # the others look into the same store
+                self._company.nodes.answered(node, now().monotonic)
+                return refused.answer(node)
             case Verdict.FAILED:
                 self._company.nodes.failed(node, words, now().monotonic)
                 return words
-            case _ if refused.refusal.status in NOT_THE_CLIENTS:
+            case _ if refused.refusal.status in TOKEN_STATUSES:
                 self._company.nodes.failed(node, f"refuses the token of this dispatcher: {words}", now().monotonic)
                 return f"refuses the token of this dispatcher: {words}"
+            case Verdict.NOT_HERE:
+                self._company.nodes.answered(node, now().monotonic)
+                return refused
             case _:
                 self._company.nodes.answered(node, now().monotonic)
                 return refused.answer(node)
@@ -146,6 +170,7 @@ class Dispatch:
             asking = self._company.agent(node).answer(method, f"/result/{quote(job_id)}", headers=headers, answer_s=READ_S)
             response = await stack.enter_async_context(asking)
             if response.is_success:
+                check_result(response, 200, *([206] if "range" in headers else []))
                 return self._passed(job_id, node, response, stack.pop_all(), unread=unread, cached=cached)
             return (await read_refusal(response)).answer(node)
         except Unavailable as error:
@@ -203,6 +228,7 @@ class Dispatch:
                 continue
             heard_at = now().monotonic
             if knows is not None and knows.says.state in fitting:
+                self.leftovers.seen(node, job_id, knows)
                 odd, pause_s = 0, min(WATCH_MAX_S, max(WATCH_S, (heard_at - began) / 10))
                 continue
             odd += 1
@@ -212,7 +238,10 @@ class Dispatch:
 
 def nobody(job_id: str, said: dict[str, str], *, spent: bool = False) -> AgentRefusal:
     """No node gave an answer."""
-    told = "; ".join(words if node in words else f"{node}: {words}" for node, words in said.items())
     again = "; what was sent is not kept here, send it again" if spent else ""
-    message = f"no node could take job {job_id}{again}: {told}"
+    message = f"no node could take job {job_id}{again}: {_told(said)}"
     return AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id, nodes=said)
+
+
+def _told(said: dict[str, str]) -> str:
+    return "; ".join(about(node, words) for node, words in said.items())

@@ -8,9 +8,10 @@ PUT    all of it, or with Content-Range a piece of it. What is cut off is kept f
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -21,12 +22,15 @@ from tasuki.blobs.blob import BlobStore, BlobWriter, check_sha256
 from tasuki.core.dispatch import InputRef
 from tasuki.doors.agent.answers import AgentRefusal
 from tasuki.doors.agent.intake import PATIENCE_S, SLOWEST_BYTES_PER_S, Form, Intake
-from tasuki.doors.agent.pulls import PIECE_BYTES, StoredInputs
+from tasuki.doors.agent.pulls import PIECE_BYTES, StoredInputs, missing
+from tasuki.doors.dispatcher.keeping import Keeping
+from tasuki.doors.dispatcher.metrics import DispatcherMetrics
 from tasuki.doors.dispatcher.parcels import Stored
 from tasuki.doors.dispatcher.spool import StoredFiles
 from tasuki.doors.http.answers import OtherOffset, json_answer
-from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge
+from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, TooLarge
 
+logger = logging.getLogger("tasuki.dispatcher")
 SWEEP_EVERY_S = 600.0
 _content_range = re.compile(r"bytes (?:(\d{1,15})-(\d{1,15})|\*)/(\d{1,15})", re.ASCII).fullmatch
 _range = re.compile(r"bytes=(\d{1,15})-", re.ASCII).fullmatch
@@ -44,11 +48,11 @@ class Span(NamedTuple):
 class Inputs(StoredInputs):
     """The store, as requests use it."""
 
-    def __init__(self, blobs: BlobStore, max_bytes: int, stored: Callable[[int], None]) -> None:
-        """`stored` hears how many bytes came in."""
+    def __init__(self, blobs: BlobStore, max_bytes: int, keep_days: float, metrics: DispatcherMetrics) -> None:
         super().__init__(blobs)
         self._max_bytes = max_bytes
-        self._stored = stored
+        self._stored = metrics.stored.inc
+        self.keeping = Keeping(blobs, keep_days, metrics)
 
     async def check(self) -> None:
         await self._in_thread(self._blobs.check)
@@ -57,41 +61,66 @@ class Inputs(StoredInputs):
         """What was cut off, and nobody goes on with, is dropped some time."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
-            await self._in_thread(self._blobs.sweep)
+            try:
+                await self._in_thread(self._blobs.sweep)
+            except (TasukiError, OSError) as error:
+                logger.warning("half-sent inputs could not be removed; another try later: %s", error)
+
+    async def close(self) -> None:
+        self.keeping.close()
+        await super().close()
 
     # ------------------------------------------------------------------------------------------------ forms
 
-    async def take_in(self, request: Request, boundary: bytes) -> Stored:
-        """Store the files of a form; those that it names must be there."""
-        intake = Intake(boundary, None, self._max_bytes, StoredFiles(self._blobs))
+    @asynccontextmanager
+    async def taking_in(self, request: Request, boundary: bytes) -> AsyncIterator[Stored]:
+        """Store the files of a form; those that it names must be there. None of them is removed before the end."""
+        stored = await self._take_in(request, boundary)
+        with self.keeping.holding(stored.hashes):
+            yield stored
+
+    async def _take_in(self, request: Request, boundary: bytes) -> Stored:
+        files = StoredFiles(self._blobs)
+        intake = Intake(boundary, None, self._max_bytes, files)
         try:
             form = await intake.receive(request.stream())
-            records = await intake.finish(list)
+            records = await intake.finish()
         except BaseException:
             await asyncio.shield(intake.discard())
             raise
         self._stored(intake.received_bytes)
-        files = [(InputRef(record.sha256, record.name), record.size_bytes) for record in records]
-        return Stored(request, self, form, files + await self._named(form))
+        for record in records:
+            if record.sha256 in files.known:
+                await self.keeping.used(record.sha256)
+            else:
+                self.keeping.stored(record.sha256)
+        sent = [(InputRef(record.sha256, record.name), record.size_bytes) for record in records]
+        return Stored(request, self, form, sent + await self._named(form))
 
     async def _named(self, form: Form) -> list[tuple[InputRef, int]]:
         found: list[tuple[InputRef, int]] = []
         for ref in form.inputs:
             try:
-                found.append((ref, await self.size(ref.sha256)))
+                found.append((ref, await self._use(ref.sha256)))
             except NotFound:
                 raise missing(ref.sha256) from None
         return found
 
+    async def _use(self, sha256: str) -> int:
+        """Its size; NotFound."""
+        size_bytes = await self.size(sha256)
+        await self.keeping.used(sha256)
+        return size_bytes
+
     # ------------------------------------------------------------------------------------------------ the routes
 
     async def head(self, request: Request) -> Response:
-        size_bytes = await self.size(_sha256(request))
+        size_bytes = await self._use(_sha256(request))
         return Response(headers={"Content-Length": str(size_bytes), "Accept-Ranges": "bytes"})
 
     async def get(self, request: Request) -> Response:
         sha256 = _sha256(request)
-        size_bytes = await self.size(sha256)
+        size_bytes = await self._use(sha256)
         found = _range(request.headers.get("range", ""))
         offset = int(found[1]) if found else 0
         if offset and offset >= size_bytes:
@@ -100,8 +129,14 @@ class Inputs(StoredInputs):
         if found:
             headers["Content-Range"] = f"bytes {offset}-{size_bytes - 1}/{size_bytes}"
         return StreamingResponse(
-            self.pieces(sha256, offset), 206 if found else 200, headers=headers, media_type="application/octet-stream"
+            self._held(sha256, offset), 206 if found else 200, headers=headers, media_type="application/octet-stream"
         )
+
+    async def _held(self, sha256: str, offset: int) -> AsyncGenerator[bytes, None]:
+        with self.keeping.holding([sha256]):
+            async with aclosing(self.pieces(sha256, offset)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def put(self, request: Request, whose: str) -> Response:
         """`whose` upload it is: only the same may go on with it."""
@@ -110,6 +145,7 @@ class Inputs(StoredInputs):
         if span.size_bytes > self._max_bytes:
             raise TooLarge(f"an input of {span.size_bytes} bytes is too large; the limit of this dispatcher is {self._max_bytes}")
         if await self._in_thread(lambda: self._blobs.has(sha256)):
+            await self.keeping.used(sha256)
             return json_answer({"sha256": sha256, "size_bytes": span.size_bytes, "offset": span.size_bytes})
         writer = await self._in_thread(lambda: self._blobs.begin(sha256, span.size_bytes, resume_key=whose))
         try:
@@ -118,6 +154,8 @@ class Inputs(StoredInputs):
             raise AgentRefusal(400, Corrupt.code, f"{error.message}; send it again from byte 0") from None
         finally:
             await asyncio.shield(self._in_thread(writer.suspend))  # nothing, once it was committed or aborted
+        if done:
+            self.keeping.stored(sha256)
         offset = span.size_bytes if done else writer.size_bytes
         return json_answer({"sha256": sha256, "size_bytes": span.size_bytes, "offset": offset}, 201 if done else 200)
 
@@ -140,11 +178,6 @@ class Inputs(StoredInputs):
             return False
         await self._in_thread(writer.commit)
         return True
-
-
-def missing(sha256: str) -> AgentRefusal:
-    message = f"input {sha256} is not stored; PUT it to /inputs/{sha256} first, or send it as the field file"
-    return AgentRefusal(404, "INPUT_NOT_FOUND", message, sha256=sha256)
 
 
 def _sha256(request: Request) -> str:

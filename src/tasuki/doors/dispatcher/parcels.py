@@ -16,17 +16,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 from starlette.requests import Request
 
+from tasuki.core.agent_job import InputRecord, input_hash
 from tasuki.core.dispatch import InputRef
+from tasuki.doors.agent.answering import BODY_OVER
 from tasuki.doors.agent.answers import AgentRefusal
 from tasuki.doors.agent.intake import Form
-from tasuki.doors.agent.pulls import StoredInputs
-from tasuki.errors import InvalidInput, Unavailable
+from tasuki.doors.agent.pulls import StoredInputs, missing
+from tasuki.errors import InvalidInput, NotFound, Unavailable
 
 logger = logging.getLogger("tasuki.dispatcher")
 KEPT_MAX_BYTES = 1024 * 1024
 PASSED_BYTES = 128 * 1024
-DRAINED_BODY_BYTES = 1024 * 1024  # up to this uvicorn reads what nobody wants, and the connection stays
-BODY_OVER = "tasuki.body_over"
 
 
 class Sending(NamedTuple):
@@ -127,6 +127,23 @@ class Stored:
         self._form = form
         self._files = files
 
+    @property
+    def exec(self) -> str | None:
+        """As the form names it; None: the agent's default."""
+        return self._form.exec
+
+    @property
+    def input(self) -> str | None:
+        """The input hash; None where the agent chooses the exec."""
+        if self._form.exec is None:
+            return None
+        files = [InputRecord(ref.name, ref.sha256, size_bytes) for ref, size_bytes in self._files]
+        return input_hash(self._form.exec, self._form.args, files)
+
+    @property
+    def hashes(self) -> list[str]:
+        return [ref.sha256 for ref, _ in self._files]
+
     def sending(self, *, pulls: bool) -> Sending:
         boundary = secrets.token_hex(16)
         fields = b"".join(_field(boundary, name, value) for name, value in self._fields(pulls))
@@ -155,6 +172,8 @@ class Stored:
                     async for piece in pieces:
                         yield before + piece if before else piece
                         before = b""
+            except NotFound:
+                raise missing(ref.sha256) from None
             except Unavailable as error:  # not to be taken for the node's failure
                 logger.warning("input %s cannot be read: %s", ref.sha256, error.message)
                 raise AgentRefusal(503, error.code, "the store of inputs does not answer; try again", retry=True) from error
@@ -163,15 +182,6 @@ class Stored:
 
     async def left(self) -> None:
         await until_gone(self._request)
-
-
-def is_over(request: Request) -> bool:
-    """Whether the body was read, or is so small that the connection may stay open for the rest of it."""
-    if request._stream_consumed or request.scope.get(BODY_OVER):  # nothing else tells
-        return True
-    length = request.headers.get("content-length", "0")
-    small = length.isdecimal() and len(length) < 8 and int(length) <= DRAINED_BODY_BYTES
-    return small and "transfer-encoding" not in request.headers
 
 
 async def until_gone(request: Request) -> None:

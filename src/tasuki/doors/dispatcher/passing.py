@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from tasuki.client.agent_download import ETAG, ZIP_TYPE
 from tasuki.core.failover_events import Refusal
 from tasuki.doors.agent.correlation import on_behalf_of
-from tasuki.errors import TasukiError
+from tasuki.doors.http.taking import while_there
+from tasuki.errors import TasukiError, Unavailable
 from tasuki.net.http_transport import ERROR_MAX_BYTES, Said
 
 if TYPE_CHECKING:
@@ -47,6 +49,13 @@ class Refused(msgspec.Struct, frozen=True):
 
 def passed_headers(response: httpx.Response) -> dict[str, str]:
     return {name: response.headers[name] for name in PASSED_HEADERS if name in response.headers}
+
+
+def check_result(response: httpx.Response, *statuses: int) -> None:
+    """A 2xx answer is the result that was asked for; else Unavailable. Whatever answers there, it is not to be taken for one."""
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if response.status_code not in statuses or kind != ZIP_TYPE or not ETAG(response.headers.get("etag", "")):
+        raise Unavailable(f"answered {response.status_code} without a ZIP and its ETag; is this a node agent?")
 
 
 async def read_refusal(response: httpx.Response) -> Refused:
@@ -100,8 +109,9 @@ class PassedAnswer(Response):
             try:
                 async with self._stack:
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                    async for piece in self._response.aiter_raw():
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    if not await while_there(self._noting(receive), self._pass_on(send)):
+                        logger.info("job %s: whoever asked has left before the end of the result", self._job_id)
+                        return
             except TasukiError as error:
                 # Without the end of the body the server cuts the connection: the client sees that it is not whole.
                 logger.warning("job %s: its result broke off: %s", self._job_id, error.message)
@@ -110,6 +120,20 @@ class PassedAnswer(Response):
             if self._unread:
                 await drain(receive)
             await send({"type": "http.response.body", "body": b""})
+
+    def _noting(self, receive: Receive) -> Receive:
+        """The same; the end of the request is not to be waited for once more."""
+
+        async def noting() -> Message:
+            message = await receive()
+            self._unread = self._unread and bool(message.get("more_body"))
+            return message
+
+        return noting
+
+    async def _pass_on(self, send: Send) -> None:
+        async for piece in self._response.aiter_raw():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 async def drain(receive: Receive) -> None:

@@ -14,6 +14,7 @@ from tasuki.core.failover_events import SILENT_S
 
 UPLOAD_MAX_BYTES = 64 * 1024**3
 LONGER_THAN_THE_JOB_S = 60.0
+KEEP_INPUTS_DAYS = 7.0
 
 
 class Mode(enum.StrEnum):
@@ -36,6 +37,8 @@ class DispatcherConfig(msgspec.Struct, frozen=True, kw_only=True):
     inputs: str | None = None
     max_upload_bytes: int = UPLOAD_MAX_BYTES
     """Of what is kept in the store; what is passed through is limited by the agents."""
+    keep_inputs_days: float = KEEP_INPUTS_DAYS
+    """After their last use; 0: for ever."""
     limit_s: float = TIMEOUT_S + LONGER_THAN_THE_JOB_S
     """How long a node may take to answer."""
     silent_s: float = SILENT_S

@@ -24,6 +24,7 @@ class SpooledWriter:
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by abort
         self._digest = hashlib.sha256()
         self._size_bytes = 0
+        self.was_there = False
 
     def write(self, chunk: bytes) -> int:
         with disk_full_as_error(tempfile.gettempdir()):
@@ -33,9 +34,11 @@ class SpooledWriter:
         return len(chunk)
 
     def commit(self) -> BlobRef:
+        """What is there already is not sent again; `was_there` tells."""
         ref = BlobRef(self._digest.hexdigest(), self._size_bytes)
         try:
-            if not self._blobs.has(ref.sha256):
+            self.was_there = self._blobs.has(ref.sha256)
+            if not self.was_there:
                 self._file.seek(0)
                 with self._blobs.begin(ref.sha256, ref.size_bytes) as writer:
                     while chunk := self._file.read(CHUNK_BYTES):
@@ -56,6 +59,8 @@ class StoredFiles:
         self._blobs = blobs
         self.made = False
         self.records: list[InputRecord] = []
+        self.known: list[str] = []
+        """Those that were there already, and are as old as they were."""
         self._name = ""
         self._writer: BlobWriter | SpooledWriter | None = None
 
@@ -72,6 +77,8 @@ class StoredFiles:
                 self._writer.write(order)
             else:
                 ref = self._writer.commit()
+                if isinstance(self._writer, SpooledWriter) and self._writer.was_there:
+                    self.known.append(ref.sha256)
                 self._writer = None
                 self.records.append(InputRecord(self._name, ref.sha256, ref.size_bytes))
 

@@ -7,22 +7,18 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import uvicorn
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
 
 from tasuki.config import check_app
 from tasuki.core.address import Address
 from tasuki.core.ids import IdMaker
 from tasuki.doors.http import limits
-from tasuki.doors.http.answers import CODES, discreet, envelope, error_answer, json_answer
+from tasuki.doors.http.answers import discreet, error_answer, json_answer
 from tasuki.doors.http.call import Call, House, HttpConfig
 from tasuki.doors.http.clients import Clients
 from tasuki.doors.http.gate import Gate
@@ -30,9 +26,9 @@ from tasuki.doors.http.lines import Lines
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
-from tasuki.doors.http.shortcut import Shortcut
+from tasuki.doors.http.serving import Handler, Serving, application
 from tasuki.doors.http.workers import Workers
-from tasuki.doors.listening import bound, listen, until_closed
+from tasuki.doors.listening import bound
 from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
 from tasuki.server.app import Server
 
@@ -56,8 +52,8 @@ class HttpDoor:
         self._intake = limits.Intake()
         self._under_way = 0
         self._closing = False
-        self._server: uvicorn.Server | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._serving: Serving | None = None
+        self._ticking: asyncio.Task[None] | None = None
         self.app = self._application()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -65,26 +61,10 @@ class HttpDoor:
     async def listen(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
         """Listen; the address with the port that was really taken."""
         sock = bound(address)
-        config = uvicorn.Config(
-            Shortcut(self.app),
-            http=limits.LimitedProtocol,
-            ws="none",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=limits.HEADERS_MAX_BYTES,
-            timeout_keep_alive=limits.KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-        )
-        config.load()
-        config.ssl = tls
         self._closing = False
-        self._server = uvicorn.Server(config)
-        await listen(self._server, sock)
-        self._tasks = [asyncio.ensure_future(until_closed(self._server)), asyncio.ensure_future(self._tick())]
+        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
+        await self._serving.open(sock)
+        self._ticking = asyncio.ensure_future(self._tick())
         return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
 
     async def close(self) -> None:
@@ -93,12 +73,11 @@ class HttpDoor:
         self._house.workers.close()
         self._house.lines.close()
         self._house.clients.close()
-        if self._server is not None:
-            self._server.should_exit = True
-            serving, ticking = self._tasks
-            ticking.cancel()
-            await asyncio.gather(serving, ticking, return_exceptions=True)
-            self._server = None
+        if self._serving is not None and self._ticking is not None:
+            self._ticking.cancel()
+            await self._serving.close()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+            self._serving = self._ticking = None
 
     async def _tick(self) -> None:
         while True:
@@ -110,21 +89,15 @@ class HttpDoor:
     # ------------------------------------------------------------------------------------------------ the application
 
     def _application(self) -> FastAPI:
-        app = FastAPI(title="tasuki", openapi_url=None, docs_url=None, redoc_url=None)
-        app.router.redirect_slashes = False
-        # Plain routes: what FastAPI would find out about parameters and bodies, `limits` does, after the gate.
-        for route in ROUTES:
-            app.router.add_route(route.path, self._endpoint(route), methods=[route.method])
         text = msgspec.json.encode(document())
 
         async def openapi(request: Request) -> Response:
             return Response(text, media_type="application/json")
 
-        app.router.add_route("/openapi.json", openapi, methods=["GET"])
-        app.add_exception_handler(HTTPException, _framework_error)
-        return app
+        routes = [(route.method, route.path, self._endpoint(route)) for route in ROUTES]
+        return application("tasuki", [*routes, ("GET", "/openapi.json", openapi)])
 
-    def _endpoint(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
+    def _endpoint(self, route: Route) -> Handler:
         async def endpoint(request: Request) -> Response:
             if self._under_way >= limits.REQUESTS_MAX or self._closing:
                 why = "going down" if self._closing else f"busy with {self._under_way} requests"
@@ -191,17 +164,3 @@ def _decoded(route: Route, body: bytes) -> Any:
 
 def _encoded(answer: Any) -> Response:
     return answer if isinstance(answer, Response) else json_answer(answer)
-
-
-async def _framework_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = error.status_code if error.status_code in CODES else 400
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    headers = {"Allow": _methods_of(request)} if status == 405 else dict(error.headers or {})
-    return json_answer(envelope(CODES[status], message), status, headers)
-
-
-def _methods_of(request: Request) -> str:
-    """What may be done at this path. The framework names the methods of the first route only."""
-    routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in routes for method in route.methods}))

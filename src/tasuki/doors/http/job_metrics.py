@@ -134,9 +134,9 @@ class JobMetrics:
             # A cancel that is said again is answered alike: only the job's first end is one.
             if canceled.state is State.CANCELED and not canceled.requested and job_id in self._known:
                 self._attempt_ended(job_id, State.CANCELED, "")
-        for (job_id, _, _), requeued in zip(turn.requeue, answers.requeue, strict=True):
+        for order, requeued in zip(turn.requeue, answers.requeue, strict=True):
             if requeued.done:
-                self._requeued.labels(self._group_of(job_id)).inc()
+                self._requeued.labels(self._group_of(order.job_id)).inc()
 
     def _attempt_ended(self, job_id: str, state: State | None, why: str) -> None:
         group = self._group_of(job_id)

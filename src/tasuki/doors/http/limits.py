@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import h11
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tasuki.doors.http.answers import envelope
+from tasuki.doors.http.taking import TakingProtocol
 from tasuki.doors.listening import connections_max
 from tasuki.errors import InvalidInput, Overloaded, TooLarge
 
@@ -29,14 +29,30 @@ REQUESTS_MAX = 4096  # at once, those that wait included
 WAIT_MAX_S = 60.0
 
 T = TypeVar("T")
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 _digits = re.compile(r"[0-9]{1,16}").fullmatch
 _missing = re.compile(r"Object missing required field `([^`]+)`(?: - at `\$\.?(.*)`)?").fullmatch
 
 
-class LimitedProtocol(H11Protocol):
+class _Connection(h11.Connection):
+    """h11's own, which takes no body with two lengths: two readers would not agree where it ends, and one request could be hidden
+    in another one's body."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if type(event) is h11.Request and {name for name, _ in event.headers} >= _LENGTHS:
+            raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding at once")
+        return event
+
+
+class LimitedProtocol(TakingProtocol):
     """uvicorn's own, with a time limit for the first line and headers, and with our answer to what is no HTTP."""
 
     _impatience: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Connection(h11.SERVER, HEADERS_MAX_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -64,7 +80,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        body = msgspec.json.encode(envelope("INVALID_PAYLOAD", "this is not an HTTP request, or its headers are too large"))
+        body = msgspec.json.encode(envelope("INVALID_PAYLOAD", "this is not a valid HTTP request, or its headers are too large"))
         headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         try:
             output = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))

@@ -170,10 +170,12 @@ function jobs.leave(job)
   end
 end
 
-local function enter(job)
+local function enter(job, is_new)
   if READY[job.state] then
     if job.delayed then
       rank(key.delay, job.not_before, job.id)
+    elseif is_new then
+      queues.add_new(queues.of(jobs.facts(job), job.group), job.seq, job.id)
     else
       queues.add(job)
     end
@@ -212,7 +214,7 @@ function jobs.submit(id, seq, facts, fields)
   fields.delayed = fields.not_before and tonumber(fields.not_before) > now.wall and '1'
   local job = jobs.create(id, seq, fields)
   job.facts = facts
-  enter(job)
+  enter(job, true)
 end
 
 -- One change of a job. It is not delayed any more unless `changes` say so. `detail` is for its status.

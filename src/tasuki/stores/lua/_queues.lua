@@ -42,13 +42,14 @@ local function band_of(priority)
   return band
 end
 
+-- No record yet: an outsider pushed it, or the verb that runs has just stored it. Both are younger than any that comes back.
 local function seq_at(position)
   local id = redis.call('LINDEX', own.name, position)
   local job = jobs.load(id)
   return tonumber(job and job.seq or math.huge), id
 end
 
--- The list is in order of age, the oldest last. A job that comes back finds its place by bisection; new ones go to the front.
+-- The list is in order of age, the oldest last. A job that comes back finds its place by bisection.
 local function add_to_list(job)
   local seq = tonumber(job.seq)
   local low, high = 0, redis.call('LLEN', own.name) -- the first position that holds an older job lies between them
@@ -84,6 +85,16 @@ function queues.of(facts, group)
   return queue
 end
 
+-- A new job is the youngest. That is not looked up: the records of those that one verb stores are written after it, all at once.
+function queues.add_new(queue, seq, id)
+  if queue.is_list then
+    write('LPUSH', queue.name, id)
+  else
+    rank(queue.name, seq, id)
+  end
+end
+
+-- A job that comes back.
 function queues.add(job)
   local queue = queues.of(jobs.facts(job), job.group)
   if queue.is_list then

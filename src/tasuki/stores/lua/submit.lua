@@ -38,11 +38,7 @@ local function store_plain(id, seq, place, spec, payload)
   end
   put(of('job', id), head .. string.char(TEXT + #seq) .. seq .. now.packed)
   rank(key.jobs, seq, id)
-  if queue.is_list then
-    write('LPUSH', queue.name, id)
-  else
-    rank(queue.name, seq, id)
-  end
+  queues.add_new(queue, seq, id)
   if place.shown then
     jobs.show_status({ id = id, state = 'PENDING', shown = place.shown }, '')
   end

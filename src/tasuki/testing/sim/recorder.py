@@ -171,7 +171,7 @@ class Recorder:
             self._touched[job_id] = None
             self.world.tell(Canceled(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))
         if turn.requeue:
-            job_ids = [job_id for job_id, _, _ in turn.requeue]
+            job_ids = [order.job_id for order in turn.requeue]
             for job_id, requeued, job in zip(job_ids, answers.requeue, self.store.get(job_ids), strict=True):
                 self._touched[job_id] = None
                 generation = job.generation if job is not None else 0

@@ -1,0 +1,246 @@
+"""A result on its way into a file beside the output, verified as it comes. Touches that file, and the output when it is whole.
+
+The same job and output always lead to the same file: a client that was killed in the middle left it there, and the next one goes
+on behind it. Whoever writes to it holds a lock (flock), which the kernel gives back when the process dies; anybody else, and
+systems without such locks, use a file of their own and begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Self
+
+import msgspec
+
+from tasuki.client.agent_answers import Elsewhere, Refusing, refusal_of
+from tasuki.core.failover_events import Ended, Refusal
+from tasuki.net.http_transport import CutOff
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
+
+if TYPE_CHECKING:
+    import httpx
+
+Heard = Callable[[int, int | None], None]
+"""How many bytes of a result are here, and how many there will be."""
+
+ZIP_TYPE = "application/zip"
+WRITE_BYTES = 1024 * 1024  # a visit to the thread that writes costs as much as hashing 64 KiB
+NAME_MAX_CHARS = 100  # of the output's name in the name of the file beside it; file systems allow 255 bytes in all
+
+ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?').fullmatch
+_content_range = re.compile(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18})").fullmatch
+
+
+# ---------------------------------------------------------------------------------------------------- the file
+
+
+class PartFile:
+    """The file beside the output; nobody else's until it is the output or gone."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path = path
+        self.file = file
+
+    def become(self, target: Path) -> None:
+        if not HAS_LOCKS:
+            self.file.close()  # Windows renames no open file
+        try:
+            self.path.replace(target)
+        finally:
+            self.file.close()
+
+    def discard(self) -> None:
+        """Unlocked only after it is gone, so that nobody takes it up meanwhile."""
+        if not HAS_LOCKS:
+            self.file.close()
+        with contextlib.suppress(OSError):  # a file that cannot be removed is only in the way
+            self.path.unlink(missing_ok=True)
+        self.file.close()
+
+
+def part_path(target: Path, job_id: str) -> Path:
+    """Where the result of this job is collected."""
+    name = target.name if len(target.name) <= NAME_MAX_CHARS else _short(target.name)
+    return target.with_name(f".{name}.{_short(job_id)}.part")
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_part(target: Path, job_id: str) -> PartFile | None:
+    """What an earlier process left, if it is dead."""
+    path = part_path(target, job_id)
+    return _claim(path, 0) if HAS_LOCKS and path.exists() else None
+
+
+def make_part(target: Path, job_id: str) -> PartFile:
+    path = part_path(target, job_id)
+    part = _claim(path, os.O_CREAT) if HAS_LOCKS else None
+    if part is None:
+        path = path.with_name(f"{path.name.removesuffix('.part')}.{secrets.token_hex(4)}.part")
+        part = PartFile(path, path.open("x+b"))
+    return part
+
+
+def _claim(path: Path, flags: int) -> PartFile | None:
+    """None: somebody writes to it. Nothing is changed before that is known: it may have become an output by now."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | flags, 0o666), "r+b")
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116  # as the line reads
+            return PartFile(path, file)
+    except OSError:  # locked, gone, or on a file system without locks
+        pass
+    file.close()
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- the download
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A result that lies in a file, whole and verified."""
+
+    ended: Ended
+    sha256: str
+    size_bytes: int
+    cached: bool
+    part: PartFile
+
+
+class Download:
+    """A result on its way, over as many answers as it takes. There is no file before the first byte, and none after an error."""
+
+    def __init__(self, target: Path, job_id: str, heard: Heard) -> None:
+        self.have = 0
+        self._target = target
+        self._job_id = job_id
+        self._part: PartFile | None = None
+        self._heard = heard
+        self._hash = hashlib.sha256()
+        self._answered = False
+        self._total: int | None = None
+        self._sha256 = ""
+        self._ended = Ended("succeeded", 0)
+        self._cached = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None and self._part is not None:
+            self._part.discard()
+
+    @property
+    def begun(self) -> bool:
+        return self._part is not None
+
+    def take_up(self) -> None:
+        """Go on behind what an earlier process left. Blocks: for a thread. Whether it is of the same result shows in the end."""
+        self._part = find_part(self._target, self._job_id)
+        if self._part is not None:
+            while piece := self._part.file.read(WRITE_BYTES):
+                self._hash.update(piece)
+                self.have += len(piece)
+
+    def range_headers(self) -> dict[str, str]:
+        """For the rest of it. Without its ETag nobody could say whether the rest is of the same."""
+        if not self.have or (self._answered and not self._sha256):
+            return {}
+        same = {"If-Range": f'"{self._sha256}"'} if self._sha256 else {}
+        return {"Range": f"bytes={self.have}-", **same}
+
+    async def take(self, response: httpx.Response) -> None:
+        if response.status_code == 416 and self.have:
+            self.have = 0
+            raise CutOff("what an earlier process left is not of this result")
+        if not response.is_success:
+            refusal, location = await refusal_of(response), response.headers.get("location", "")
+            raise Elsewhere(refusal, location) if response.status_code == 307 else Refusing(refusal)
+        if response.status_code == 206:
+            self._go_on(response)
+        else:
+            self._start_over(response)
+        self._heard(self.have, self._total)
+        loop = asyncio.get_running_loop()
+        waiting = bytearray()
+        try:
+            async for piece in response.aiter_raw():
+                waiting += piece
+                if len(waiting) >= WRITE_BYTES:
+                    full, waiting = waiting, bytearray()
+                    await loop.run_in_executor(None, self._write, full)
+                self._heard(self.have + len(waiting), self._total)
+        finally:  # also of an answer that was cut: what came need not come again
+            self._write(waiting)
+
+    def _write(self, data: bytearray) -> None:
+        assert self._part is not None
+        self._hash.update(data)
+        self._part.file.write(data)
+        self.have += len(data)
+
+    def _go_on(self, response: httpx.Response) -> None:
+        found = _content_range(response.headers.get("content-range", ""))
+        if self._part is None or (found is not None and int(found[1]) != self.have):
+            raise Refusing(Refusal(response.status_code, "", "but not with the part that was asked for; is this a node agent?"))
+        if not self._answered:
+            self._note(response)
+            self._total = int(found[2]) if found is not None else None
+        if not self._sha256:
+            raise CutOff("it cannot be known whether this is the rest of what an earlier process left")
+
+    def _start_over(self, response: httpx.Response) -> None:
+        if ZIP_TYPE not in response.headers.get("content-type", ""):
+            raise Refusing(Refusal(response.status_code, "", "but with no ZIP; is this a node agent?"))
+        if response.status_code != 200 or not ETAG(response.headers.get("etag", "")):
+            raise Refusing(Refusal(response.status_code, "", "with a ZIP, but without its sha256 as ETag; is this a node agent?"))
+        if self._part is None:
+            self._part = make_part(self._target, self._job_id)
+        self._part.file.seek(0)
+        self._part.file.truncate()
+        self.have = 0
+        self._hash = hashlib.sha256()
+        self._note(response)
+        length = response.headers.get("content-length", "")
+        self._total = int(length) if length.isascii() and length.isdigit() else None
+
+    def _note(self, response: httpx.Response) -> None:
+        self._answered = True
+        found = ETAG(response.headers.get("etag", ""))
+        self._sha256 = found[1] if found else ""
+        self._cached = response.headers.get("tasuki-cache") == "hit"
+        outcome = response.headers.get("tasuki-outcome", "succeeded")
+        self._ended = Ended(outcome, 0 if outcome == "succeeded" else None)
+
+    def whole(self, node: str) -> Result:
+        """All answers are over: is it what was announced?"""
+        assert self._part is not None
+        digest = self._hash.hexdigest()
+        if self._total is not None and self.have != self._total:
+            raise CutOff(f"the result from {node} ended after {self.have} of {self._total} bytes")
+        if self._sha256 and digest != self._sha256:
+            self.have = 0  # nothing of it can be used
+            raise CutOff(f"the result from {node} has the sha256 {digest}, not {self._sha256} as announced")
+        self._part.file.flush()
+        if not zipfile.is_zipfile(self._part.file):
+            raise Refusing(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))
+        return Result(self._ended, digest, self.have, self._cached, self._part)

@@ -1,0 +1,93 @@
+"""The thread of a blocking client: it ends with the client, and with one that could not be opened."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.client.breaker_notes import BreakerNotes
+from tasuki.client.failover import AgentsClient
+from tasuki.client.loop_thread import LoopThread
+from tasuki.errors import Unavailable
+
+NOBODY = "agents:http://127.0.0.1:1"
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+async def nothing() -> None:
+    return
+
+
+def test_a_client_that_cannot_be_opened_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(notes: BreakerNotes) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(BreakerNotes, "read", broken)
+
+    with pytest.raises(MemoryError):
+        AgentsClient(NOBODY, token="", notes=tmp_path)
+
+    assert "tasuki-agents-client" not in threads()
+
+
+def test_a_client_with_wrong_options_starts_no_thread() -> None:
+    with pytest.raises(TypeError):
+        AgentsClient(NOBODY, token="", colour="blue")
+
+    assert "tasuki-agents-client" not in threads()
+
+
+def test_whoever_still_waits_when_the_client_is_closed_hears_it() -> None:
+    thread = LoopThread("tasuki-test", nothing())
+    began, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: thread.wait(work()))
+        assert began.wait(5.0)
+        thread.close(nothing(), cancel=True)
+        with pytest.raises(Unavailable, match="closed"):
+            waiting.result(5.0)
+
+    assert ended.is_set()
+    assert "tasuki-test" not in threads()
+
+
+def test_a_closed_one_takes_no_more_work_and_can_be_closed_again() -> None:
+    thread = LoopThread("tasuki-test", nothing())
+    thread.close(nothing())
+    late: Coroutine[Any, Any, None] = nothing()
+
+    with pytest.raises(Unavailable, match="closed"):
+        thread.wait(late)
+
+    thread.close(nothing())
+    assert late.cr_frame is None  # type: ignore[attr-defined]  # nobody is told that it was never awaited
+
+
+def test_an_error_of_the_work_is_raised_where_it_is_waited_for() -> None:
+    thread = LoopThread("tasuki-test", nothing())
+
+    async def fail() -> None:
+        raise ValueError("odd")
+
+    with pytest.raises(ValueError, match="odd"):
+        thread.wait(fail())
+
+    thread.close(nothing())
+    assert "tasuki-test" not in threads()
