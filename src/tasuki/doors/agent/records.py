@@ -234,6 +234,22 @@ def _agents(job: Job | None) -> Job | None:
     return job if job is not None and agent_claim.is_agents(job) else None
 
 
+def done_or_refused(job: Job | None, sent: str | None) -> Job | None:
+    """Before an upload with this input (None: not known yet) is read: what forbids it is raised. The job, if it is done."""
+    if job is None:
+        return None
+    match stand_of(job, sent):
+        case Stand.OTHER_INPUT:
+            raise answers.other_input(job.job_id)
+        case Stand.HELD:
+            raise is_held(job)
+        case Stand.QUEUED:
+            check_wanted(job)
+        case Stand.DONE if sent is not None:
+            return job
+    return None
+
+
 def check_wanted(job: Job) -> None:
     """A job that waits, and that somebody wants canceled, is not to be run."""
     if job.cancel_requested:

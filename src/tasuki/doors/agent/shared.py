@@ -34,7 +34,7 @@ from tasuki.doors.agent.correlation import on_behalf_of
 from tasuki.doors.agent.elsewhere import ElsewhereAnswer, Peers, PeerSource, Source
 from tasuki.doors.agent.folders import JobFolders
 from tasuki.doors.agent.leases import Claim, Leases, Lost, boot_time
-from tasuki.doors.agent.records import Granted, Holder, Records, check_wanted, described, is_held
+from tasuki.doors.agent.records import Granted, Holder, Records, described, done_or_refused, is_held
 from tasuki.doors.agent.registry import AnsweredElsewhere, Removed
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.server.share import Share
@@ -144,20 +144,9 @@ class SharedRegistry:
     # ------------------------------------------------------------------------------------------------ questions
 
     async def look(self, job_id: str, sent_input: str | None) -> None:
-        job = await self._records.look(job_id)
-        match stand_of(job, sent_input):
-            case Stand.OTHER_INPUT:
-                raise answers.other_input(job_id)
-            case Stand.HELD:
-                assert job is not None
-                raise is_held(job)
-            case Stand.QUEUED:
-                assert job is not None
-                check_wanted(job)
-            case Stand.DONE if sent_input is not None:
-                assert job is not None
-                if (answer := await self._answer(job, cache="hit")) is not None:
-                    raise AnsweredElsewhere(answer)
+        done = done_or_refused(await self._records.look(job_id), sent_input)
+        if done is not None and (answer := await self._answer(done, cache="hit")) is not None:
+            raise AnsweredElsewhere(answer)
 
     async def find(self, job_id: str) -> Response | None:
         job = await self._records.get(job_id)

@@ -27,7 +27,7 @@ from tasuki.core.agent_claim import Stand, place_of, stand_of
 from tasuki.core.job import Job
 from tasuki.core.verbs import Answers, Turn
 from tasuki.doors.agent import answers
-from tasuki.doors.agent.records import Granted, Holder, Records, check_wanted, is_held
+from tasuki.doors.agent.records import Granted, Holder, Records, done_or_refused, is_held
 from tasuki.doors.agent.registry import Removed
 from tasuki.doors.dispatcher.parcels import Stored
 from tasuki.doors.dispatcher.passing import drain
@@ -160,20 +160,8 @@ class DispatcherRegistry:
 
     async def look(self, job_id: str, sent: str | None) -> Response | None:
         """Before an upload is read: its result, if the registry has it and this is the same input. 409, 423."""
-        job = await self._asked(lambda records: records.look(job_id))
-        match stand_of(job, sent):
-            case Stand.OTHER_INPUT:
-                raise answers.other_input(job_id)
-            case Stand.HELD:
-                assert job is not None
-                raise is_held(job)
-            case Stand.QUEUED:
-                assert job is not None
-                check_wanted(job)
-            case Stand.DONE if sent is not None:
-                assert job is not None
-                return await self.result(job, "hit")
-        return None
+        done = done_or_refused(await self._asked(lambda records: records.look(job_id)), sent)
+        return None if done is None else await self.result(done, "hit")
 
     async def result(self, job: Job, cache: str | None = None) -> Response | None:
         """Its result, if it is where it outlives its node, and can be had now."""
