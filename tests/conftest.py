@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.services import PostgresService, postgres_folder
-from tests.services_redis import RedisService, other_redis_program, redis_program
-from tests.services_s3 import S3Service, weed_program
+# The shipped suites' own asserts show their values when they fail, as those of tests do. Before anything imports them.
+pytest.register_assert_rewrite("tasuki.testing")
+
+from tests.services import PostgresService, postgres_folder  # noqa: E402
+from tests.services_redis import RedisService, other_redis_program, redis_program  # noqa: E402
+from tests.services_s3 import S3Service, weed_program  # noqa: E402
 
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 

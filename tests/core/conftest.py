@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("tasuki.testing")
-
-from tasuki.stores.memory import MemoryStore  # noqa: E402
-from tasuki.stores.store import Store  # noqa: E402
-from tasuki.testing.clocks import FakeClock  # noqa: E402
-from tasuki.testing.harness import World  # noqa: E402
-from tests.sqlite_files import with_tables  # noqa: E402
+from tasuki.stores.memory import MemoryStore
+from tasuki.stores.store import Store
+from tasuki.testing.clocks import FakeClock
+from tasuki.testing.harness import World
+from tests.sqlite_files import with_tables
 
 MakeWorld = Callable[..., World]
 

@@ -12,18 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.register_assert_rewrite("tasuki.testing")
-
-from tasuki.core.job import JobSpec, OnDisconnect  # noqa: E402
-from tasuki.core.lifecycle import LEASE_TTL_S  # noqa: E402
-from tasuki.core.verbs import Turn  # noqa: E402
-from tasuki.errors import DiskFull, TasukiError, Unavailable  # noqa: E402
-from tasuki.stores.memory import MemoryStore  # noqa: E402
-from tasuki.testing.clocks import FakeClock  # noqa: E402
-from tasuki.testing.harness import World  # noqa: E402
-from tasuki.testing.harness_nodes import WorkerNode  # noqa: E402
-from tasuki.testing.harness_servers import ServerNode  # noqa: E402
-from tests.core.conftest import sqlite_world  # noqa: E402
+from tasuki.core.job import JobSpec, OnDisconnect
+from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.verbs import Turn
+from tasuki.errors import DiskFull, TasukiError, Unavailable
+from tasuki.stores.memory import MemoryStore
+from tasuki.testing.clocks import FakeClock
+from tasuki.testing.harness import World
+from tasuki.testing.harness_nodes import WorkerNode
+from tasuki.testing.harness_servers import ServerNode
+from tests.core.conftest import sqlite_world
 
 STEPS = 150
 CLIENT_SILENCE_S = 70.0  # within this a client has noticed that its link is half-open, and made a new one
