@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -364,3 +365,33 @@ def test_an_agent_whose_folder_is_gone_says_so(make_stage: Callable[..., AgentSt
 
     assert code_of(health) == (503, "UNAVAILABLE")
     assert "data folder" in health.json()["error"]["message"]
+
+
+def test_a_long_job_that_removes_its_own_folder_has_its_result(stage: AgentStage, job_id: str) -> None:
+    here = stage.data / "jobs" / job_id
+
+    answer = stage.run(job_id, f"echo kept; rm -r {here}; sleep {2 * desk.MARK_S}")
+
+    assert answer.status_code == 200
+    assert members(answer.content)["stdout.log"] == b"kept\n"
+    assert stage.state(job_id) == "done"
+
+
+def test_a_job_that_lasts_has_a_durable_marker_while_it_runs(
+    stage: AgentStage, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def fsync(descriptor: int, real: Callable[[int], None] = os.fsync) -> None:
+        real(descriptor)
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    gate, folder = tmp_path / "gate", stage.data / "jobs"
+    running = stage.begin(job_id, f"while [ ! -e {gate} ]; do sleep 0.01; done")
+    try:
+        wait_until(lambda: str(folder) in synced, what="the list of jobs is synced")
+        assert synced[:2] == [f"{folder}/{job_id}/.running", f"{folder}/{job_id}"]
+    finally:
+        gate.touch()
+    assert running.answer().status_code == 200

@@ -187,7 +187,6 @@ class Desk:
     async def _take_in(self, held: Held, intake: Intake, place: str, stream: AsyncIterable[bytes], sent: str | None) -> None:
         order = self.order_of(await intake.receive(stream))
         held.exec = order.exec.name
-
         files = await intake.finish()
         marker = self._marker(held, order, files, sent)
         held.input = marker.input

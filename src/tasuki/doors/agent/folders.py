@@ -24,6 +24,7 @@ import os
 import secrets
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -70,7 +71,7 @@ class JobFolders:
         self._incoming = data / "incoming"
         self._trash = data / "trash"
         self._spares = Spares(data / "spare")
-        self._rubbish: list[str] = []
+        self._rubbish: deque[str] = deque()
         self.on_rubbish: Callable[[], None] = lambda: None
         """Called, in any thread, when there is something for `remove_rubbish`."""
         self._name = secrets.token_hex(4)  # what an earlier process could not remove is still there
@@ -263,8 +264,11 @@ class JobFolders:
 
     def remove_rubbish(self) -> None:
         """What was thrown away; blocks. What cannot be removed is tried again at the next start."""
-        rubbish, self._rubbish = self._rubbish, []
-        for path in rubbish:
+        while self._rubbish:
+            try:
+                path = self._rubbish.popleft()
+            except IndexError:  # another thread was quicker
+                return
             try:
                 remove_tree(path)
             except OSError as error:
