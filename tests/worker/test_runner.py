@@ -256,6 +256,13 @@ def test_a_missing_program_fails_for_good_and_is_named(tmp_path: Path, program: 
     assert repr(program) in outcome.message
 
 
+def test_a_working_folder_that_only_this_machine_lacks_is_not_the_sender_s_mistake(tmp_path: Path) -> None:
+    outcome = run(runner_in(tmp_path, exec_of("true", cwd="/no/such/folder")), attempt_of(exec="tool")).outcome
+
+    assert (outcome.error_code, outcome.permanent) == ("PROGRAM_NOT_STARTED", True)
+    assert "'/no/such/folder'" in outcome.message
+
+
 def test_a_missing_interpreter_fails_for_good_and_the_program_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")

@@ -94,7 +94,7 @@ def build_command(
         MARK: mark,
     }
     if exec_.cwd and not Path(exec_.cwd).is_dir():
-        raise Refused("BAD_INPUT", f"exec {exec_.name!r}: its cwd {exec_.cwd!r} is not a folder on this worker")
+        raise Refused("PROGRAM_NOT_STARTED", f"exec {exec_.name!r}: its cwd {exec_.cwd!r} is not a folder on this worker")
     program = _program(exec_, argv[0], env)
     if exec_.pid_namespace:
         argv = (*IN_A_NAMESPACE, *(() if os.geteuid() == 0 else AS_ONESELF), "--", program, *argv[1:])

@@ -272,7 +272,7 @@ def test_a_run_that_lost_its_lease_is_removed_without_the_result_of_another_node
 
 def restarted(node: SharingStage, folder: Path) -> SharingStage:
     """What a new process finds where the old one was killed at this moment. That one lives on, unknown to the new one."""
-    shutil.copytree(node.data, folder / "data", ignore=shutil.ignore_patterns("runs", "*.lock"))
+    shutil.copytree(node.data, folder / "data", ignore=shutil.ignore_patterns("runs", "trash", "spare", "*.lock"))
     return SharingStage(folder, node.registry_url, node="n1")
 
 
