@@ -241,7 +241,7 @@ def test_a_dispatcher_is_not_blamed_when_the_node_that_it_led_to_says_nothing(tm
 
             one.on_post = silent_once
             one.job = None
-            client, running = await redirected(stage, tmp_path, silent_s=0.3)
+            client, running = await redirected(stage, tmp_path, silent_s=0.5)
             async with client:
                 ended = await running
 

@@ -89,7 +89,7 @@ def test_a_frozen_agent_is_left_and_comes_back_after_steady_health(agents: Agent
     async def story() -> None:
         async with AsyncAgentsClient(agents.urls, token="", rules=QUICK) as client:
             running = asyncio.create_task(
-                client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / "r.zip", job_id="frozen", silent_s=0.5)
+                client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / "r.zip", job_id="frozen", silent_s=2.0)
             )
             await until(lambda: agents.started("frozen"), "the program has started")
             frozen = agents.node(agents.started("frozen")[0])

@@ -44,7 +44,7 @@ def running(started_at: float) -> Knows:
 
 def test_a_run_that_was_done_elsewhere_is_stopped_when_its_node_answers_again() -> None:
     async def story() -> None:
-        async with two_nodes(silent_s=0.2) as (one, two, stage):
+        async with two_nodes(silent_s=0.5) as (one, two, stage):
             freezing(one)
             assert (await stage.post("a")).headers["tasuki-node"] == two.url
             assert not one.removed
@@ -79,7 +79,7 @@ def test_what_is_not_that_run_any_more_is_let_be(now_there: dict[str, object] | 
 
 def test_where_nobody_gave_a_result_the_silent_run_is_the_only_hope() -> None:
     async def story() -> None:
-        async with two_nodes(silent_s=0.2) as (one, two, stage):
+        async with two_nodes(silent_s=0.5) as (one, two, stage):
             freezing(one)
             two.die()
 

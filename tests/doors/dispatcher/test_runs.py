@@ -381,7 +381,7 @@ def test_a_node_that_froze_with_the_job_is_left(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(company, "ASK_S", 0.1)
 
     async def story() -> None:
-        async with two_nodes(silent_s=0.2) as (one, two, stage):
+        async with two_nodes(silent_s=0.5) as (one, two, stage):
             never = asyncio.Event()
 
             async def freeze(asked: Asked) -> Reply:
