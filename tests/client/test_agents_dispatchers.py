@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tasuki.client import agent_inputs, agent_node
 from tasuki.client.agent_inputs import LARGE_BYTES
 from tasuki.client.failover import AsyncAgentsClient
 from tasuki.core.breaker import BreakerState
@@ -164,6 +165,51 @@ def test_a_dispatcher_says_that_it_keeps_inputs_only_if_requests_pass_through_it
         assert said == [True, False, False]
 
     tell(story())
+
+
+# ---------------------------------------------------------------------------------------------------- what was cut off
+
+
+def sent_again(folder: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, data: bytes) -> tuple[int, bytes]:
+    """(how much a client sends of this file, if so much of it came before through another dispatcher; what a node got of it)."""
+    for module in (agent_inputs, agent_node):
+        monkeypatch.setattr(module, "RESUMED_BYTES", len(data))
+    path, inputs, found = folder / "book.bin", str(folder / "inputs"), []
+    path.write_bytes(data)
+
+    async def story() -> None:
+        headers = {"Content-Range": f"bytes 0-{len(before) - 1}/{len(data)}"}
+        async with two_nodes(inputs=inputs) as (_, _, other):
+            cut = await other.http.put(f"/inputs/{sha256_of(data)}", content=before, headers=headers)
+            assert cut.json()["offset"] == len(before)
+        async with two_nodes(inputs=inputs) as (one, _, stage), AsyncAgentsClient(stage.url, token="") as client:
+            assert (await client.run("pricer", files=[path], output=folder / "result.zip")).succeeded
+            found.append((int(stage.dispatcher.metrics.stored._value.get()), one.posts[0]))
+
+    tell(story())
+    return found[0]
+
+
+def test_an_upload_that_was_cut_goes_on_where_it_was_through_another_dispatcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = LARGE + LARGE
+
+    size, post = sent_again(tmp_path, monkeypatch, data[:-1000], data)
+
+    assert 1000 <= size < 3000  # and a form with its name
+    assert data in post
+
+
+def test_what_is_kept_of_an_upload_and_is_something_else_is_sent_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = LARGE + LARGE
+
+    size, post = sent_again(tmp_path, monkeypatch, bytes(len(data) - 1000), data)
+
+    assert size > len(data)
+    assert data in post
 
 
 # ---------------------------------------------------------------------------------------------------- what is on its way

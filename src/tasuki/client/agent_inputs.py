@@ -7,13 +7,22 @@ or names all, and what is missing is stored before.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from tasuki.client.agent_answers import Refusing, refusal_of
 from tasuki.client.agent_upload import Telling, Upload, pieces_of
+from tasuki.core.agent_job import InputRecord
+from tasuki.core.failover_events import Refusal
 from tasuki.net.http_transport import HttpTransport
 
 LARGE_BYTES = 1024 * 1024  # what is smaller is sent sooner than asked for
+RESUMED_BYTES = 16 * 1024 * 1024
+"""From this size on a file is stored before the job is sent: what was cut off goes on then, also through another dispatcher."""
 HEAD_S = 5.0
 HEADS_AT_ONCE = 8
 
@@ -35,20 +44,70 @@ async def found_inputs(transport: HttpTransport, upload: Upload, from_bytes: int
 
 
 async def put_missing(transport: HttpTransport, upload: Upload, found: set[str], telling: Telling, limit_s: float) -> None:
-    """Store the other files. Refusing, Unavailable."""
+    """Store the other files, large ones from where an earlier try was cut off. Refusing, Unavailable."""
     stored = set(found)
     done = 0
     for path, record in upload.files:
         if record.sha256 not in stored:
-            headers = {"Content-Length": str(record.size_bytes), "Content-Type": "application/octet-stream"}
-            async with (
-                aclosing(pieces_of(path, record.size_bytes)) as pieces,
-                transport.answer(
-                    "PUT", f"/inputs/{record.sha256}", headers=headers, content=pieces, answer_s=limit_s
-                ) as response,
-            ):
-                if not response.is_success:
-                    raise Refusing(await refusal_of(response))
+            await _Putting(transport, path, record, telling, done, limit_s).put()
             stored.add(record.sha256)
         done += record.size_bytes
         telling.sent(done)
+
+
+class _Putting(NamedTuple):
+    """One file on its way."""
+
+    transport: HttpTransport
+    path: Path
+    record: InputRecord
+    telling: Telling
+    before_bytes: int
+    limit_s: float
+
+    async def put(self) -> None:
+        start = await self._kept() if self.record.size_bytes >= RESUMED_BYTES else 0
+        if start == self.record.size_bytes:
+            return
+        refusal = await self._send(start)
+        if refusal is not None and start:  # what is there is of no use, or somebody else goes on with it
+            refusal = await self._send(0)
+        if refusal is not None:
+            raise Refusing(refusal)
+
+    async def _kept(self) -> int:
+        """How much of it is there. Of a store that cannot say: nothing."""
+        headers = {"Content-Range": f"bytes */{self.record.size_bytes}", "Content-Length": "0"}
+        async with self.transport.answer("PUT", f"/inputs/{self.record.sha256}", headers=headers, answer_s=HEAD_S) as response:
+            if not response.is_success:
+                return 0
+            try:
+                offset = msgspec.json.decode(await response.aread(), type=_Offset).offset
+            except msgspec.MsgspecError:
+                return 0
+        return offset if 0 <= offset <= self.record.size_bytes else 0
+
+    async def _send(self, start: int) -> Refusal | None:
+        size = self.record.size_bytes
+        headers = {"Content-Length": str(size - start), "Content-Type": "application/octet-stream"}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+        async with (
+            aclosing(self._pieces(start)) as pieces,
+            self.transport.answer(
+                "PUT", f"/inputs/{self.record.sha256}", headers=headers, content=pieces, answer_s=self.limit_s
+            ) as response,
+        ):
+            return None if response.is_success else await refusal_of(response)
+
+    async def _pieces(self, start: int) -> AsyncGenerator[bytes, None]:
+        sent = self.before_bytes + start
+        async with aclosing(pieces_of(self.path, self.record.size_bytes, start)) as pieces:
+            async for piece in pieces:
+                yield piece
+                sent += len(piece)
+                self.telling.sent(sent)
+
+
+class _Offset(msgspec.Struct):
+    offset: int

@@ -17,7 +17,7 @@ import msgspec
 
 from tasuki.client.agent_answers import Elsewhere, NotOurs, Refusing, refusal_of
 from tasuki.client.agent_download import Download, Result
-from tasuki.client.agent_inputs import found_inputs, put_missing
+from tasuki.client.agent_inputs import RESUMED_BYTES, found_inputs, put_missing
 from tasuki.client.agent_upload import Form, Telling, Upload
 from tasuki.config import Address, parse_url
 from tasuki.core.failover_events import TOKEN_STATUSES, JobSays, Refusal
@@ -145,12 +145,17 @@ class AgentNode:
     ) -> Result:
         """Run it there and collect its result; `limit_s` is how long the answer may take. A redirect is followed, once.
 
-        Files from `ask_from_bytes` on are asked for first, and not sent if they are there; None: it keeps none.
+        Files from `ask_from_bytes` on are asked for first, and not sent if they are there; None: it keeps none. Large ones are
+        stored there first.
         """
         sending = _Sending(job_id, upload, target, telling, limit_s)
-        found = set() if ask_from_bytes is None else await found_inputs(self._transport, upload, ask_from_bytes)
+        by_name = False
+        found: set[str] = set()
+        if ask_from_bytes is not None:
+            found = await found_inputs(self._transport, upload, ask_from_bytes)
+            by_name = bool(found) or upload.size_bytes >= RESUMED_BYTES
         try:
-            if found:
+            if by_name:
                 return await self._post_names(sending, found)
             return await self._post(sending)
         except Elsewhere as led:

@@ -65,12 +65,13 @@ def _record(path: Path, name: str) -> InputRecord:
         raise InvalidInput(f"the input file {str(path)!r} cannot be read: {error.strerror or error}") from None
 
 
-async def pieces_of(path: Path, size_bytes: int) -> AsyncGenerator[bytes, None]:
-    """A file as it was when it was read first, or InvalidInput."""
+async def pieces_of(path: Path, size_bytes: int, start: int = 0) -> AsyncGenerator[bytes, None]:
+    """A file as it was when it was read first, from a byte on, or InvalidInput."""
     loop = asyncio.get_running_loop()
-    left = size_bytes
+    left = size_bytes - start
     file = await loop.run_in_executor(None, path.open, "rb")
     with file:
+        file.seek(start)
         while left:
             piece = await loop.run_in_executor(None, file.read, min(PIECE_BYTES, left))
             if not piece:
