@@ -24,7 +24,18 @@ MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 
 # In a code block or in `code`, with or without a path, sudo or kubectl before it.
 _CALL = re.compile(r"(?:^|[\s`/])tasuki ((?:" + "|".join(COMMANDS) + r")\b[^`\n]*)", re.MULTILINE)
-_END_OF_CALL = {">", "|", "&&", "$TASUKI_SERVER_OPTIONS", "$TASUKI_WORKER_OPTIONS"}
+_END_OF_CALL = {
+    ">",
+    "|",
+    "&&",
+    "$TASUKI_SERVER_OPTIONS",
+    "$TASUKI_WORKER_OPTIONS",
+    "$TASUKI_AGENT_OPTIONS",
+    "$TASUKI_DISPATCHER_OPTIONS",
+}
+
+
+NEEDED = {"dispatcher": ("--agents", "https://n1:7090")}  # what the unit's own command line gives
 
 
 def words_of(call: str) -> list[str]:
@@ -43,10 +54,10 @@ def calls_in(text: str) -> Iterator[list[str]]:
 
 def option_lines() -> Iterator[list[str]]:
     """What the examples of environment files add to the units' command lines."""
-    for word in ("server", "worker"):
+    for word in ("server", "worker", "agent", "dispatcher"):
         text = (ROOT / f"deploy/systemd/{word}.env.example").read_text()
         for options in re.findall(rf"^#?TASUKI_{word.upper()}_OPTIONS=(.*)$", text, re.MULTILINE):
-            yield [word, *options.split()]
+            yield [word, *NEEDED.get(word, ()), *options.split()]
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -74,7 +85,7 @@ CALLS = [
 
 def test_there_is_something_to_look_at() -> None:
     assert len(PAGES) >= 10
-    assert len(UNITS) == 2
+    assert len(UNITS) == 4
     assert len(CALLS) > 30
 
 

@@ -1,4 +1,4 @@
-"""What all three machines (server, worker, client) share: the time that is passed in, and what happens on a connection.
+"""What all machines (server, worker, client, …) share: the time that is passed in, and what happens on a connection.
 
 A machine is a plain object with `apply(event, now) -> commands`. It never reads a clock, draws a random number or touches a
 socket: its driver does, and tells it. The same machines run in the product and in the simulator.

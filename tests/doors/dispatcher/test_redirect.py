@@ -74,6 +74,19 @@ def test_curl_follows_with_its_body(tmp_path: Path) -> None:
     tell(story())
 
 
+def test_a_place_that_was_given_away_is_free_again_as_soon_as_its_job_has_ended() -> None:
+    async def story() -> None:
+        async with StandIn(limit=1) as node, dispatching(node, mode=Mode.REDIRECT) as stage:
+            told = [(await stage.post(f"job-{number}")).status_code for number in range(4)]
+            node.running = 1
+            full = await stage.post("another")
+
+            assert told == [307] * 4
+            assert code_of(full) == (503, "FULL")
+
+    tell(story())
+
+
 def test_our_client_follows_with_its_body_and_fetches_the_result(tmp_path: Path) -> None:
     async def story() -> None:
         async with two_nodes(mode=Mode.REDIRECT, tokens=("secret",), agent_token="secret") as (one, _, stage):

@@ -12,5 +12,8 @@ the executor that workers use (`worker/runner.py`), with its keeper; a client th
     answers.py    an agent's own refusals                        metrics.py   /metrics
     registry.py   the seam to what several agents share          correlation.py  job_id in every line of the log
     held.py       a job that has a slot, and how one ends        pulls.py     stored inputs, which an agent fetches itself
-    shared.py     that registry in a store of tasuki's: leases.py renews, claim_notes.py outlives a kill, elsewhere.py fetches
+    answering.py  how every request ends                         syncing.py   makes the ends of many jobs durable at once
+    spares.py     folders for the next job                       records.py   the registry, as agents and dispatchers ask it
+    shared.py     an agent's part in it, in a store of tasuki's: leases.py renews, claim_notes.py outlives a kill,
+                  elsewhere.py fetches
 """

@@ -189,6 +189,8 @@ class Dispatcher:
                 return known
             first = known
         if first is None:
+            if self._config.mode is Mode.REDIRECT and self._is_full(job_id):
+                await self.company.fresh(0.0)  # whoever was led to a node may be done there: nobody tells us
             self._check_places(job_id)
         if self._config.mode is Mode.REDIRECT:
             return self._redirected(job_id, sent, first)
@@ -237,8 +239,11 @@ class Dispatcher:
         candidates = self.company.candidates(job_id)
         if not candidates:
             raise nobody(job_id, {line.node: line.said for line in self.company.ranking()})
-        if all(line.standing is Standing.FULL for line in candidates):
+        if self._is_full(job_id):
             raise self._dispatch.full(job_id)
+
+    def _is_full(self, job_id: str) -> bool:
+        return all(line.standing is Standing.FULL for line in self.company.candidates(job_id))
 
     def _redirected(self, job_id: str, sent: str | None, first: str | None) -> Response:
         """307 keeps the method and the body. Only to nodes of ours: whoever follows shows them the token."""

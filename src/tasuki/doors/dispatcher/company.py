@@ -157,15 +157,15 @@ class Company:
         else:
             self._pulls.discard(node)
 
-    async def fresh(self) -> None:
-        """There is something to decide: have answers that are not old, as far as they come soon."""
+    async def fresh(self, fresh_s: float = FRESH_S) -> None:
+        """There is something to decide: have answers that are not older, as far as they come soon."""
         moment = now().monotonic
         if look_every_s(moment - self._wanted_at) > FRESH_S:
             self._wanted.set()
         self._wanted_at = moment
-        self._look_at_all(FRESH_S)
+        self._look_at_all(fresh_s)
         left_out = {line.node for line in self.ranking() if line.standing is Standing.LEFT_OUT}
-        stale = self.nodes.older_than(moment, FRESH_S) - left_out
+        stale = self.nodes.older_than(moment, fresh_s) - left_out
         waiting = [task for node, task in self._looks.items() if node in stale]
         if waiting:
             await asyncio.wait(waiting, timeout=RANK_WAIT_S)
