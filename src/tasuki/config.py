@@ -20,6 +20,7 @@ __all__ = [
     "DISK_FLOOR_BYTES",
     "DISK_FLOOR_INODES",
     "SOCKET_PATH_MAX_BYTES",
+    "TOKEN_MAX_CHARS",
     "Address",
     "DataFolder",
     "check_app",
@@ -38,11 +39,12 @@ __all__ = [
 SOCKET_PATH_MAX_BYTES = 107  # sun_path of Linux, without its NUL
 DISK_FLOOR_BYTES = 64 * 1024 * 1024
 DISK_FLOOR_INODES = 1000
+TOKEN_MAX_CHARS = 512
 
 
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
     """`host:port` or `tcp://host:port`, for --tcp."""
-    address = parse_url(text if "://" in text else f"tcp://{text}", default_port)[0]
+    address = parse_url(text if "://" in text else f"tcp://{text}", default_port, text)[0]
     if address.http:
         raise ConfigError(f"--tcp {text!r} is an address of HTTP; give it with --http")
     return address
@@ -50,7 +52,10 @@ def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
 
 def parse_http(text: str, default_port: int = DEFAULT_PORTS["http"]) -> Address:
     """`host:port` or `http://host:port`, for --http and for the --listen of agents and dispatchers."""
-    address = parse_listen(re.sub(r"^https?://", "tcp://", text.rstrip("/")), default_port)
+    place = re.sub(r"^(?:https?|tcp)://", "", text.rstrip("/"))
+    if "://" in place:
+        raise ConfigError(f"address {text!r} is none of HTTP; write host:port, as in 127.0.0.1:{default_port}")
+    address = parse_url(f"tcp://{place}", default_port, text)[0]
     return Address("http", address.host, address.port)
 
 
@@ -134,8 +139,13 @@ def find_token(token_file: str | os.PathLike[str] | None = None, environ: Mappin
         token = Path(token_file).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token file {os.fspath(token_file)!r} cannot be read: {error}") from None
-    if not token or len(token) > 512 or not token.isprintable():
-        raise ConfigError(f"the token file {os.fspath(token_file)!r} does not contain a token")
+    if not token or len(token) > TOKEN_MAX_CHARS or not token.isprintable():
+        lines = len(token.splitlines())
+        has = f"it has {lines} lines" if lines != 1 else f"it has a line of {len(token)} characters"
+        raise ConfigError(
+            f"the token file {os.fspath(token_file)!r} must have exactly one token, "
+            f"up to {TOKEN_MAX_CHARS} printable characters; {has}"
+        )
     return token
 
 

@@ -181,15 +181,18 @@ def test_the_ranking_is_watched_until_somebody_has_seen_enough(agents: Agents) -
 
 
 def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
-    command = [*TASUKI, "run", "--job-id", "stopped", "--file", "book.csv", "pricer", "hold"]
+    command = [*TASUKI, "run", "--json", "--job-id", "stopped", "--file", "book.csv", "pricer", "hold"]
     env = {"HOME": str(agents.folder), "TASUKI_URL": f"agents:{','.join(agents.urls)}", "PATH": "/usr/bin:/bin"}
-    with subprocess.Popen(command, cwd=agents.folder, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=agents.folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         wait_until(lambda: agents.started("stopped"), DEADLINE_S, "the program has started")
         process.send_signal(signal.SIGINT)
-        code = process.wait(DEADLINE_S)
+        told, _ = process.communicate(timeout=DEADLINE_S)
 
     (name,) = agents.started("stopped")
-    assert code == exits.INTERRUPTED
+    said = json.loads(told)
+    assert process.returncode == exits.INTERRUPTED
+    assert (said["job_id"], set(said["canceled"])) == ("stopped", set(agents.urls))
+    assert sorted(said["canceled"].values()) == ["not known", "removed"]
     assert not (agents.folder / name / "jobs" / "stopped").exists()
 
 

@@ -11,12 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING
+from tasuki.cli.connect import Place
+from tasuki.cli.nodes import _nodes
+from tasuki.cli.output import Output
+from tasuki.client.agent_download import Result
+from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClient
 from tasuki.core.breaker import BreakerState
 from tasuki.core.nodes import Standing
 from tasuki.errors import InvalidInput, Unauthorized, Unavailable
+from tasuki.net.http_transport import NotTrusted
+from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
-from tests.client.test_agents import Desk, at_desk
+from tests.client.test_agents import DEADLINE_S, Desk, at_desk
 from tests.processes import TASUKI
 
 DATA = result_zip()
@@ -104,8 +110,81 @@ def test_a_token_that_all_refuse_ends_it_at_once(tmp_path: Path) -> None:
             node._answer = refusing_the_token(node)  # type: ignore[method-assign]
 
         async with asyncio.timeout(2.0):
-            with pytest.raises(Unauthorized):
+            with pytest.raises(Unauthorized) as raised:
                 await desk.run()
+        assert str(raised.value).endswith("; give one of its tokens with --token-file or TASUKI_TOKEN")
+
+    at_desk(tmp_path, 2, story)
+
+
+def with_certificates(
+    folder: Path, host: str, story: Callable[[AsyncAgentsClient, StandIn], Awaitable[None]], *, trusted: bool
+) -> None:
+    """One node, at 127.0.0.1, whose certificate is of this host."""
+    authority = TestAuthority(folder)
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            StandIn(tls=authority.serving(host)) as node,
+            AsyncAgentsClient(node.url, token="t", tls_ca=authority.ca if trusted else None) as client,
+        ):
+            await story(client, node)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "trusted", "words"), [("127.0.0.1", False, "give the CA with --tls-ca"), ("n1.example", True, "127.0.0.1")]
+)
+def test_a_certificate_that_is_not_trusted_here_opens_no_breaker(tmp_path: Path, host: str, trusted: bool, words: str) -> None:
+    async def story(client: AsyncAgentsClient, node: StandIn) -> None:
+        (tmp_path / "book.csv").write_bytes(b"1")
+        async with asyncio.timeout(2.0):  # at once, and not after the patience for nodes that may come back
+            with pytest.raises(Unavailable, match=words):
+                await client.run("pricer", files=[tmp_path / "book.csv"], output=tmp_path / "result.zip")
+        (line,) = await client.ranking()
+
+        assert (line.standing, line.breaker, line.left_out_s) == (Standing.UNWELL, BreakerState.CLOSED, 0.0)
+        assert line.said.startswith(f"no TLS connection to {node.url}: ")
+        assert words in line.said
+
+    with_certificates(tmp_path, host, story, trusted=trusted)
+
+
+def test_a_certificate_that_changes_before_the_post_opens_no_breaker(tmp_path: Path) -> None:
+    """It was well when it was looked at."""
+
+    async def story(desk: Desk) -> None:
+        changed, other = desk.nodes
+        message = f"no TLS connection to {changed.url}: its certificate is of another"
+
+        async def not_trusting(*args: object, **options: object) -> Result:
+            raise NotTrusted(message)
+
+        desk.client.agent(changed.url).post = not_trusting  # type: ignore[method-assign]
+        notes: list[str] = []
+
+        ended = await desk.run(on_note=notes.append)
+
+        assert (ended.node, notes) == (other.url, [message, f"going on at {other.url}"])
+        assert {line.breaker for line in await desk.client.ranking()} == {BreakerState.CLOSED}
+
+    at_desk(tmp_path, 2, story)
+
+
+def test_the_command_that_shows_nodes_says_which_want_another_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def story(desk: Desk) -> None:
+        stranger, ours = desk.nodes
+        stranger._answer = refusing_the_token(stranger)  # type: ignore[method-assign]
+        place = Place(f"agents:{stranger.url},{ours.url}", tmp_path / "data", None, None)
+
+        assert await _nodes(place, Output(), None) == 0
+
+        hints = capsys.readouterr().err.splitlines()
+        assert hints == [
+            f"tasuki: {stranger.url} does not take the token; give one of its tokens with --token-file or TASUKI_TOKEN"
+        ]
 
     at_desk(tmp_path, 2, story)
 

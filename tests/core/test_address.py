@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from tasuki.config import parse_http, parse_listen
+from tasuki.config import find_token, parse_http, parse_listen
 from tasuki.core.address import Address, parse_agents, parse_url
 from tasuki.errors import ConfigError
 
@@ -54,6 +57,38 @@ def test_http_on_this_machine_is_loopback() -> None:
 def test_a_listener_for_tcp_is_no_place_of_http() -> None:
     with pytest.raises(ConfigError, match="--http"):
         parse_listen("http://127.0.0.1:7080")
+
+
+@pytest.mark.parametrize("parse", [parse_http, parse_listen])
+@pytest.mark.parametrize("text", ["nowhere:xx", "tcp://nowhere:xx"])
+def test_a_listener_that_is_not_understood_is_quoted_as_it_was_given(parse: Callable[[str], Address], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^address '{text}'"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["unix:///run/s", "ftp://a:1"])
+def test_a_listener_of_http_is_nothing_else(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"address '{text}' is none of HTTP; write host:port, as in 127.0.0.1:7080"):
+        parse_http(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("", "0 lines"),
+        ("one\n# two\nthree\n", "3 lines"),
+        ("x" * 513, "a line of 513 characters"),
+        ("a\x01", "a line of 2 characters"),
+    ],
+)
+def test_a_clients_token_file_has_one_token(text: str, has: str, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(" one \n")
+    assert find_token(path) == "one"
+
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"must have exactly one token, up to 512 printable characters; it has {has}$"):
+        find_token(path)
 
 
 @pytest.mark.parametrize("text", ["n1", "http://n1", "http://n1/"])

@@ -144,7 +144,7 @@ def test_a_worker_whose_keeper_is_killed_ends_its_jobs_and_itself(
         os.kill(keeper_of(worker), signal.SIGKILL)
 
         assert worker.wait() != 0
-        assert "restart the worker" in worker.output()
+        assert "restart this process" in worker.output()
         assert living(family) == []
         assert job.outcome(LOST_WITHIN_S).state == "FAILED"
         assert "was lost" in client.explain("unkept")["story"][-1]["reason"]

@@ -297,7 +297,7 @@ def test_when_the_keeper_is_killed_the_worker_learns_it_and_a_sweep_ends_the_res
     async def scenario() -> list[int]:
         kept, pids = await stage.escape()
         os.kill(stage.keeper.pid, signal.SIGKILL)
-        with pytest.raises(KeeperLost, match="restart the worker"):
+        with pytest.raises(KeeperLost, match="restart this process"):
             await kept.ended
         with pytest.raises(KeeperLost):
             await stage.shell("true").started

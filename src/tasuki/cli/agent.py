@@ -182,10 +182,9 @@ async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate
         if certificate is not None:
             renew_on_hangup(certificate)
         events.tell("listening", str(address), address=str(address), pid=os.getpid())
-        names = ", ".join(sorted(config.execs))
-        events.tell(
-            "ready", f"{config.slots} slots, execs {names}, data {config.data}", slots=config.slots, data=str(config.data)
-        )
+        names, data = sorted(config.execs), str(config.data)
+        words = f"{config.slots} slots, execs {', '.join(names)}, data {data}"
+        events.tell("ready", words, slots=config.slots, execs=names, data=data)
         await _first_of(stop.wanted, lost)
         events.tell("stopping")
         await agent.drain(door.drain_timeout_s)

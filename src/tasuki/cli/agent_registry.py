@@ -33,7 +33,8 @@ Results = Annotated[
     typer.Option(
         "--results",
         metavar="URL",
-        help="With --registry: keep large results here, so that they outlive their node: s3://bucket/prefix[?endpoint=URL].",
+        help="With --registry: keep large results here, so that they outlive their node: s3://bucket/prefix[?endpoint=URL], "
+        "or a folder that all share.",
     ),
 ]
 App = Annotated[
@@ -72,7 +73,8 @@ def place_of(url: str | None, results: str | None, app: str, advertise: str | No
 
     if url is None:
         if results or advertise:
-            raise ConfigError("--results and --advertise are for those that share a registry; give --registry URL too")
+            option = "--results" if results else "--advertise"
+            raise ConfigError(f"{option} is for those that share a registry; give --registry URL too")
         return None
     if not is_store(url):
         scheme = url.partition("://")[0][:40]

@@ -152,6 +152,8 @@ async def _cancel(client: AsyncAgentsClient, job_id: str, output: Output) -> Non
 
     output.hint(f"canceling job {job_id} …  (Ctrl-C again: leave it)")
     answers = await client.cancel(job_id)
+    if output.json:
+        output.show({"job_id": job_id, "canceled": answers}, list)
     stopping = [node for node, answer in answers.items() if answer == STOPPING]
     if stopping:
         output.hint(

@@ -68,12 +68,12 @@ def find_server(place: Place) -> tuple[str | None, str]:
 
 def read_token(token_file: str | None) -> str:
     """--token-file (- for stdin), else TASUKI_TOKEN, else nothing. Never an argument: those are seen by every user."""
-    from tasuki.config import find_token
+    from tasuki.config import TOKEN_MAX_CHARS, find_token
 
     if token_file != STDIN:
         return find_token(token_file)
     token = sys.stdin.readline().strip()
-    if not token or len(token) > 512 or not token.isprintable():
+    if not token or len(token) > TOKEN_MAX_CHARS or not token.isprintable():
         raise ConfigError("no token came on stdin; give it as one line, as in: tasuki … --token-file - < token")
     return token
 

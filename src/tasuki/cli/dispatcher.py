@@ -36,7 +36,9 @@ AgentToken = Annotated[
     str | None,
     typer.Option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file."),
 ]
-MaxUpload = Annotated[str, typer.Option("--max-upload", metavar="SIZE", help="With --inputs: largest upload.")]
+MaxUpload = Annotated[
+    str | None, typer.Option("--max-upload", metavar="SIZE", help="With --inputs: largest upload. Default: 64GB.")
+]
 KeepInputs = Annotated[
     float, typer.Option("--keep-inputs", metavar="DAYS", help="With --inputs: remove those unused for so long; 0: never.")
 ]
@@ -79,7 +81,7 @@ def dispatcher(
     tls_key: TlsKey = None,
     tls_ca: options.TlsCa = None,
     insecure: Insecure = False,
-    max_upload: MaxUpload = "64GB",
+    max_upload: MaxUpload = None,
     keep_inputs: KeepInputs = 7.0,
     registry: agent_registry.RegistryUrl = None,
     results: agent_registry.Results = None,
@@ -125,12 +127,12 @@ def _config(
     tokens: tuple[str, ...],
     agent_token_file: str | None,
     tls_ca: str | None,
-    max_upload: str,
+    max_upload: str | None,
     keep_inputs_days: float,
     timeout_s: float,
 ) -> DispatcherConfig:
     from tasuki.config import find_token, parse_agents, parse_size
-    from tasuki.doors.dispatcher.settings import DispatcherConfig, Mode
+    from tasuki.doors.dispatcher.settings import UPLOAD_MAX_BYTES, DispatcherConfig, Mode
     from tasuki.net.tls import client_tls
 
     if mode not in set(Mode):
@@ -147,7 +149,7 @@ def _config(
         agent_token=find_token(agent_token_file) if agent_token_file is not None else own,
         agent_tls=client_tls(tls_ca),
         inputs=inputs,
-        max_upload_bytes=parse_size(max_upload),
+        max_upload_bytes=parse_size(max_upload) if max_upload else UPLOAD_MAX_BYTES,
         keep_inputs_days=keep_inputs_days,
         limit_s=timeout_s,
     )
@@ -167,8 +169,11 @@ async def _main(config: DispatcherConfig, door: _Door) -> int:
             renew_on_hangup(certificate)
         events.tell("listening", str(address), address=str(address), pid=os.getpid())
         nodes = [str(agent) for agent in config.agents]
-        kept = f", inputs at {config.inputs.partition('?')[0]}" if config.inputs else ""
-        events.tell("ready", f"{config.mode}, agents {', '.join(nodes)}{kept}", mode=str(config.mode), agents=nodes)
+        inputs = config.inputs.partition("?")[0] if config.inputs else None
+        kept = f", inputs at {inputs}" if inputs else ""
+        events.tell(
+            "ready", f"{config.mode}, agents {', '.join(nodes)}{kept}", mode=str(config.mode), agents=nodes, inputs=inputs
+        )
         await stop.wanted.wait()
         events.tell("stopping")
         await dispatcher.drain(door.drain_timeout_s)

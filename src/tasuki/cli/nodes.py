@@ -53,6 +53,7 @@ def nodes(
 
 async def _nodes(place: Place, output: Output, interval: float | None) -> int:
     from tasuki.cli.agents import open_client
+    from tasuki.core.failover_events import WAY_IN
 
     async with open_client(place) as client:
         while True:
@@ -60,6 +61,8 @@ async def _nodes(place: Place, output: Output, interval: float | None) -> int:
             if interval is not None and not output.json and sys.stdout.isatty():
                 sys.stdout.write(CLEAR_SCREEN)
             output.show([line.view() for line in ranking], functools.partial(lines_of, ranking))
+            for node in refusing(ranking):
+                output.hint(f"tasuki: {node} does not take the token; {WAY_IN}")
             if interval is None:
                 return exits.OK if any(usable(line) for line in ranking) else exits.UNAVAILABLE
             await asyncio.sleep(interval)
@@ -67,6 +70,11 @@ async def _nodes(place: Place, output: Output, interval: float | None) -> int:
 
 def usable(line: Ranked) -> bool:
     return line.standing.name in ("FREE", "FULL")
+
+
+def refusing(ranking: list[Ranked]) -> list[str]:
+    """Nodes that want another token."""
+    return [line.node for line in ranking if line.refusal is not None and line.refusal.status == 401]
 
 
 def lines_of(ranking: list[Ranked]) -> list[str]:

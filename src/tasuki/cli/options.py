@@ -92,7 +92,12 @@ Hedge = Annotated[
 ]
 GiveUpAfter = Annotated[
     float | None,
-    typer.Option("--give-up-after", metavar="SECONDS", help="Agents: how long to try in all. Default: 1200.", min=0.0),
+    typer.Option(
+        "--give-up-after",
+        metavar="SECONDS",
+        help="Agents: how long to try in all. Default: 1260, or a minute more than --timeout if that is longer.",
+        min=0.0,
+    ),
 ]
 
 Execs = Annotated[

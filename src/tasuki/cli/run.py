@@ -100,7 +100,8 @@ def run(
     What is piped in (or comes from a file with <) becomes the job's standard input, up to 64 KiB: a pipe counts if it has
     data or ends at once. With < /dev/null nothing is read, as in a loop over lines; --payload-file - waits for the pipe's end.
 
-    With agents:… the job goes to whichever node is well, with its --file inputs; its output is printed at its end.
+    With agents:… the job goes to whichever node is well, with its --file inputs, and its output is printed at its end. Node
+    agents take no standard input: what is piped in is left unread.
 
     Exits with the job's own code; 125 for every error of tasuki itself (no server, no token, a conflict), 2 for wrong options.
     """

@@ -26,17 +26,17 @@ from tasuki.client.failover_run import AgentResult, AgentRun, Progress, keep
 from tasuki.client.loop_thread import LoopThread
 from tasuki.config import find_token, parse_agents
 from tasuki.core.breaker import DEFAULT_RULES, BreakerRules
-from tasuki.core.failover_events import LIMIT_S, PATIENCE_S, SILENT_S, Job, Ticked
+from tasuki.core.failover_events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, Job, Ticked, not_trusted
 from tasuki.core.ids import IdMaker, check_job_id
 from tasuki.core.nodes import Nodes, Ranked
 from tasuki.errors import InvalidInput, TasukiError
+from tasuki.net.http_transport import NotTrusted
 from tasuki.net.loops import now
 from tasuki.net.tls import client_tls
 
 __all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "Progress"]
 
 log = logging.getLogger(__name__)
-LONGER_THAN_THE_JOB_S = 60.0
 REMOVED, NOT_KNOWN, STOPPING = "removed", "not known", "stopping"
 
 
@@ -110,8 +110,8 @@ class AsyncAgentsClient:
         """Run one job, wherever that works, and save its ZIP as `output`.
 
         With a `job_id` of your own, asking again gives the stored result or goes on with the run that is under way. `timeout_s`
-        limits the program, `limit_s` all of it (20 minutes, or a minute more than the program may take). A canceled call leaves
-        the job alone. `known=False` is for an id that was made just now: no node is asked for it first.
+        limits the program, `limit_s` all of it (21 minutes, or a minute more than `timeout_s` if that is longer). A canceled call
+        leaves the job alone. `known=False` is for an id that was made just now: no node is asked for it first.
         """
         target = Path(output)
         if not target.parent.is_dir():
@@ -186,6 +186,8 @@ class AsyncAgentsClient:
             self.nodes.seen(node, capacity, now().monotonic)
         except NotOurs as error:
             self.nodes.refused(node, error.refusal, now().monotonic)
+        except NotTrusted as error:
+            self.nodes.refused(node, not_trusted(error.message), now().monotonic)
         except (TasukiError, Refusing) as error:
             self.nodes.unwell(node, str(error), now().monotonic)
         except Exception as error:  # a defect must not leave the node "being asked" for ever

@@ -42,10 +42,11 @@ from tasuki.core.failover_events import (
     Told,
     Untold,
     Uploaded,
+    not_trusted,
 )
 from tasuki.core.nodes import Nodes
 from tasuki.errors import InvalidInput, TasukiError, Unavailable
-from tasuki.net.http_transport import NoConnection
+from tasuki.net.http_transport import NoConnection, NotTrusted
 from tasuki.net.loops import now
 
 log = logging.getLogger(__name__)
@@ -224,6 +225,9 @@ class AgentRun:
                 result = await agent.fetch(self._job.job_id, self._target, telling)
         except Refusing as error:
             self.hear(Refused(ticket, error.refusal))
+        except NotTrusted as error:  # one that a dispatcher led to is lost: it may lead to another
+            words = error.message
+            self.hear(Lost(ticket, words) if telling.is_led else Refused(ticket, not_trusted(words)))
         except Unavailable as error:
             self.hear(Lost(ticket, error.message))
         except (TasukiError, OSError) as error:  # of our own files: another node would be no better
@@ -291,6 +295,7 @@ class _Telling:
         self._run = run
         self._ticket = command.ticket
         self._where = command.node
+        self.is_led = False
         self._size_bytes = size_bytes
         self._told_at = 0.0
 
@@ -307,5 +312,5 @@ class _Telling:
             self._run.progress(Progress("download", self._where, done_bytes, total_bytes))
 
     def led(self, to: str) -> None:
-        self._where = to
+        self._where, self.is_led = to, True
         self._run.hear(Led(self._ticket, to))

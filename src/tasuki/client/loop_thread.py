@@ -22,6 +22,7 @@ class LoopThread:
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._closing = False
         self._waits: set[futures.Future[Any]] = set()
+        self._lock = threading.Lock()
         self.thread.start()
         try:
             self.wait(opening)
@@ -41,8 +42,12 @@ class LoopThread:
         return self._wait(work)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        self._waits.add(future)
+        with self._lock:
+            if self.loop.is_closed():
+                work.close()
+                raise Unavailable("this client was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            self._waits.add(future)
         try:
             return future.result()
         except futures.CancelledError:
@@ -81,4 +86,7 @@ class LoopThread:
     def _stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
-        self.loop.close()
+        with self._lock:  # who came after the loop had ended would wait for ever
+            for future in list(self._waits):
+                future.cancel()
+            self.loop.close()

@@ -58,8 +58,12 @@ class Address(msgspec.Struct, frozen=True):
             return len(self.host) <= HOST_MAX_CHARS and HOST_NAME.fullmatch(self.host) is not None
 
 
-def parse_url(url: str, default_port: int | None = None) -> list[Address]:
-    """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080`, `https://a/prefix`: the places to try."""
+def parse_url(url: str, default_port: int | None = None, given: str | None = None) -> list[Address]:
+    """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080`, `https://a/prefix`: the places to try.
+
+    `given` is what an error quotes, where the caller has made the address of it.
+    """
+    given = given or url
     if url.startswith(AGENTS):
         raise ConfigError(f"address {url!r} names node agents, which have no server; only tasuki run and tasuki nodes take it")
     scheme, separator, rest = url.partition("://")
@@ -75,8 +79,8 @@ def parse_url(url: str, default_port: int | None = None) -> list[Address]:
     if "@" in rest:  # what stands before it may be a password, which is not repeated here
         raise ConfigError(f"an address such as {scheme}://host has no user or password in it; give the token with --token-file")
     if scheme in ("http", "https"):
-        return [_place(scheme, part, url, default_port) for part in rest.split(",")]
-    return [_host_port(scheme, part, url, default_port) for part in rest.rstrip("/").split(",")]
+        return [_place(scheme, part, given, default_port) for part in rest.split(",")]
+    return [_host_port(scheme, part, given, default_port) for part in rest.rstrip("/").split(",")]
 
 
 def parse_agents(url: str) -> list[Address]:
@@ -119,5 +123,6 @@ def _host_port(scheme: str, text: str, url: str, default_port: int | None = None
         host, port = text, str(default_port or DEFAULT_PORTS[scheme])
     host = host.removeprefix("[").removesuffix("]")
     if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
-        raise ConfigError(f"address {url!r}: {text!r} is not host:port with a port from 0 to 65535")
+        which = f"{url!r}: {text!r}" if text != url else repr(url)
+        raise ConfigError(f"address {which} is not host:port with a port from 0 to 65535")
     return Address(scheme, host, int(port))

@@ -258,7 +258,8 @@ class FailoverPlan:
                 return [] if self._runs else self._ask_all(now)
             case Verdict.NOT_HERE:
                 del self._runs[run.ticket]
-                self._nodes.answered(run.node, now)
+                if refusal.status:
+                    self._nodes.answered(run.node, now)
                 self._done_with.add(run.node)
                 self._not_here[run.node] = refusal
                 return [Tell(about(run.where, refusal.words()))]

@@ -6,16 +6,22 @@ from enum import Enum
 
 import msgspec
 
+from tasuki.core.agent_job import TIMEOUT_S
 from tasuki.errors import Conflict, Forbidden, InvalidInput, JobFailed, TasukiError, TooLarge, Unauthorized, Unavailable
 
-LIMIT_S = 20 * 60.0
+LONGER_THAN_THE_JOB_S = 60.0  # so that a node that stops a job at its limit can still say so, and another one be tried
+LIMIT_S = TIMEOUT_S + LONGER_THAN_THE_JOB_S
 PATIENCE_S = 5.0
 SILENT_S = 10.0
 FOLLOW_FIRST_S = 0.1  # between two questions to a node that somebody else's request runs at
 FINAL_STATUSES = frozenset({400, 409})
-NOT_HERE_CODES = frozenset({"EXEC_NOT_ALLOWED", "PROGRAM_NOT_FOUND", "PROGRAM_NOT_STARTED", "SECRET_MISSING", "DISK_FULL"})
-"""What only this node lacks, for this job: the exec, its program, the room."""
+NOT_TRUSTED = "NOT_TRUSTED"
+NOT_HERE_CODES = frozenset(
+    {"EXEC_NOT_ALLOWED", "PROGRAM_NOT_FOUND", "PROGRAM_NOT_STARTED", "SECRET_MISSING", "DISK_FULL", NOT_TRUSTED}
+)
+"""What only this node lacks, for this job: the exec, its program, the room, our trust."""
 TOKEN_STATUSES = frozenset({401, 403})
+WAY_IN = "give one of its tokens with --token-file or TASUKI_TOKEN"
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -45,6 +51,7 @@ class Refusal(msgspec.Struct, frozen=True):
     """An answer that is not the result."""
 
     status: int
+    """0: it was not asked, as we do not trust its certificate."""
     code: str = ""
     """Empty: it was not a node that answered, but something before it."""
     message: str = ""
@@ -55,7 +62,14 @@ class Refusal(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         """For people."""
+        if not self.status:
+            return self.message
         return f"answered {self.status} {self.code}".rstrip() + (f": {self.message}" if self.message else "")
+
+
+def not_trusted(message: str) -> Refusal:
+    """A node whose certificate we do not trust. That is no failure of it: the CA may be missing here."""
+    return Refusal(0, NOT_TRUSTED, message)
 
 
 class Verdict(Enum):
@@ -100,12 +114,12 @@ def error_of(refusal: Refusal, job_id: str, message: str) -> TasukiError:
         case 409 if refusal.code == "CANCELED":
             return JobFailed(f"job {job_id} was canceled: {message}")
         case 401:
-            return Unauthorized(message)
+            return Unauthorized(f"{message}; {WAY_IN}")
         case 403:
             return Forbidden(message)
         case 413:
             return TooLarge(message)
-        case status if status >= 500:
+        case status if status >= 500 or not status:
             return Unavailable(message)
         case _:
             return InvalidInput(message)

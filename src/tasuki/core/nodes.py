@@ -66,7 +66,7 @@ class Ranked(msgspec.Struct, frozen=True):
     free: int | None = None
     """Places that are free, without those for what this client sent it meanwhile."""
     refusal: Refusal | None = None
-    """It does not take our token."""
+    """It does not take our token, or we do not trust its certificate."""
 
     def view(self) -> dict[str, object]:
         """For programs: `tasuki nodes --json`, and a dispatcher's /nodes."""
@@ -172,7 +172,7 @@ class Nodes:
         self.failed(name, reason, now)
 
     def refused(self, name: str, refusal: Refusal, now: float) -> None:
-        """It is well, but takes nothing from us. That is not its failure."""
+        """It is there, but takes nothing from us, or we trust it with nothing. That is not its failure."""
         node = self._looked(name, now)
         node.well, node.refusal = False, refusal
         node.said = refusal.words()

@@ -35,6 +35,10 @@ class NoConnection(Unavailable):
     """Nothing was sent: nobody is there, or not whom we trust."""
 
 
+class NotTrusted(NoConnection):
+    """Somebody is there, with a certificate that we do not trust: that may well be for us to correct, as with --tls-ca."""
+
+
 class CutOff(Unavailable):
     """It may have been done: the answer did not come, or not whole."""
 
@@ -177,7 +181,7 @@ class HttpTransport:
             case httpx.ProxyError():
                 return NoConnection(f"the proxy of HTTP_PROXY or HTTPS_PROXY does not lead to {self.address}: {error}")
             case httpx.ConnectError() | httpx.InvalidURL() | httpx.UnsupportedProtocol():
-                return NoConnection(self._why_not_connected(error))
+                return self._not_connected(error)
             case httpx.LocalProtocolError():
                 return InvalidInput(f"the request to {self.address} cannot be sent: {error}")
             case httpx.TimeoutException():
@@ -187,14 +191,15 @@ class HttpTransport:
             case _:
                 return CutOff(f"the connection to {self.address} was lost: {error or type(error).__name__}")
 
-    def _why_not_connected(self, error: Exception) -> str:
+    def _not_connected(self, error: Exception) -> NoConnection:
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLError):
                 why = handshake_words(cause, self.address.host, plain="http", own_ca=self._own_ca)
-                return f"no TLS connection to {self.address}: {why}"
+                kind = NotTrusted if isinstance(cause, ssl.SSLCertVerificationError) else NoConnection
+                return kind(f"no TLS connection to {self.address}: {why}")
             if isinstance(cause, OSError) and cause.errno is not None and cause.strerror:
-                return f"no connection to {self.address}: {system_words(cause)}"
-        return f"no connection to {self.address}: {error}"
+                return NoConnection(f"no connection to {self.address}: {system_words(cause)}")
+        return NoConnection(f"no connection to {self.address}: {error}")
 
 
 async def said_in(response: httpx.Response) -> Said | None:

@@ -134,14 +134,14 @@ def _check_args(exec_: Exec, spec: JobSpec) -> None:
         raise Refused(
             "ARGS_NOT_ALLOWED",
             f"exec {exec_.name!r} takes no arguments from a job, {len(spec.args)} were given; "
-            'leave them out, or allow them at the worker (args = "any", or {args} in its command)',
+            'leave them out, or allow them in the exec (args = "any", or {args} in its command)',
         )
     for argument in spec.args:
         if not any(re.fullmatch(pattern, argument) for pattern in exec_.args):
             raise Refused(
                 "ARGS_NOT_ALLOWED",
                 f"argument {quoted(argument)} matches none of the patterns that exec {exec_.name!r} allows; "
-                "change it, or add a pattern to args at the worker",
+                "change it, or add a pattern to the args of the exec",
             )
 
 
@@ -152,7 +152,7 @@ def _check_env(exec_: Exec, spec: JobSpec) -> None:
             raise Refused(
                 "ENV_NOT_ALLOWED",
                 f"environment name {quoted(name)} is not allowed for exec {exec_.name!r} (allowed: {allowed}); "
-                "leave it out, or add it to allow_env at the worker",
+                "leave it out, or add it to the allow_env of the exec",
             )
 
 

@@ -194,7 +194,8 @@ def is_part_as_made(path: str, below: str) -> bool:
     try:
         if not _is_ours(os.lstat(part), _OWN_FOLDER):
             return False
-        found = os.listdir(part)  # noqa: PTH208
+        with os.scandir(part) as entries:
+            found = [entry.name for entry in itertools.islice(entries, len(_LOGS) + 1)]
         return _emptied(part, found) if below == "log" else not found
     except OSError:
         return False

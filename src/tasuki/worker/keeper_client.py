@@ -270,7 +270,7 @@ class Keeper:
         self._detach()
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)  # one that talks nonsense takes it for our end, and ends what it has
-        self.lost = KeeperLost(f"the keeper (pid {self.pid}) is gone: {why}; restart the worker, which sweeps up what is left")
+        self.lost = KeeperLost(f"the keeper (pid {self.pid}) is gone: {why}; restart this process, which sweeps up what is left")
         logger.error("%s", self.lost.message)
         self._fail_all(self.lost)
         if self._ready is not None and not self._ready.done():
@@ -285,7 +285,7 @@ class Keeper:
 
 def _why_not(report: NotSpawned) -> Exception:
     if report.message:
-        return NotPrepared(f"its interpreter cannot be used: {report.message}; correct its modules or the exec at the worker")
+        return NotPrepared(f"its interpreter cannot be used: {report.message}; correct its modules, or the exec")
     return OSError(report.errno, os.strerror(report.errno))
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tasuki.doors.agent import desk, intake
 from tasuki.errors import DiskFull
-from tests.doors.agent.stage import BOUNDARY, AgentStage, answer_to, code_of, form, head, members, part
+from tests.doors.agent.stage import BOUNDARY, AgentStage, Started, answer_to, code_of, form, head, members, part
 from tests.processes import wait_until
 
 
@@ -395,3 +398,46 @@ def test_a_job_that_lasts_has_a_durable_marker_while_it_runs(
     finally:
         gate.touch()
     assert running.answer().status_code == 200
+
+
+def test_a_program_that_makes_a_pipe_of_its_marker_holds_nobody_up(stage: AgentStage, job_id: str) -> None:
+    here = stage.data / "jobs" / job_id
+    script = f"rm {here}/.running; mkfifo {here}/.running {here}/.done; sleep {2 * desk.MARK_S}"
+
+    answer = stage.run(job_id, script)
+
+    assert answer.status_code == 200
+    assert stage.state(job_id) == "done"
+    assert stage.call(lambda: stage.agent.folders.recover()) == []
+
+
+def test_all_fields_of_a_form_together_are_limited(stage: AgentStage, job_id: str) -> None:
+    body = form(*(part("input", b"x" * (intake.FIELD_MAX_BYTES // 4)) for _ in range(5)))
+
+    with stage.raw() as sock:
+        sock.sendall(head(job_id, len(body)) + body)
+        status, error = answer_to(sock)
+
+    assert (status, error["code"]) == (413, "TOO_LARGE")
+    wait_until(lambda: nothing_is_left(stage, job_id))
+
+
+def test_a_delete_while_a_refused_upload_is_being_given_up_is_answered_as_always(
+    stage: AgentStage, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    async def discard(self: intake.Intake, real: Any = intake.Intake.discard) -> None:
+        entered.set()
+        await asyncio.to_thread(gate.wait, 20.0)
+        await real(self)
+
+    monkeypatch.setattr(intake.Intake, "discard", discard)
+    refused = Started(lambda: stage.run(job_id, exec="other"))
+    assert entered.wait(20.0)
+    deleting = Started(lambda: stage.http.delete(f"/jobs/{job_id}"))
+    wait_until(lambda: stage.call(lambda: stage.agent.desk.held(job_id).stop.done()), what="it is to be stopped")
+    gate.set()
+
+    assert code_of(refused.answer()) == (400, "EXEC_NOT_ALLOWED")
+    assert deleting.answer().status_code in (200, 404)

@@ -100,6 +100,15 @@ def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -
     assert (tmp_path / "data/jobs/one/.interrupted").exists()
 
 
+def test_programs_hear_which_execs_there_are(tmp_path: Path) -> None:
+    options = ["--listen", "127.0.0.1:0", "--exec", "b=/bin/true", "--exec", "a=/bin/true", "--slots", "2", "--json"]
+    with ChildProcess([*TASUKI, "agent", *options, "--data", tmp_path / "data"], tmp_path / "log", {}) as agent:
+        output = agent.wait_for_output('"event":"ready"')
+
+    (ready,) = (event for event in map(json.loads, output.splitlines()) if event.get("event") == "ready")
+    assert ready == {"event": "ready", "slots": 2, "execs": ["a", "b"], "data": str(tmp_path / "data")}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -109,6 +118,8 @@ def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -
         (["--exec", "x=/bin/true", "--default-exec", "y"], "none of the execs"),
         (["--exec", "x=/bin/true", "--tls-cert", "c"], "belong together"),
         (["--exec", "x=/bin/true", "--node", "n1\nready"], "without control characters"),
+        (["--exec", "x=/bin/true", "--advertise", "http://n1:7090"], "--advertise is for those that share a registry"),
+        (["--exec", "x=/bin/true", "--listen", "unix:///run/x"], "address 'unix:///run/x' is none of HTTP"),
         ([], "needs a program"),
     ],
 )
@@ -142,6 +153,8 @@ def test_token_files_have_a_token_on_each_line(tmp_path: Path) -> None:
         path.write_text(wrong)
         with pytest.raises(ConfigError):
             read_tokens(str(path))
+    with pytest.raises(ConfigError, match="without spaces, of up to 512 characters"):  # the last of them
+        read_tokens(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tokens(str(tmp_path / "missing"))
 

@@ -19,7 +19,7 @@ from tasuki.core.job import Job, Lease, Outcome, State
 from tasuki.core.verbs import Report, RequeueOrder, Turn
 from tasuki.doors.agent import records, shared
 from tasuki.doors.agent.leases import boot_time
-from tasuki.errors import Unavailable
+from tasuki.errors import ConfigError, InternalError, Unavailable
 from tests.doors.agent.sharing import SharingStage, two_nodes
 from tests.doors.agent.stage import TIMEOUT_S, Started, code_of, members, report
 from tests.processes import wait_until
@@ -265,6 +265,25 @@ def test_a_run_that_lost_its_lease_is_removed_without_the_result_of_another_node
 
     assert running.answer().status_code in (409, 503)
     assert one.result(job_id).content == two.result(job_id).content == newer.content
+
+
+def test_a_store_that_refuses_us_for_a_moment_costs_no_result(
+    redis_nodes: Nodes, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = redis_nodes
+    monkeypatch.setattr(shared, "RETRY_S", 0.01)
+    share, refusals = one.registry._share, iter([ConfigError("the password is wrong"), InternalError("a script failed")])
+
+    async def refuse(turn: Turn, real: Any = share.execute) -> Any:
+        if turn.finish and (error := next(refusals, None)) is not None:
+            raise error
+        return await real(turn)
+
+    monkeypatch.setattr(share, "execute", refuse)
+    answer = one.run(job_id, "echo once")
+
+    assert answer.status_code == 200
+    assert two.result(job_id).content == answer.content
 
 
 # -------------------------------------------------------------------------------------------------------- after a kill

@@ -156,6 +156,18 @@ def test_a_root_that_fails_is_everybodys_failure(tmp_path: Path) -> None:
     os.close(root)
 
 
+def test_a_descriptor_that_is_not_open_any_more_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    gone, good = 1_000_000, opened(tmp_path, "good")
+
+    async def test(syncer: Syncer) -> None:
+        ends = await asyncio.gather(syncer.sync([gone]), syncer.sync([good]), return_exceptions=True)
+        assert isinstance(ends[0], OSError)
+        assert ends[1] is None
+
+    run(test, tmp_path)
+    assert not is_open(good)
+
+
 def test_alone_the_first_failure_is_raised(tmp_path: Path) -> None:
     bad, good = pipe_end(), opened(tmp_path, "good")
 

@@ -25,10 +25,11 @@ from tasuki.doors.agent import records
 from tasuki.doors.dispatcher import registry
 from tasuki.doors.dispatcher.app import Dispatcher
 from tasuki.doors.dispatcher.settings import DispatcherConfig
+from tasuki.errors import ConfigError
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal, result
 from tests.doors.agent.sharing import SharingStage, two_nodes
 from tests.doors.agent.stage import members, report
-from tests.doors.dispatcher.stage import DispatcherStage, code_of, tell
+from tests.doors.dispatcher.stage import DispatcherStage, code_of, job, tell
 from tests.processes import wait_until
 from tests.services import PostgresService
 from tests.services_redis import RedisService
@@ -410,6 +411,35 @@ def test_without_its_registry_a_dispatcher_does_what_it_does_without_one(
 
     with RedisService() as service:
         tell(story(service))
+
+
+def test_a_registry_that_refuses_us_is_as_good_as_away_until_it_does_not(
+    nodes: Nodes, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RETRY_S", 0.02)
+    refusals = [ConfigError("the password is wrong")] * 3
+
+    async def story() -> None:
+        async with StandIn() as node, sharing(nodes[0].registry_url, node, inputs=tmp_path) as stage:
+            recording = stage.dispatcher._registry
+            assert recording is not None
+            share = recording._share
+            assert share is not None
+
+            async def refuse(turn: Turn, real: Any = share.execute) -> Any:
+                if refusals:
+                    raise refusals.pop()
+                return await real(turn)
+
+            monkeypatch.setattr(share, "execute", refuse)
+            node.job = job("done")
+            found = await stage.http.get(f"/jobs/{job_id}")
+            await until(lambda: recording._records is not None)
+
+            assert (found.status_code, found.json()["state"]) == (200, "done")
+            assert refusals == []
+
+    tell(story())
 
 
 def test_a_dispatcher_starts_without_its_registry_and_uses_it_when_it_is_there(

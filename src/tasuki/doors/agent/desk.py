@@ -175,9 +175,10 @@ class Desk:
         try:
             await self._take_in(held, intake, place, stream, sent)
         except BaseException as error:
+            receiving, held.receiving = held.receiving, None  # a stop that comes now finds nothing to cancel
             await asyncio.shield(self._give_up(held, intake))
-            if isinstance(error, asyncio.CancelledError) and held.stop.done() and held.receiving is not None:
-                held.receiving.uncancel()
+            if isinstance(error, asyncio.CancelledError) and held.stop.done() and receiving is not None:
+                receiving.uncancel()
                 raise self._stopped(held) from None
             raise
         finally:
@@ -233,10 +234,12 @@ class Desk:
             await intake.discard()
             if held.begun:
                 self.folders.discard(held.job_id)
-            if self.registry is not None:
-                await self.registry.release(held.job_id)
         finally:
-            self._let_go(held)
+            try:
+                if self.registry is not None:
+                    await self.registry.release(held.job_id)
+            finally:
+                self._let_go(held)
 
     def _attempt(self, held: Held, order: _Order, marker: RunningMarker, files: Sequence[InputRecord]) -> Attempt:
         argv = order.exec.argv
@@ -285,7 +288,7 @@ class Desk:
             result = await self._runner.run(attempt, held.stop, started)
             marking.cancel()
             if held.marked is not None:
-                await held.marked
+                await asyncio.wait([held.marked])  # whether it could be synced decides nothing about the result
             answer = await self._ended(held, marker, result)
         except BaseException as error:
             marking.cancel()
@@ -404,8 +407,8 @@ class Desk:
             removed = await self.registry.remove(job_id) or removed
         if removed is None:
             raise NotFound(f"there is no job {job_id} at this node")
-        if job_id not in self._held:
-            self.folders.discard(job_id)
+        if job_id not in self._held and self.folders.discard(job_id):
+            await self._syncer.sync(())  # of the list of jobs
         return removed
 
     def discard_ended(self, job_id: str, is_old: Callable[[Marker], bool]) -> bool:

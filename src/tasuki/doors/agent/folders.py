@@ -46,6 +46,7 @@ logger = logging.getLogger("tasuki.agent")
 RUNNING, DONE, FAILED, INTERRUPTED, RESULT = ".running", ".done", ".failed", ".interrupted", "result.zip"
 _KEPT = frozenset({DONE, FAILED, INTERRUPTED, RESULT})
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MARKER = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a program may have put a FIFO there
 _TMP = ".tmp"
 MARKER_MAX_BYTES = 64 * 1024
 OPEN_TRIES = 3
@@ -162,7 +163,7 @@ class JobFolders:
         """What tells of a running job, to be made durable: a marker that a power cut takes before that is as good as absent."""
         folder = self.at(job_id)
         with _Opened() as opened:
-            opened.add(os.open(f"{folder}/{RUNNING}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+            opened.add(os.open(f"{folder}/{RUNNING}", _MARKER))
             opened.add(os.open(folder, _FOLDER))
             return opened.given()
 
@@ -350,7 +351,7 @@ def _lock(data: Path) -> int:
 
 def _read(path: str, kind: type[MarkerT]) -> MarkerT | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, _MARKER)
     except OSError:
         return None
     try:

@@ -85,6 +85,7 @@ class Intake:
         self._names = _Names()
         self._fields: dict[str, bytearray] = {}
         self._inputs: list[bytearray] = []
+        self._fields_bytes = 0
         self._open: bytearray | None = None
         """The field that is being read; None: it is a file."""
         self._pending: list[str | bytes | None] = []
@@ -159,8 +160,9 @@ class Intake:
                     self._pending.append(None)
             elif self._open is not None:
                 self._open += event
-                if len(self._open) > FIELD_MAX_BYTES:
-                    raise TooLarge(f"a field of the form is larger than {FIELD_MAX_BYTES} bytes")
+                self._fields_bytes += len(event)
+                if self._fields_bytes > FIELD_MAX_BYTES:
+                    raise TooLarge(f"the fields of the form are larger than {FIELD_MAX_BYTES} bytes")
             else:
                 self._pending.append(event)
                 self._pending_bytes += len(event)

@@ -21,7 +21,7 @@ from tasuki.core.agent_job import InputRecord
 from tasuki.core.dispatch import InputRef
 from tasuki.doors.agent.answers import AgentRefusal
 from tasuki.doors.agent.intake import Form, Intake, Place
-from tasuki.errors import InvalidInput, NotFound, Unavailable
+from tasuki.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from tasuki.net.http_transport import HttpTransport
 from tasuki.net.tls import client_tls
 
@@ -48,6 +48,11 @@ def open_store(where: str, *, max_blob_bytes: int, floor_free_bytes: int) -> Blo
     """The store of inputs in the folder or bucket that --inputs names."""
     if "://" in where:
         parts = urlsplit(where)
+        if parts.scheme not in ("s3", "file"):
+            shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # not what may be a password
+            raise ConfigError(
+                f"--inputs {shown!r} is not understood; use s3://bucket/prefix, a folder, or (agents) http://dispatcher:7091"
+            )
         place = parts._replace(path=f"{parts.path.rstrip('/')}/{FOLDER}").geturl()
     else:
         place = str(Path(where, FOLDER))

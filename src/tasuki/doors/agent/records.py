@@ -26,7 +26,7 @@ from tasuki.doors.agent import answers
 from tasuki.doors.agent.downloads import ResultAnswer
 from tasuki.doors.agent.elsewhere import BlobSource, ElsewhereAnswer, Source
 from tasuki.doors.agent.leases import boot_time
-from tasuki.errors import Conflict, NotFound, TasukiError, Unavailable
+from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
 from tasuki.server.share import Share
 
 logger = logging.getLogger("tasuki.agent")
@@ -83,9 +83,9 @@ class Records:
         try:
             async with asyncio.timeout(answer_s):
                 return await asyncio.shield(asking)
-        except (TimeoutError, Unavailable) as error:
+        except (TimeoutError, Unavailable, ConfigError, InternalError) as error:
             asking.add_done_callback(self._give_back)
-            logger.warning("the registry did not answer: %s", error if isinstance(error, Unavailable) else f"in {answer_s:g} s")
+            logger.warning("the registry did not answer: %s", error if isinstance(error, TasukiError) else f"in {answer_s:g} s")
             raise answers.registry_away() from None
         except asyncio.CancelledError:
             asking.add_done_callback(self._give_back)

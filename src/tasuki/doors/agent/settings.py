@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from tasuki.config import TOKEN_MAX_CHARS
 from tasuki.core.agent_job import TIMEOUT_S, default_slots
 from tasuki.errors import ConfigError
 from tasuki.worker.execs import Exec
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
 
 TOKENS_MAX = 1_000
-TOKEN_MAX_CHARS = 512
 KEEP_DAYS = 7.0
 
 
@@ -66,7 +66,10 @@ def read_tokens(path: str) -> tuple[str, ...]:
         raise ConfigError(f"the token file {path!r} must have 1 to {TOKENS_MAX} tokens, one on each line; it has {len(tokens)}")
     for number, token in enumerate(tokens, 1):
         if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError(f"token {number} of the token file {path!r} must be printable ASCII without spaces")
+            raise ConfigError(
+                f"token {number} of the token file {path!r} must be printable ASCII without spaces, "
+                f"of up to {TOKEN_MAX_CHARS} characters"
+            )
     return tokens
 
 

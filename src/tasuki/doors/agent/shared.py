@@ -36,12 +36,13 @@ from tasuki.doors.agent.folders import JobFolders
 from tasuki.doors.agent.leases import Claim, Leases, Lost, boot_time
 from tasuki.doors.agent.records import Granted, Holder, Records, described, done_or_refused, is_held
 from tasuki.doors.agent.registry import AnsweredElsewhere, Removed
-from tasuki.errors import TasukiError, Unavailable
+from tasuki.errors import ConfigError, InternalError, TasukiError, Unavailable
 from tasuki.server.share import Share
 
 logger = logging.getLogger("tasuki.agent")
 ANSWER_S = 5.0  # of a registry that is told something
 RETRY_S = 1.0
+REFUSALS_MAX = 15
 AGAIN_TRIES = 3  # of a job whose result nobody has
 COMPARED = 64  # results at once: those that are small come with their bytes
 BLOB_TRIES = 3
@@ -225,20 +226,27 @@ class SharedRegistry:
             await self.release(ended.job_id)
             return False
         claim.is_told = True
-        counts = await self._report(claim, ended, outcome)
-        self._leases.drop(ended.job_id)
+        try:
+            counts = await self._report(claim, ended, outcome)
+        finally:
+            self._leases.drop(ended.job_id)
         await asyncio.to_thread(self._notes.remove, ended.job_id)
         return counts
 
     async def _report(self, claim: Claim, ended: EndedMarker, outcome: Outcome) -> bool:
-        """Until the store has answered; whether it counts."""
+        """Until the store has answered; whether it counts. A store that refuses us (its password was just changed) may come to
+        its senses; if it does not, that is raised, and the lease is over in time."""
         reports = [claim.report(outcome, ended.started_at)]
         succeeded = ended.outcome is AgentOutcome.SUCCEEDED
+        refusals = 0
         while True:
             try:
                 told = await self._share.execute(Turn(finish=reports) if succeeded else Turn(fail=reports))
-            except Unavailable as error:
+            except (Unavailable, ConfigError, InternalError) as error:
                 logger.warning("job %s: its end cannot be recorded yet: %s", ended.job_id, error.message)
+                refusals += not isinstance(error, Unavailable)
+                if refusals > REFUSALS_MAX:
+                    raise
                 await self._pause()
                 continue
             [recorded] = told.finish or told.fail
@@ -267,7 +275,7 @@ class SharedRegistry:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self._share.execute(Turn(fail=[claim.report(interrupted(self._node))]))
-        except (TimeoutError, Unavailable):
+        except (TimeoutError, TasukiError):
             logger.warning("job %s: the registry was not told that it ended without a result", job_id)
             return
         await asyncio.to_thread(self._notes.remove, job_id)

@@ -7,6 +7,7 @@ it blocks for a few system calls; called from several threads.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import stat
@@ -42,7 +43,8 @@ class Spares:
         """Take it out of there if it can be used again; nothing may be running in it."""
         kept = self._kept.get(name)
         if name == INPUTS:
-            _remove_few(f"{folder}/{name}")
+            with contextlib.suppress(OSError):  # what cannot be removed here is thrown away as it is
+                _remove_few(f"{folder}/{name}")
         if kept is None or len(kept) >= SPARES_MAX or not is_part_as_made(folder, name):
             return False
         spare = f"{self._place}/{next(self._numbers)}"
@@ -65,7 +67,8 @@ def _remove_few(folder: str) -> None:
     """What is in it, if that is little; no link is followed."""
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return
-    files = [f"{folder}/{name}" for name in os.listdir(folder)]  # noqa: PTH208
+    with os.scandir(folder) as found_in:  # a program may have made a million
+        files = [entry.path for entry in itertools.islice(found_in, FEW_FILES + 1)]
     if len(files) > FEW_FILES:
         return
     for file in files:

@@ -98,6 +98,8 @@ def _problem_of(descriptors: Unsynced) -> OSError | None:
                 os.fsync(descriptor)
         except OSError as error:
             problem = error
-        finally:
+        try:
             os.close(descriptor)
+        except OSError as error:
+            problem = problem or error
     return problem

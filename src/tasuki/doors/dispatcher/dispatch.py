@@ -19,7 +19,7 @@ from starlette.responses import Response
 from tasuki.client.agent_answers import Refusing
 from tasuki.core import agent_job
 from tasuki.core.failover import ODD_MAX, WATCH_S
-from tasuki.core.failover_events import TOKEN_STATUSES, Verdict, about, verdict_of
+from tasuki.core.failover_events import LONGER_THAN_THE_JOB_S, TOKEN_STATUSES, Verdict, about, verdict_of
 from tasuki.doors.agent.answers import AgentRefusal
 from tasuki.doors.agent.pulls import INPUT_NOT_FOUND
 from tasuki.doors.dispatcher.company import Company
@@ -27,7 +27,6 @@ from tasuki.doors.dispatcher.leftovers import Leftovers
 from tasuki.doors.dispatcher.metrics import DispatcherMetrics
 from tasuki.doors.dispatcher.parcels import Parcel
 from tasuki.doors.dispatcher.passing import PassedAnswer, Refused, check_result, read_refusal
-from tasuki.doors.dispatcher.settings import LONGER_THAN_THE_JOB_S
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable
 from tasuki.net.http_transport import CutOff
 from tasuki.net.loops import now

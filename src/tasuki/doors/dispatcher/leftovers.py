@@ -80,7 +80,7 @@ class Leftovers:
         for left in list(self._left):
             with on_behalf_of(left.job_id):
                 if now().monotonic - left.since > REMEMBERED_S or (left.node in there and await self._is_dealt_with(left)):
-                    self._left.remove(left)
+                    self._left = [other for other in self._left if other is not left]  # it may have been forgotten meanwhile
 
     async def _is_dealt_with(self, left: _Left) -> bool:
         try:

@@ -143,7 +143,7 @@ class DispatcherRegistry:
         while True:
             try:
                 await share.execute(Turn(get=["-"]))
-            except Unavailable:
+            except TasukiError:
                 await asyncio.sleep(RETRY_S)
                 continue
             self._is_back(share)

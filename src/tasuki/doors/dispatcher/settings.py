@@ -8,12 +8,10 @@ import ssl
 import msgspec
 
 from tasuki.core.address import Address
-from tasuki.core.agent_job import TIMEOUT_S
 from tasuki.core.breaker import DEFAULT_RULES, BreakerRules
-from tasuki.core.failover_events import SILENT_S
+from tasuki.core.failover_events import LIMIT_S, SILENT_S
 
-UPLOAD_MAX_BYTES = 64 * 1024**3
-LONGER_THAN_THE_JOB_S = 60.0
+UPLOAD_MAX_BYTES = 64 * 1000**3
 KEEP_INPUTS_DAYS = 7.0
 
 
@@ -39,7 +37,7 @@ class DispatcherConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of what is kept in the store; what is passed through is limited by the agents."""
     keep_inputs_days: float = KEEP_INPUTS_DAYS
     """After their last use; 0: for ever."""
-    limit_s: float = TIMEOUT_S + LONGER_THAN_THE_JOB_S
+    limit_s: float = LIMIT_S
     """How long a node may take to answer."""
     silent_s: float = SILENT_S
     """A node that works on a job and says nothing for so long is as good as dead."""
