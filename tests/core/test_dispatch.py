@@ -73,7 +73,20 @@ def test_the_places_that_count_are_those_that_would_be_used() -> None:
     steady = line(NODES[0], Standing.LEFT_OUT, steady=True)
 
     assert well([steady, line(NODES[1], Standing.LEFT_OUT)]) == [steady]
-    assert well([steady, full := line(NODES[1], Standing.FULL, 0), line(NODES[2], Standing.UNKNOWN)]) == [full]
+    assert well([steady, full := line(NODES[1], Standing.FULL, 0), line(NODES[2], Standing.UNKNOWN, None)]) == [full]
+
+
+def test_a_node_that_is_asked_again_after_a_pause_counts_until_it_does_not_answer() -> None:
+    nodes = Nodes(NODES[:1], lambda: 0.0)
+    never_asked = well(nodes.ranking(0.0))
+    nodes.seen(NODES[0], Capacity(1, 4), 0.0)
+    nodes.to_look_at(5.0, 1.0)
+
+    (asked_again,) = well(nodes.ranking(5.0))
+    nodes.failed(NODES[0], "no answer", 6.0)
+
+    assert never_asked == well(nodes.ranking(6.0)) == []
+    assert (asked_again.standing, asked_again.free) == (Standing.UNKNOWN, 3)
 
 
 def test_of_several_words_about_a_job_a_result_counts_most() -> None:

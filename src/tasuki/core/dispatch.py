@@ -66,10 +66,14 @@ def candidates(ranking: Sequence[Ranked], job_id: str) -> list[Ranked]:
 
 
 def well(ranking: Sequence[Ranked]) -> list[Ranked]:
-    """Whose places count: those that answer, and if there are none, those that would be used nevertheless."""
-    return [line for line in ranking if line.standing in (Standing.FREE, Standing.FULL)] or [
-        line for line in ranking if line.steady
+    """Whose places count: those that answer, and if there are none, those that would be used nevertheless. One that has answered
+    counts as well while it is asked again: else an idle dispatcher would be unwell for a moment at each look."""
+    answered = [
+        line
+        for line in ranking
+        if line.standing in (Standing.FREE, Standing.FULL) or (line.standing is Standing.UNKNOWN and line.free is not None)
     ]
+    return answered or [line for line in ranking if line.steady]
 
 
 def who_knows(job_id: str, said: Mapping[str, JobSays]) -> str | None:
