@@ -473,6 +473,15 @@ def test_with_nobody_else_three_good_checks_are_enough() -> None:
     assert table.posted == [A, A]
 
 
+@pytest.mark.parametrize("run_s", [0.5, 5.1, 7.0, 9.9])
+def test_a_node_that_is_lost_in_the_middle_of_a_run_is_looked_at_soon_however_long_ago_the_last_look_was(run_s: float) -> None:
+    table = Table([A]).begin().later(run_s)
+
+    table.lost().later(1.5)
+
+    assert table.posted == [A, A]
+
+
 def test_a_node_that_never_answers_though_it_is_well_is_not_tried_for_ever() -> None:
     table = Table([A]).begin()
     while not table.plan.over:

@@ -100,7 +100,7 @@ class FailoverPlan:
         """The node that passed its time limit last."""
         self._verdict: TasukiError | None = None
         self._hopeless_since: float | None = None
-        self._look_at = 0.0
+        self._looked_at = -REFRESH_S
 
     def apply(self, event: Event, now: float) -> list[Command]:
         if self.over:
@@ -364,12 +364,14 @@ class FailoverPlan:
                 commands += step(now)
         return commands
 
+    def _look_every_s(self) -> float:
+        return REFRESH_S if self._runs else LOOK_FULL_S if self._hopeless_since is None else LOOK_AGAIN_S
+
     def _look(self, now: float) -> list[Command]:
-        if now < self._look_at:
+        if now < self._looked_at + self._look_every_s():
             return []
-        every_s = REFRESH_S if self._runs else LOOK_FULL_S if self._hopeless_since is None else LOOK_AGAIN_S
-        self._look_at = now + every_s
-        return [Look(node) for node in self._nodes.to_look_at(now, every_s)]
+        self._looked_at = now
+        return [Look(node) for node in self._nodes.to_look_at(now, self._look_every_s())]
 
     def _time_limit(self, now: float) -> list[Command]:
         return self._give_up(self._out_of_time()) if now >= self._began + self._job.limit_s else []
@@ -478,7 +480,7 @@ class FailoverPlan:
 
     def due_at(self, now: float) -> float:
         """When to say Ticked at the latest."""
-        times = [self._began + self._job.limit_s, self._look_at]
+        times = [self._began + self._job.limit_s, self._looked_at + self._look_every_s()]
         for run in self._runs.values():
             times.append(run.heard_at + self._job.silent_s)
             if not run.asking and not run.answering:
