@@ -29,11 +29,11 @@ from _postgresql import PostgresService, postgresql, settings
 
 from tasuki import AsyncClient
 from tasuki.core.access import token_sha256
-from tasuki.core.term import LOCK_TTL_S
-from tasuki.core.verbs import TokenRow
+from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.store_messages import TokenRow
 from tasuki.errors import TasukiError
-from tasuki.server.node import make_secret
-from tasuki.stores.sql import SqlStore
+from tasuki.server.assembly import make_secret
+from tasuki.stores.sql.store import SqlStore
 
 EVERY_S = 0.004
 BEFORE_KILL_S = 0.3

@@ -38,9 +38,9 @@ from throughput import CONCURRENCY, one_round
 
 from tasuki import AsyncClient, JobSpec
 from tasuki.core.job import Outcome, body_hash
-from tasuki.core.verbs import LeaseRequest, Report, Submission
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_rows import encode_spec
+from tasuki.core.store_messages import LeaseRequest, Report, Submission
+from tasuki.stores.sql.rows import encode_spec
+from tasuki.stores.sql.store import SqlStore
 
 BATCHES = (1, 16, 256)
 FULL_BATCH = 256

@@ -32,9 +32,9 @@ from store import SUBJECT
 
 from tasuki.core.ids import IdMaker
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import Grant, Held, LeaseRequest, Report, Submission, Turn
+from tasuki.core.store_messages import Grant, Held, LeaseRequest, Report, Submission, Turn
 from tasuki.stores.batching import execute
-from tasuki.stores.redis import RedisStore
+from tasuki.stores.redis.store import RedisStore
 
 APP = "zpe"
 OWN_SUBJECT = f"job.assign.{APP}"

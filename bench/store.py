@@ -31,9 +31,9 @@ from _common import RESULTS, machine
 
 from tasuki.core.ids import UUID7_RANDOM_BYTES
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import Filter, LeaseRequest, Report, Submission
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_rows import encode_spec
+from tasuki.core.store_messages import Filter, LeaseRequest, Report, Submission
+from tasuki.stores.sql.rows import encode_spec
+from tasuki.stores.sql.store import SqlStore
 
 QUEUED, FINISHED = 1_000_000, 5_000_000
 SUBJECT = "math.square"

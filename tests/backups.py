@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
-from tasuki.core.verbs import Grant
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import Grant
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
 from tests.sqlite_files import with_tables

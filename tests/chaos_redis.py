@@ -29,7 +29,7 @@ import httpx
 
 from tasuki.core.job import Job, JobSpec, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.stores.redis import RedisStore
+from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.sim import evidence
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.evidence import Stored, StoredIncident, StoredJob

@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 from tasuki import AsyncClient, Client
 from tasuki.config import DataFolder, parse_url
 from tasuki.core.access import token_sha256
-from tasuki.server.node import make_secret
+from tasuki.server.assembly import make_secret
 from tests.sqlite_files import with_tables
 
 HANDLERS = Path(__file__).with_name("handlers.py")

@@ -310,6 +310,6 @@ def _name_of(url: str) -> str:
 
 
 def _migrate(url: str) -> None:
-    from tasuki.stores.sql import SqlStore
+    from tasuki.stores.sql.store import SqlStore
 
     SqlStore.open_postgresql(url).close()

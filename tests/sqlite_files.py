@@ -31,6 +31,6 @@ def _migrated() -> bytes:
 
 
 def _make(path: Path) -> None:
-    from tasuki.stores.sql import SqlStore
+    from tasuki.stores.sql.store import SqlStore
 
     SqlStore.open_sqlite(path).close()

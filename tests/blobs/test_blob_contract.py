@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.blobs.blob import CHUNK_BYTES
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.blobs.s3 import S3Blobs
+from tasuki.blobs.s3.store import S3Blobs
 from tasuki.testing.blob_suite import MAX_BLOB_BYTES, BlobSuite, Damage
 from tests.services_s3 import S3Service
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.blobs.opening import open_blobs
-from tasuki.blobs.s3 import S3Blobs
+from tasuki.blobs.open_blobs import open_blobs
+from tasuki.blobs.s3.store import S3Blobs
 from tasuki.errors import ConfigError
 
 

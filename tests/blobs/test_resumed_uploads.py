@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import tasuki.blobs
-from tasuki.blobs import s3 as s3_module
 from tasuki.blobs.folder import TEMPORARY_GRACE_S, FolderBlobs
-from tasuki.blobs.partials import PARTIAL_GRACE_S
-from tasuki.blobs.s3 import SUSPENDED_MAX, S3Blobs
-from tasuki.blobs.s3_transfer import PART_BYTES
+from tasuki.blobs.resumable_uploads import PARTIAL_GRACE_S
+from tasuki.blobs.s3 import store as s3_module
+from tasuki.blobs.s3.store import SUSPENDED_MAX, S3Blobs
+from tasuki.blobs.s3.transfer import PART_BYTES
 from tasuki.errors import Corrupt, DiskFull
 from tests.services_s3 import BUCKET, S3Service
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tasuki.blobs import s3_requests
-from tasuki.blobs.s3 import PROBE, S3Blobs
-from tasuki.blobs.s3_requests import S3Address, parse_s3_url
-from tasuki.blobs.s3_transfer import PART_BYTES
+from tasuki.blobs.s3 import requests
+from tasuki.blobs.s3.requests import S3Address, parse_s3_url
+from tasuki.blobs.s3.store import PROBE, S3Blobs
+from tasuki.blobs.s3.transfer import PART_BYTES
 from tasuki.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from tests.processes import wait_until
 from tests.services_s3 import BUCKET, READER_KEY_ID, SECRET, S3Service
@@ -289,4 +289,4 @@ def test_a_missing_blob_is_not_waited_for(blobs: S3Blobs) -> None:
     before = time.monotonic()
     with pytest.raises(NotFound):
         blobs.open("0" * 64)
-    assert time.monotonic() - before < s3_requests.CONNECT_TIMEOUT_S
+    assert time.monotonic() - before < requests.CONNECT_TIMEOUT_S

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from botocore.exceptions import ClientError
 
-from tasuki.blobs import s3_presign
 from tasuki.blobs.blob import BlobRef
-from tasuki.blobs.s3 import PROBE, S3Blobs
-from tasuki.blobs.s3_presign import LINK_S, Link, S3Presign, Way
+from tasuki.blobs.s3 import presign as presign_module
+from tasuki.blobs.s3.presign import LINK_S, Link, S3Presign, Way
+from tasuki.blobs.s3.store import PROBE, S3Blobs
 from tasuki.errors import Corrupt, TooLarge, Unavailable
 from tests.services_s3 import BUCKET, S3Service
 
@@ -39,8 +39,8 @@ def environment(s3: S3Service) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in s3.environment.items():
             patch.setenv(variable, value)
-        patch.setattr(s3_presign, "WHOLE_MAX_BYTES", 200 * 1024)
-        patch.setattr(s3_presign, "PART_BYTES", PART_BYTES)
+        patch.setattr(presign_module, "WHOLE_MAX_BYTES", 200 * 1024)
+        patch.setattr(presign_module, "PART_BYTES", PART_BYTES)
         yield patch
 
 
@@ -235,7 +235,7 @@ def test_what_is_in_its_place_is_not_asked_for(bench: Bench) -> None:
 
 def test_a_bucket_that_compares_nothing_gets_everything_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     # given: a bucket that takes any bytes with any checksum
-    monkeypatch.setattr("tasuki.blobs.s3_requests.S3Requests.refuses", lambda self, operation, retry_s, **arguments: False)
+    monkeypatch.setattr("tasuki.blobs.s3.requests.S3Requests.refuses", lambda self, operation, retry_s, **arguments: False)
     bench.presign.check()
 
     try:
@@ -354,7 +354,7 @@ def test_a_taker_that_was_killed_in_the_middle_is_gone_on_with(bench: Bench, mon
 
 
 def test_a_large_blob_is_copied_to_its_place_piece_by_piece(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_presign, "COPY_BYTES", PART_BYTES)
+    monkeypatch.setattr(presign_module, "COPY_BYTES", PART_BYTES)
     send_all(bench.way(LARGE).links, LARGE)
 
     bench.take(LARGE)
@@ -363,7 +363,7 @@ def test_a_large_blob_is_copied_to_its_place_piece_by_piece(bench: Bench, monkey
 
 
 def test_links_come_some_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_presign, "LINKS_AT_ONCE", 1)
+    monkeypatch.setattr(presign_module, "LINKS_AT_ONCE", 1)
 
     found = bench.way(LARGE)
 

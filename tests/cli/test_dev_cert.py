@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.cli.dev_cert import LEAF_DAYS_MAX, all_names, told
 from tasuki.cli.dev_cert import Files as CertFiles
 from tasuki.net.tls import validity_of
@@ -74,7 +74,7 @@ def test_nothing_is_replaced_without_force_and_the_ca_never(inside: Inside, tmp_
     ca, serial = files.ca.read_bytes(), serial_of(files)
 
     refused = inside("dev-cert", "--out", str(files.folder), "other.lab")
-    assert (refused.returncode, serial_of(files)) == (exits.USAGE, serial)
+    assert (refused.returncode, serial_of(files)) == (exit_codes.USAGE, serial)
     assert "say --force" in refused.stderr
 
     forced = inside("dev-cert", "--out", str(files.folder), "--force", "--json", "other.lab").json
@@ -89,7 +89,7 @@ def test_half_a_ca_is_told_of(inside: Inside, tmp_path: Path) -> None:
 
     done = inside("dev-cert", "--out", str(tmp_path))
 
-    assert done.returncode == exits.USAGE
+    assert done.returncode == exit_codes.USAGE
     assert "ca-key.pem is not" in done.stderr
 
 
@@ -111,13 +111,13 @@ def test_a_ca_that_ends_too_soon_signs_nothing(inside: Inside, tmp_path: Path) -
 def test_a_name_that_is_none_is_refused(inside: Inside, tmp_path: Path, name: str) -> None:
     done = inside("dev-cert", "--out", str(tmp_path), "--", name)
 
-    assert done.returncode == exits.USAGE
+    assert done.returncode == exit_codes.USAGE
     assert "is no host name and no IP address" in done.stderr
 
 
 @pytest.mark.parametrize("days", ["0", "826"])
 def test_days_have_limits(inside: Inside, tmp_path: Path, days: str) -> None:
-    assert inside("dev-cert", "--out", str(tmp_path), "--days", days).returncode == exits.USAGE
+    assert inside("dev-cert", "--out", str(tmp_path), "--days", days).returncode == exit_codes.USAGE
 
 
 def test_without_openssl_the_way_out_is_told(inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_without_openssl_the_way_out_is_told(inside: Inside, tmp_path: Path, mon
 
     done = inside("dev-cert", "--out", str(tmp_path / "certs"))
 
-    assert done.returncode == exits.USAGE
+    assert done.returncode == exit_codes.USAGE
     assert "apt-get install openssl" in done.stderr
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tasuki.cli import doctor
-from tasuki.worker import keeper_cgroup
-from tasuki.worker.keeper_cgroup import NoCgroup
+from tasuki.worker.keeper import cgroup
+from tasuki.worker.keeper.cgroup import NoCgroup
 from tests.cli.commands import Running, User, running
 from tests.services_redis import RedisService
 
@@ -45,7 +45,7 @@ def test_how_limits_are_kept_is_said_with_the_reason(
         (tmp_path / "cgroup.controllers").write_text(controllers)
         return tmp_path
 
-    monkeypatch.setattr(keeper_cgroup, "delegated", own)
+    monkeypatch.setattr(cgroup, "delegated", own)
 
     found = doctor._limits()
 

@@ -15,10 +15,10 @@ from tasuki.config import DataFolder
 from tasuki.coords.redis import RedisCoordination
 from tasuki.core.app import template_of
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.verbs import Submission
-from tasuki.stores.redis import RedisStore
-from tasuki.stores.redis_connection import connect
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import Submission
+from tasuki.stores.redis.connection import connect
+from tasuki.stores.redis.store import RedisStore
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
 from tests.cli.commands import Running, User

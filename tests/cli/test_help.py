@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.cli.main import COMMANDS, main
 from tests.conftest import require
 
@@ -70,7 +70,7 @@ def test_the_list_of_commands_has_all_words_and_exit_codes(arguments, capsys, mo
     width = max(map(len, COMMANDS))
     for name, (_, summary) in COMMANDS.items():
         assert f"  {name.ljust(width)}  {summary}" in text
-    assert exits.table() in text.replace("\n  ", "\n")
+    assert exit_codes.table() in text.replace("\n  ", "\n")
 
 
 @pytest.mark.parametrize("word", sorted(set(COMMANDS) - {"token", "dead", "demo"}))
@@ -97,7 +97,7 @@ def test_help_loads_nothing_heavy() -> None:
 def test_a_wrong_word_is_a_usage_error(capsys, monkeypatch) -> None:
     _, code = shown(["rnu"], capsys, monkeypatch)
 
-    assert code == exits.USAGE
+    assert code == exit_codes.USAGE
 
 
 def test_the_version_is_told(capsys, monkeypatch) -> None:

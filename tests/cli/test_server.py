@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tasuki.cli.connect import own_token, owner_of
-from tasuki.cli.workforce import worker_options
+from tasuki.cli.local_workers import worker_options
 from tasuki.config import data_folder
 from tasuki.errors import ConfigError
 from tests.cli.commands import DEADLINE_S, Running, User, eventually, read_fifo, running

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.cli import admission
-from tasuki.cli.admission import Admission, Wish, admitted
+from tasuki.cli import worker_login
+from tasuki.cli.worker_login import Admission, Wish, admitted
 from tasuki.config import parse_url
 from tasuki.errors import ConfigError, TasukiError, Unauthorized, Unavailable
 from tasuki.worker.credentials import Seat
@@ -384,7 +384,7 @@ def test_a_token_that_is_given_goes_before_the_credential(
     ],
 )
 def test_the_way_back_names_what_the_worker_was_enrolled_for(scope: tuple[str, ...], flags: str) -> None:
-    assert admission._scope_flags(scope) == flags
+    assert worker_login._scope_flags(scope) == flags
 
 
 # ---------------------------------------------------------------------------------------------------- the command

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.worker.credentials import Credential, Token
 from tasuki.worker.status import RunningJob, StatusFile, status_folder
 from tests.cli.inside import Done, Inside, inside
@@ -60,7 +60,7 @@ def test_a_worker_that_runs_and_is_connected(folder: Folder) -> None:
 
     done = folder.asked()
 
-    assert done.returncode == exits.OK
+    assert done.returncode == exit_codes.OK
     assert "w1: running, pid" in done.stdout
     assert "connected to 192.0.2.7:443 since" in done.stdout
     assert "h2-zpe" in done.stdout
@@ -72,7 +72,7 @@ def test_a_worker_that_has_no_server(folder: Folder) -> None:
 
     done = folder.asked()
 
-    assert done.returncode == exits.UNAVAILABLE
+    assert done.returncode == exit_codes.UNAVAILABLE
     assert "w1: not connected" in done.stdout
     assert "Connection refused" in done.stdout
     assert "2 result(s) wait on disk" in done.stdout
@@ -84,7 +84,7 @@ def test_a_worker_whose_process_is_gone(folder: Folder) -> None:
 
     done = folder.asked()
 
-    assert done.returncode == exits.NOT_FOUND
+    assert done.returncode == exit_codes.NOT_FOUND
     assert "w1: not running" in done.stdout
     assert "is gone without a word" in done.stdout
     assert "3 result(s) wait on disk; its next start offers them" in done.stdout
@@ -127,7 +127,7 @@ def test_the_end_of_its_token_is_told_and_never_its_secret(folder: Folder, age_s
 def test_nothing_there(folder: Folder) -> None:
     done = folder.asked()
 
-    assert done.returncode == exits.NOT_FOUND
+    assert done.returncode == exit_codes.NOT_FOUND
     assert "no worker has run on" in done.stdout
 
 
@@ -158,7 +158,7 @@ def test_a_real_worker_while_it_works_and_after_it_was_killed(server: ServerProc
         client.submit(exec="sleep", args=["60"], job_id="long", watch=False)
         wait_until(lambda: asked().get("running") == 1, what="the job is told of")
         assert (asked()["state"], asked()["worker_id"], asked()["pid"]) == ("running", "w7", worker.pid)
-        assert inside("worker", "status", "--data", str(data)).returncode == exits.OK
+        assert inside("worker", "status", "--data", str(data)).returncode == exit_codes.OK
         worker.kill()
         assert asked()["state"] == "not running"
         client.cancel("long")

@@ -14,13 +14,13 @@ import pytest
 from tasuki.client import agent_inputs, agent_node
 from tasuki.client.agent_inputs import LARGE_BYTES
 from tasuki.client.failover import AsyncAgentsClient
-from tasuki.core.breaker import BreakerState
-from tasuki.core.nodes import Standing
-from tasuki.doors.dispatcher.settings import Mode
+from tasuki.core.failover.breaker import BreakerState
+from tasuki.core.failover.node_ranking import Standing
+from tasuki.dispatcher.settings import Mode
 from tasuki.errors import Unauthorized
-from tasuki.net.loops import now
+from tasuki.net.event_loop import now
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
-from tests.doors.dispatcher.stage import DispatcherStage, code_of, job, tell, two_nodes
+from tests.dispatcher.stage import DispatcherStage, code_of, job, tell, two_nodes
 
 LARGE = bytes(range(256)) * (LARGE_BYTES // 256)
 SMALL = b"spot,strike\n"

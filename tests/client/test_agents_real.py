@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.client.failover import AgentResult, AgentsClient, AsyncAgentsClient
-from tasuki.core.breaker import BreakerRules, BreakerState
-from tasuki.net.loops import now
+from tasuki.core.failover.breaker import BreakerRules, BreakerState
+from tasuki.net.event_loop import now
 from tests.client.agent_processes import Agents, start_agents
 from tests.processes import TASUKI, wait_until
 
@@ -155,7 +155,7 @@ def test_the_command_prints_the_jobs_output_and_exits_with_its_code(agents: Agen
 def test_the_command_refuses_what_needs_a_server(agents: Agents) -> None:
     told = run_tasuki(agents, "run", "--env", "A=1", "--file", "book.csv", "pricer", "0")
 
-    assert (told.returncode, told.stderr.startswith("tasuki: INVALID: --env needs a server")) == (exits.COULD_NOT_RUN, True)
+    assert (told.returncode, told.stderr.startswith("tasuki: INVALID: --env needs a server")) == (exit_codes.COULD_NOT_RUN, True)
 
 
 def test_the_ranking_is_shown_with_breakers(agents: Agents) -> None:
@@ -164,7 +164,7 @@ def test_the_ranking_is_shown_with_breakers(agents: Agents) -> None:
     lines = json.loads(told.stdout)
     assert {line["node"] for line in lines} == set(agents.urls)
     assert all((line["standing"], line["breaker"], line["limit"]) == ("free", "closed", 4) for line in lines)
-    assert told.returncode == exits.OK
+    assert told.returncode == exit_codes.OK
 
 
 def test_the_ranking_is_watched_until_somebody_has_seen_enough(agents: Agents) -> None:
@@ -177,7 +177,7 @@ def test_the_ranking_is_watched_until_somebody_has_seen_enough(agents: Agents) -
         code = process.wait(DEADLINE_S)
 
     assert [line["node"] for look in looks for line in look] == [agents.urls[0]] * 2
-    assert code == exits.INTERRUPTED
+    assert code == exit_codes.INTERRUPTED
 
 
 def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
@@ -190,7 +190,7 @@ def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
 
     (name,) = agents.started("stopped")
     said = json.loads(told)
-    assert process.returncode == exits.INTERRUPTED
+    assert process.returncode == exit_codes.INTERRUPTED
     assert (said["job_id"], set(said["canceled"])) == ("stopped", set(agents.urls))
     assert sorted(said["canceled"].values()) == ["not known", "removed"]
     assert not (agents.folder / name / "jobs" / "stopped").exists()

@@ -16,10 +16,10 @@ from tasuki.cli.nodes import _nodes
 from tasuki.cli.output import Output
 from tasuki.client.agent_download import Result
 from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClient
-from tasuki.core.breaker import BreakerState
-from tasuki.core.nodes import Standing
+from tasuki.core.failover.breaker import BreakerState
+from tasuki.core.failover.node_ranking import Standing
 from tasuki.errors import InvalidInput, Unauthorized, Unavailable
-from tasuki.net.http_transport import NotTrusted
+from tasuki.net.http.transport import NotTrusted
 from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.client.test_agents import DEADLINE_S, Desk, at_desk

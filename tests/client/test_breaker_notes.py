@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.client import breaker_notes
 from tasuki.client.breaker_notes import BreakerNotes
-from tasuki.core.breaker import BreakerNote
+from tasuki.core.failover.breaker import BreakerNote
 
 DOWN = BreakerNote(failures=1, left_out_s=30.0, reason="connection refused")
 

@@ -13,7 +13,7 @@ import pytest
 from tasuki import Client
 from tasuki.client import aio, embedded
 from tasuki.config import DataFolder, data_folder
-from tasuki.server.node import own_folder
+from tasuki.server.assembly import own_folder
 from tests.processes import wait_until
 
 

@@ -13,7 +13,7 @@ from tasuki.config import Address
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import ErrorMessage, HelloClient, Message, Reply, Request, SubmitJobs, Welcome
 from tasuki.errors import Unauthorized, Unavailable
-from tasuki.net import Link, connect, line
+from tasuki.net import Link, connect, server_connection
 
 DEADLINE_S = 10.0
 
@@ -116,7 +116,7 @@ def test_link_that_is_closed_before_the_client_hears_of_it_is_dialed_again(
             link.abort("the peer closed the connection")
         return link
 
-    monkeypatch.setattr(line, "connect", connect_and_lose_the_first)
+    monkeypatch.setattr(server_connection, "connect", connect_and_lose_the_first)
 
     async def test(server: OwnServer) -> None:
         async with asyncio.timeout(DEADLINE_S / 2), server.client():

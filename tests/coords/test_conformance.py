@@ -9,7 +9,7 @@ from tasuki.coords.coordination import Coordination
 from tasuki.coords.memory import MemoryCoordination
 from tasuki.coords.redis import RedisCoordination
 from tasuki.coords.sql import SqlCoordination
-from tasuki.stores.redis_connection import connect
+from tasuki.stores.redis.connection import connect
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.coords_suite import CoordinationSuite
 from tests.services import PostgresService

@@ -13,7 +13,7 @@ import pytest
 from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, Locked, Member
 from tasuki.coords.redis import RedisCoordination
 from tasuki.errors import ConfigError, Unavailable
-from tasuki.stores.redis_connection import connect, name_of
+from tasuki.stores.redis.connection import connect, name_of
 from tests.coords.contests import (
     SERVERS,
     TTL_S,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import World
@@ -52,7 +52,7 @@ def memory_world() -> Iterator[World]:
 
 
 def sqlite_world(path: Path, clock: FakeClock, **options: Any) -> World:
-    from tasuki.stores.sql import SqlStore
+    from tasuki.stores.sql.store import SqlStore
 
     def restart(old: Store) -> Store:
         old.close()

@@ -6,8 +6,8 @@ import itertools
 from typing import Any, TypeVar
 
 from tasuki.core.access import token_sha256
-from tasuki.core.broker import Broker
-from tasuki.core.broker_events import BrokerConfig, Command, TurnDone
+from tasuki.core.broker.broker import Broker
+from tasuki.core.broker.events import BrokerConfig, Command, TurnDone
 from tasuki.core.job import Job, JobSpec, Outcome
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
 from tasuki.core.protocol import (
@@ -23,10 +23,10 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
 )
-from tasuki.core.verbs import Grant, TokenRow
+from tasuki.core.store_messages import Grant, TokenRow
 from tasuki.errors import TasukiError
 from tasuki.stores.batching import execute
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 
 OWN_UID = 1000

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from tasuki.core.failover import FailoverPlan
-from tasuki.core.failover_events import (
+from tasuki.core.failover.events import (
     Ask,
     Begin,
     Command,
@@ -28,7 +27,8 @@ from tasuki.core.failover_events import (
     Told,
     Untold,
 )
-from tasuki.core.nodes import Capacity, Nodes
+from tasuki.core.failover.node_ranking import Capacity, Nodes
+from tasuki.core.failover.plan import FailoverPlan
 from tasuki.errors import TasukiError
 
 A, B, C = "http://a:7090", "http://b:7090", "http://c:7090"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.core.access import Identity, Kind, covers, identify, token_sha256
+from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import matches
-from tasuki.core.verbs import TokenRow
 from tasuki.errors import Forbidden, InvalidInput, Unauthorized
 
 

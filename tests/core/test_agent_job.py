@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from tasuki.core.agent_job import (
+from tasuki.core.failover.agent_protocol import (
     AgentOutcome,
     AgentState,
     InputRecord,

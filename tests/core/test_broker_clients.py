@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker_events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob
+from tasuki.core.broker.events import BlobPiece, DiskSpace, Query, ReceiveBlob, SendBlob
 from tasuki.core.job import InputFile, JobSpec, State
 from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
@@ -30,7 +30,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Subscribe,
 )
-from tasuki.core.verbs import BlobClaim, BlobPlace
+from tasuki.core.store_messages import BlobClaim, BlobPlace
 from tasuki.errors import ProtocolError, Unauthorized
 from tests.core.desk import Desk, ending
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker import STORE_RETRY_S
-from tasuki.core.broker_events import DiskSpace, SendBlob, TurnDone, TurnFailed
-from tasuki.core.credit import CREDIT_MAX
-from tasuki.core.duties import DUTY_INTERVAL_S
+from tasuki.core.broker.broker import STORE_RETRY_S
+from tasuki.core.broker.credit import CREDIT_MAX
+from tasuki.core.broker.events import DiskSpace, SendBlob, TurnDone, TurnFailed
+from tasuki.core.broker.sessions import REDELIVER_AFTER_S
+from tasuki.core.broker.upkeep import DUTY_INTERVAL_S
 from tasuki.core.job import JobSpec, State
 from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
@@ -33,8 +34,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Subscribe,
 )
-from tasuki.core.sessions import REDELIVER_AFTER_S
-from tasuki.core.verbs import Turn
+from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, InvalidInput, Unavailable
 from tasuki.stores.batching import execute
 from tests.core.desk import UNIX, Desk, claim, ending

@@ -40,7 +40,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
-from tasuki.core.redial import HELLO_QUICK_S, Connect
+from tasuki.core.reconnect import HELLO_QUICK_S, Connect
 from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
 
 IDLE_S = 60.0

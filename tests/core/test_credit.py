@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.credit import CREDIT_MAX, LEASE_BATCH_MAX, Account, least_load, shares
+from tasuki.core.broker.credit import CREDIT_MAX, LEASE_BATCH_MAX, Account, least_load, shares
 from tasuki.errors import InvalidInput
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.breaker import BreakerState
-from tasuki.core.dispatch import (
+from tasuki.core.failover.breaker import BreakerState
+from tasuki.core.failover.dispatch_policy import (
     LOOK_BUSY_S,
     LOOK_IDLE_S,
     InputRef,
@@ -16,8 +16,8 @@ from tasuki.core.dispatch import (
     well,
     who_knows,
 )
-from tasuki.core.failover_events import JobSays
-from tasuki.core.nodes import Capacity, Nodes, Ranked, Standing
+from tasuki.core.failover.events import JobSays
+from tasuki.core.failover.node_ranking import Capacity, Nodes, Ranked, Standing
 from tasuki.errors import InvalidInput
 
 NODES = ["http://n1:7090", "http://n2:7090", "http://n3:7090"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tasuki.core.broker_events import (
+from tasuki.core.broker.events import (
     BlobArrived,
     BlobsDeleted,
     BlobsUnderWay,
@@ -20,7 +20,7 @@ from tasuki.core.broker_events import (
     TurnFailed,
     Won,
 )
-from tasuki.core.duties import (
+from tasuki.core.broker.upkeep import (
     COLLECT_INTERVAL_S,
     DUTY_INTERVAL_S,
     PROMOTE_BATCH,
@@ -31,9 +31,9 @@ from tasuki.core.duties import (
     SQUEEZED_GRACE_S,
 )
 from tasuki.core.job import InputFile, State
-from tasuki.core.members import ServerInfo
 from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
-from tasuki.core.verbs import Answers, Promoted, Turn
+from tasuki.core.server_info import ServerInfo
+from tasuki.core.store_messages import Answers, Promoted, Turn
 from tasuki.errors import StaleEpoch, Unavailable
 from tasuki.stores.batching import execute
 from tests.core.desk import Desk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, token_sha256
-from tasuki.core.broker_events import SomeRevoked
+from tasuki.core.broker.events import SomeRevoked
 from tasuki.core.protocol import ErrorMessage, GiveCredit, HelloClient, HelloWorker, Reply, Request, SubmitJobs, Welcome
 from tests.core.desk import TCP, Desk
 

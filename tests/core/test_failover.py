@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.agent_job import TIMEOUT_S
-from tasuki.core.failover import TRIES_MAX
-from tasuki.core.failover_events import (
+from tasuki.core.failover.agent_protocol import TIMEOUT_S
+from tasuki.core.failover.events import (
     Ask,
     Drop,
     Fetch,
@@ -24,7 +23,8 @@ from tasuki.core.failover_events import (
     Uploaded,
     not_trusted,
 )
-from tasuki.core.nodes import Capacity, Standing
+from tasuki.core.failover.node_ranking import Capacity, Standing
+from tasuki.core.failover.plan import TRIES_MAX
 from tasuki.errors import Conflict, DeadlineExceeded, Forbidden, InvalidInput, JobFailed, TooLarge, Unauthorized, Unavailable
 from tests.core.failover_table import INPUT, A, B, C, Table
 

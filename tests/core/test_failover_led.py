@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.failover import LED_PAUSE_S, TRIES_MAX
-from tasuki.core.failover_events import Drop, Fetch, Led, Post, Remove, Untold, Uploaded
-from tasuki.core.nodes import Capacity, Standing
+from tasuki.core.failover.events import Drop, Fetch, Led, Post, Remove, Untold, Uploaded
+from tasuki.core.failover.node_ranking import Capacity, Standing
+from tasuki.core.failover.plan import LED_PAUSE_S, TRIES_MAX
 from tasuki.errors import Unauthorized, Unavailable
 from tests.core.failover_table import A, B, Table
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker_events import AskEnded, AskRevoked, Elected, Hinted, Met, Publish, SomeEnded, SomeRevoked, Won
-from tasuki.core.fellows import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX, SPARE_LOOKERS
+from tasuki.core.broker.cluster import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX, SPARE_LOOKERS
+from tasuki.core.broker.events import AskEnded, AskRevoked, Elected, Hinted, Met, Publish, SomeEnded, SomeRevoked, Won
 from tasuki.core.hints import Hint
 from tasuki.core.job import JobSpec, State
 from tasuki.core.protocol import (
@@ -22,7 +22,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
-from tasuki.core.verbs import Takes
+from tasuki.core.store_messages import Takes
 from tasuki.errors import ProtocolError, Unauthorized
 from tests.core.desk import UNIX, Desk, ending
 

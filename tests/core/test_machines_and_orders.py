@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tasuki.core import worker_machine
 from tasuki.core.job import JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
+from tasuki.core.worker import machine
 from tasuki.errors import NotFound
 from tasuki.testing.harness import World
 
@@ -191,7 +191,7 @@ def test_new_jobs_are_shared_between_idle_workers(world: World) -> None:
 
 
 def test_a_worker_changes_its_subjects_without_leaving(world: World) -> None:
-    from tasuki.core.worker_events import ChangePatterns
+    from tasuki.core.worker.events import ChangePatterns
 
     client, worker = world.client(), world.worker(patterns=("a.*",))
     client.submit_ids("b", subject="b.1")
@@ -294,7 +294,7 @@ def test_a_release_that_was_lost_with_the_connection_is_said_again(world: World)
     worker.give_back("a")
     worker.flush()
     world.cut(worker)
-    world.run_for(PATIENCE_S + worker_machine.GIVE_BACK_PAUSE_S)
+    world.run_for(PATIENCE_S + machine.GIVE_BACK_PAUSE_S)
     assert world.job("a").losses == 0
     assert worker.runs == [("a", 1), ("a", 2)]
 

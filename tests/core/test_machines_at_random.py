@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tasuki.core.job import JobSpec, OnDisconnect
 from tasuki.core.lifecycle import LEASE_TTL_S
-from tasuki.core.verbs import Turn
+from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, TasukiError, Unavailable
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import World
 from tasuki.testing.harness_nodes import WorkerNode

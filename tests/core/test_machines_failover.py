@@ -10,7 +10,7 @@ from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Closed
 from tasuki.errors import Unavailable
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import LOCK_TTL_S, World
 from tasuki.testing.harness_nodes import Node

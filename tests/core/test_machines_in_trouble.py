@@ -10,7 +10,7 @@ import pytest
 from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import AssignJobs, JobsFinished
-from tasuki.core.verbs import Turn
+from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.testing.harness import World
 from tasuki.wire.frames import FrameDecoder

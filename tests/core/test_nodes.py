@@ -2,8 +2,8 @@
 
 import itertools
 
-from tasuki.core.breaker import BreakerState
-from tasuki.core.nodes import Capacity, Nodes, Standing
+from tasuki.core.failover.breaker import BreakerState
+from tasuki.core.failover.node_ranking import Capacity, Nodes, Standing
 
 A, B, C = "http://a:7090", "http://b:7090", "http://c:7090"
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tasuki.core.address import Address, parse_url
-from tasuki.core.redial import (
+from tasuki.core.reconnect import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     CONNECT_QUICK_S,

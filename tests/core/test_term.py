@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasuki.coords.memory import MemoryCoordination
-from tasuki.core.machine import Ticked
-from tasuki.core.term import (
+from tasuki.core.election import (
     ASK_MAX_S,
     ASK_MIN_S,
     LOCK_TTL_MAX_S,
@@ -41,6 +40,7 @@ from tasuki.core.term import (
     Term,
     TookOver,
 )
+from tasuki.core.machine import Ticked
 from tasuki.errors import ConfigError, InvalidTransition
 
 TTL_S = 10.0

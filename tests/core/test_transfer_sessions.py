@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.broker_events import BlobPiece, ReceiveBlob, SendBlob
+from tasuki.core.broker.events import BlobPiece, ReceiveBlob, SendBlob
 from tasuki.core.protocol import (
     BlobGet,
     BlobPut,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tasuki.core.job import Outcome
-from tasuki.core.places import AHEAD_WAIT_S, SHORT_S
 from tasuki.core.protocol import (
     CancelLeases,
     GiveCredit,
@@ -15,8 +14,9 @@ from tasuki.core.protocol import (
     JobsReleased,
     JobsStarted,
 )
-from tasuki.core.worker_events import Drain, Ended, Exit, Forget, GaveBack, Run, Started, Stop
-from tasuki.core.worker_machine import STARTED_AFTER_S, TOGETHER_S
+from tasuki.core.worker.events import Drain, Ended, Exit, Forget, GaveBack, Run, Started, Stop
+from tasuki.core.worker.machine import STARTED_AFTER_S, TOGETHER_S
+from tasuki.core.worker.slots import AHEAD_WAIT_S, SHORT_S
 from tests.core.worker_bench import TTL_S, Bench, assign, grant, only, sent
 
 DONE = Outcome(exit_code=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasuki.core.job import Outcome, Progress
 from tasuki.core.protocol import PROGRESS_MAX, AssignJobs, Heartbeat, ReadLog
-from tasuki.core.worker_events import Ended, Tail
+from tasuki.core.worker.events import Ended, Tail
 from tests.core.test_worker_machine import TTL_S, Bench, grant, only, sent
 
 

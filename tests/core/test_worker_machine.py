@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.held import SEEN_S
 from tasuki.core.job import OnDisconnect, Outcome
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Received, Send, Ticked
@@ -23,8 +22,8 @@ from tasuki.core.protocol import (
     Reply,
     Subscribe,
 )
-from tasuki.core.redial import HELLO_QUICK_S, Connect
-from tasuki.core.worker_events import (
+from tasuki.core.reconnect import HELLO_QUICK_S, Connect
+from tasuki.core.worker.events import (
     ChangePatterns,
     Drain,
     Ended,
@@ -39,7 +38,8 @@ from tasuki.core.worker_events import (
     Started,
     Stop,
 )
-from tasuki.core.worker_machine import ALONE_S, SAVE_AFTER_S, STARTED_AFTER_S
+from tasuki.core.worker.lease_state import SEEN_S
+from tasuki.core.worker.machine import ALONE_S, SAVE_AFTER_S, STARTED_AFTER_S
 from tests.core.worker_bench import ONE, OTHER, TTL_S, Bench, assign, grant, only, sent, welcome
 
 

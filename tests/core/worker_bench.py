@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 from tasuki.core.address import Address
 from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Send, Ticked
 from tasuki.core.protocol import AssignJobs, Heartbeat, HeartbeatAnswer, HelloWorker, Message, Welcome
-from tasuki.core.verbs import Grant
-from tasuki.core.worker_events import WorkerIdentity
-from tasuki.core.worker_machine import WorkerMachine
+from tasuki.core.store_messages import Grant
+from tasuki.core.worker.events import WorkerIdentity
+from tasuki.core.worker.machine import WorkerMachine
 
 TTL_S = 15.0
 ONE, OTHER = Address("tcp", "10.0.0.1", 7000), Address("tcp", "10.0.0.2", 7000)

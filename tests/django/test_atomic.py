@@ -14,10 +14,10 @@ standalone.configure()
 from django.db import connections, transaction  # noqa: E402
 
 from tasuki.core.job import JobSpec, body_hash  # noqa: E402
-from tasuki.core.verbs import LeaseRequest, Submission, Submitted  # noqa: E402
+from tasuki.core.store_messages import LeaseRequest, Submission, Submitted  # noqa: E402
 from tasuki.django.models import Incident, JobRun, Token  # noqa: E402
 from tasuki.errors import StaleEpoch  # noqa: E402
-from tasuki.stores.sql import SqlStore  # noqa: E402
+from tasuki.stores.sql.store import SqlStore  # noqa: E402
 
 
 def submission(job_id: str, payload: bytes = b"") -> Submission:

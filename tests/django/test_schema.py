@@ -16,7 +16,7 @@ standalone.configure()
 from django.core.management import call_command  # noqa: E402
 from django.db import connections  # noqa: E402
 
-from tasuki.core.verbs import COUNTED, GroupCounts  # noqa: E402
+from tasuki.core.store_messages import COUNTED, GroupCounts  # noqa: E402
 from tasuki.django.models import Counter, JobRun, Token  # noqa: E402
 from tasuki.errors import ConfigError  # noqa: E402
 
@@ -72,8 +72,8 @@ def test_row_ids_are_the_plain_rowid_on_sqlite(tmp_path: Path) -> None:
 
 def test_the_orm_reads_what_the_hot_statements_wrote(tmp_path: Path) -> None:
     from tasuki.core.job import JobSpec, body_hash
-    from tasuki.core.verbs import LeaseRequest, Submission
-    from tasuki.stores.sql import SqlStore
+    from tasuki.core.store_messages import LeaseRequest, Submission
+    from tasuki.stores.sql.store import SqlStore
 
     alias = standalone.register(tmp_path / "one.sqlite3")
     try:
@@ -125,7 +125,7 @@ except ConfigError as error:
     assert ConfigError.code == "CONFIG"
 
 
-@pytest.mark.parametrize("module", ["tasuki.stores.sql", "tasuki.stores.store", "tasuki.stores.memory"])
+@pytest.mark.parametrize("module", ["tasuki.stores.sql.store", "tasuki.stores.store", "tasuki.stores.memory.store"])
 def test_importing_a_store_does_not_import_django(module: str) -> None:
     script = "import importlib, sys; importlib.import_module(sys.argv[1]); print('django' in sys.modules)"
 

@@ -13,14 +13,15 @@ import pytest
 
 from tasuki import AsyncClient
 from tasuki.config import Address, DataFolder
-from tasuki.core import broker
+from tasuki.core.broker import broker, handshake
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Chunk, GiveCredit, HelloClient, Request
 from tasuki.doors import listening
 from tasuki.doors.tcp import TcpDoor
-from tasuki.net import link
-from tasuki.server.app import Server, ServerConfig
-from tasuki.server.node import Places, make_server, prepare_folder
+from tasuki.net import tcp_link
+from tasuki.server import server as server_module
+from tasuki.server.assembly import Places, make_server, prepare_folder
+from tasuki.server.server import Server, ServerConfig
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer, bomb
 from tests.processes import open_files, start_server
@@ -94,7 +95,7 @@ def test_silence_before_hello_ends_with_a_reason(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("greeted", [False, True])
 def test_half_frame_and_silence_ends_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greeted: bool) -> None:
-    monkeypatch.setattr(link, "FRAME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(tcp_link, "FRAME_TIMEOUT_S", 0.3)
 
     async def main() -> None:
         async with opened(tmp_path) as door:
@@ -112,7 +113,7 @@ def test_half_frame_and_silence_ends_with_a_reason(tmp_path: Path, monkeypatch: 
 
 
 def test_one_byte_now_and_then_does_not_hold_a_frame_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "FRAME_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(tcp_link, "FRAME_TIMEOUT_S", 0.4)
 
     async def main() -> None:
         async with opened(tmp_path) as door:
@@ -132,7 +133,7 @@ def test_one_byte_now_and_then_does_not_hold_a_frame_open(tmp_path: Path, monkey
 
 
 def test_steady_stream_whose_reads_never_end_with_a_frame_is_not_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "FRAME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(tcp_link, "FRAME_TIMEOUT_S", 0.3)
 
     async def main() -> None:
         async with opened(tmp_path) as door:
@@ -152,9 +153,8 @@ def test_steady_stream_whose_reads_never_end_with_a_frame_is_not_cut_off(tmp_pat
 
 
 def test_client_that_says_nothing_for_long_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasuki.core import greeting
 
-    monkeypatch.setattr(greeting, "IDLE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(handshake, "IDLE_TIMEOUT_S", 0.3)
 
     async def main() -> None:
         async with opened(tmp_path) as door:
@@ -171,8 +171,8 @@ def test_client_that_says_nothing_for_long_is_let_go(tmp_path: Path, monkeypatch
 
 
 def test_slow_reader_is_cut_off_after_the_stall_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "STALL_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(link, "WRITE_SOFT_BYTES", 64 * 1024)
+    monkeypatch.setattr(tcp_link, "STALL_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(tcp_link, "WRITE_SOFT_BYTES", 64 * 1024)
 
     async def main() -> None:
         async with opened(tmp_path) as door:
@@ -197,7 +197,7 @@ def test_slow_reader_is_cut_off_after_the_stall_deadline(tmp_path: Path, monkeyp
 def test_peer_that_is_hung_up_on_and_does_not_read_is_dropped_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "LINGER_S", 0.3)
+    monkeypatch.setattr(tcp_link, "LINGER_S", 0.3)
 
     async def main() -> None:
         async with opened(tmp_path) as door:
@@ -267,9 +267,8 @@ def test_flood_of_connections_leaves_descriptors_for_those_who_are_served(tmp_pa
 
 def test_server_that_cannot_store_reports_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn that failed waits for its next try; an end in that time must neither spin nor last for ever."""
-    from tasuki.server import app
 
-    monkeypatch.setattr(app, "STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server_module, "STOP_TIMEOUT_S", 0.5)
 
     async def main() -> float:
         async with opened(tmp_path) as door:

@@ -207,7 +207,7 @@ def test_job_over_tls(tls_server: ServerProcess, certificates: Certificates, tmp
     assert tls_server.url.startswith("tls://127.0.0.1:")
     with Client(tls_server.unix_url) as local:
         from tasuki.core.access import token_sha256
-        from tasuki.server.node import make_secret
+        from tasuki.server.assembly import make_secret
 
         token = make_secret("worker")
         local.wait(local.aio.request("token.create", token_id="tls", kind="worker", sha256=token_sha256(token)))

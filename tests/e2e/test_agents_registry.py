@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.doors.agent.stage import Started, code_of, report
+from tests.agent.stage import Started, code_of, report
 from tests.processes import TASUKI, ChildProcess, wait_until
 from tests.services_redis import RedisService
 from tests.services_s3 import S3Service

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from tasuki.client.failover import AgentsClient
+from tests.agent.stage import Started, code_of
 from tests.client.agent_processes import PROGRAM, Agents
-from tests.doors.agent.stage import Started, code_of
 from tests.processes import TASUKI, ChildProcess, wait_until
 
 TOKEN = "secret-of-the-test"

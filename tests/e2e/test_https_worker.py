@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tasuki import Client
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.config import parse_url
 from tasuki.core.access import token_sha256
-from tasuki.server.node import make_secret
+from tasuki.server.assembly import make_secret
 from tests.certificates import TestAuthority
 from tests.e2e.stage import SOON_S, Ledger, command_worker, stdout_of
 from tests.e2e.wire import Wire
@@ -296,6 +296,6 @@ def test_a_worker_whose_token_is_revoked_stops_its_jobs_and_says_why(
 
     place.ask("token.revoke", token_id=lab.token_id)
 
-    assert lab.process.wait(SOON_S) == exits.FORBIDDEN
+    assert lab.process.wait(SOON_S) == exit_codes.FORBIDDEN
     assert not Path(f"/proc/{run.pid}").exists()
     assert f"token {lab.token_id} was revoked" in lab.process.output()

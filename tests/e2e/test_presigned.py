@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.net.http_direct import DIRECT_MIN_BYTES
+from tasuki.net.http.presigned import DIRECT_MIN_BYTES
 from tests.net.counting_relay import Relay
 from tests.processes import start_server, start_worker
 from tests.services_s3 import S3Service

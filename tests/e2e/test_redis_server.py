@@ -282,8 +282,8 @@ def test_a_server_on_redis_never_imports_django(tmp_path: Path, redis_url: str) 
 import asyncio, sys
 from pathlib import Path
 from tasuki.config import DataFolder
-from tasuki.server.app import ServerConfig
-from tasuki.server.node import Places, make_server, prepare_folder
+from tasuki.server.server import ServerConfig
+from tasuki.server.assembly import Places, make_server, prepare_folder
 
 async def main():
     folder = DataFolder(Path({str(tmp_path)!r}) / "data")

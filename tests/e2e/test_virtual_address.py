@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.agent.stage import AgentStage, Started, code_of
 from tests.certificates import TestAuthority
 from tests.conftest import Require
-from tests.doors.agent.stage import AgentStage, Started, code_of
 from tests.e2e.dispatchers import (
     DEADLINE_S,
     NAMES,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.cli.main import COMMANDS, make
 from tasuki.core.job import JobSpec
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
@@ -163,7 +163,7 @@ def test_the_exit_codes_are_those_of_the_command_line() -> None:
     section = CONCEPTS.partition("\n## Exit codes\n")[2]
     listed = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", section, re.MULTILINE)}
 
-    assert listed == exits.MEANINGS
+    assert listed == exit_codes.MEANINGS
 
 
 def test_the_examples_of_patterns_are_true() -> None:

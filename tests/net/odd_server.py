@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tasuki.config import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, HelloClient, Message, Welcome
-from tasuki.net.http_names import FRAMES_TYPE
+from tasuki.net.http.names import FRAMES_TYPE
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tasuki.config import Address
 from tasuki.core.protocol import Message
-from tasuki.net.http_channel import HttpChannel
+from tasuki.net.http.base_link import HttpChannel
 
 
 class LinkOwner:

@@ -14,8 +14,8 @@ import pytest
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, InvalidInput, TasukiError, Unauthorized, Unavailable
-from tasuki.net import Link, blobs
-from tasuki.net.blobs import WAITING_CHUNKS_MAX, BlobLine
+from tasuki.net import Link, blob_transfer
+from tasuki.net.blob_transfer import WAITING_CHUNKS_MAX, BlobLine
 
 DEADLINE_S = 5.0
 
@@ -219,7 +219,7 @@ def test_server_that_says_not_now_is_asked_again_after_growing_pauses(monkeypatc
         bench.line.take(Chunk(msg_id, 0, b"x", last=True))
         await getting
         assert pauses == sorted(pauses)
-        assert (pauses[0], pauses[-1]) == (blobs.RETRY_FIRST_S, blobs.RETRY_MAX_S)
+        assert (pauses[0], pauses[-1]) == (blob_transfer.RETRY_FIRST_S, blob_transfer.RETRY_MAX_S)
         assert len(pauses) == 8
 
     run(test)

@@ -14,11 +14,11 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, TooLarge, Unavailable
-from tasuki.net import http_blobs
 from tasuki.net.blob_files import Source
-from tasuki.net.blobs import BlobLine
-from tasuki.net.http_blobs import HttpBlobs
-from tasuki.net.http_transport import HttpTransport
+from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.http import blobs
+from tasuki.net.http.blobs import HttpBlobs
+from tasuki.net.http.transport import HttpTransport
 from tests.net.odd_server import Answer, Asked, OddServer, envelope, http
 
 DEADLINE_S = 10.0
@@ -29,7 +29,7 @@ REF = BlobRef(hashlib.sha256(DATA).hexdigest(), len(DATA))
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_blobs, "PIECE_FIRST_BYTES", 2 * MIB)
+    monkeypatch.setattr(blobs, "PIECE_FIRST_BYTES", 2 * MIB)
 
 
 def reply(**body: object) -> bytes:

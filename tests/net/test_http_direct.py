@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from tasuki.blobs import s3_presign
-from tasuki.blobs.s3_presign import LINK_S, S3Presign
-from tasuki.blobs.s3_requests import S3Address, S3Requests
+from tasuki.blobs.s3 import presign
+from tasuki.blobs.s3.presign import LINK_S, S3Presign
+from tasuki.blobs.s3.requests import S3Address, S3Requests
 from tasuki.config import Address
 from tasuki.core.job import BlobRef, InputFile, JobSpec
 from tasuki.core.protocol import SubmitJobs
 from tasuki.errors import Corrupt, NotFound
-from tasuki.net import http_direct
-from tasuki.net.blobs import BlobLine
-from tasuki.net.http_blobs import HttpBlobs
-from tasuki.net.http_direct import DirectBlobs, NotDirect, _Download, _Link, _trusting
-from tasuki.net.http_transport import HttpTransport
-from tasuki.server.node import open_direct
+from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.http import presigned
+from tasuki.net.http.blobs import HttpBlobs
+from tasuki.net.http.presigned import DirectBlobs, NotDirect, _Download, _Link, _trusting
+from tasuki.net.http.transport import HttpTransport
+from tasuki.server.assembly import open_direct
 from tasuki.wire.messages import encode
 from tests.certificates import TestAuthority
 from tests.doors.http.stage import Stage
@@ -53,10 +53,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory, s3: S3Service, relay: Relay)
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in s3.environment.items():
             patch.setenv(variable, value)
-        patch.setattr(s3_presign, "PART_BYTES", PART_BYTES)
-        patch.setattr(s3_presign, "WHOLE_MAX_BYTES", 1024 * 1024)
-        patch.setattr(http_direct, "DIRECT_MIN_BYTES", SMALL_BYTES)
-        patch.setattr(http_direct, "PARTS_AT_ONCE", 1)
+        patch.setattr(presign, "PART_BYTES", PART_BYTES)
+        patch.setattr(presign, "WHOLE_MAX_BYTES", 1024 * 1024)
+        patch.setattr(presigned, "DIRECT_MIN_BYTES", SMALL_BYTES)
+        patch.setattr(presigned, "PARTS_AT_ONCE", 1)
         url = s3.url()
         direct = open_direct(url, relay.endpoint)
         with Stage(tmp_path_factory.mktemp("direct"), blobs=url, direct=direct) as stage:
@@ -310,13 +310,13 @@ def test_no_link_and_no_token_of_ours_is_told_to_anybody_else(
     stage: Stage, relay: Relay, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    stream = http_direct.httpx.AsyncClient.stream
+    stream = presigned.httpx.AsyncClient.stream
 
     def noted(self: Any, method: str, url: str, **options: Any) -> Any:
         asked.append((url, options["headers"]))
         return stream(self, method, url, **options)
 
-    monkeypatch.setattr(http_direct.httpx.AsyncClient, "stream", noted)
+    monkeypatch.setattr(presigned.httpx.AsyncClient, "stream", noted)
     caplog.set_level(logging.INFO)
 
     async def test(peer: Peer) -> None:

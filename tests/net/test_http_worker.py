@@ -26,9 +26,9 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.errors import Unavailable
-from tasuki.net import http_transport, http_worker
-from tasuki.net.http_names import FRAMES_TYPE, SESSION_HEADER
-from tasuki.net.http_worker import POLL_WAIT_S, HttpWorkerLink
+from tasuki.net.http import transport, worker_link
+from tasuki.net.http.names import FRAMES_TYPE, SESSION_HEADER
+from tasuki.net.http.worker_link import POLL_WAIT_S, HttpWorkerLink
 from tasuki.wire.frames import encode_frame
 from tasuki.wire.messages import encode
 from tests.certificates import TestAuthority
@@ -133,7 +133,7 @@ def run(test: Test, *, greeted: bool = True) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_worker, "PAUSE_FIRST_S", 0.001)
+    monkeypatch.setattr(worker_link, "PAUSE_FIRST_S", 0.001)
     for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy", "NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
 
@@ -322,7 +322,7 @@ def test_after_some_tries_the_link_ends_and_the_worker_does_not(odd: bytes, word
         owner.link.say(Heartbeat(2))
         assert words in await owner.closed
         assert owner.heard.empty()
-        assert script.numbers == ["1"] * (http_worker.TRIES_MAX + 1)
+        assert script.numbers == ["1"] * (worker_link.TRIES_MAX + 1)
 
     run(test)
 
@@ -354,7 +354,7 @@ def test_a_session_that_is_out_of_step_is_begun_anew_and_is_not_the_end_of_the_w
 
 
 def test_a_pause_that_the_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_transport, "RETRY_AFTER_MAX_S", 0.3)
+    monkeypatch.setattr(transport, "RETRY_AFTER_MAX_S", 0.3)
 
     async def test(server: OddServer, script: Server, owner: Owner) -> None:
         script.to_said.append(envelope(503, "OVERLOADED", Retry_After="60"))
@@ -403,7 +403,7 @@ def test_one_message_that_is_too_large_for_a_proxy_is_the_end_in_clear_words() -
 
 
 def test_endings_that_are_too_large_together_leave_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_worker, "REQUEST_MAX_BYTES", 1000)
+    monkeypatch.setattr(worker_link, "REQUEST_MAX_BYTES", 1000)
     endings = [Ending(f"job-{n}", f"lease-{n}", 1, Outcome(result=bytes(300))) for n in range(7)]
 
     async def test(server: OddServer, script: Server, owner: Owner) -> None:
@@ -460,21 +460,21 @@ def test_a_poll_that_failed_is_asked_again_and_after_some_tries_the_link_ends(od
         script.tell(*[odd] * 20)
         await owner.closed
         assert owner.heard.empty()
-        assert len(script.polls) == 3 + http_worker.TRIES_MAX + 1
+        assert len(script.polls) == 3 + worker_link.TRIES_MAX + 1
 
     run(test)
 
 
 def test_polls_that_something_on_the_way_cuts_become_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_worker, "POLL_WAIT_MIN_S", 0.1)
+    monkeypatch.setattr(worker_link, "POLL_WAIT_MIN_S", 0.1)
 
     async def cut() -> bytes:
         await asyncio.sleep(0.2)
         return b""
 
     async def test(server: OddServer, script: Server, owner: Owner) -> None:
-        script.tell(*[cut() for _ in range(http_worker.TRIES_MAX + 2)])
-        await server.until(lambda: len(script.polls) == http_worker.TRIES_MAX + 3)
+        script.tell(*[cut() for _ in range(worker_link.TRIES_MAX + 2)])
+        await server.until(lambda: len(script.polls) == worker_link.TRIES_MAX + 3)
         waits = [float(numbers_of(asked)["wait"]) for asked in script.polls]
         assert waits[0] == POLL_WAIT_S
         assert all(0.1 <= wait < 0.25 for wait in waits[1:])
@@ -484,7 +484,7 @@ def test_polls_that_something_on_the_way_cuts_become_shorter(monkeypatch: pytest
 
 
 def test_a_server_that_answers_polls_at_once_with_nothing_is_not_asked_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_worker, "PAUSE_FIRST_S", 0.05)
+    monkeypatch.setattr(worker_link, "PAUSE_FIRST_S", 0.05)
 
     async def test(server: OddServer, script: Server, owner: Owner) -> None:
         script.tell(*[frames()] * 100)
@@ -548,7 +548,7 @@ def test_who_hangs_up_says_nothing_more() -> None:
 
 
 def test_a_server_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_worker, "LEAVE_S", 0.1)
+    monkeypatch.setattr(worker_link, "LEAVE_S", 0.1)
 
     async def test(server: OddServer, script: Server, owner: Owner) -> None:
         never = asyncio.Event()

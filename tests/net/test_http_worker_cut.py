@@ -11,8 +11,8 @@ import pytest
 
 from tasuki.config import Address
 from tasuki.core.protocol import ErrorMessage, GiveCredit, Heartbeat, HeartbeatAnswer, HelloWorker, Message, Welcome
-from tasuki.net import http_worker
-from tasuki.net.http_worker import HttpWorkerLink
+from tasuki.net.http import worker_link
+from tasuki.net.http.worker_link import HttpWorkerLink
 from tests.doors.http.stage import Stage
 from tests.e2e.wire import Wire
 
@@ -30,7 +30,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 def test_a_line_that_breaks_costs_neither_a_message_nor_the_session(
     stage: Stage, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_worker, "PAUSE_FIRST_S", 0.005)
+    monkeypatch.setattr(worker_link, "PAUSE_FIRST_S", 0.005)
     chance = random.Random(seed)
     heard: list[Message] = []
     closed: list[str] = []

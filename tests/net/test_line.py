@@ -10,7 +10,7 @@ from typing import Any
 from tasuki.core.address import Address
 from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import Heartbeat, Message, Welcome
-from tasuki.core.redial import Connect
+from tasuki.core.reconnect import Connect
 from tasuki.errors import Unavailable
 from tasuki.net import Line, Link
 

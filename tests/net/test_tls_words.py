@@ -18,7 +18,7 @@ import uvloop
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.net import client_tls, connect
-from tasuki.net.http_transport import CutOff, HttpTransport, NotTasuki
+from tasuki.net.http.transport import CutOff, HttpTransport, NotTasuki
 from tests.certificates import TestAuthority
 
 DEADLINE_S = 20.0

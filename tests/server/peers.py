@@ -10,7 +10,7 @@ from typing import TypeVar
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import HelloClient, HelloWorker, Message, Welcome
 from tasuki.errors import TasukiError
-from tasuki.server.app import Server
+from tasuki.server.server import Server
 
 PATIENCE_S = 10.0
 M = TypeVar("M", bound=Message)

@@ -27,12 +27,12 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
-from tasuki.core.verbs import Submission, Submitted
+from tasuki.core.store_messages import Submission, Submitted
 from tasuki.errors import Conflict, Unauthorized
-from tasuki.server import app
-from tasuki.server.app import Server, ServerConfig
+from tasuki.server import server as server_module
+from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.clock import SystemClock
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.retrying import RETRY_S, Interrupted, Why
 from tests.server.peers import PATIENCE_S, FakeConnection, client, worker
 
@@ -135,7 +135,7 @@ def test_what_arrives_while_the_store_is_busy_shares_the_next_transaction(tmp_pa
 def test_peers_are_not_read_from_while_too_much_waits_for_the_store(
     tmp_path: Path, store: GatedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "DRAFT_SOFT_ITEMS", 3)
+    monkeypatch.setattr(server_module, "DRAFT_SOFT_ITEMS", 3)
 
     async def work(server: Server) -> None:
         conn, link = await client(server)
@@ -240,7 +240,7 @@ def test_stop_answers_what_is_under_way_and_closes_every_link(tmp_path: Path, st
 
 
 def test_a_server_stops_soon_though_its_store_is_away(tmp_path: Path, store: GatedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "STOP_TIMEOUT_S", 0.1)
 
     def away(submissions: list[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
         store.entered.set()

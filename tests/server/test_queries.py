@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tasuki.core.access import Identity, Kind
-from tasuki.core.broker_events import Query
+from tasuki.core.broker.events import Query
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.verbs import LeaseRequest, Report, Submission
+from tasuki.core.store_messages import LeaseRequest, Report, Submission
 from tasuki.errors import Forbidden, InvalidInput, NotFound
 from tasuki.server.queries import GET_MAX, GET_RESULTS_MAX, PAGE_MAX, answer_query
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 
 ALICE = Identity(Kind.CLIENT, "token:alice", (), "alice")

@@ -15,15 +15,15 @@ import pytest
 
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
-from tasuki.core.verbs import Answer
+from tasuki.core.store_messages import Answer
 from tasuki.errors import ConfigError, Corrupt, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable
 from tasuki.server.archive import ArchiveWriter
+from tasuki.server.assembly import prepare_folder
 from tasuki.server.backup import back_up
-from tasuki.server.node import prepare_folder
-from tasuki.server.publish import finish_publishing
 from tasuki.server.restore import check_backup, restore
-from tasuki.stores import sqlite_backup
-from tasuki.stores.sqlite_backup import EPOCH_STEP
+from tasuki.server.swap_in import finish_publishing
+from tasuki.stores.sql import sqlite_backup
+from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
 from tests.backups import AGAIN, LARGE, Made, add_blob, make_store, opened, rows
 
 SOURCE = Path(__file__).parents[2] / "src"

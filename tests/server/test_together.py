@@ -15,13 +15,13 @@ from tasuki.coords.coordination import Coordination, Locked, Member
 from tasuki.coords.memory import MemoryCoordination
 from tasuki.core.hints import everything
 from tasuki.core.job import JobSpec
-from tasuki.core.members import ServerInfo
 from tasuki.core.protocol import AssignJobs, GiveCredit, Reply, Request, SubmitJobs
+from tasuki.core.server_info import ServerInfo
 from tasuki.errors import Unavailable
-from tasuki.server.app import Server, ServerConfig
-from tasuki.server.together import Together
+from tasuki.server.cluster import Together
+from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.clock import SystemClock
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Feature
 from tests.server.peers import PATIENCE_S, client, worker
 

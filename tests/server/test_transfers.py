@@ -12,12 +12,12 @@ import pytest
 
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.folder import FolderBlobs, FolderWriter
-from tasuki.blobs.s3 import S3Blobs
+from tasuki.blobs.s3.store import S3Blobs
 from tasuki.core.access import Identity, Kind
-from tasuki.core.broker_events import SendBlob
+from tasuki.core.broker.events import SendBlob
 from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, State
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
-from tasuki.core.verbs import BlobPlace
+from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
 from tasuki.server.transfers import Transfers
 from tasuki.server.uploads import UPLOADS_PER_CONNECTION_MAX

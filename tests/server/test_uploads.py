@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.blobs.partials import PARTIAL_GRACE_S
+from tasuki.blobs.resumable_uploads import PARTIAL_GRACE_S
 from tasuki.core.protocol import BlobPut, Chunk, ErrorMessage, Reply
-from tasuki.core.verbs import BlobPlace
+from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ProtocolError
 from tasuki.server import uploads
 from tasuki.server.transfers import Transfers

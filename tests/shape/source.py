@@ -29,7 +29,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """One source file. `path` is relative to the folder it was looked for in: `stores/sql.py`."""
+    """One source file. `path` is relative to the folder it was looked for in: `stores/sql/store.py`."""
 
     path: str
     text: str

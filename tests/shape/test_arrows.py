@@ -46,7 +46,7 @@ ONLY: dict[str, set[str]] = {
 
 DJANGO_ALLOWED = ("stores/sql*.py", "stores/statements/*.py", "django/*", "cli/*")
 # What pulls Django in when it is imported; the CLI must not do so before a command needs it.
-PULLS_DJANGO = ("django", "tasuki.django", "tasuki.stores.sql")
+PULLS_DJANGO = ("django", "tasuki.django", "tasuki.stores.sql.store")
 
 
 def target(imported: Import) -> str | None:
@@ -123,11 +123,11 @@ def test_the_cli_imports_django_only_inside_functions() -> None:
         ("core/job.py", "from tasuki import Client"),
         ("errors.py", "import tasuki.core.job"),
         ("wire/frames.py", "from tasuki import stores"),
-        ("stores/memory.py", "from tasuki.django.models import JobRun"),
-        ("stores/sql.py", "from tasuki.django.views import page"),
-        ("coords/sql.py", "from tasuki.stores.sql_statements import load"),
+        ("stores/memory/store.py", "from tasuki.django.models import JobRun"),
+        ("stores/sql/store.py", "from tasuki.django.views import page"),
+        ("coords/sql.py", "from tasuki.stores.sql.statement_files import load"),
         ("coords/sql.py", "def f():\n    from tasuki.django.models import Member"),
-        ("core/term.py", "from tasuki.coords.coordination import Busy"),
+        ("core/election.py", "from tasuki.coords.coordination import Busy"),
         ("django/models.py", "from tasuki.errors import TasukiError"),
         ("django/__init__.py", "from tasuki.core import job"),
         ("django/apps.py", "from tasuki.cli import main"),
@@ -135,8 +135,8 @@ def test_the_cli_imports_django_only_inside_functions() -> None:
         ("doors/tcp.py", "from tasuki.stores.store import Store"),
         ("doors/tcp.py", "from tasuki.worker import Worker"),
         ("doors/tcp.py", "from ..client import Client"),
-        ("doors/agent/desk.py", "from tasuki.stores.store import Store"),
-        ("doors/agent/desk.py", "from tasuki.client import Client"),
+        ("agent/jobs.py", "from tasuki.stores.store import Store"),
+        ("agent/jobs.py", "from tasuki.client import Client"),
         ("doors/http/door.py", "from tasuki.worker import Worker"),
         ("worker/run.py", "from tasuki.server import Server"),
         ("cli/main.py", "from tasuki.testing import clock"),
@@ -154,13 +154,13 @@ def test_an_import_against_an_arrow_is_seen(path: str, text: str) -> None:
     [
         ("core/job.py", "from tasuki.core.subject import Subject\nfrom tasuki.errors import TasukiError"),
         ("wire/frames.py", "from tasuki import __version__, core, errors, config"),
-        ("stores/sql_lease.py", "from tasuki.django.models import JobRun"),
-        ("stores/sql.py", "from tasuki.django import models"),
-        ("coords/memory.py", "from tasuki.core.term import Busy, Locked"),
+        ("stores/sql/lease.py", "from tasuki.django.models import JobRun"),
+        ("stores/sql/store.py", "from tasuki.django import models"),
+        ("coords/memory.py", "from tasuki.core.election import Busy, Locked"),
         ("server/leading.py", "from tasuki.coords.coordination import Coordination"),
-        ("doors/agent/desk.py", "from tasuki.worker import Worker"),
-        ("doors/agent/intake.py", "from tasuki.blobs.zipnames import NameBook"),
-        ("doors/dispatcher/company.py", "from tasuki.client.agent_node import AgentNode"),
+        ("agent/jobs.py", "from tasuki.worker import Worker"),
+        ("agent/upload.py", "from tasuki.blobs.zip.names import NameBook"),
+        ("dispatcher/node_pool.py", "from tasuki.client.agent_node import AgentNode"),
         ("worker/run.py", "from tasuki.stores.store import Store"),
         ("django/models.py", "from tasuki.core.job import State"),
         ("cli/up.py", "def up():\n    from tasuki.django import standalone"),
@@ -176,8 +176,8 @@ def test_django_in_the_wrong_place_is_seen() -> None:
     lazy = "def f():\n    from django.db import connection"
 
     assert against_django(Module("server/server.py", lazy))
-    assert against_django(Module("stores/memory.py", lazy))
-    assert not against_django(Module("stores/sql.py", lazy))
+    assert against_django(Module("stores/memory/store.py", lazy))
+    assert not against_django(Module("stores/sql/store.py", lazy))
 
 
 @pytest.mark.parametrize("name", ["django.db", "tasuki.django.standalone", "tasuki.stores.sqlite"])

@@ -26,7 +26,7 @@ ENVIRONMENT_ALLOWED = ("config.py", "cli/*")
 # Files that hand an environment on to a job's process: file -> why.
 JOB_ENVIRONMENT: dict[str, str] = {
     "worker/environment.py": "hands PATH, HOME, LANG, LC_ALL and TZ on to jobs",
-    "worker/warm.py": "is a program of its own, and becomes the job: its environment is then the job's",
+    "worker/preforked.py": "is a program of its own, and becomes the job: its environment is then the job's",
 }
 
 # multiprocessing is here because its queues, pools and connections pickle what they carry.

@@ -10,7 +10,7 @@ FUNCTION_MAX_LINES = 60  # without the docstring
 
 # What may be longer, with the reason that a reader would accept. An entry that is not needed any more fails the test.
 LONG_FILES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}  # "stores/sql.py:submit"
+LONG_FUNCTIONS: dict[str, str] = {}  # "stores/sql/store.py:submit"
 
 
 def long_files(found: list[Module]) -> dict[str, int]:

@@ -3,14 +3,14 @@
 import pytest
 from msgspec.structs import replace
 
-from tasuki.core import broker
-from tasuki.core.term import Term
-from tasuki.stores.memory import MemoryStore
-from tasuki.stores.sql_statements import load
+from tasuki.core.broker import broker
+from tasuki.core.election import Term
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.sql.statement_files import load
 from tasuki.testing.sim.ablations import ABLATIONS, SEEDS_MAX, UNSEEN, Ablation, Found, hunt, table
 from tasuki.testing.sim.checker import INVARIANTS, Violation
+from tasuki.testing.sim.patches import Instead, Reworded
 from tasuki.testing.sim.run import check_seed
-from tasuki.testing.sim.seams import Instead, Reworded
 
 # Where to begin, so that the first seed is one that shows it. If a later change moves it, the hunt goes on from here.
 FIRST_SEEDS = {

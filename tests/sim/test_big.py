@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tasuki.testing.sim.big import BigOptions, BigSystem, main, run_big
-from tasuki.testing.sim.big_report import figures, percentiles, text
-from tasuki.testing.sim.big_tally import Followed, Tally
+from tasuki.testing.sim.scale import BigOptions, BigSystem, main, run_big
+from tasuki.testing.sim.scale_report import figures, percentiles, text
+from tasuki.testing.sim.scale_tally import Followed, Tally
 
 CALM = BigOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
 ROUGH = BigOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, minutes=1.0)

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from tasuki.core.election import Term
 from tasuki.core.job import State
-from tasuki.core.term import Term
 from tasuki.testing.sim.coverage import EXPECTED, Coverage, cover_seed, missing
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import (

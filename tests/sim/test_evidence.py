@@ -29,7 +29,7 @@ from tests.services import PostgresService
 @pytest.fixture(params=["sqlite", "postgresql"])
 def staged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Stage, Query]]:
     """A store with a leader, and how to ask its database."""
-    from tasuki.stores.sql import SqlStore
+    from tasuki.stores.sql.store import SqlStore
 
     clock = FakeClock()
     if request.param == "sqlite":

@@ -2,9 +2,9 @@
 
 from tasuki.core.job import State
 from tasuki.core.machine import Ticked
-from tasuki.core.verbs import Turn
+from tasuki.core.store_messages import Turn
 from tasuki.errors import Unavailable
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import World
 from tasuki.testing.harness_nodes import WorkerNode

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.testing.sim import crew
-from tasuki.testing.sim.crew import Order, Ran, run_order
-from tasuki.testing.sim.many import Many, Summary, options_for, run_many
+from tasuki.testing.sim import seed_workers
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import Outcome
+from tasuki.testing.sim.seed_runner import Many, Summary, options_for, run_many
+from tasuki.testing.sim.seed_workers import Order, Ran, run_order
 from tests.processes import wait_until
 
 SMALL = SimOptions(servers=1, workers=2, clients=2, jobs=10, chaos_s=4.0, faults=4)
@@ -68,8 +68,8 @@ def test_a_process_that_dies_is_its_seeds_failure_and_is_replaced() -> None:
 
 
 def test_a_seed_that_never_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "SEED_LIMIT_S", 1.5)
-    monkeypatch.setattr(crew, "LOOK_S", 0.05)
+    monkeypatch.setattr(seed_workers, "SEED_LIMIT_S", 1.5)
+    monkeypatch.setattr(seed_workers, "LOOK_S", 0.05)
 
     summary = run_many(Many(count=3), processes=2, program=HANGING)
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tasuki.core.verbs import Reaped, Submission
+from tasuki.core.store_messages import Reaped, Submission
 from tasuki.errors import InvalidInput
-from tasuki.stores.memory import Answered, MemoryStore
+from tasuki.stores.memory.store import Answered, MemoryStore
 from tasuki.testing.sim.cases import Case, Failure, case_of, try_case
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import Plan

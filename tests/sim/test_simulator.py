@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from tasuki.core.job import Lease, State
 from tasuki.core.lifecycle import Event
-from tasuki.core.verbs import Answer, Recorded, Report, Submission
-from tasuki.stores.memory import Answered, MemoryStore
-from tasuki.stores.memory_records import Record
+from tasuki.core.store_messages import Answer, Recorded, Report, Submission
+from tasuki.stores.memory.records import Record
+from tasuki.stores.memory.store import Answered, MemoryStore
 from tasuki.testing.sim.history import AnyLine, Ended, Fault, Healed, Row
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import check_seed, plan_of, run_plan, run_seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from tasuki.core.broker_events import Event
+from tasuki.core.broker.events import Event
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Received
 from tasuki.testing.sim.clients import SimClient

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from tasuki.client.failover import AsyncAgentsClient
-from tasuki.core.breaker import BreakerRules
+from tasuki.core.failover.breaker import BreakerRules
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tests.client.agent_processes import ListeningProcess, steady_port
 from tests.processes import wait_until

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 from tasuki.cli.agent_registry import APP
-from tasuki.core.agent_claim import DISPATCHER, attempt_of, node_of
+from tasuki.core.failover.registry_records import DISPATCHER, attempt_of, node_of
 from tasuki.core.job import Job, State
-from tasuki.server.node import is_redis, open_postgresql_reader, open_redis_reader
+from tasuki.server.assembly import is_redis, open_postgresql_reader, open_redis_reader
 from tests.soak.exclusive_program import boot_time
 
 LOOK_S = 0.05

@@ -7,9 +7,9 @@ import pytest
 
 from tasuki.core.job import State
 from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.verbs import Answer, Standing
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sqlite_backup import EPOCH_STEP
+from tasuki.core.store_messages import Answer, Standing
+from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.store_stage import Stage
 
 SCRIPT = Path(__file__).parents[2] / "deploy/postgresql/after-restore.sql"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import InputFile
-from tasuki.core.verbs import CondemnOrder
-from tasuki.stores import sql_collect
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_sqlite_session import SqliteSession
+from tasuki.core.store_messages import CondemnOrder
+from tasuki.stores.sql import collect
+from tasuki.stores.sql.sqlite_session import SqliteSession
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
 from tests.sqlite_files import with_tables
@@ -22,7 +22,7 @@ WINDOW = 10
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    monkeypatch.setattr(sql_collect, "SCAN_MAX", WINDOW)
+    monkeypatch.setattr(collect, "SCAN_MAX", WINDOW)
     clock = FakeClock()
     store = SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock)
     yield Stage(store, clock)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import (
+from tasuki.core.store_messages import (
     Answer,
     BlobClaim,
     BlobPlace,
@@ -26,8 +26,8 @@ from tasuki.core.verbs import (
     Submitted,
 )
 from tasuki.stores.retrying import Interrupted
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_postgres_session import PostgresSession
+from tasuki.stores.sql.postgres_session import PostgresSession
+from tasuki.stores.sql.store import SqlStore
 from tests.processes import wait_until
 from tests.services import PostgresService
 

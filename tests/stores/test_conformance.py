@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.store_suite import MakeStore, StoreSuite
 from tests.sqlite_files import with_tables
 
@@ -20,7 +20,7 @@ class TestMemoryStore(StoreSuite):
 class TestSqliteStore(StoreSuite):
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
-        from tasuki.stores.sql import SqlStore
+        from tasuki.stores.sql.store import SqlStore
 
         return lambda clock: SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock)
 
@@ -28,6 +28,6 @@ class TestSqliteStore(StoreSuite):
 class TestPostgresStore(StoreSuite):
     @pytest.fixture
     def make_store(self, postgres_url: str) -> MakeStore:
-        from tasuki.stores.sql import SqlStore
+        from tasuki.stores.sql.store import SqlStore
 
         return lambda clock: SqlStore.open_postgresql(postgres_url, clock=clock)

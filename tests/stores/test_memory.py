@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from tasuki.core.fair import FairTurns
+from tasuki.core.fairness import FairTurns
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import Filter, Grant, LeaseRequest, Report, Submission
+from tasuki.core.store_messages import Filter, Grant, LeaseRequest, Report, Submission
 from tasuki.errors import InvalidInput, StaleEpoch
-from tasuki.stores import memory_records
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory import records
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 
 
@@ -100,7 +100,7 @@ def test_a_job_that_was_pruned_and_taken_back_keeps_its_age(store: MemoryStore) 
 def test_a_lease_looks_only_at_what_it_takes(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     submit(store, *(f"job-{number}" for number in range(5_000)))
     asked: list[str] = []
-    monkeypatch.setattr("tasuki.stores.memory.matches", lambda pattern, subject: bool(asked.append(subject)) or True)
+    monkeypatch.setattr("tasuki.stores.memory.store.matches", lambda pattern, subject: bool(asked.append(subject)) or True)
 
     for _ in range(10):
         lease(store, limit=2)
@@ -124,7 +124,7 @@ def test_nothing_is_left_behind_when_all_jobs_are_gone(store: MemoryStore) -> No
 
 
 def test_find_looks_at_a_bounded_number_of_jobs(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_records, "FIND_SCAN_MAX", 3)
+    monkeypatch.setattr(records, "FIND_SCAN_MAX", 3)
     submit(store, "old", subject="b.x")
     submit(store, *"abcde", subject="a.x")
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import JobSpec, State, body_hash
-from tasuki.core.verbs import LeaseRequest, Submission, Takes
+from tasuki.core.store_messages import LeaseRequest, Submission, Takes
 from tasuki.errors import Unavailable
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_postgres import PostgresDatabase
+from tasuki.stores.sql.postgres import PostgresDatabase
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
 from tests.services import PostgresService
@@ -52,8 +52,8 @@ def stores(postgres_url: str) -> Iterator[list[SqlStore]]:
 # Leases until nothing is left, in turns of several requests, and says what it got.
 CLAIMER = """
 import json, sys
-from tasuki.core.verbs import LeaseRequest
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import LeaseRequest
+from tasuki.stores.sql.store import SqlStore
 
 store = SqlStore.open_postgresql(sys.argv[1])
 worker = sys.argv[2]

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from tasuki.errors import Unavailable
-from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql.store import SqlStore
 from tests.processes import wait_until
 
 LOCK_TTL_S = 2.0

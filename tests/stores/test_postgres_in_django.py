@@ -14,11 +14,11 @@ standalone.configure()
 from django.db import connections, transaction  # noqa: E402
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash  # noqa: E402
-from tasuki.core.verbs import LeaseRequest, Report, Submission  # noqa: E402
+from tasuki.core.store_messages import LeaseRequest, Report, Submission  # noqa: E402
 from tasuki.django.models import Token  # noqa: E402
 from tasuki.errors import StaleEpoch  # noqa: E402
-from tasuki.stores.sql import SqlStore  # noqa: E402
-from tasuki.stores.sql_postgres import connection_parameters  # noqa: E402
+from tasuki.stores.sql.postgres import connection_parameters  # noqa: E402
+from tasuki.stores.sql.store import SqlStore  # noqa: E402
 from tests.services import PostgresService  # noqa: E402
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.verbs import Reaped
+from tasuki.core.store_messages import Reaped
 from tasuki.errors import StaleEpoch
-from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
 from tests.processes import wait_until

@@ -14,13 +14,13 @@ import pytest
 
 from tasuki.django import schema, standalone
 from tasuki.errors import ConfigError
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_postgres import connection_parameters
+from tasuki.stores.sql.postgres import connection_parameters
+from tasuki.stores.sql.store import SqlStore
 from tests.services import PostgresService
 
 OPENER = """
 import sys
-from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql.store import SqlStore
 print("ready", flush=True)
 sys.stdin.readline()
 store = SqlStore.open_postgresql(sys.argv[1])

@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 
+from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.term import LOCK_TTL_S
-from tasuki.core.verbs import Filter, LeaseRequest, Submission
+from tasuki.core.store_messages import Filter, LeaseRequest, Submission
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.stores.retrying import Interrupted
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_postgres import PostgresDatabase, check_server
+from tasuki.stores.sql.postgres import PostgresDatabase, check_server
+from tasuki.stores.sql.store import SqlStore
 from tasuki.stores.store import Feature
 from tests.services import PostgresService
 

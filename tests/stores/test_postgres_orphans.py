@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.verbs import Grant, LeaseRequest, Standing
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import Grant, LeaseRequest, Standing
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import GRACE_S, PAST_LEASE_S, Stage
 from tests.processes import wait_until

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tasuki.core.lifecycle import Event, sources
-from tasuki.core.verbs import LeaseRequest
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_postgres import PostgresDatabase
-from tasuki.stores.sql_postgres_values import Statement, find_statement, statements
-from tasuki.stores.sql_statements import load
+from tasuki.core.store_messages import LeaseRequest
+from tasuki.stores.sql.postgres import PostgresDatabase
+from tasuki.stores.sql.postgres_values import Statement, find_statement, statements
+from tasuki.stores.sql.statement_files import load
+from tasuki.stores.sql.store import SqlStore
 from tests.services import PostgresService
 
 ROWS = 100_000

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import Answers, LeaseRequest, Report, Submission, Turn
+from tasuki.core.store_messages import Answers, LeaseRequest, Report, Submission, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
 from tasuki.stores import retrying
 from tasuki.stores.batching import StoreThread, execute_surely
 from tasuki.stores.retrying import Interrupted, Why
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_postgres import PostgresDatabase
+from tasuki.stores.sql.postgres import PostgresDatabase
+from tasuki.stores.sql.store import SqlStore
 from tests.services import PostgresService
 from tests.stores.cutting_proxy import CuttingProxy
 
@@ -135,8 +135,8 @@ def test_an_idle_connection_that_was_cut_is_made_anew_for_a_reader(postgres: Pos
 VICTIM = """
 import os, signal, sys
 from tasuki.core.job import JobSpec, Outcome, body_hash
-from tasuki.core.verbs import LeaseRequest, Report, Submission
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import LeaseRequest, Report, Submission
+from tasuki.stores.sql.store import SqlStore
 
 armed = None
 def fault(point):

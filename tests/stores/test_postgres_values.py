@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.stores.sql_postgres_values import KINDS, register, statement_of
+from tasuki.stores.sql.postgres_values import KINDS, register, statement_of
 from tests.services import PostgresService
 
 numbers = st.integers(-(2**63), 2**63 - 1)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.verbs import GroupCounts, Turn
+from tasuki.core.store_messages import GroupCounts, Turn
 from tasuki.stores.batching import execute
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_postgres_session import PostgresSession
+from tasuki.stores.sql.postgres_session import PostgresSession
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
 

@@ -12,9 +12,9 @@ import redis
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Grant, Held, LeaseRequest, Report, Standing, Submission
-from tasuki.stores.redis import RedisStore
-from tasuki.stores.redis_values import INSIDE_MAX_BYTES
+from tasuki.core.store_messages import Grant, Held, LeaseRequest, Report, Standing, Submission
+from tasuki.stores.redis.codec import INSIDE_MAX_BYTES
+from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.clocks import FakeClock
 
 OWN, OTHER = "job.assign.zpe", "math.square"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasuki.core.job import JobSpec
-from tasuki.stores.redis import RedisStore
+from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.store_suite import MakeStore, StoreSuite
 from tests.services_redis import RedisService, other_redis_program, redis_program, version_of
 

@@ -13,9 +13,9 @@ import redis
 from tasuki.core.app import template_of
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Answer, Grant, LeaseRequest, Report, Standing, Submission, Submitted
+from tasuki.core.store_messages import Answer, Grant, LeaseRequest, Report, Standing, Submission, Submitted
 from tasuki.errors import Conflict
-from tasuki.stores.redis import RedisStore
+from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage, token_row
 from tests.services_redis import RedisService

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tasuki.core.job import JobSpec
-from tasuki.stores.redis import RedisStore
+from tasuki.stores.redis.store import RedisStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_machine import StoreMachine

@@ -13,11 +13,11 @@ import pytest
 import redis
 
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.verbs import Submission
+from tasuki.core.store_messages import Submission
 from tasuki.errors import ConfigError, DiskFull, InternalError
-from tasuki.stores import redis_connection
-from tasuki.stores.redis import RedisStore
-from tasuki.stores.redis_connection import connect, name_of, translate
+from tasuki.stores.redis import connection
+from tasuki.stores.redis.connection import connect, name_of, translate
+from tasuki.stores.redis.store import RedisStore
 from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.store import Feature
 from tests.services_redis import RedisService
@@ -185,7 +185,7 @@ def test_settings_that_cannot_be_checked_are_a_warning_even_if_strict(
 
 def test_an_old_redis_and_a_cluster_are_refused(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
     for told, words in (({"redis_version": "5.0.14"}, "6.2 or newer"), ({"redis_mode": "cluster"}, "Sentinel")):
-        monkeypatch.setattr(redis_connection, "_asked", lambda ask, told=told: told)
+        monkeypatch.setattr(connection, "_asked", lambda ask, told=told: told)
         with pytest.raises(ConfigError, match=words):
             RedisStore.open(redis_url)
 

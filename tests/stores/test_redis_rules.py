@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.core.fair import FairTurns
+from tasuki.core.fairness import FairTurns
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.lifecycle import TRANSITIONS, Event, after_failure, after_loss, is_late, skip_outcome, sources
 from tasuki.core.subject import matches
-from tasuki.stores.redis_scripts import outsiders_of, rules_script, script
+from tasuki.stores.redis.scripts import outsiders_of, rules_script, script
 from tests.services_redis import RedisService
 
 HELD = st.sampled_from(sorted(sources(Event.RETRY)))

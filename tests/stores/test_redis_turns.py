@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import (
+from tasuki.core.store_messages import (
     Answer,
     Answers,
     BlobClaim,
@@ -24,8 +24,8 @@ from tasuki.core.verbs import (
 )
 from tasuki.errors import StaleEpoch
 from tasuki.stores.batching import execute, execute_surely
-from tasuki.stores.memory import MemoryStore
-from tasuki.stores.redis import RedisStore
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.redis.store import RedisStore
 from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock

@@ -9,9 +9,9 @@ import pytest
 
 from tasuki.core.job import State
 from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.verbs import Answer, Standing
+from tasuki.core.store_messages import Answer, Standing
 from tasuki.errors import Corrupt, InvalidInput, StaleEpoch
-from tasuki.stores.sqlite_backup import (
+from tasuki.stores.sql.sqlite_backup import (
     EPOCH_STEP,
     PAGES_PER_STEP,
     begin_new_life,

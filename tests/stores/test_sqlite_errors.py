@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.verbs import Filter
+from tasuki.core.store_messages import Filter
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_read import SqlReader
-from tasuki.stores.sql_sqlite import SqliteDatabase
-from tasuki.stores.sql_sqlite_session import SqliteSession
+from tasuki.stores.sql.read import SqlReader
+from tasuki.stores.sql.sqlite import SqliteDatabase
+from tasuki.stores.sql.sqlite_session import SqliteSession
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
 from tests.sqlite_files import with_tables

@@ -11,10 +11,10 @@ import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Answer, Filter, Held, LeaseRequest, Report, Standing, Submission
+from tasuki.core.store_messages import Answer, Filter, Held, LeaseRequest, Report, Standing, Submission
 from tasuki.errors import ConfigError, Unavailable
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_sqlite import file_system_of
+from tasuki.stores.sql.sqlite import file_system_of
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 
 
@@ -48,7 +48,7 @@ def test_a_second_owner_in_this_process_is_refused_until_the_first_closes(path: 
 
 
 def test_a_second_owner_is_told_the_pid_of_the_first(path: Path) -> None:
-    script = "import sys, pathlib; from tasuki.stores.sql import SqlStore\n"
+    script = "import sys, pathlib; from tasuki.stores.sql.store import SqlStore\n"
     script += "store = SqlStore.open_sqlite(pathlib.Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None

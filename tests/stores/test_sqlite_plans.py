@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tasuki.core.lifecycle import Event, sources
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_sqlite import CACHE_KIB
-from tasuki.stores.sql_statements import load
+from tasuki.stores.sql.sqlite import CACHE_KIB
+from tasuki.stores.sql.statement_files import load
+from tasuki.stores.sql.store import SqlStore
 
 STATEMENTS = load("sqlite")
 ALL = {**STATEMENTS.one, **{name: sizes[4] for name, sizes in STATEMENTS.many.items()}}

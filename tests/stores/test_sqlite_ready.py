@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tasuki.core.job import JobSpec, body_hash
+from tasuki.core.store_messages import LeaseRequest, Submission
 from tasuki.core.subject import group_of, matches
-from tasuki.core.verbs import LeaseRequest, Submission
-from tasuki.stores.sql import SqlStore
-from tasuki.stores.sql_ready import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
+from tasuki.stores.sql.ready_index import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
+from tasuki.stores.sql.store import SqlStore
 from tests.sqlite_files import with_tables
 
 MANY = 3 * SUBJECTS_AT_ONCE + 7

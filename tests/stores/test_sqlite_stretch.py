@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tasuki.core.job import JobSpec
-from tasuki.core.verbs import Filter, Submission
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import Filter, Submission
+from tasuki.stores.sql.store import SqlStore
 
 MB = 1024 * 1024
 

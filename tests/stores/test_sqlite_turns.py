@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.verbs import Filter, Held, LeaseRequest, Report, Submission, Turn
+from tasuki.core.store_messages import Filter, Held, LeaseRequest, Report, Submission, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
 from tasuki.stores.batching import execute_surely
-from tasuki.stores.sql import FAULT_POINTS, SqlStore
+from tasuki.stores.sql.store import FAULT_POINTS, SqlStore
 from tests.conftest import Require
 
 
@@ -41,8 +41,8 @@ def path(tmp_path: Path) -> Path:
 VICTIM = """
 import os, pathlib, signal, sys
 from tasuki.core.job import JobSpec, Outcome, body_hash
-from tasuki.core.verbs import LeaseRequest, Report, Submission
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import LeaseRequest, Report, Submission
+from tasuki.stores.sql.store import SqlStore
 
 armed = None
 def fault(point):
@@ -111,9 +111,9 @@ def test_a_full_database_refuses_the_turn_and_works_again_with_space(path: Path)
 ON_A_SMALL_DISK = """
 import os, pathlib, subprocess, sys
 from tasuki.core.job import JobSpec, body_hash
-from tasuki.core.verbs import Submission
+from tasuki.core.store_messages import Submission
 from tasuki.errors import DiskFull
-from tasuki.stores.sql import SqlStore
+from tasuki.stores.sql.store import SqlStore
 
 def submission(job_id):
     spec = JobSpec(job_id=job_id, subject="render.eu", payload=os.urandom(60_000))

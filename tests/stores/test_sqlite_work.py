@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.core.verbs import Grant, GroupCounts, Submitted
-from tasuki.stores.sql import SqlStore
+from tasuki.core.store_messages import Grant, GroupCounts, Submitted
+from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
 from tests.sqlite_files import with_tables

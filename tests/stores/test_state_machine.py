@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tasuki.core.lifecycle import Event
-from tasuki.core.verbs import Grant, Held, LeaseRequest, Recorded, Report, Standing
-from tasuki.stores.memory import MemoryStore
-from tasuki.stores.memory_records import Record
+from tasuki.core.store_messages import Grant, Held, LeaseRequest, Recorded, Report, Standing
+from tasuki.stores.memory.records import Record
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_machine import StoreMachine
@@ -33,7 +33,7 @@ HUNT = settings(LONG, max_examples=600, derandomize=True, database=None, phases=
 
 class SqliteMachine(StoreMachine):
     def make_store(self, clock: FakeClock) -> Store:
-        from tasuki.stores.sql import SqlStore
+        from tasuki.stores.sql.store import SqlStore
 
         self.folder = Path(tempfile.mkdtemp(prefix="tasuki-machine-"))
         return SqlStore.open_sqlite(with_tables(self.folder / "tasuki.sqlite3"), clock=clock)
@@ -53,7 +53,7 @@ class PostgresMachine(StoreMachine):
     service: PostgresService
 
     def make_store(self, clock: FakeClock) -> Store:
-        from tasuki.stores.sql import SqlStore
+        from tasuki.stores.sql.store import SqlStore
 
         self.url = self.service.borrow()
         return SqlStore.open_postgresql(self.url, clock=clock)

@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.core.hints import PIECE_MAX_BYTES, Hint, decode, everything, split
 from tasuki.errors import ConfigError
-from tasuki.stores.sql_wakeups import BATCH_MAX, QUEUE_MAX, PostgresWakeups
+from tasuki.stores.sql.wakeups import BATCH_MAX, QUEUE_MAX, PostgresWakeups
 from tasuki.stores.wakeups import NoWakeups
 from tests.processes import wait_until
 from tests.services import PASSWORD, PostgresService

@@ -7,14 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.core import greeting, job
-from tasuki.core.credit import CREDIT_MAX
+from tasuki.core import job
+from tasuki.core.broker import handshake
+from tasuki.core.broker.credit import CREDIT_MAX
 from tasuki.core.ids import JOB_ID_MAX_CHARS, NAME_MAX_CHARS
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import FRAME_MAX_BYTES, HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, UNAUTHENTICATED_FRAME_MAX_BYTES
 from tasuki.errors import BY_CODE, TasukiError
-from tasuki.net import link
+from tasuki.net import tcp_link
 from tasuki.server import queries
 from tasuki.wire.frames import HEADER_MAX_BYTES, FrameDecoder
 from tasuki.wire.messages import Type, encode
@@ -140,13 +141,13 @@ LIMITS = [
     ("`length`, both ways, after Welcome", f"{FRAME_MAX_BYTES:,}"),
     ("header", f"{HEADER_MAX_BYTES:,} bytes"),
     ("Hello after the connection was made", f"{HANDSHAKE_TIMEOUT_S:g} s"),
-    ("first to last byte of a frame", f"{link.FRAME_TIMEOUT_S:g} s"),
-    ("a client's silence", f"{greeting.IDLE_TIMEOUT_S:g} s"),
+    ("first to last byte of a frame", f"{tcp_link.FRAME_TIMEOUT_S:g} s"),
+    ("a client's silence", f"{handshake.IDLE_TIMEOUT_S:g} s"),
     ("a worker's silence", f"{LEASE_MARGIN_S:g} s"),
-    ("a peer that does not read while", f"more than {link.WRITE_SOFT_BYTES >> 20} MiB wait"),
-    ("a peer that does not read while", f"after {link.STALL_TIMEOUT_S:g} s, or at {link.WRITE_HARD_BYTES >> 20} MiB"),
+    ("a peer that does not read while", f"more than {tcp_link.WRITE_SOFT_BYTES >> 20} MiB wait"),
+    ("a peer that does not read while", f"after {tcp_link.STALL_TIMEOUT_S:g} s, or at {tcp_link.WRITE_HARD_BYTES >> 20} MiB"),
     ("lease ttl, margin", f"{LEASE_TTL_S:g} s, {LEASE_MARGIN_S:g} s"),
-    ("`patterns`", f"at most {greeting.PATTERNS_MAX}"),
+    ("`patterns`", f"at most {handshake.PATTERNS_MAX}"),
     ("`credit`", f"{CREDIT_MAX:,}"),
     ("`job_id`", f"1–{JOB_ID_MAX_CHARS} characters"),
     ("`client_id`", f"1–{NAME_MAX_CHARS} characters"),

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasuki.worker.keeper import now
-from tasuki.worker.keeper_client import Keeper, Kept
+from tasuki.worker.keeper.client import Keeper, Kept
+from tasuki.worker.keeper.keeper import now
 from tests.worker.runs import DEADLINE_S, alive, until
 
 ESCAPE = Path(__file__).with_name("escape.py")

@@ -16,7 +16,7 @@ import uvloop
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.errors import Unavailable
 from tasuki.worker.attempt import HandlerJob, StopReason
-from tasuki.worker.children import Children
+from tasuki.worker.function_processes import Children
 from tests.worker.runs import DEADLINE_S, alive, until
 
 
@@ -300,7 +300,7 @@ def test_children_cannot_be_started_inside_a_loop() -> None:
 
 WORKER = """
 import asyncio, sys
-from tasuki.worker.children import Children
+from tasuki.worker.function_processes import Children
 from tests.worker.test_children import FUNCTIONS, call, job_of
 children = Children.start(FUNCTIONS)
 print(children.template_pid, flush=True)

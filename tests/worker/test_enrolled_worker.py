@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tasuki.config import parse_url
-from tasuki.core import enrolment
 from tasuki.core.address import Address
+from tasuki.core.broker import enrolment
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import TasukiError, Unauthorized
 from tasuki.net.enrol import is_good, register
-from tasuki.net.loops import now
+from tasuki.net.event_loop import now
 from tasuki.worker import Worker, rotation
 from tasuki.worker.credentials import Credential, Seat, Token
 from tests.doors.http.stage import Stage

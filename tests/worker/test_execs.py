@@ -12,7 +12,7 @@ from tasuki.worker.attempt import Refused
 from tasuki.worker.commands import build_command
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag, parse_execs
 from tasuki.worker.folder import RunFolder
-from tasuki.worker.keeper_protocol import Limits
+from tasuki.worker.keeper.protocol import Limits
 from tests.worker.runs import attempt_of
 
 

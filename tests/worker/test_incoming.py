@@ -15,8 +15,8 @@ import pytest
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, DiskFull, NotFound, TasukiError
 from tasuki.net.blob_files import Source
-from tasuki.net.blobs import BlobLine
-from tasuki.worker.incoming import Incoming
+from tasuki.net.blob_transfer import BlobLine
+from tasuki.worker.input_downloads import Incoming
 from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
 from tasuki.worker.transfers import Transfers
 from tests.processes import wait_until

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.worker import keeper as keeper_module
-from tasuki.worker.keeper_cgroup import NoCgroup, delegated
-from tasuki.worker.keeper_client import Keeper, KeeperLost
-from tasuki.worker.keeper_linux import _read_whole
-from tasuki.worker.keeper_plain import PlainSystem
-from tasuki.worker.keeper_protocol import Ended, Reason
-from tasuki.worker.keeper_sweep import sweep
+from tasuki.worker.keeper import keeper as keeper_module
+from tasuki.worker.keeper.cgroup import NoCgroup, delegated
+from tasuki.worker.keeper.client import Keeper, KeeperLost
+from tasuki.worker.keeper.linux import _read_whole
+from tasuki.worker.keeper.plain import PlainSystem
+from tasuki.worker.keeper.protocol import Ended, Reason
+from tasuki.worker.keeper.sweep import sweep
 from tests.conftest import Require
 from tests.processes import open_files, wait_until
 from tests.worker.kept import Stage, in_s, keeper_for, play
@@ -259,7 +259,7 @@ DOOMED = """
 import asyncio, sys
 from pathlib import Path
 from tests.worker.kept import Stage
-from tasuki.worker.keeper_client import Keeper
+from tasuki.worker.keeper.client import Keeper
 keeper = Keeper.start(sys.argv[2], cgroup=sys.argv[3] == "cgroup")
 async def scenario():
     stage = Stage(Path(sys.argv[1]), keeper)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.worker import keeper_cgroup
-from tasuki.worker.keeper_cgroup import Group, Leaf, NoCgroup, delegated, kill_group_of, lacking
-from tasuki.worker.keeper_linux import LinuxSystem
-from tasuki.worker.keeper_protocol import Limits, Reason, Spawn
+from tasuki.worker.keeper import cgroup
+from tasuki.worker.keeper.cgroup import Group, Leaf, NoCgroup, delegated, kill_group_of, lacking
+from tasuki.worker.keeper.linux import LinuxSystem
+from tasuki.worker.keeper.protocol import Limits, Reason, Spawn
 
 CORE_FILES = ("cgroup.procs", "cgroup.subtree_control", "cgroup.kill", "cgroup.events")
 LIMIT_FILES = ("memory.max", "memory.oom.group", "memory.swap.max", "memory.events", "pids.max", "pids.events")
@@ -68,8 +68,8 @@ class Hierarchy:
 def hierarchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hierarchy:
     root = tmp_path / "cgroup"
     root.mkdir()
-    monkeypatch.setattr(keeper_cgroup, "_mount", lambda: root)
-    monkeypatch.setattr(keeper_cgroup, "_own", lambda: "/")
+    monkeypatch.setattr(cgroup, "_mount", lambda: root)
+    monkeypatch.setattr(cgroup, "_own", lambda: "/")
     return Hierarchy(root, monkeypatch)
 
 
@@ -238,7 +238,7 @@ def test_the_group_of_a_dead_incarnation_is_found_wherever_it_was_killed_and_rem
 
     (dead / "cgroup.events").write_text("populated 1\n")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(keeper_cgroup, "_write", write)
+        patched.setattr(cgroup, "_write", write)
         assert kill_group_of("dead")
 
     assert killed == ["system.slice/tasuki-dead/cgroup.kill=1"]
@@ -262,8 +262,8 @@ def test_a_cgroup_of_systemds_own_is_left_alone_by_root(
     hierarchy: Hierarchy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (hierarchy.root / "user.slice").mkdir()
-    monkeypatch.setattr(keeper_cgroup, "_own", lambda: "/user.slice")
-    monkeypatch.setattr(keeper_cgroup, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(cgroup, "_own", lambda: "/user.slice")
+    monkeypatch.setattr(cgroup, "SYSTEMD", tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
 
     with pytest.raises(NoCgroup, match="systemd's own"):

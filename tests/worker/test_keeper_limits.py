@@ -13,7 +13,7 @@ import pytest
 
 from tasuki.core.job import Outcome
 from tasuki.worker.attempt import ended_outcome
-from tasuki.worker.keeper_protocol import Ended, Limits, Reason
+from tasuki.worker.keeper.protocol import Ended, Limits, Reason
 from tests.conftest import Require
 from tests.worker.runs import alive, attempt_of, exec_of, opened, run, runner_in, text_of
 

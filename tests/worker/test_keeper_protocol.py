@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.errors import ProtocolError
-from tasuki.worker.keeper_protocol import (
+from tasuki.worker.keeper.protocol import (
     FRAME_MAX_BYTES,
     Ended,
     Frames,

@@ -12,8 +12,8 @@ import pytest
 
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
-from tasuki.worker.kept_aside import KeptAside
-from tasuki.worker.unreported import Record
+from tasuki.worker.outbox_files import Record
+from tasuki.worker.rejected_results import KeptAside
 
 RESULT = b"PK\x03\x04 a zip, as far as anybody looks"
 

@@ -12,16 +12,16 @@ import pytest
 
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
-from tasuki.core.worker_events import Event, Kept, Restored
+from tasuki.core.worker.events import Event, Kept, Restored
 from tasuki.errors import TooLarge, Unauthorized
 from tasuki.net.blob_files import Source
-from tasuki.net.blobs import BlobLine
+from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.attempt import StopReason
-from tasuki.worker.endings import Endings
-from tasuki.worker.kept_aside import KeptAside
+from tasuki.worker.outbox import Endings
+from tasuki.worker.outbox_files import Record, Unreported
+from tasuki.worker.rejected_results import KeptAside
 from tasuki.worker.settings import SAVE_AT_ONCE_BYTES
 from tasuki.worker.transfers import Transfers
-from tasuki.worker.unreported import Record, Unreported
 
 SMALLER, LARGE = b"x" * 100_000, b"y" * SAVE_AT_ONCE_BYTES
 
@@ -130,7 +130,7 @@ def test_a_smaller_one_goes_without_a_write(tmp_path: Path) -> None:
 def test_a_smaller_one_is_saved_if_nobody_takes_it_for_a_while_and_brought_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasuki.worker.endings.SAVE_AFTER_S", 0.01)
+    monkeypatch.setattr("tasuki.worker.outbox.SAVE_AFTER_S", 0.01)
 
     async def act(scene: Scene) -> None:
         (tmp_path / "result.zip").write_bytes(SMALLER)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.blobs.zips import ZipLimits, ZipMember, check_zip, write_zip
+from tasuki.blobs.zip.writer import ZipLimits, ZipMember, check_zip, write_zip
 from tasuki.errors import ConfigError
 from tasuki.worker import outputs as module
 from tasuki.worker.execs import parse_execs

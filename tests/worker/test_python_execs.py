@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tasuki.errors import ConfigError
-from tasuki.worker import warm
+from tasuki.worker import preforked
 from tasuki.worker.commands import build_command, build_interpreter
 from tasuki.worker.execs import Exec, parse_execs
 from tasuki.worker.folder import RunFolder
 from tests.worker.runs import attempt_of
 
-COLD = [sys.executable, "-P", warm.__file__, "shop.pricing:main"]
+COLD = [sys.executable, "-P", preforked.__file__, "shop.pricing:main"]
 
 
 def exec_with(**settings: Any) -> Exec:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.blobs.zips import check_zip, write_zip
+from tasuki.blobs.zip.writer import check_zip, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
 from tasuki.worker.outputs import log_members

@@ -19,7 +19,7 @@ import uvloop
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, InputFile, body_hash
 from tasuki.errors import DiskFull, Unavailable
 from tasuki.worker.attempt import Attempt, StopReason
-from tasuki.worker.keeper_client import Keeper, Kept
+from tasuki.worker.keeper.client import Keeper, Kept
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.runner import CommandRunner, RunLimits
 from tests.worker.runs import (

@@ -16,8 +16,8 @@ from tasuki.worker.attempt import RunResult
 from tasuki.worker.commands import build_command
 from tasuki.worker.execs import Exec, parse_execs
 from tasuki.worker.folder import RunFolder
+from tasuki.worker.log_follow import LogTails
 from tasuki.worker.secret_files import SECRET_MAX_BYTES, SecretProblem, problem_of, read_secrets
-from tasuki.worker.tail import LogTails
 from tests.worker.runs import alive, archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of, until
 
 VALUE = "hunter2-is-no-password"

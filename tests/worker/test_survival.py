@@ -19,7 +19,7 @@ import pytest
 from tasuki import Client, Worker
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import AssignJobs, GiveCredit
-from tasuki.core.verbs import Grant
+from tasuki.core.store_messages import Grant
 from tests.e2e.stage import stdout_of
 from tests.processes import ServerProcess, WorkerProcess, start_server, start_worker, wait_until
 from tests.worker.test_worker_writes import PATIENCE_S, Desk
@@ -195,7 +195,7 @@ def test_a_large_result_that_came_too_late_is_kept_aside(
 def test_a_worker_that_is_told_to_end_where_no_server_is_leaves_what_it_has_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("tasuki.core.worker_machine.ALONE_S", "tasuki.core.worker_machine.SAVE_AFTER_S"):
+    for name in ("tasuki.core.worker.machine.ALONE_S", "tasuki.core.worker.machine.SAVE_AFTER_S"):
         monkeypatch.setattr(name, 0.2)
 
     async def main() -> None:

@@ -16,7 +16,7 @@ import pytest
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
 from tasuki.errors import InvalidInput
-from tasuki.worker.unreported import Record, Unreported
+from tasuki.worker.outbox_files import Record, Unreported
 
 ENDING = Ending("job-1", "lease/../1", 3, Outcome(exit_code=0, result=b"bytes \x00", meta={"n": 1}), 12.5)
 SMALL = Record(ENDING, "a.job", 1_700_000_000.0)
@@ -121,7 +121,7 @@ def test_a_full_disk_is_left_as_it_was(unreported: Unreported, data: Path, monke
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tasuki.worker.unreported._sync", full)
+    monkeypatch.setattr("tasuki.worker.outbox_files._sync", full)
     assert not unreported.save(msgspec.structs.replace(LARGE, result=RESULT))
     assert files(data) == []
 

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from tasuki.errors import Unavailable
-from tasuki.worker import keeper as keeper_module
-from tasuki.worker import keeper_warm
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import parse_execs
-from tasuki.worker.keeper_plain import PlainSystem
-from tasuki.worker.keeper_proc import look
+from tasuki.worker.keeper import keeper as keeper_module
+from tasuki.worker.keeper import preforked
+from tasuki.worker.keeper.plain import PlainSystem
+from tasuki.worker.keeper.proc import look
 from tasuki.worker.runner import CommandRunner
 from tests.processes import open_files, wait_until
 from tests.worker.kept import ESCAPE, in_s
@@ -309,7 +309,7 @@ def test_two_hundred_jobs_leave_no_process_and_no_descriptor(tmp_path: Path) -> 
 def test_a_job_goes_on_when_its_interpreter_is_killed_and_the_next_one_has_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_warm, "STEADY_S", 0.0)
+    monkeypatch.setattr(preforked, "STEADY_S", 0.0)
     started, end = tmp_path / "started", tmp_path / "end"
 
     async def scenario() -> tuple[int, int | None, int, int]:
@@ -348,7 +348,7 @@ def test_an_interpreter_that_ends_as_soon_as_it_is_ready_is_not_started_over_and
 def test_an_import_that_fails_is_told_to_every_job_and_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper_warm, "RETRY_S", 0.3)
+    monkeypatch.setattr(preforked, "RETRY_S", 0.3)
 
     async def scenario() -> tuple[RunResult, RunResult, RunResult]:
         runner = runner_for(tmp_path / "data", "missing_yet:main", env={"PYTHONPATH": str(tmp_path)})
@@ -461,7 +461,7 @@ def test_a_lease_that_ends_while_the_interpreter_imports_is_given_back(tmp_path:
 
 
 def test_an_import_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_warm, "PRELOAD_S", 0.2)
+    monkeypatch.setattr(preforked, "PRELOAD_S", 0.2)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef main(arguments): pass\n")
 
     outcome = job(runner_for(tmp_path / "data", "slow:main", env={"PYTHONPATH": str(tmp_path)})).outcome
@@ -471,8 +471,8 @@ def test_an_import_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_interpreter_that_hangs_is_killed_and_its_job_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_warm, "FORK_S", 0.2)
-    monkeypatch.setattr(keeper_warm, "STEADY_S", 0.0)
+    monkeypatch.setattr(preforked, "FORK_S", 0.2)
+    monkeypatch.setattr(preforked, "STEADY_S", 0.0)
 
     async def scenario() -> RunResult:
         runner = runner_for(tmp_path, "nothing")
@@ -488,8 +488,8 @@ def test_an_interpreter_that_hangs_is_killed_and_its_job_given_back(tmp_path: Pa
 def test_a_job_that_its_interpreter_never_lives_to_fork_is_given_back_only_so_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_warm, "STEADY_S", 0.0)
-    monkeypatch.setattr(keeper_warm, "UNANSWERED_MAX", 2)
+    monkeypatch.setattr(preforked, "STEADY_S", 0.0)
+    monkeypatch.setattr(preforked, "UNANSWERED_MAX", 2)
 
     async def scenario() -> tuple[RunResult, RunResult]:
         runner = runner_for(tmp_path, "nothing")
@@ -527,7 +527,7 @@ def test_a_job_that_its_interpreter_never_lives_to_fork_is_given_back_only_so_of
 def test_a_stop_that_comes_while_the_interpreter_hangs_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    monkeypatch.setattr(keeper_warm, "FORK_S", 60.0 if goes_on else 0.2)
+    monkeypatch.setattr(preforked, "FORK_S", 60.0 if goes_on else 0.2)
     proof = tmp_path / "proof"
 
     async def scenario() -> RunResult:
@@ -579,7 +579,7 @@ def test_where_none_can_be_kept_warm_the_worker_says_so(
 
 
 def test_the_program_of_the_interpreter_needs_nothing_but_the_standard_library() -> None:
-    names = {name.partition(".")[0] for name in _imports(Path(keeper_warm.PROGRAM).read_text())}
+    names = {name.partition(".")[0] for name in _imports(Path(preforked.PROGRAM).read_text())}
 
     assert names <= sys.stdlib_module_names
 

@@ -21,7 +21,7 @@ from tasuki.core.protocol import (
     Message,
     Welcome,
 )
-from tasuki.core.verbs import Grant
+from tasuki.core.store_messages import Grant
 from tasuki.net import Link
 from tasuki.worker.execs import parse_execs
 from tasuki.worker.folder import RunFolders

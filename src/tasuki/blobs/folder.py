@@ -26,8 +26,8 @@ from typing import Self
 
 from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
 from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
-from tasuki.blobs.partials import PREFIX, Partials, is_named
-from tasuki.blobs.whole import Intake, WholeBlobs
+from tasuki.blobs.resumable_uploads import PREFIX, Partials, is_named
+from tasuki.blobs.stream_check import Intake, WholeBlobs
 from tasuki.errors import Corrupt, DiskFull, InvalidInput, NotFound
 
 __all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]

@@ -18,11 +18,11 @@ from tasuki.core.address import AGENT_PORT
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tasuki.agent.settings import AgentConfig
     from tasuki.config import Address
-    from tasuki.doors.agent.settings import AgentConfig
     from tasuki.doors.tls import ServerCertificate
     from tasuki.worker.execs import Exec
-    from tasuki.worker.keeper_client import Keeper
+    from tasuki.worker.keeper.client import Keeper
 
 DEFAULT_LISTEN = f"127.0.0.1:{AGENT_PORT}"
 
@@ -117,13 +117,13 @@ def agent(
     and --tls-key again.
     """
     from tasuki.cli import log
-    from tasuki.cli.serve import run_loop
+    from tasuki.cli.server_process import run_loop
     from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
     from tasuki.config import data_folder, parse_http, parse_size
 
     check_installed("an agent")
-    from tasuki.doors.agent.correlation import WithJobId
-    from tasuki.doors.agent.settings import AgentConfig, choose_default, slots_of_this_machine
+    from tasuki.agent.correlation import WithJobId
+    from tasuki.agent.settings import AgentConfig, choose_default, slots_of_this_machine
 
     log.configure(log_level, json=json or log_format == "json", tag=WithJobId())
     check_drain_timeout(drain_timeout)
@@ -150,7 +150,7 @@ def agent(
 
 def _run(config: AgentConfig, door: _Door, run_loop: Callable[[Coroutine[Any, Any, int]], int]) -> int:
     from tasuki.doors.tls import ServerCertificate
-    from tasuki.worker.keeper_client import Keeper
+    from tasuki.worker.keeper.client import Keeper
     from tasuki.worker.secret_files import check_secrets
 
     certificate = ServerCertificate(door.tls_cert, door.tls_key) if door.tls_cert and door.tls_key else None
@@ -163,11 +163,11 @@ def _run(config: AgentConfig, door: _Door, run_loop: Callable[[Coroutine[Any, An
 
 
 async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate | None, keeper: Keeper, incarnation: str) -> int:
-    from tasuki.cli import exits
-    from tasuki.cli.serve import Events, Stop, renew_on_hangup
+    from tasuki.agent.app import Agent
+    from tasuki.agent.input_sources import open_inputs
+    from tasuki.cli import exit_codes
+    from tasuki.cli.server_process import Events, Stop, renew_on_hangup
     from tasuki.config import fault_point
-    from tasuki.doors.agent.app import Agent
-    from tasuki.doors.agent.pulls import open_inputs
 
     lost = asyncio.Event()
     inputs = open_inputs(door.inputs, config.tokens[0] if config.tokens else "", door.tls_ca) if door.inputs else None
@@ -190,7 +190,7 @@ async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate
         await agent.drain(door.drain_timeout_s)
     finally:
         await agent.close()
-    return exits.FAILED if lost.is_set() else stop.exit_code
+    return exit_codes.FAILED if lost.is_set() else stop.exit_code
 
 
 def _checked(node: str) -> str:
@@ -210,7 +210,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 def _fault(points: str) -> Callable[[str], None]:
     if not points:
         return lambda point: None
-    from tasuki.server.node import kill_at
+    from tasuki.server.assembly import kill_at
 
     return kill_at(points)
 
@@ -242,8 +242,8 @@ def _check_values(slots: int | None, timeout_s: float, keep_days: float, log_for
 
 
 def tokens_of(token_file: str | None) -> tuple[str, ...]:
+    from tasuki.agent.settings import read_tokens
     from tasuki.config import find_token
-    from tasuki.doors.agent.settings import read_tokens
 
     if token_file is not None:
         return read_tokens(token_file)
@@ -262,6 +262,6 @@ def check_door(address: Address, tls_cert: str | None, tls_key: str | None, *, t
 
 
 def _host() -> str:
-    from tasuki.cli.serve import host_name
+    from tasuki.cli.server_process import host_name
 
     return host_name()

@@ -10,9 +10,9 @@ import typer
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.doors.agent.settings import AgentConfig
-    from tasuki.doors.agent.shared import SharedRegistry
-    from tasuki.doors.dispatcher.registry import DispatcherRegistry
+    from tasuki.agent.settings import AgentConfig
+    from tasuki.agent.store_registry import SharedRegistry
+    from tasuki.dispatcher.registry import DispatcherRegistry
 
 APP = "tasuki-agents"  # not that of servers, whose Redis it may be
 LEASE_TTL_RANGE_S = (1.0, 3600.0)
@@ -68,7 +68,7 @@ class RegistryPlace(NamedTuple):
 
 def place_of(url: str | None, results: str | None, app: str, advertise: str | None, lease_ttl_s: float) -> RegistryPlace | None:
     """What the options say, checked; None without --registry."""
-    from tasuki.cli.direct import is_store
+    from tasuki.cli.store_client import is_store
     from tasuki.config import check_app, parse_url
 
     if url is None:
@@ -93,14 +93,14 @@ def place_of(url: str | None, results: str | None, app: str, advertise: str | No
 
 def make(place: RegistryPlace, config: AgentConfig, incarnation: str, tls_ca: str | None) -> SharedRegistry:
     """One agent's part in the registry; nothing is opened yet."""
-    from tasuki.cli.direct import StoreAddress, guest_places
-    from tasuki.cli.serve import new_server_id
-    from tasuki.doors.agent.claim_notes import ClaimNotes
-    from tasuki.doors.agent.elsewhere import Peers
-    from tasuki.doors.agent.shared import SharedRegistry
+    from tasuki.agent.claim_journal import ClaimNotes
+    from tasuki.agent.remote_results import Peers
+    from tasuki.agent.store_registry import SharedRegistry
+    from tasuki.cli.server_process import new_server_id
+    from tasuki.cli.store_client import StoreAddress, guest_places
     from tasuki.net.tls import client_tls
-    from tasuki.server.app import ServerConfig
-    from tasuki.server.share import Share
+    from tasuki.server.server import ServerConfig
+    from tasuki.server.store_client import Share
 
     server = ServerConfig(
         server_id=new_server_id(),
@@ -123,11 +123,11 @@ def make(place: RegistryPlace, config: AgentConfig, incarnation: str, tls_ca: st
 
 def make_for_dispatcher(place: RegistryPlace) -> DispatcherRegistry:
     """One dispatcher's part in it; nothing is opened yet."""
-    from tasuki.cli.direct import StoreAddress, guest_places
-    from tasuki.cli.serve import host_name, new_server_id
-    from tasuki.doors.dispatcher.registry import DispatcherRegistry
-    from tasuki.server.app import ServerConfig
-    from tasuki.server.share import Share
+    from tasuki.cli.server_process import host_name, new_server_id
+    from tasuki.cli.store_client import StoreAddress, guest_places
+    from tasuki.dispatcher.registry import DispatcherRegistry
+    from tasuki.server.server import ServerConfig
+    from tasuki.server.store_client import Share
 
     nowhere = Path()  # a dispatcher has no folder, and without duties nothing is kept in one
     places = guest_places(StoreAddress(place.url, place.app, place.results), nowhere)

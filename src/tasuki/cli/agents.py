@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.cli.connect import Place, read_token
 from tasuki.cli.output import Output
 from tasuki.core.address import AGENTS
@@ -112,7 +112,7 @@ async def _run(
                 )
             except asyncio.CancelledError:
                 await _cancel(client, job_id, output)
-                return exits.INTERRUPTED
+                return exit_codes.INTERRUPTED
             if stream is not None and ended.path is not None:
                 _copy(ended.path, stream)
             return _deliver(ended, output)
@@ -201,10 +201,10 @@ def exit_code_of(ended: AgentResult) -> int:
     from tasuki.cli.run import ENDED_ITSELF
 
     if ended.succeeded:
-        return exits.OK
+        return exit_codes.OK
     if ended.outcome == "timed_out":
-        return exits.TIME_LIMIT
-    return ended.exit_code if ended.exit_code and ended.error_code in ENDED_ITSELF else exits.COULD_NOT_RUN
+        return exit_codes.TIME_LIMIT
+    return ended.exit_code if ended.exit_code and ended.error_code in ENDED_ITSELF else exit_codes.COULD_NOT_RUN
 
 
 def describe(ended: AgentResult) -> dict[str, Any]:

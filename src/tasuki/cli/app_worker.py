@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from tasuki.cli.direct import StoreAddress, guest
+from tasuki.cli.store_client import StoreAddress, guest
 from tasuki.core.app_documents import outcome_of
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.store_messages import Grant
 from tasuki.core.subject import app_subject
-from tasuki.core.verbs import Grant
 from tasuki.errors import ConfigError, TooLarge
 from tasuki.worker import Worker
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, HandlerJob, RunResult

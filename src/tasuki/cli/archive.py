@@ -42,7 +42,7 @@ async def fetch(client: AsyncClient, ended: JobResult, path: Path) -> int:
 
 def copy_logs(source: BinaryIO, stdout: Callable[[bytes], Any], stderr: Callable[[bytes], Any]) -> None:
     """Hand over the two logs of a result, in pieces."""
-    from tasuki.blobs.zipread import Meter, ZipLimits, read_directory, unpack_entry
+    from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
 
     limits = ZipLimits()
     meter = Meter(limits)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
 from tasuki.cli.output import Output
 
@@ -60,4 +60,4 @@ def backup(
             f"{len(made.missing)} blobs that jobs refer to are gone or damaged, and are not in the backup (--json names them); "
             "if they are kept elsewhere (--blobs of the server), use --no-blobs"
         )
-    return exits.FAILED if made.missing else exits.OK
+    return exit_codes.FAILED if made.missing else exit_codes.OK

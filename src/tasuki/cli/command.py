@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.cli.output import Output
 from tasuki.cli.parameters import PlainCommand, PlainGroup
 from tasuki.errors import TasukiError
@@ -45,7 +45,7 @@ def command(
     name: str,
     *,
     examples: Sequence[str],
-    exit_code: Callable[[TasukiError], int] = exits.exit_code,
+    exit_code: Callable[[TasukiError], int] = exit_codes.exit_code,
     hidden: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> Callable[[Function], Function]:
@@ -97,19 +97,19 @@ def options_of(context: typer.Context, *sources: str) -> dict[str, Any]:
     return {name: context.params[name] for name, source in found.items() if source is not None and source.name in sources}
 
 
-def run_framed(work: Callable[[], int | None], json: bool, exit_code: Callable[[TasukiError], int] = exits.exit_code) -> int:
+def run_framed(work: Callable[[], int | None], json: bool, exit_code: Callable[[TasukiError], int] = exit_codes.exit_code) -> int:
     """Do the work; an error that tasuki raised on purpose is told in one line, anything else is a bug and shows itself."""
     try:
-        return work() or exits.OK
+        return work() or exit_codes.OK
     except TasukiError as error:
         Output(json=json).error(error)
         return exit_code(error)
     except KeyboardInterrupt:
-        return exits.INTERRUPTED
+        return exit_codes.INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exits.OK
+        return exit_codes.OK
 
 
 def epilog_of(examples: Sequence[str]) -> str:

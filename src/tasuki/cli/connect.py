@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 def with_client(place: Place, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """Connect, do the work, leave."""
-    from tasuki.cli.direct import guest, is_store, store_of
+    from tasuki.cli.store_client import guest, is_store, store_of
     from tasuki.client import AsyncClient
     from tasuki.config import default_url
 

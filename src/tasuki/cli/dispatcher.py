@@ -15,7 +15,7 @@ from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.config import Address
-    from tasuki.doors.dispatcher.settings import DispatcherConfig
+    from tasuki.dispatcher.settings import DispatcherConfig
     from tasuki.doors.tls import ServerCertificate
 
 DEFAULT_PORT = 7091
@@ -99,12 +99,12 @@ def dispatcher(
     cuts it off; jobs go on at their nodes in any case. SIGHUP makes it read --tls-cert and --tls-key again.
     """
     from tasuki.cli import log
-    from tasuki.cli.serve import run_loop
+    from tasuki.cli.server_process import run_loop
     from tasuki.cli.worker import check_drain_timeout
     from tasuki.config import parse_http
 
     check_installed("a dispatcher")
-    from tasuki.doors.agent.correlation import WithJobId
+    from tasuki.agent.correlation import WithJobId
     from tasuki.doors.tls import ServerCertificate
 
     if log_format not in ("pretty", "json"):
@@ -132,7 +132,7 @@ def _config(
     timeout_s: float,
 ) -> DispatcherConfig:
     from tasuki.config import find_token, parse_agents, parse_size
-    from tasuki.doors.dispatcher.settings import UPLOAD_MAX_BYTES, DispatcherConfig, Mode
+    from tasuki.dispatcher.settings import UPLOAD_MAX_BYTES, DispatcherConfig, Mode
     from tasuki.net.tls import client_tls
 
     if mode not in set(Mode):
@@ -156,8 +156,8 @@ def _config(
 
 
 async def _main(config: DispatcherConfig, door: _Door) -> int:
-    from tasuki.cli.serve import Events, Stop, renew_on_hangup
-    from tasuki.doors.dispatcher.app import Dispatcher
+    from tasuki.cli.server_process import Events, Stop, renew_on_hangup
+    from tasuki.dispatcher.app import Dispatcher
 
     certificate = door.certificate
     registry = agent_registry.make_for_dispatcher(door.registry) if door.registry is not None else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place, find_server, listening, owner_of
 from tasuki.cli.output import Output, table
@@ -108,7 +108,7 @@ def doctor(
                 yield f"  {found.check}: {found.way_out}"
 
     Output(json=json).show([found.described() for found in findings], human)
-    return exits.FAILED if any(found.state == FAIL for found in findings) else exits.OK
+    return exit_codes.FAILED if any(found.state == FAIL for found in findings) else exit_codes.OK
 
 
 def _python() -> Finding:
@@ -118,7 +118,7 @@ def _python() -> Finding:
 
 
 def _keeper() -> Finding:
-    from tasuki.worker.keeper import level_here
+    from tasuki.worker.keeper.keeper import level_here
 
     found = level_here()
     return Finding(
@@ -131,7 +131,7 @@ def _limits() -> Finding:
     if sys.platform != "linux":
         message = "memory_mb and processes are not kept for a job as a whole: this is not Linux"
         return Finding("limits", WARN, message, "run workers on Linux")
-    from tasuki.worker.keeper_cgroup import NoCgroup, delegated, lacking
+    from tasuki.worker.keeper.cgroup import NoCgroup, delegated, lacking
 
     try:
         base = delegated()
@@ -274,7 +274,7 @@ def _server(place: Place, folder: DataFolder) -> Finding:
 
 def _store(url: str) -> Finding:
     """Reads only, and makes nothing."""
-    from tasuki.server.node import check_store, is_redis, open_postgresql_reader
+    from tasuki.server.assembly import check_store, is_redis, open_postgresql_reader
 
     try:
         check_store(url)
@@ -294,7 +294,7 @@ def _redis(url: str) -> Finding:
     """What a server says of its settings when it starts."""
     import redis
 
-    from tasuki.stores.redis_connection import connect, look_at_settings, name_of, translate
+    from tasuki.stores.redis.connection import connect, look_at_settings, name_of, translate
 
     where, client = name_of(url), connect(url, CONNECT_TIMEOUT_S)
     try:

@@ -21,10 +21,10 @@ from tasuki.cli.server import BlobsUrl, Coordination, LeadTtl, RetentionDays, St
 from tasuki.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
-    from tasuki.cli.direct import StoreAddress
+    from tasuki.cli.store_client import StoreAddress
     from tasuki.config import DataFolder
-    from tasuki.server.app import Server
-    from tasuki.server.together import Together
+    from tasuki.server.cluster import Together
+    from tasuki.server.server import Server
 
 LOOK_S = 0.02
 COUNTED = ("reaped", "skipped", "promoted", "pruned", "blobs_deleted")
@@ -70,7 +70,7 @@ def duties(
     leader is there. Blobs are deleted only where --blobs says how to reach them.
     """
     from tasuki.cli import log
-    from tasuki.cli.direct import StoreAddress
+    from tasuki.cli.store_client import StoreAddress
     from tasuki.config import data_folder
 
     if not once:
@@ -92,10 +92,10 @@ def _lines(told: dict[str, Any]) -> Iterable[str]:
 
 
 async def _shared(address: StoreAddress, retention_s: float, timeout_s: float) -> dict[str, Any]:
-    from tasuki.cli.direct import guest_places
-    from tasuki.cli.serve import host_name, new_server_id
-    from tasuki.server.app import ServerConfig
-    from tasuki.server.node import make_guest
+    from tasuki.cli.server_process import host_name, new_server_id
+    from tasuki.cli.store_client import guest_places
+    from tasuki.server.assembly import make_guest
+    from tasuki.server.server import ServerConfig
 
     with tempfile.TemporaryDirectory(prefix="tasuki-duties-") as name:
         folder = Path(name)
@@ -107,9 +107,9 @@ async def _shared(address: StoreAddress, retention_s: float, timeout_s: float) -
 async def _alone(folder: DataFolder, blobs: str, retention_s: float, timeout_s: float) -> dict[str, Any]:
     """SQLite: whoever owns the folder leads it."""
     from tasuki.cli.connect import owner_of
-    from tasuki.cli.serve import host_name, new_server_id
-    from tasuki.server.app import ServerConfig
-    from tasuki.server.node import Places, make_server
+    from tasuki.cli.server_process import host_name, new_server_id
+    from tasuki.server.assembly import Places, make_server
+    from tasuki.server.server import ServerConfig
 
     if not folder.database.exists():
         raise InvalidInput(f"there is no store in {folder.root}; give --store URL, or --data FOLDER")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place, with_client
 from tasuki.cli.output import Output, plain, table, when
@@ -71,7 +71,7 @@ def status(
     output.show(views, human)
     for error in unknown:
         output.error(error)
-    return exits.NOT_FOUND if unknown else exits.OK
+    return exit_codes.NOT_FOUND if unknown else exit_codes.OK
 
 
 async def _statuses(client: AsyncClient, job_ids: list[str]) -> tuple[list[dict[str, Any]], list[NotFound]]:
@@ -283,4 +283,4 @@ def retry(
         yield f"{len(done)} job(s) set going again"
 
     output.show(answers, human, done)
-    return exits.OK if len(done) == len(answers) else exits.FAILED
+    return exit_codes.OK if len(done) == len(answers) else exit_codes.FAILED

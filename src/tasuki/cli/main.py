@@ -12,7 +12,7 @@ from importlib import import_module
 
 import typer
 
-from tasuki.cli import exits
+from tasuki.cli import exit_codes
 from tasuki.cli.command import command, make_app
 
 HELP = "Runs commands on many machines, and keeps its promise when machines die."
@@ -25,7 +25,7 @@ Examples:
 
 \b
 Exit codes:
-{exits.table()}
+{exit_codes.table()}
 
 Every command has --json, and examples at the end of its own --help."""
 

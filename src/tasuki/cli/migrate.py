@@ -43,8 +43,8 @@ def migrate(
 def _migrate_folder(data: options.Data) -> tuple[str, list[str]]:
     from tasuki.config import data_folder
     from tasuki.django import standalone
-    from tasuki.server.node import prepare_folder
-    from tasuki.stores.sql_sqlite import OwnerLock
+    from tasuki.server.assembly import prepare_folder
+    from tasuki.stores.sql.sqlite import OwnerLock
 
     folder = data_folder(data)
     prepare_folder(folder)
@@ -57,7 +57,7 @@ def _migrate_folder(data: options.Data) -> tuple[str, list[str]]:
 
 
 def _migrate_store(url: str) -> tuple[str, list[str]]:
-    from tasuki.server.node import check_store, is_redis
+    from tasuki.server.assembly import check_store, is_redis
 
     check_store(url)
     return ("Redis has no tables", []) if is_redis(url) else _migrate_postgresql(url)
@@ -65,8 +65,8 @@ def _migrate_store(url: str) -> tuple[str, list[str]]:
 
 def _migrate_postgresql(url: str) -> tuple[str, list[str]]:
     from tasuki.django import standalone
-    from tasuki.stores.sql_postgres import connection_parameters
-    from tasuki.stores.sql_postgres_errors import Translated, name_of
+    from tasuki.stores.sql.postgres import connection_parameters
+    from tasuki.stores.sql.postgres_errors import Translated, name_of
 
     given = connection_parameters(url)
     standalone.configure()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place
 from tasuki.cli.output import Output, table
 
 if TYPE_CHECKING:
-    from tasuki.core.nodes import Ranked
+    from tasuki.core.failover.node_ranking import Ranked
 
 CLEAR_SCREEN = "\033[H\033[2J"
 
@@ -53,7 +53,7 @@ def nodes(
 
 async def _nodes(place: Place, output: Output, interval: float | None) -> int:
     from tasuki.cli.agents import open_client
-    from tasuki.core.failover_events import WAY_IN
+    from tasuki.core.failover.events import WAY_IN
 
     async with open_client(place) as client:
         while True:
@@ -64,7 +64,7 @@ async def _nodes(place: Place, output: Output, interval: float | None) -> int:
             for node in refusing(ranking):
                 output.hint(f"tasuki: {node} does not take the token; {WAY_IN}")
             if interval is None:
-                return exits.OK if any(usable(line) for line in ranking) else exits.UNAVAILABLE
+                return exit_codes.OK if any(usable(line) for line in ranking) else exit_codes.UNAVAILABLE
             await asyncio.sleep(interval)
 
 

@@ -46,7 +46,7 @@ def restore(
         return
     from tasuki.config import data_folder, fault_point
     from tasuki.server import restore as restoring
-    from tasuki.server.node import kill_at
+    from tasuki.server.assembly import kill_at
 
     done = restoring.restore(file.absolute(), data_folder(data), force=force, tell=output.progress, fault=kill_at(fault_point()))
     facts = {

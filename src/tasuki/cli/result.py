@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place, with_client
 from tasuki.cli.output import Output
@@ -75,7 +75,7 @@ async def _result(
     timeout: float | None,
     output: Output,
 ) -> int:
-    from tasuki.blobs.zips import extract_zip
+    from tasuki.blobs.zip.writer import extract_zip
     from tasuki.cli import archive
     from tasuki.cli.run import describe
 
@@ -103,4 +103,4 @@ async def _result(
         output.show(answer, lambda: [where])
     if not succeeded:
         output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
-    return exits.OK if succeeded else exits.FAILED
+    return exit_codes.OK if succeeded else exit_codes.FAILED

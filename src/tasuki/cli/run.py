@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import TAKES_A_COMMAND, command
 from tasuki.cli.connect import STDIN, Place, with_client
 from tasuki.cli.output import Output
@@ -53,7 +53,7 @@ def add_to(app: typer.Typer) -> None:
 
 def _own_failure(error: TasukiError) -> int:
     """Tasuki's own errors must not look like an exit code of the job."""
-    return exits.COULD_NOT_RUN
+    return exit_codes.COULD_NOT_RUN
 
 
 def _not_stdout(output_file: Path | None) -> Path | None:
@@ -143,7 +143,7 @@ async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | 
     try:
         handle = await _submit(client, {**fields, "job_id": job_id}, stop, output)
         if handle is None:
-            return exits.INTERRUPTED
+            return exit_codes.INTERRUPTED
         ending = asyncio.ensure_future(handle.outcome())
         if stream and fields["exec"]:
             streaming = _Streaming(client, job_id, ending, stop, output)
@@ -151,8 +151,8 @@ async def _run(client: AsyncClient, fields: dict[str, Any], output_file: Path | 
             ended = await _wait(client, handle, ending, stop, output)
         if ended is not None:
             code = await _deliver(client, ended, output_file, output, streaming, is_command=bool(fields["exec"]))
-            return exits.BROKEN_PIPE if stop.broken_pipe else code
-        return exits.INTERRUPTED
+            return exit_codes.BROKEN_PIPE if stop.broken_pipe else code
+        return exit_codes.INTERRUPTED
     finally:
         stop.close()
         if streaming is not None:
@@ -343,14 +343,14 @@ def exit_code_of(ended: JobResult) -> int:
     """The job's own exit code, or the one that says why it has none."""
     outcome = ended.outcome
     if outcome.error_code == "TIMED_OUT":
-        return exits.TIME_LIMIT
+        return exit_codes.TIME_LIMIT
     if outcome.error_code == "CANCELED":
-        return exits.INTERRUPTED
+        return exit_codes.INTERRUPTED
     if outcome.error_code is None:
-        return outcome.exit_code or exits.OK
+        return outcome.exit_code or exit_codes.OK
     if outcome.error_code in ENDED_ITSELF and outcome.exit_code:
         return outcome.exit_code
-    return exits.COULD_NOT_RUN
+    return exit_codes.COULD_NOT_RUN
 
 
 def describe(ended: JobResult) -> dict[str, Any]:

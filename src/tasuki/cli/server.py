@@ -10,7 +10,7 @@ from tasuki.cli import options
 from tasuki.cli.command import command
 
 if TYPE_CHECKING:
-    from tasuki.cli.serve import Listen
+    from tasuki.cli.server_process import Listen
 
 DEFAULT_TCP = "127.0.0.1:7000"
 
@@ -153,11 +153,11 @@ def server(
 
     SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again.
     """
-    from tasuki.cli import log, serve
+    from tasuki.cli import log, server_process
     from tasuki.config import data_folder, parse_http, parse_listen, parse_size, parse_url
 
     log.configure(log_level, json=json)
-    listen = serve.Listen(
+    listen = server_process.Listen(
         folder=data_folder(data),
         tcp=() if no_tcp else tuple(parse_listen(text) for text in tcp or [DEFAULT_TCP]),
         unix=unix,
@@ -181,11 +181,11 @@ def server(
         presign=presign,
         presign_endpoint=presign_endpoint or "",
     )
-    return serve.run_loop(_main(listen))
+    return server_process.run_loop(_main(listen))
 
 
 async def _main(listen: Listen) -> int:
-    from tasuki.cli.serve import Events, Opened, Stop, hosted
+    from tasuki.cli.server_process import Events, Opened, Stop, hosted
 
     events, stop = Events(json=listen.json), Stop()
 

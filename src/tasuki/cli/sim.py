@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
 from tasuki.cli.output import Output
 from tasuki.errors import InvalidInput
@@ -18,8 +18,8 @@ from tasuki.errors import InvalidInput
 if TYPE_CHECKING:
     from tasuki.testing.sim.cases import Case, Failure, Tried
     from tasuki.testing.sim.history import AnyLine
-    from tasuki.testing.sim.many import Many, Summary
     from tasuki.testing.sim.options import SimOptions
+    from tasuki.testing.sim.seed_runner import Many, Summary
     from tasuki.testing.sim.shrink import Shrunk
 
 STORES = ("memory", "sqlite", "mixed")
@@ -72,7 +72,7 @@ def sim(
 ) -> int:
     """Whole systems under faults, simulated and judged."""
     from tasuki.testing.sim.cases import switched_off
-    from tasuki.testing.sim.many import Many
+    from tasuki.testing.sim.seed_runner import Many
 
     if [seed is None, seeds is None, case is None].count(False) != 1:
         raise InvalidInput("give --seed N for one seed, --seeds N for many, or --case FILE for a saved one")
@@ -129,7 +129,7 @@ def _made_for(without: str) -> dict[str, Any]:
 
 def _case(seed: int | None, saved: Path | None, chosen: SimOptions, *, mixed: bool) -> Case:
     from tasuki.testing.sim.cases import Case, case_of
-    from tasuki.testing.sim.many import options_for
+    from tasuki.testing.sim.seed_runner import options_for
 
     if seed is not None:
         return case_of(seed, options_for(seed, chosen, SQLITE_EVERY if mixed else 0))
@@ -147,7 +147,7 @@ class _One:
     """One case: run, told, and made smaller if that is wanted."""
 
     def __init__(self, case: Case, output: Output, *, trace: bool) -> None:
-        from tasuki.testing.sim.story import Story
+        from tasuki.testing.sim.narrative import Story
 
         self.case = case
         self.output = output
@@ -165,7 +165,7 @@ class _One:
         self.output.show(self._data(tried, shrunk), lambda: self._human(tried, shrunk))
         if shrink and tried.failure is None:
             self.output.hint("nothing failed: there is nothing to make smaller")
-        return exits.FAILED if tried.failure is not None else exits.OK
+        return exit_codes.FAILED if tried.failure is not None else exit_codes.OK
 
     def _try(self, *, keep: bool) -> Tried:
         from tasuki.testing.sim.cases import try_case
@@ -202,7 +202,7 @@ class _One:
 
     # -- shown ------------------------------------------------------------------------------------------------------
     def _human(self, tried: Tried, shrunk: Shrunk | None) -> list[str]:
-        from tasuki.testing.sim.story import short
+        from tasuki.testing.sim.narrative import short
 
         failure, lines = tried.failure, []
         if self.with_trace:
@@ -216,7 +216,7 @@ class _One:
         return [*lines, *self._closing(tried)]
 
     def _closing(self, tried: Tried) -> list[str]:
-        from tasuki.testing.sim.story import short
+        from tasuki.testing.sim.narrative import short
 
         outcome, failure = tried.outcome, tried.failure
         lines = [f"options: {self.case.options.text()}"]
@@ -254,7 +254,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _many(wanted: Many, processes: int | None, output: Output) -> int:
-    from tasuki.testing.sim.many import run_many
+    from tasuki.testing.sim.seed_runner import run_many
 
     def heard(summary: Summary) -> None:
         left = wanted.count - summary.counted - len(summary.failures)
@@ -266,8 +266,8 @@ def _many(wanted: Many, processes: int | None, output: Output) -> int:
     lacking = summary.lacking if wanted.cover else []
     output.show(_many_data(summary, lacking), lambda: _many_lines(summary, lacking))
     if summary.is_interrupted:
-        return exits.INTERRUPTED
-    return exits.OK if summary.good and not lacking else exits.FAILED
+        return exit_codes.INTERRUPTED
+    return exit_codes.OK if summary.good and not lacking else exit_codes.FAILED
 
 
 def _many_lines(summary: Summary, lacking: list[str]) -> list[str]:

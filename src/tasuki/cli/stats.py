@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tasuki.cli import options
+from tasuki.cli.cluster import worker_lines
 from tasuki.cli.command import command
 from tasuki.cli.connect import Place, with_client
-from tasuki.cli.fleet import worker_lines
 from tasuki.cli.output import Output, table
 from tasuki.errors import InvalidInput
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import TAKES_A_COMMAND, command
 from tasuki.cli.connect import Place, with_client
 from tasuki.cli.output import Output
@@ -124,7 +124,7 @@ async def _submit_one(client: AsyncClient, fields: dict[str, Any], wait: bool, o
         yield f"{handle.job_id}{'  ' + answer['state'] if wait else ''}"
 
     output.show(answer, human, [handle.job_id])
-    return exits.FAILED if failed else exits.OK
+    return exit_codes.FAILED if failed else exit_codes.OK
 
 
 async def _submit_many(
@@ -161,7 +161,7 @@ async def _submit_many(
 
     output.show(answer, human, [array_id])
     output.hint(f"look at them with: tasuki list --array {array_id}")
-    return exits.FAILED if any(state != "SUCCEEDED" for state in states) else exits.OK
+    return exit_codes.FAILED if any(state != "SUCCEEDED" for state in states) else exit_codes.OK
 
 
 async def _uploaded(client: AsyncClient, file: str) -> InputFile:

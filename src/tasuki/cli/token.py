@@ -64,7 +64,7 @@ def create(
     import secrets
 
     from tasuki.core.access import token_sha256
-    from tasuki.server.node import make_secret
+    from tasuki.server.assembly import make_secret
 
     if kind not in KINDS:
         raise InvalidInput(f"--kind must be one of {', '.join(KINDS)}, got {kind[:40]!r}")
@@ -110,7 +110,7 @@ def enroll(
     import secrets
 
     from tasuki.core.access import ENROL_TOKEN_S, token_sha256
-    from tasuki.server.node import make_secret
+    from tasuki.server.assembly import make_secret
 
     scopes = _enrol_scope(app, scope or [])
     secret, token_id, now = make_secret("enrol"), secrets.token_hex(6), time.time()

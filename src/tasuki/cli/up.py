@@ -20,10 +20,10 @@ from tasuki.cli.server import DEFAULT_TCP, App, Insecure, NoTcp, Tcp, TlsCert, T
 from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from tasuki.cli.serve import Events, Listen, Opened, Stop
-    from tasuki.cli.workforce import Workforce
+    from tasuki.cli.local_workers import Workforce
+    from tasuki.cli.server_process import Events, Listen, Opened, Stop
     from tasuki.config import DataFolder
-    from tasuki.server.app import Server
+    from tasuki.server.server import Server
 
 DEFAULT_FOLDER = Path("tasuki-data")
 DEFAULT_HTTP = "127.0.0.1:7080"
@@ -82,8 +82,8 @@ def up(
 
     Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once.
     """
-    from tasuki.cli import log, serve
-    from tasuki.cli.workforce import worker_options
+    from tasuki.cli import log, server_process
+    from tasuki.cli.local_workers import worker_options
     from tasuki.config import data_folder, parse_http, parse_listen
 
     log.configure(log_level, json=json)
@@ -93,7 +93,7 @@ def up(
     given = tuple(parse_listen(text) for text in tcp or ())
     default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
     quiet = no_http or no_tcp or until_idle
-    listen = serve.Listen(
+    listen = server_process.Listen(
         folder=folder,
         tcp=() if no_tcp else given or default,
         tls_cert=tls_cert,
@@ -105,12 +105,12 @@ def up(
         apps=tuple(dict.fromkeys(app or ())),
     )
     words = worker_options(slots, exec_ or [], config, drain_timeout, log_head, log_tail)
-    return serve.run_loop(_main(listen, workers, words, until_idle))
+    return server_process.run_loop(_main(listen, workers, words, until_idle))
 
 
 async def _main(listen: Listen, workers: int, words: tuple[str, ...], until_idle: bool) -> int:
-    from tasuki.cli.serve import Events, Stop, hosted
-    from tasuki.cli.workforce import Workforce
+    from tasuki.cli.local_workers import Workforce
+    from tasuki.cli.server_process import Events, Stop, hosted
 
     events = Events(json=listen.json)
     socket = f"unix://{listen.folder.socket}"
@@ -190,7 +190,7 @@ async def _idle(opened: Opened) -> None:
 
 
 def _busy(server: Server) -> bool:
-    from tasuki.core.sessions import WorkerSession
+    from tasuki.core.broker.sessions import WorkerSession
 
     sessions = server.broker.sessions.values()
     return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)

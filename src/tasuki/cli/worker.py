@@ -15,12 +15,12 @@ import typer
 
 from tasuki.cli import options
 from tasuki.cli.command import command_group
-from tasuki.cli.direct import StoreAddress, is_store
 from tasuki.cli.server import Coordination
+from tasuki.cli.store_client import StoreAddress, is_store
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.cli.admission import Admission
+    from tasuki.cli.worker_login import Admission
     from tasuki.config import Address, DataFolder
     from tasuki.worker import Worker
     from tasuki.worker.execs import Exec
@@ -164,8 +164,8 @@ def worker(
     Over https:// only outgoing connections are needed: it works behind NAT and through proxies (HTTPS_PROXY).
     """
     from tasuki.cli import log
-    from tasuki.cli.admission import Wish, admitted, unadmitted
     from tasuki.cli.app_worker import AppWorker
+    from tasuki.cli.worker_login import Wish, admitted, unadmitted
     from tasuki.config import data_folder
 
     log.configure(log_level, json=json)

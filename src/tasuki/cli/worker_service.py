@@ -173,7 +173,7 @@ def _check_secrets(told: Mapping[str, Any], file: Path) -> None:
 
 def _is_new(wish: Wish, folder: DataFolder) -> bool:
     """Whether it has to be let in first: then it is better to ask now, while a person is here."""
-    from tasuki.cli.direct import is_store
+    from tasuki.cli.store_client import is_store
     from tasuki.config import default_url, enrol_variable, parse_url
     from tasuki.worker.credentials import FOLDER, file_name, read_credential
 

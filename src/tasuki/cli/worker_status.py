@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from tasuki.cli import exits, options
+from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
 from tasuki.cli.output import Output, plain, table, when
 from tasuki.cli.systemd import systemctl
@@ -64,7 +64,7 @@ def status(data: options.Data = None, json: options.Json = False) -> int:
     }
     Output(json=json).show(described, lambda: _told(root, found, aside, tokens, services))
     states = {one.state for one in found} - {GONE}
-    return exits.NOT_FOUND if not states else exits.UNAVAILABLE if ALONE in states else exits.OK
+    return exit_codes.NOT_FOUND if not states else exit_codes.UNAVAILABLE if ALONE in states else exit_codes.OK
 
 
 # ---------------------------------------------------------------------------------------------------- what there is
@@ -80,7 +80,7 @@ def workers_of(root: Path) -> list[Found]:
 
 
 def _results_waiting(root: Path) -> dict[str, int]:
-    from tasuki.worker.unreported import FOLDER
+    from tasuki.worker.outbox_files import FOLDER
 
     folder = root / FOLDER
     if not folder.is_dir():
@@ -90,7 +90,7 @@ def _results_waiting(root: Path) -> dict[str, int]:
 
 def kept_aside(root: Path) -> int:
     """Results that were refused, and are kept for people."""
-    from tasuki.worker.kept_aside import FOLDER
+    from tasuki.worker.rejected_results import FOLDER
 
     folder = root / FOLDER
     return sum(1 for one in folder.iterdir() if not one.name.startswith(".")) if folder.is_dir() else 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tasuki.core.failover_events import Refusal
-from tasuki.net.http_transport import said_in
+from tasuki.core.failover.events import Refusal
+from tasuki.net.http.transport import said_in
 
 if TYPE_CHECKING:
     import httpx

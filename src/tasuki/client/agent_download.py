@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 import msgspec
 
 from tasuki.client.agent_answers import Elsewhere, Refusing, refusal_of
-from tasuki.core.failover_events import Ended, Refusal
-from tasuki.net.http_transport import CutOff
+from tasuki.core.failover.events import Ended, Refusal
+from tasuki.net.http.transport import CutOff
 
 try:
     import fcntl

@@ -16,9 +16,9 @@ import msgspec
 
 from tasuki.client.agent_answers import Refusing, refusal_of
 from tasuki.client.agent_upload import Telling, Upload, pieces_of
-from tasuki.core.agent_job import InputRecord
-from tasuki.core.failover_events import Refusal
-from tasuki.net.http_transport import HttpTransport
+from tasuki.core.failover.agent_protocol import InputRecord
+from tasuki.core.failover.events import Refusal
+from tasuki.net.http.transport import HttpTransport
 
 LARGE_BYTES = 1024 * 1024  # what is smaller is sent sooner than asked for
 RESUMED_BYTES = 16 * 1024 * 1024

@@ -20,10 +20,10 @@ from tasuki.client.agent_download import Download, Result
 from tasuki.client.agent_inputs import RESUMED_BYTES, found_inputs, put_missing
 from tasuki.client.agent_upload import Form, Telling, Upload
 from tasuki.config import Address, parse_url
-from tasuki.core.failover_events import TOKEN_STATUSES, JobSays, Refusal
-from tasuki.core.nodes import Capacity
+from tasuki.core.failover.events import TOKEN_STATUSES, JobSays, Refusal
+from tasuki.core.failover.node_ranking import Capacity
 from tasuki.errors import ConfigError, Unavailable
-from tasuki.net.http_transport import CutOff, HttpTransport
+from tasuki.net.http.transport import CutOff, HttpTransport
 
 if TYPE_CHECKING:
     import ssl

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from tasuki.core.agent_job import InputRecord, input_hash
-from tasuki.core.dispatch import InputRef
+from tasuki.core.failover.agent_protocol import InputRecord, input_hash
+from tasuki.core.failover.dispatch_policy import InputRef
 from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput

@@ -51,10 +51,10 @@ from tasuki.core.protocol import (
     Welcome,
     batches,
 )
-from tasuki.core.redial import Connect, believed
+from tasuki.core.reconnect import Connect, believed
 from tasuki.errors import ConfigError, InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
 from tasuki.net import Line, client_tls
-from tasuki.net.loops import now
+from tasuki.net.event_loop import now
 from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
 

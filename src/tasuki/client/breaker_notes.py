@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.core.breaker import BreakerNote
+from tasuki.core.failover.breaker import BreakerNote
 
 NAME = "agents.json"
 NODES_MAX = 1000

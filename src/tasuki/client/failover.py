@@ -25,13 +25,13 @@ from tasuki.client.breaker_notes import BreakerNotes
 from tasuki.client.failover_run import AgentResult, AgentRun, Progress, keep
 from tasuki.client.loop_thread import LoopThread
 from tasuki.config import find_token, parse_agents
-from tasuki.core.breaker import DEFAULT_RULES, BreakerRules
-from tasuki.core.failover_events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, Job, Ticked, not_trusted
+from tasuki.core.failover.breaker import DEFAULT_RULES, BreakerRules
+from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, Job, Ticked, not_trusted
+from tasuki.core.failover.node_ranking import Nodes, Ranked
 from tasuki.core.ids import IdMaker, check_job_id
-from tasuki.core.nodes import Nodes, Ranked
 from tasuki.errors import InvalidInput, TasukiError
-from tasuki.net.http_transport import NotTrusted
-from tasuki.net.loops import now
+from tasuki.net.event_loop import now
+from tasuki.net.http.transport import NotTrusted
 from tasuki.net.tls import client_tls
 
 __all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "Progress"]

@@ -18,8 +18,7 @@ from tasuki.client.agent_download import Result
 from tasuki.client.agent_inputs import LARGE_BYTES
 from tasuki.client.agent_node import AgentNode, JobView
 from tasuki.client.agent_upload import Upload
-from tasuki.core.failover import FailoverPlan
-from tasuki.core.failover_events import (
+from tasuki.core.failover.events import (
     Ask,
     Begin,
     Command,
@@ -44,10 +43,11 @@ from tasuki.core.failover_events import (
     Uploaded,
     not_trusted,
 )
-from tasuki.core.nodes import Nodes
+from tasuki.core.failover.node_ranking import Nodes
+from tasuki.core.failover.plan import FailoverPlan
 from tasuki.errors import InvalidInput, TasukiError, Unavailable
-from tasuki.net.http_transport import NoConnection, NotTrusted
-from tasuki.net.loops import now
+from tasuki.net.event_loop import now
+from tasuki.net.http.transport import NoConnection, NotTrusted
 
 log = logging.getLogger(__name__)
 HEARD_EVERY_S = 0.25

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
-from tasuki.blobs.zipread import Meter, ZipLimits, read_directory, unpack_entry
+from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
 from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, TasukiError

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from tasuki.core.term import LOCK_TTL_MAX_S, Busy, Locked
+from tasuki.core.election import LOCK_TTL_MAX_S, Busy, Locked
 from tasuki.errors import InvalidInput
 
 __all__ = [

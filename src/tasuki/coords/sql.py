@@ -26,7 +26,7 @@ from tasuki.coords.coordination import (
     check_ttl,
 )
 from tasuki.core.conninfo import with_deadlines, without_secrets
-from tasuki.core.term import LOCK_TTL_S
+from tasuki.core.election import LOCK_TTL_S
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import hashlib
 
 import msgspec
 
+from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import check_pattern, matches
-from tasuki.core.verbs import TokenRow
 from tasuki.errors import Forbidden, Unauthorized
 
 TOKEN_PREFIXES = {"admin": "tsk_a_", "client": "tsk_c_", "worker": "tsk_w_", "enrol": "tsk_e_"}

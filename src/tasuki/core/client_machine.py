@@ -36,7 +36,7 @@ from tasuki.core.protocol import (
     Welcome,
     check_version,
 )
-from tasuki.core.redial import HELLO_QUICK_S, Connect, Redial
+from tasuki.core.reconnect import HELLO_QUICK_S, Connect, Redial
 from tasuki.errors import TasukiError, Unavailable, VersionMismatch, from_wire
 
 BEAT_QUICK_S = 5.0  # where there is another server to turn to

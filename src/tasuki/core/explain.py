@@ -15,8 +15,8 @@ import msgspec
 from tasuki.core.explain_past import again, fenced, times
 from tasuki.core.job import READY, TERMINAL, Incident, Job, State
 from tasuki.core.lifecycle import is_late, was_made
+from tasuki.core.store_messages import Takes
 from tasuki.core.subject import matches
-from tasuki.core.verbs import Takes
 
 SHOWN_MAX = 3  # names and patterns in one sentence; the facts have more
 LISTED_MAX = 100  # names in one list of facts

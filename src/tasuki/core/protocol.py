@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tasuki.core.job import JobSpec, OnDisconnect, Outcome, Progress, State
-from tasuki.core.verbs import Grant, Takes
+from tasuki.core.store_messages import Grant, Takes
 from tasuki.errors import VersionMismatch
 
 PROTOCOL_VERSION = 2

@@ -15,7 +15,7 @@ from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, Message
 from tasuki.doors.listening import connections_max
 from tasuki.errors import ConfigError, Overloaded
 from tasuki.net import Link
-from tasuki.server.app import Server
+from tasuki.server.server import Server
 
 BACKLOG = 1024
 

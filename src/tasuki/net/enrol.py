@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from tasuki.core.address import Address
-from tasuki.core.redial import CONNECT_TIMEOUT_S
+from tasuki.core.reconnect import CONNECT_TIMEOUT_S
 from tasuki.errors import Unauthorized, Unavailable
-from tasuki.net.http_transport import HttpTransport, NoConnection, NotTasuki
+from tasuki.net.http.transport import HttpTransport, NoConnection, NotTasuki
 
 REGISTER_PATH = "/v1/workers/register"
 SELF_PATH = "/v1/workers/self"

@@ -1,302 +1,43 @@
-"""One connection that speaks messages, and how to dial one.
-
-Bytes that are written in one turn of the loop leave in one system call. A peer that does not read is not buffered for
-without end: past `soft` bytes `writable` is cleared (and the owner stops reading from it), past `hard` the link is cut.
-"""
+"""What a client or worker needs of its connection, over whatever it goes."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import socket
-import ssl
-import struct
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from tasuki.config import Address
 from tasuki.core.machine import Peer
-from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTES, ErrorMessage, Message, Reply
-from tasuki.core.redial import CONNECT_TIMEOUT_S
-from tasuki.errors import ProtocolError, TasukiError, TooLarge, Unavailable, UnknownFrame
-from tasuki.net.tls import CUT_SHORT, handshake_words
-from tasuki.wire.frames import Frame, FrameDecoder
-from tasuki.wire.messages import decode, encode
-
-WRITE_SOFT_BYTES = 4 * 1024 * 1024
-WRITE_HARD_BYTES = 64 * 1024 * 1024
-FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
-STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut off
-LINGER_S = 5.0  # how long a peer that is hung up on may take to read why
+from tasuki.core.protocol import Message
+from tasuki.errors import TasukiError
+from tasuki.net.blob_transfer import Carrier
 
 
-class Link(asyncio.Protocol):
-    """One connection. `on_message` gets every message, `on_closed` the end, once."""
+class Channel(Protocol):
+    """One connection to one server, until it is closed. Messages come by callback."""
 
-    def __init__(
-        self,
-        on_message: Callable[[Link, Message], None],
-        on_closed: Callable[[Link, str], None],
-        on_opened: Callable[[Link], None] | None = None,
-        *,
-        on_read: Callable[[], None] | None = None,
-        max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
-    ) -> None:
-        self.codec: str | None = None
-        self.blobs = None  # they travel as messages
-        self.peer = Peer("tcp")
-        self.tag: Any = None
-        self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
-        self._on_read = on_read
-        self._decoder = FrameDecoder(max_bytes)
-        self._trusted = max_bytes > UNAUTHENTICATED_FRAME_MAX_BYTES
-        self._out: list[bytes] = []
-        self._out_bytes = 0
-        self._flushing = False
-        self._closed = False
-        self.silent_end = ""
-        """Why it ended, if the peer never said a word; empty: as if it had."""
-        self._writable = asyncio.Event()
-        self._writable.set()
-        self._pauses: set[object] = set()
-        self._frame_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self.transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
+    codec: str | None
+    tag: Any
+    """The owner's own mark."""
 
-    # ------------------------------------------------------------------------------------------------ in
+    @property
+    def peer(self) -> Peer: ...
+    @property
+    def blobs(self) -> Carrier | None:
+        """The way for blobs, if they do not travel as messages."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is one without saying so
-        self.transport.set_write_buffer_limits(high=WRITE_SOFT_BYTES)
-        self.peer = _peer_of(self.transport)
-        if self._on_opened is not None:
-            self._on_opened(self)
+    @property
+    def closed(self) -> bool: ...
 
-    def trust(self, max_bytes: int = FRAME_MAX_BYTES) -> None:
-        """The peer is authenticated: larger frames are allowed, and frame types that only it knows."""
-        self._decoder.max_bytes = max_bytes
-        self._trusted = True
-
-    def data_received(self, data: bytes) -> None:
-        if self._closed:
-            return
-        self.silent_end = ""
-        try:
-            frames = self._decoder.feed(data)
-            if frames and self._frame_timer is not None:  # that frame is complete; what follows it has its own time
-                self._frame_timer.cancel()
-                self._frame_timer = None
-            for frame in frames:
-                self._take(frame)
-                if self.closed:  # the message made the owner hang up
-                    return
-        except TasukiError as error:
-            self.close(error)
-            return
-        self._watch_frame()
-        if frames and self._on_read is not None:
-            self._on_read()
-
-    def _take(self, frame: Frame) -> None:
-        try:
-            message = decode(frame, self._decoder.max_bytes)
-        except UnknownFrame as error:
-            if not self._trusted:  # who begins like this speaks something else
-                raise
-            if error.msg_id:  # a newer peer's request: it must not wait for ever
-                self.send(ErrorMessage(error.msg_id, error.code, error.message))
-            return
-        self._on_message(self, message)
-
-    def _watch_frame(self) -> None:
-        if self._decoder.partial and self._frame_timer is None and not self._closed:
-            self._frame_timer = self._loop.call_later(FRAME_TIMEOUT_S, self._frame_late)
-
-    def _frame_late(self) -> None:
-        self._frame_timer = None
-        if self._pauses:  # it is we who do not read
-            self._watch_frame()
-        else:
-            self.close(ProtocolError(f"a frame did not end within {FRAME_TIMEOUT_S:g} s"))
-
-    def pause_reading(self, why: object = None) -> None:
-        """Stop taking input, because what it leads to piles up. Each reason `why` is taken back by itself."""
-        if not self._pauses and self.transport is not None and not self._closed:
-            self.transport.pause_reading()
-        self._pauses.add(why)
-
-    def resume_reading(self, why: object = None) -> None:
-        """That reason is over; input is taken again when there is no other."""
-        if why in self._pauses:
-            self._pauses.remove(why)
-            if not self._pauses and self.transport is not None and not self._closed:
-                self.transport.resume_reading()
-
-    # ------------------------------------------------------------------------------------------------ out
-
-    def send(self, message: Message) -> None:
-        """It leaves in this turn of the loop: at once, or, if it is not the first, at the turn's end."""
-        self.send_bytes(encode_answer(message, self.codec))
+    def send(self, message: Message) -> None: ...
+    def send_together(self, messages: Iterable[Message]) -> None: ...
 
     def say(self, message: Message) -> None:
-        """Send it, or InvalidInput if no frame can hold it: then the link is none the worse for it."""
-        self.send_bytes(encode(message, self.codec, max_bytes=FRAME_MAX_BYTES))
-
-    def send_together(self, messages: Iterable[Message]) -> None:
-        """These in one write, for a peer that should know all of them before it acts on the first."""
-        if data := b"".join([encode_answer(message, self.codec) for message in messages]):
-            self.send_bytes(data)
-
-    def send_bytes(self, data: bytes) -> None:
-        if self._closed or self.transport is None:
-            return
-        if not self._flushing and not self.transport.get_write_buffer_size():
-            # The first message of a turn leaves at once; those that follow it leave together at the turn's end.
-            self._flushing = True
-            self._loop.call_soon(self._flush)
-            self.transport.write(data)
-            return
-        self._out.append(data)
-        self._out_bytes += len(data)
-        if self._out_bytes + self.transport.get_write_buffer_size() > WRITE_HARD_BYTES:
-            self.abort(f"the peer does not read: more than {WRITE_HARD_BYTES} bytes wait for it")
-        elif not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        if self._out and self.transport is not None and not self._closed:
-            data = self._out[0] if len(self._out) == 1 else b"".join(self._out)
-            self._out.clear()
-            self._out_bytes = 0
-            self.transport.write(data)
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-        self.pause_reading("the peer does not read")
-        self._stall_timer = self._loop.call_later(STALL_TIMEOUT_S, self.abort, "the peer does not read")
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
-        self.resume_reading("the peer does not read")
-
-    @property
-    def full(self) -> bool:
-        """More than the soft limit waits for the peer to read it."""
-        return self.transport is not None and self._out_bytes + self.transport.get_write_buffer_size() > WRITE_SOFT_BYTES
-
-    async def drain(self) -> None:
-        """Wait until the peer has read enough that more may be sent; Unavailable if the link is gone."""
-        await self._writable.wait()
-        if self._closed:
-            raise Unavailable("the connection is closed")
-
-    # ------------------------------------------------------------------------------------------------ end
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def close(self, error: TasukiError | None = None) -> None:
-        """Send what is queued (and the error, if any), then close."""
-        if self._closed or self.transport is None:
-            return
-        if error is not None:
-            self._out.append(encode(ErrorMessage(0, error.code, error.message, error.details())))
-        self._flush()
-        self.transport.close()
-        if self.transport.get_write_buffer_size():
-            # Nobody counts this connection any more: without a deadline, who never reads would keep it and its buffer.
-            self._loop.call_later(LINGER_S, self.transport.abort)
-        self._finish(error.message if error is not None else "closed")
-
-    def abort(self, reason: str) -> None:
-        """Close without sending what is queued."""
-        if self.transport is not None:
-            self.transport.abort()
-        self._finish(reason)
-
-    async def wait_closed(self) -> None:
-        """Nothing of it is left: the transport goes by itself."""
+        """Send it, or InvalidInput if no frame can hold it."""
 
     def forget(self, job_ids: Iterable[str]) -> None:
-        """What a peer tells of these without being asked is dropped by whoever hears it."""
+        """Nobody waits for the ends of these any more."""
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._finish(str(exc) if exc is not None else self.silent_end or "the peer closed the connection")
+    def close(self, error: TasukiError | None = None) -> None: ...
+    def abort(self, reason: str) -> None: ...
 
-    def _finish(self, reason: str) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._writable.set()
-        for timer in (self._frame_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
-        self._on_closed(self, reason)
-
-
-def encode_answer(message: Message, codec: str | None) -> bytes:
-    """The frame of a message; of a Reply that is too large for one, an error that says so."""
-    data = encode(message, codec)
-    if len(data) > FRAME_MAX_BYTES and isinstance(message, Reply):
-        # The peer would hang up, come back and ask the same again.
-        error = TooLarge(f"the answer has {len(data)} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
-        data = encode(ErrorMessage(message.corr_id, error.code, error.message))
-    return data
-
-
-def _peer_of(transport: asyncio.Transport) -> Peer:
-    sock = transport.get_extra_info("socket")
-    if sock is not None and sock.family == getattr(socket, "AF_UNIX", None):
-        uid = None
-        if hasattr(socket, "SO_PEERCRED"):
-            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return Peer("unix", uid, "unix socket")
-    name = transport.get_extra_info("peername")
-    return Peer("tcp", None, f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name))
-
-
-async def connect(
-    address: Address,
-    on_message: Callable[[Link, Message], None],
-    on_closed: Callable[[Link, str], None],
-    *,
-    tls: ssl.SSLContext | None = None,
-    timeout_s: float = CONNECT_TIMEOUT_S,
-) -> Link:
-    """Dial one address; Unavailable with the reason if it does not answer."""
-    loop = asyncio.get_running_loop()
-
-    def make() -> Link:
-        return Link(on_message, on_closed, max_bytes=FRAME_MAX_BYTES)
-
-    try:
-        async with asyncio.timeout(timeout_s):
-            if address.scheme == "unix":
-                _, link = await loop.create_unix_connection(make, address.path)
-            else:
-                secure = (tls or ssl.create_default_context()) if address.scheme == "tls" or tls is not None else None
-                _, link = await loop.create_connection(make, address.host, address.port, ssl=secure)
-                if secure is None:
-                    link.silent_end = f"{address} hung up without a word; if it speaks TLS, it is tls://"
-    except TimeoutError:
-        raise Unavailable(f"{address} did not answer within {timeout_s:g} s") from None
-    except ssl.SSLError as error:
-        why = handshake_words(error, address.host, plain="tcp", own_ca=tls is not None)
-        raise Unavailable(f"no TLS connection to {address}: {why}") from None
-    except OSError as error:  # the end of the connection within a handshake has no words of its own
-        raise Unavailable(f"no connection to {address}: {system_words(error) or CUT_SHORT}") from None
-    return link
-
-
-def system_words(error: OSError) -> str:
-    """asyncio puts its own words in the place of the system's ("Connect call failed"), but for names that are not known."""
-    if error.errno is not None and not isinstance(error, socket.gaierror):
-        return os.strerror(error.errno)
-    return error.strerror or str(error)
+    async def wait_closed(self) -> None:
+        """After `close` or `abort`: until nothing of it is left."""

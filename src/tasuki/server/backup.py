@@ -21,7 +21,7 @@ from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
 from tasuki.blobs.disk import disk_full_as_error, sync_folder
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
-from tasuki.core.verbs import BlobPlace
+from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, NotFound
 from tasuki.server.archive import DATABASE_NAME, ArchiveWriter, Manifest, blob_name
 
@@ -33,7 +33,7 @@ Tell = Callable[[str], None]
 
 def back_up(folder: DataFolder, target: Path, *, with_blobs: bool = True, tell: Tell = lambda text: None) -> Manifest:
     """Make the file `target`; what is in it."""
-    from tasuki.server.publish import finish_publishing
+    from tasuki.server.swap_in import finish_publishing
 
     if not target.parent.is_dir():
         raise InvalidInput(f"the folder of {str(target)!r} does not exist; make it first, or choose another file")
@@ -98,7 +98,7 @@ class _Backup:
         return missing
 
     def _copy_database(self) -> list[tuple[str, int]]:
-        from tasuki.stores.sqlite_backup import snapshot
+        from tasuki.stores.sql.sqlite_backup import snapshot
 
         self._copy.unlink(missing_ok=True)
         self._copy.touch(mode=0o600)
@@ -106,7 +106,7 @@ class _Backup:
         return []
 
     def _add_blobs(self, writer: ArchiveWriter) -> list[tuple[str, int]]:
-        from tasuki.stores.sqlite_backup import blobs_of
+        from tasuki.stores.sql.sqlite_backup import blobs_of
 
         places = blobs_of(self._copy)
         missing = []
@@ -131,7 +131,7 @@ class _Backup:
         return True
 
     def _manifest(self, size_bytes: int, sha256: str, with_blobs: bool, missing: list[tuple[str, int]]) -> Manifest:
-        from tasuki.stores.sqlite_backup import facts_of
+        from tasuki.stores.sql.sqlite_backup import facts_of
 
         facts = facts_of(self._copy)
         return Manifest(

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import msgspec
 
 from tasuki.core.access import Identity
-from tasuki.core.broker_events import Query
+from tasuki.core.broker.events import Query
 from tasuki.core.explain import Surroundings, explain
 from tasuki.core.job import Incident, Job
+from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.core.subject import check_pattern
-from tasuki.core.verbs import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.errors import InvalidInput, NotFound
 
 PAGE_MAX = 1000

@@ -2,7 +2,7 @@
 
 Everything is verified before anything is seen: names, sizes and hashes while the archive is read, then the database itself, in
 a folder of its own inside the data folder. Then the database begins a new life (epoch and attempts raised, leases ended:
-`stores/sqlite_backup.py`), and takes its place (`publish.py`). Touches the data folder only, as the holder of its owner lock.
+`stores/sql/sqlite_backup.py`), and takes its place (`publish.py`). Touches the data folder only, as the holder of its owner lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder
 from tasuki.errors import ConfigError, Corrupt, InvalidInput
 from tasuki.server.archive import DATABASE_NAME, MANIFEST_NAME, ArchiveReader, Manifest, Member, read_manifest
-from tasuki.server.publish import carry_out, decide, finish_publishing, staging_of, store_names, withdraw
+from tasuki.server.swap_in import carry_out, decide, finish_publishing, staging_of, store_names, withdraw
 
 WORD_BYTES = 16 * 1024 * 1024  # between two words of progress
 
@@ -46,7 +46,7 @@ class Restored(msgspec.Struct, frozen=True):
 
 def check_backup(file: Path, *, tell: Tell = lambda text: None) -> Manifest:
     """Verify a backup as `restore` does, and leave nothing behind."""
-    from tasuki.stores.sqlite_backup import check_copy
+    from tasuki.stores.sql.sqlite_backup import check_copy
 
     with tempfile.TemporaryDirectory(prefix="tasuki-check-") as folder, disk_full_as_error(folder):
         manifest, _ = _unpack(file, Path(folder), None, tell)
@@ -64,7 +64,7 @@ def restore(
     fault: Callable[[str], None] = lambda point: None,
 ) -> Restored:
     """Put the store of a backup into a data folder that has none. With `force` the one that is there is moved aside."""
-    from tasuki.stores.sql_sqlite import OwnerLock
+    from tasuki.stores.sql.sqlite import OwnerLock
 
     size_bytes = _size_of(file)
     try:
@@ -88,7 +88,7 @@ def restore(
 
 
 def _restore(file: Path, folder: DataFolder, has_store: bool, tell: Tell, fault: Callable[[str], None]) -> Restored:
-    from tasuki.stores.sqlite_backup import begin_new_life, check_copy
+    from tasuki.stores.sql.sqlite_backup import begin_new_life, check_copy
 
     staging = staging_of(folder)
     withdraw(folder)  # what a restore left that was killed before it was decided

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from tasuki.blobs.blob import BlobReader, BlobStore, check_sha256
-from tasuki.core.broker_events import SendBlob
+from tasuki.core.broker.events import SendBlob
 from tasuki.core.job import Job
 from tasuki.core.protocol import BlobPut, Chunk, Reply
-from tasuki.core.verbs import BlobPlace
+from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import NotFound, TasukiError, Unavailable
-from tasuki.server.blob_calls import Calls, told
+from tasuki.server.serial_calls import Calls, told
 from tasuki.server.uploads import Arrived, Connection, Uploads
 
 logger = logging.getLogger("tasuki.blobs")

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, BlobStore, BlobWriter, check_sha256
-from tasuki.core.broker import error_message
+from tasuki.core.broker.broker import error_message
 from tasuki.core.protocol import BlobPut, Chunk, Message, Reply
-from tasuki.core.verbs import BlobPlace
+from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, Overloaded, ProtocolError, TasukiError, Unavailable
-from tasuki.server.blob_calls import Calls, told
+from tasuki.server.serial_calls import Calls, told
 
 UPLOADS_PER_CONNECTION_MAX = 16
 QUEUED_MAX_BYTES = 8 * 1024 * 1024  # of one upload; past this the peer is not read from

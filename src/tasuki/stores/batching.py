@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tasuki.core.verbs import Answers, Turn
+from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.stores.retrying import Interrupted, Retries
 from tasuki.stores.store import Feature, Store

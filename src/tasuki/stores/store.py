@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tasuki.core.job import Incident, Job
-from tasuki.core.verbs import (
+from tasuki.core.store_messages import (
     COUNTED,
     Answer,
     Assignment,

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tasuki.core.address import Address
-from tasuki.core.broker import Broker
-from tasuki.core.broker_events import DiskSpace, Met, Won
+from tasuki.core.broker.broker import Broker
+from tasuki.core.broker.events import DiskSpace, Met, Won
 from tasuki.core.hints import Hint
 from tasuki.core.job import Job, OnDisconnect
 from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
-from tasuki.core.verbs import Answers, Filter, Turn
-from tasuki.core.worker_events import WorkerIdentity
+from tasuki.core.store_messages import Answers, Filter, Turn
+from tasuki.core.worker.events import WorkerIdentity
 from tasuki.errors import TasukiError
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock

@@ -29,10 +29,10 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
 )
-from tasuki.core.redial import Connect
-from tasuki.core.verbs import Grant
-from tasuki.core.worker_events import Command as WorkerCommand
-from tasuki.core.worker_events import (
+from tasuki.core.reconnect import Connect
+from tasuki.core.store_messages import Grant
+from tasuki.core.worker.events import Command as WorkerCommand
+from tasuki.core.worker.events import (
     Drain,
     Ended,
     Exit,
@@ -46,8 +46,8 @@ from tasuki.core.worker_events import (
     Stop,
     WorkerIdentity,
 )
-from tasuki.core.worker_events import Event as WorkerEvent
-from tasuki.core.worker_machine import WorkerMachine
+from tasuki.core.worker.events import Event as WorkerEvent
+from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import TasukiError
 from tasuki.wire.frames import FrameDecoder
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tasuki.core.address import Address
-from tasuki.core.broker import Broker, error_message
-from tasuki.core.broker_events import (
+from tasuki.core.broker.broker import Broker, error_message
+from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
     BrokerConfig,
@@ -26,13 +26,13 @@ from tasuki.core.broker_events import (
     TurnDone,
     TurnFailed,
 )
-from tasuki.core.broker_events import Command as BrokerCommand
-from tasuki.core.broker_events import Event as BrokerEvent
+from tasuki.core.broker.events import Command as BrokerCommand
+from tasuki.core.broker.events import Event as BrokerEvent
 from tasuki.core.hints import Hint
 from tasuki.core.job import Job
 from tasuki.core.machine import Hangup, Now, Send
 from tasuki.core.protocol import Message, Reply
-from tasuki.core.verbs import Answers, Turn
+from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import StaleEpoch, TasukiError
 from tasuki.server.queries import answer_query
 from tasuki.stores.batching import execute

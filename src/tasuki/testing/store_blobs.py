@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import BlobRef, InputFile, State
-from tasuki.core.verbs import Answer, BlobClaim, BlobPlace, CondemnOrder, MissingBlobs, Submitted
+from tasuki.core.store_messages import Answer, BlobClaim, BlobPlace, CondemnOrder, MissingBlobs, Submitted
 from tasuki.errors import Conflict, StaleEpoch
 from tasuki.stores.generations import GENERATIONS_BEGIN_AT
 from tasuki.testing.store_leader import Abandoned

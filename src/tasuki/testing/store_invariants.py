@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tasuki.core.job import LEASED, READY, Incident, Job, State
-from tasuki.core.verbs import Answer, Grant, MissingBlobs, Recorded, Report, Submission, Submitted
+from tasuki.core.store_messages import Answer, Grant, MissingBlobs, Recorded, Report, Submission, Submitted
 from tasuki.errors import Conflict
 from tasuki.stores.store import Clock
 

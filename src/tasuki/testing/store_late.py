@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.verbs import Answer, Standing
+from tasuki.core.store_messages import Answer, Standing
 from tasuki.testing.store_stage import GRACE_S, PAST_LEASE_S, Stage, StoreCase
 
 IN_S = 100.0  # how long the jobs of these cases may wait

@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.core.job import State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Answer, Assignment, Standing
+from tasuki.core.store_messages import Answer, Assignment, Standing
 from tasuki.errors import StaleEpoch
 from tasuki.stores.store import Store
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase, token_row

@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.job import JobSpec, OnDisconnect, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.verbs import Answer, Grant, LeaseRequest, Standing, Takes
+from tasuki.core.store_messages import Answer, Grant, LeaseRequest, Standing, Takes
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
 

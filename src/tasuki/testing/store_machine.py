@@ -18,8 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tasuki.core.job import BlobRef, Incident, InputFile, Job, JobSpec, OnDisconnect, Outcome, Progress, State, body_hash
 from tasuki.core.lifecycle import is_late
-from tasuki.core.subject import group_of, matches
-from tasuki.core.verbs import (
+from tasuki.core.store_messages import (
     Assignment,
     BlobClaim,
     CondemnOrder,
@@ -33,8 +32,9 @@ from tasuki.core.verbs import (
     Submitted,
     Takes,
 )
+from tasuki.core.subject import group_of, matches
 from tasuki.errors import Conflict, StaleEpoch
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_invariants import History

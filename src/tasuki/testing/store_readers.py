@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from tasuki.core.job import BlobRef, InputFile, State
+from tasuki.core.store_messages import COUNTED, Answer, Filter, GroupCounts, Standing
 from tasuki.core.subject import group_of
-from tasuki.core.verbs import COUNTED, Answer, Filter, GroupCounts, Standing
 from tasuki.errors import Unavailable
 from tasuki.stores.store import Feature
 from tasuki.testing.clocks import FakeClock

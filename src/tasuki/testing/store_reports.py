@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tasuki.core.job import BlobRef, Outcome, State
-from tasuki.core.verbs import Answer
+from tasuki.core.store_messages import Answer
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage, StoreCase
 
 WRONG_FIELDS = [{"worker_id": "w2"}, {"lease_id": "0" * 32}, {"attempt": 0}, {"attempt": 2}, {"job_id": "b"}]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tasuki.core.job import Job, JobSpec, OnDisconnect, Outcome, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.verbs import (
+from tasuki.core.store_messages import (
     Assignment,
     BlobClaim,
     BlobPlace,

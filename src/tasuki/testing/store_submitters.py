@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.app import DEFAULT_APP, template_of
 from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State
-from tasuki.core.verbs import Answer, Canceled, Requeued, Standing, Submitted
+from tasuki.core.store_messages import Answer, Canceled, Requeued, Standing, Submitted
 from tasuki.errors import Conflict
 from tasuki.testing.store_stage import Stage, StoreCase
 
@@ -162,7 +162,9 @@ class SubmitterCases(StoreCase):
         plain: dict[str, Any] = {}
         with_blob = {"files": (InputFile("in", sha256="0" * 64, size_bytes=3),)}
         was_delayed, ends = {"not_before": stage.clock.wall() - 1}, {"not_after": stage.clock.wall() + 100}
-        batch = dict(zip("zyxwvut", (plain, with_blob, plain, was_delayed, plain, ends, plain), strict=True))
+        batch: dict[str, dict[str, Any]] = dict(
+            zip("zyxwvut", (plain, with_blob, plain, was_delayed, plain, ends, plain), strict=True)
+        )
 
         stage.store.submit([stage.submission(job_id, subject=subject, **fields) for job_id, fields in batch.items()])
 

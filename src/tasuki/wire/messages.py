@@ -47,8 +47,8 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
+from tasuki.core.store_messages import Grant
 from tasuki.core.subject import DEFAULT_SUBJECT
-from tasuki.core.verbs import Grant
 from tasuki.errors import InvalidInput, ProtocolError, TooLarge, UnknownFrame
 from tasuki.wire.compression import compress, decompress
 from tasuki.wire.frames import BATCH, HEADER_MAX_BYTES, Frame, encode_frame

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tasuki.core.job import EMPTY_SHA256, JobSpec, Outcome
-from tasuki.worker.keeper_protocol import Ended, Limits, Reason
+from tasuki.worker.keeper.protocol import Ended, Limits, Reason
 
 HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # it stands in memory whole; larger results belong to a command's out/
 MESSAGE_MAX_CHARS = 2_000

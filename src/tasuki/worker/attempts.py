@@ -18,17 +18,17 @@ import msgspec
 
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, Outcome
 from tasuki.core.protocol import Ending
-from tasuki.core.verbs import Grant
-from tasuki.core.worker_events import Ended, Event, Forget, GaveBack, SetAside, Started
-from tasuki.core.worker_machine import WorkerMachine
+from tasuki.core.store_messages import Grant
+from tasuki.core.worker.events import Ended, Event, Forget, GaveBack, SetAside, Started
+from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.worker.attempt import Attempt, HandlerJob, RunResult, StopReason, worker_failure
-from tasuki.worker.children import Children
-from tasuki.worker.endings import Endings
+from tasuki.worker.function_processes import Children
 from tasuki.worker.handlers import Handler, Handlers
+from tasuki.worker.outbox import Endings
+from tasuki.worker.outbox_files import Record
 from tasuki.worker.runner import CommandRunner
 from tasuki.worker.status import RunningJob
-from tasuki.worker.unreported import Record
 
 logger = logging.getLogger("tasuki.worker")
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode

@@ -18,7 +18,7 @@ from tasuki.core.job import JobSpec
 from tasuki.worker.attempt import Attempt, Refused
 from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
 from tasuki.worker.folder import RunFolder
-from tasuki.worker.keeper_protocol import NO_LIMITS, Limits, Prepare
+from tasuki.worker.keeper.protocol import NO_LIMITS, Limits, Prepare
 from tasuki.worker.progress import DESCRIPTOR, VARIABLE
 from tasuki.worker.secret_files import NO_SECRETS, Secrets
 

@@ -55,8 +55,8 @@ from tasuki.core.ids import check_name
 from tasuki.core.job import check_exit_codes
 from tasuki.errors import ConfigError, InvalidInput
 from tasuki.worker.environment import PASSED_ON
-from tasuki.worker.exits import NO_RULES, ExitRules
-from tasuki.worker.keeper_protocol import NO_LIMITS, Limits
+from tasuki.worker.exit_policy import NO_RULES, ExitRules
+from tasuki.worker.keeper.protocol import NO_LIMITS, Limits
 from tasuki.worker.outputs import (
     DEFAULT_LIMITS,
     DEFAULT_OUTPUTS,

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from tasuki.errors import ConfigError
-from tasuki.worker.process import punch_hole
+from tasuki.worker.linux_calls import punch_hole
 
 HEAD_BYTES = 16 * 1024 * 1024 - 64 * 1024
 TAIL_BYTES = 64 * 1024

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.zipnames import NAME_MAX_BYTES, NAME_MAX_DEPTH, NameBook
-from tasuki.blobs.zips import Pieces, ZipMember
+from tasuki.blobs.zip.names import NAME_MAX_BYTES, NAME_MAX_DEPTH, NameBook
+from tasuki.blobs.zip.writer import Pieces, ZipMember
 from tasuki.errors import InvalidInput
 
 DEFAULT_OUTPUTS = ("out/**",)

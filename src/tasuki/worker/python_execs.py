@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from tasuki.errors import ConfigError
-from tasuki.worker import warm
+from tasuki.worker import preforked
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _MODULE = re.compile(_DOTTED)
@@ -51,7 +51,7 @@ class PythonCall(msgspec.Struct, frozen=True):
     @property
     def cold(self) -> tuple[str, ...]:
         """How an argv begins that does the same in an interpreter of its own; `keeper_warm.CALL_AT` counts on it."""
-        return (self.interpreter, "-P", warm.__file__, self.call)
+        return (self.interpreter, "-P", preforked.__file__, self.call)
 
 
 def python_call(name: str, table: PythonSettings) -> PythonCall | None:

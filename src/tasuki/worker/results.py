@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from tasuki.blobs.disk import disk_full_as_error
-from tasuki.blobs.zips import ZipMember, write_zip
+from tasuki.blobs.zip.writer import ZipMember, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, RunResult
 from tasuki.worker.folder import RunFolder

@@ -23,7 +23,7 @@ from tasuki.core.access import TOKEN_PREFIXES, Kind, token_sha256
 from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, Unavailable, from_wire
-from tasuki.net.loops import now
+from tasuki.net.event_loop import now
 from tasuki.worker.credentials import Credential, Seat, Token
 
 ROTATE = "worker.rotate"

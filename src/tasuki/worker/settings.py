@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from tasuki.core.job import OnDisconnect
-from tasuki.core.verbs import Takes
+from tasuki.core.store_messages import Takes
 from tasuki.errors import ConfigError
 
 RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer

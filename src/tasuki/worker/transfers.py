@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Unavailable
-from tasuki.net.blobs import BlobLine
+from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.attempt import StopReason, first_of
-from tasuki.worker.incoming import Incoming
+from tasuki.worker.input_downloads import Incoming
 from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
 
 UPLOAD_RETRY_S = 2.0  # while the server has no room for a result

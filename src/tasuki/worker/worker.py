@@ -32,10 +32,10 @@ from tasuki.config import data_folder, default_url, find_token, parse_url
 from tasuki.core.job import JobSpec
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import HeartbeatAnswer, Message, Welcome
-from tasuki.core.redial import Connect
+from tasuki.core.reconnect import Connect
+from tasuki.core.store_messages import Grant
 from tasuki.core.subject import check_pattern
-from tasuki.core.verbs import Grant
-from tasuki.core.worker_events import (
+from tasuki.core.worker.events import (
     ChangePatterns,
     Command,
     Drain,
@@ -50,10 +50,10 @@ from tasuki.core.worker_events import (
     Tail,
     WorkerIdentity,
 )
-from tasuki.core.worker_machine import WorkerMachine
+from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.net import Line, client_tls
-from tasuki.net.loops import loop_factory, now
+from tasuki.net.event_loop import loop_factory, now
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
     Attempt,
@@ -61,22 +61,22 @@ from tasuki.worker.attempt import (
     StopReason,
 )
 from tasuki.worker.attempts import Attempts
-from tasuki.worker.children import Children
 from tasuki.worker.credentials import Seat
-from tasuki.worker.endings import Endings
 from tasuki.worker.execs import Exec
+from tasuki.worker.function_processes import Children
 from tasuki.worker.handlers import Handlers
-from tasuki.worker.incoming import Incoming
-from tasuki.worker.keeper_client import Keeper
-from tasuki.worker.kept_aside import KeptAside
+from tasuki.worker.input_downloads import Incoming
+from tasuki.worker.keeper.client import Keeper
+from tasuki.worker.log_follow import LogTails
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
+from tasuki.worker.outbox import Endings
+from tasuki.worker.outbox_files import Record, Unreported
+from tasuki.worker.rejected_results import KeptAside
 from tasuki.worker.rotation import Rotation
 from tasuki.worker.runner import CommandRunner, RunLimits
 from tasuki.worker.settings import ahead_of, capacity_of, check_slots, cut_off, what_it_takes
 from tasuki.worker.status import StatusFile
-from tasuki.worker.tail import LogTails
 from tasuki.worker.transfers import Transfers
-from tasuki.worker.unreported import Record, Unreported
 
 TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone

@@ -17,12 +17,12 @@ import pytest
 from tasuki.config import Address, DataFolder
 from tasuki.core.access import token_sha256
 from tasuki.core.protocol import HelloClient, Request
-from tasuki.doors.http.call import HttpConfig
+from tasuki.doors.http.context import HttpConfig
 from tasuki.doors.http.door import HttpDoor
 from tasuki.doors.http.routes import Route
-from tasuki.doors.http.talk import Talk
-from tasuki.server.app import ServerConfig
-from tasuki.server.node import Places, make_secret, make_server, prepare_folder
+from tasuki.doors.http.virtual_connection import Talk
+from tasuki.server.assembly import Places, make_secret, make_server, prepare_folder
+from tasuki.server.server import ServerConfig
 from tests.sqlite_files import with_tables
 
 T = TypeVar("T")

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.blobs import s3_presign
+from tasuki.blobs.s3 import presign
 from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.protocol import FRAME_MAX_BYTES, Accepted, AssignJobs, GiveCredit, HelloWorker, Message, SubmitJobs
-from tasuki.doors.http import direct as door
-from tasuki.doors.http.talk import Talk
-from tasuki.server.direct import Direct
-from tasuki.server.node import open_direct
+from tasuki.doors.http import presigned as door
+from tasuki.doors.http.virtual_connection import Talk
+from tasuki.server.assembly import open_direct
+from tasuki.server.presigned import Direct
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage
@@ -34,8 +34,8 @@ def direct(s3: S3Service) -> Iterator[tuple[str, Direct]]:
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in s3.environment.items():
             patch.setenv(variable, value)
-        patch.setattr(s3_presign, "PART_BYTES", PART_BYTES)
-        patch.setattr(s3_presign, "WHOLE_MAX_BYTES", 1024 * 1024)
+        patch.setattr(presign, "PART_BYTES", PART_BYTES)
+        patch.setattr(presign, "WHOLE_MAX_BYTES", 1024 * 1024)
         url = s3.url()
         direct = open_direct(url)
         yield url, direct

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.protocol import HelloWorker
-from tasuki.doors.http.talk import Talk
+from tasuki.doors.http.virtual_connection import Talk
 from tasuki.doors.http.workers import INCARNATION
 from tasuki.doors.tls import server_tls
 from tasuki.errors import ConfigError

@@ -33,7 +33,7 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
-from tasuki.net.http_names import FRAMES_MAX, FRAMES_TYPE
+from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE
 from tasuki.wire.frames import FrameDecoder, encode_frame
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage, Worker

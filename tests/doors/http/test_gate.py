@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from tasuki.core.access import Kind, token_sha256
 from tasuki.core.machine import Now
-from tasuki.core.verbs import TokenRow
-from tasuki.doors.http.gate import Caller, Gate, Revoked
+from tasuki.core.store_messages import TokenRow
+from tasuki.doors.http.authentication import Caller, Gate, Revoked
 from tasuki.errors import Unauthorized, Unavailable
 
 KINDS = frozenset({Kind.CLIENT})

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import zstandard
 
-from tasuki.core import broker
+from tasuki.core.broker import broker
 from tasuki.core.job import InputFile, JobSpec, Outcome
 from tasuki.core.machine import Now
 from tasuki.core.protocol import (
@@ -37,10 +37,10 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
-from tasuki.core.verbs import Grant
-from tasuki.doors.http import lines
+from tasuki.core.store_messages import Grant
+from tasuki.doors.http import worker_sessions
 from tasuki.doors.http.limits import BODY_MAX_BYTES
-from tasuki.net.http_names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
+from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
 from tasuki.wire.frames import ZSTD, FrameDecoder, encode_frame
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage
@@ -117,7 +117,7 @@ class Line:
         return grant
 
     @property
-    def line(self) -> lines.Line | None:
+    def line(self) -> worker_sessions.Line | None:
         return self.stage.door._house.lines._lines.get(self.name)
 
     @property
@@ -222,21 +222,21 @@ def test_there_is_a_limit_of_sessions_for_which_those_that_have_ended_do_not_cou
     stage: Stage, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Line(stage).name
-    monkeypatch.setattr(lines, "LINES_MAX", len(stage.door._house.lines._lines))
+    monkeypatch.setattr(worker_sessions, "LINES_MAX", len(stage.door._house.lines._lines))
     for other in list(stage.door._house.lines._lines.values()):
         if other is not line.line:
             stage.run(left(other))
 
     again = Line(stage, line.token)  # takes the place of one that has ended
-    monkeypatch.setattr(lines, "LINES_MAX", 2)
+    monkeypatch.setattr(worker_sessions, "LINES_MAX", 2)
 
     assert again.name
     assert error_of(told(Line(stage).opened)) == "OVERLOADED"
     assert (line.poll(0, 0), again.poll(0, 0)) == ([], [])
 
 
-async def left(line: lines.Line) -> None:
-    line.leave(lines.Unavailable("a test"))
+async def left(line: worker_sessions.Line) -> None:
+    line.leave(worker_sessions.Unavailable("a test"))
 
 
 # ---------------------------------------------------------------------------------------------------- saying
@@ -412,14 +412,14 @@ def test_what_a_poll_was_answered_that_its_worker_had_left_is_not_lost(line: Lin
 
 
 def test_a_large_backlog_comes_in_several_answers(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "ANSWER_MAX_BYTES", 1)
+    monkeypatch.setattr(worker_sessions, "ANSWER_MAX_BYTES", 1)
     line.say(Heartbeat(5), Heartbeat(6))
 
     assert [line.poll(heard) for heard in (0, 1)] == [[HeartbeatAnswer(5)], [HeartbeatAnswer(6)]]
 
 
 def test_what_nobody_hears_is_not_kept_without_end(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "KEPT_MAX_BYTES", 10_000)
+    monkeypatch.setattr(worker_sessions, "KEPT_MAX_BYTES", 10_000)
     line.say(GiveCredit(3))
     for _ in range(3):
         line.submit(payload=bytes(6000))
@@ -522,7 +522,7 @@ def test_a_session_of_which_nothing_is_heard_is_forgotten_and_one_with_a_poll_is
     stage.run(tick())
     before = line.credit, other.credit
 
-    monkeypatch.setattr(lines, "KEPT_S", 0.0)
+    monkeypatch.setattr(worker_sessions, "KEPT_S", 0.0)
     stage.run(tick())
 
     assert before == (0, 0)
@@ -562,7 +562,7 @@ def test_a_worker_that_hung_up_in_the_middle_of_a_poll_is_missed_sooner(
     other = Line(stage)
     other.poll(0, 0)
 
-    monkeypatch.setattr(lines, "LEFT_S", 0.0)
+    monkeypatch.setattr(worker_sessions, "LEFT_S", 0.0)
     stage.run(sweep(stage))
 
     assert (line.credit, other.credit) == (None, 0)
@@ -579,7 +579,7 @@ def test_a_job_that_a_lost_worker_never_heard_of_is_anybodys_at_once(
     job_id = line.submit()
     wait_until(lambda: line.line is not None and line.line._kept, what="it is assigned")
 
-    monkeypatch.setattr(lines, "KEPT_S", 0.0)
+    monkeypatch.setattr(worker_sessions, "KEPT_S", 0.0)
     stage.run(sweep(stage))
 
     wait_until(lambda: state_of(line, job_id) == "PENDING", 5.0, "it waits for another worker")
@@ -597,7 +597,7 @@ def test_a_job_that_a_lost_worker_has_is_its_own_also_if_it_was_sent_again_unhea
         line.post("?heard=1")
     wait_until(lambda: line.line is not None and len(line.line._kept) >= 2 - confirmed, 5.0, "it is sent again")
 
-    monkeypatch.setattr(lines, "KEPT_S", 0.0)
+    monkeypatch.setattr(worker_sessions, "KEPT_S", 0.0)
     stage.run(sweep(stage))
     monkeypatch.undo()
 

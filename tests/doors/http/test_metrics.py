@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.core.job import JobSpec, Outcome, State
-from tasuki.core.verbs import (
+from tasuki.core.store_messages import (
     Answer,
     Answers,
     Canceled,

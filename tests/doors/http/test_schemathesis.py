@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tasuki.doors.http.limits import WAIT_MAX_S
 from tasuki.doors.http.routes import ROUTES, Route
-from tasuki.net.http_names import FRAMES_TYPE
+from tasuki.net.http.names import FRAMES_TYPE
 from tests.conftest import Require
 from tests.doors.http.stage import Stage, Worker
 

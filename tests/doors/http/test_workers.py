@@ -25,8 +25,8 @@ from tasuki.core.protocol import (
     Message,
     Welcome,
 )
-from tasuki.core.verbs import Grant
-from tasuki.doors.http.gate import Caller
+from tasuki.core.store_messages import Grant
+from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.workers import HttpWorker
 from tasuki.errors import ProtocolError, Unauthorized, Unavailable
 

@@ -14,9 +14,9 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import BlobRef
 from tasuki.doors.http.answers import OtherOffset
-from tasuki.doors.http.call import Call, transfer_talk
+from tasuki.doors.http.context import Call, transfer_talk
 from tasuki.doors.http.limits import BODY_TIMEOUT_S
-from tasuki.doors.http.replies import BlobHad, BlobKept, BlobPart
+from tasuki.doors.http.response_schemas import BlobHad, BlobKept, BlobPart
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import Corrupt, InvalidInput, NotFound, Unavailable
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from tasuki.core.greeting import IDLE_TIMEOUT_S
+from tasuki.core.broker.handshake import IDLE_TIMEOUT_S
 from tasuki.core.protocol import (
     CancelJobs,
     Heartbeat,
@@ -24,10 +24,10 @@ from tasuki.core.protocol import (
     Results,
     outcome_bytes,
 )
-from tasuki.doors.http.gate import Caller
-from tasuki.doors.http.talk import Talk
+from tasuki.doors.http.authentication import Caller
+from tasuki.doors.http.virtual_connection import Talk
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.server.app import Server
+from tasuki.server.server import Server
 
 KEPT_S = IDLE_TIMEOUT_S / 2  # after the last request
 BEAT_S = IDLE_TIMEOUT_S / 3  # while somebody waits

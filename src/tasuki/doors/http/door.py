@@ -19,18 +19,18 @@ from tasuki.core.address import Address
 from tasuki.core.ids import IdMaker
 from tasuki.doors.http import limits
 from tasuki.doors.http.answers import discreet, error_answer, json_answer
-from tasuki.doors.http.call import Call, House, HttpConfig
+from tasuki.doors.http.authentication import Gate
 from tasuki.doors.http.clients import Clients
-from tasuki.doors.http.gate import Gate
-from tasuki.doors.http.lines import Lines
+from tasuki.doors.http.context import Call, House, HttpConfig
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
-from tasuki.doors.http.serving import Handler, Serving, application
+from tasuki.doors.http.uvicorn_server import Handler, Serving, application
+from tasuki.doors.http.worker_sessions import Lines
 from tasuki.doors.http.workers import Workers
 from tasuki.doors.listening import bound
 from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
-from tasuki.server.app import Server
+from tasuki.server.server import Server
 
 logger = logging.getLogger("tasuki.http")
 TICK_S = 1.0

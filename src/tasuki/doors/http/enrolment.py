@@ -6,9 +6,9 @@ import secrets
 from typing import Any
 
 from tasuki.core.access import token_sha256
-from tasuki.doors.http.call import Call, iso
-from tasuki.doors.http.replies import Registered, WorkerSelf
-from tasuki.server.node import make_secret
+from tasuki.doors.http.context import Call, iso
+from tasuki.doors.http.response_schemas import Registered, WorkerSelf
+from tasuki.server.assembly import make_secret
 
 
 async def register(call: Call) -> Registered:

@@ -30,13 +30,13 @@ from tasuki.core.protocol import (
     outcome_bytes,
 )
 from tasuki.doors.http.answers import discreet
-from tasuki.doors.http.call import Call
 from tasuki.doors.http.clients import Client, Listener
-from tasuki.doors.http.framed import framed, messages_in
+from tasuki.doors.http.context import Call
+from tasuki.doors.http.frame_bodies import framed, messages_in
 from tasuki.doors.http.limits import gone, wait_of
-from tasuki.doors.http.talk import Talk
+from tasuki.doors.http.virtual_connection import Talk
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, from_wire
-from tasuki.net.link import encode_answer
+from tasuki.net.tcp_link import encode_answer
 from tasuki.wire.compression import CODECS
 
 WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one go

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tasuki.doors.http.call import House
-from tasuki.doors.http.replies import Health
+from tasuki.doors.http.context import House
+from tasuki.doors.http.response_schemas import Health
 from tasuki.errors import Unavailable
 
 STORE_TIMEOUT_S = 2.0

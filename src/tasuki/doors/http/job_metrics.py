@@ -14,8 +14,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tasuki.core.job import TERMINAL, State
+from tasuki.core.store_messages import COUNTED, Answer, Answers, Grant, Recorded, Report, Submission, Submitted, Turn
 from tasuki.core.subject import DEFAULT_SUBJECT, group_of
-from tasuki.core.verbs import COUNTED, Answer, Answers, Grant, Recorded, Report, Submission, Submitted, Turn
 
 GROUPS_MAX = 100  # with a label of their own; a name for each would let whoever may submit fill the monitoring
 OTHER_GROUPS = "(other)"

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from tasuki.doors.http.answers import envelope
-from tasuki.doors.http.taking import TakingProtocol
+from tasuki.doors.http.stalled_readers import TakingProtocol
 from tasuki.doors.listening import connections_max
 from tasuki.errors import InvalidInput, Overloaded, TooLarge
 

@@ -15,9 +15,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from tasuki.core.broker import Broker
-from tasuki.core.verbs import Answers, GroupCounts, Turn
-from tasuki.doors.http.call import Call
+from tasuki.core.broker.broker import Broker
+from tasuki.core.store_messages import Answers, GroupCounts, Turn
+from tasuki.doors.http.context import Call
 from tasuki.doors.http.job_metrics import GROUPS_MAX, ITEMS, OTHER_GROUPS, SECONDS, JobMetrics
 
 

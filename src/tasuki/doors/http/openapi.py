@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.doors.http.replies import ErrorReply
+from tasuki.doors.http.response_schemas import ErrorReply
 from tasuki.doors.http.routes import ROUTES, Route
 
 TITLE = "tasuki"

@@ -11,12 +11,12 @@ from starlette.responses import Response, StreamingResponse
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.answers import EndedOtherwise, NotFinished
-from tasuki.doors.http.bodies import JobBody, JobsBody
-from tasuki.doors.http.calc import detail_of
-from tasuki.doors.http.call import Call, refusal_of, submit, told
+from tasuki.doors.http.app_jobs import detail_of
 from tasuki.doors.http.clients import Client
+from tasuki.doors.http.context import Call, refusal_of, submit, told
 from tasuki.doors.http.limits import number, wait_of, whole_number
-from tasuki.doors.http.replies import Accepted, AcceptedMany, LogPart
+from tasuki.doors.http.request_schemas import JobBody, JobsBody
+from tasuki.doors.http.response_schemas import Accepted, AcceptedMany, LogPart
 from tasuki.errors import InvalidInput
 
 LOG_WAIT_MAX_S = 25.0

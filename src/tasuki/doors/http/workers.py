@@ -34,11 +34,11 @@ from tasuki.core.protocol import (
     Reply,
     Request,
 )
-from tasuki.core.verbs import Grant, Standing, Takes
-from tasuki.doors.http.gate import Caller
-from tasuki.doors.http.talk import ANSWER_TIMEOUT_S, Talk
+from tasuki.core.store_messages import Grant, Standing, Takes
+from tasuki.doors.http.authentication import Caller
+from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, Talk
 from tasuki.errors import Overloaded, TasukiError, Unauthorized, Unavailable
-from tasuki.server.app import Server
+from tasuki.server.server import Server
 
 INCARNATION = "http"  # its leases live by the renewals of each; a process that starts again does not know the old ones
 STARTED_AFTER_S = 0.5  # below what the server waits before it delivers an assignment again

@@ -27,8 +27,8 @@ from tasuki.testing.sim.ablations_machines import MACHINES, UNSEEN
 from tasuki.testing.sim.ablations_orders import ORDERS
 from tasuki.testing.sim.ablations_store import STORE
 from tasuki.testing.sim.checker import Violation
+from tasuki.testing.sim.patches import Ablation
 from tasuki.testing.sim.run import Outcome, check_seed
-from tasuki.testing.sim.seams import Ablation
 
 __all__ = ["ABLATIONS", "UNSEEN", "Ablation", "Found", "hunt", "table"]
 

@@ -9,22 +9,23 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core import broker, client_machine, fellows, requests, settle, workers
-from tasuki.core.broker import Broker
+from tasuki.core import client_machine
+from tasuki.core.broker import broker, client_messages, cluster, settle, worker_messages
+from tasuki.core.broker.broker import Broker
+from tasuki.core.broker.credit import Account
 from tasuki.core.client_machine import ClientMachine
-from tasuki.core.credit import Account
-from tasuki.core.held import SeenLeases
+from tasuki.core.election import Following, Resigned, Term
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.machine import Send
-from tasuki.core.places import Places
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecorded, Results, SubmitJobs, Welcome
-from tasuki.core.redial import Redial
-from tasuki.core.term import Following, Resigned, Term
-from tasuki.core.verbs import Answer, Recorded
-from tasuki.core.worker_events import WorkerIdentity
-from tasuki.core.worker_machine import WorkerMachine
+from tasuki.core.reconnect import Redial
+from tasuki.core.store_messages import Answer, Recorded
+from tasuki.core.worker.events import WorkerIdentity
+from tasuki.core.worker.lease_state import SeenLeases
+from tasuki.core.worker.machine import WorkerMachine
+from tasuki.core.worker.slots import Places
 from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.seams import Ablation, Instead
+from tasuki.testing.sim.patches import Ablation, Instead
 from tasuki.testing.sim.workers import SimWorker
 
 NEVER_S = 1e9
@@ -101,20 +102,20 @@ _OF_THE_BROKER = (
         name="accepted_after_commit",
         what="a submit is acknowledged after its commit",
         invariants=("I1", "I2"),
-        seams=(Instead(requests, "submit", _accepted_at_once),),
+        seams=(Instead(client_messages, "submit", _accepted_at_once),),
         options=SimOptions(latency_s=0.0005, kinds=("store_slow", "store_refused", "crash")),
     ),
     Ablation(
         name="recorded_after_commit",
         what="a worker is told that its report is recorded after the commit",
         invariants=("I14",),
-        seams=(Instead(workers, "received", _recorded_at_once),),
+        seams=(Instead(worker_messages, "received", _recorded_at_once),),
     ),
     Ablation(
         name="result_after_commit",
         what="a client is told a result after the commit of its finish",
         invariants=("I13",),
-        seams=(Instead(workers, "received", _told_at_once),),
+        seams=(Instead(worker_messages, "received", _told_at_once),),
     ),
     Ablation(
         name="fenced_is_not_told",
@@ -147,7 +148,7 @@ _OF_THE_BROKER = (
         name="poll_ends",
         what="servers ask the store now and then whether watched jobs have ended, whatever hint was lost",
         invariants=("liveness",),
-        seams=(Instead(fellows, "POLL_INTERVAL_S", _never),),
+        seams=(Instead(cluster, "POLL_INTERVAL_S", _never),),
         options=SimOptions(servers=3, kinds=("hints_lost",), faults=24),
     ),
 )

@@ -8,15 +8,16 @@ from msgspec.structs import replace
 
 from tasuki.core.job import Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.verbs import Canceled
-from tasuki.stores import memory_reports, sql_lease, sql_report
-from tasuki.stores.memory import MemoryStore
-from tasuki.stores.memory_records import Record
-from tasuki.stores.sql_report import SqlReport
-from tasuki.stores.sql_submit import SqlSubmit
+from tasuki.core.store_messages import Canceled
+from tasuki.stores.memory import reports
+from tasuki.stores.memory.records import Record
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.sql import lease, report
+from tasuki.stores.sql.report import SqlReport
+from tasuki.stores.sql.submit import SqlSubmit
 from tasuki.testing.sim.ablations_store import BOTH, EARLY_S, LOSSES, Method, ahead
 from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.seams import Ablation, Instead, Reworded
+from tasuki.testing.sim.patches import Ablation, Instead, Reworded
 
 _KNOWN = "ON CONFLICT (idempotency_key) DO NOTHING"
 
@@ -137,9 +138,7 @@ _OF_CLIENTS = (
         what="a job whose cancel was asked for is not tried again",
         invariants=("I14",),
         seams=tuple(
-            Instead(module, name, _forgets_the_cancel)
-            for module in (memory_reports, sql_report)
-            for name in ("after_failure", "after_loss")
+            Instead(module, name, _forgets_the_cancel) for module in (reports, report) for name in ("after_failure", "after_loss")
         ),
         stores=BOTH,
     ),
@@ -234,7 +233,7 @@ _OF_THE_LEADER = (
         invariants=("lease",),
         seams=(
             Instead(Record, "over_at", lambda _: property(lambda record: record.job.lease.expires_at)),
-            Instead(sql_lease, "lease_over_at", lambda _: lambda clock, to: clock.lease() + to.ttl_s + LEASE_MARGIN_S),
+            Instead(lease, "lease_over_at", lambda _: lambda clock, to: clock.lease() + to.ttl_s + LEASE_MARGIN_S),
             Reworded("renew", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
             Reworded("renew_all", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
         ),

@@ -11,12 +11,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from tasuki.core.job import Lease, State
-from tasuki.stores import memory_reports, sql_report, sql_submit
-from tasuki.stores.memory import MemoryStore
-from tasuki.stores.memory_records import MemoryRecords
-from tasuki.stores.memory_reports import MemoryReports
+from tasuki.stores.memory import reports
+from tasuki.stores.memory.records import MemoryRecords
+from tasuki.stores.memory.reports import MemoryReports
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.sql import report, submit
 from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.seams import Ablation, Instead, Reworded
+from tasuki.testing.sim.patches import Ablation, Instead, Reworded
 
 BOTH = ("memory", "sqlite")
 EARLY_S = 60.0
@@ -110,7 +111,7 @@ _OF_REPORTS = (
         invariants=("I14",),
         seams=(
             Instead(MemoryReports, "_repeated_or_fenced", _never_repeated),
-            Instead(sql_report, "_is_repeat", lambda _: lambda *_: False),
+            Instead(report, "_is_repeat", lambda _: lambda *_: False),
         ),
         stores=BOTH,
     ),
@@ -120,7 +121,7 @@ _OF_REPORTS = (
         invariants=("I17", "I5"),
         seams=(
             Instead(MemoryReports, "_claimed", _nothing_known),
-            Instead(sql_report, "_is_holder", lambda _: lambda *_: True),
+            Instead(report, "_is_holder", lambda _: lambda *_: True),
         ),
         options=SimOptions(kinds=LOSSES),
         stores=BOTH,
@@ -206,7 +207,7 @@ def _with_more(budget: str) -> tuple[Instead, ...]:
     def make(judge: Method) -> Method:
         return lambda *given, **named: judge(*given, **{**named, budget: named[budget] + MORE})
 
-    return tuple(Instead(module, name, make) for module in (memory_reports, sql_report))
+    return tuple(Instead(module, name, make) for module in (reports, report))
 
 
 _OF_GRANTS = (
@@ -243,7 +244,7 @@ _OF_GRANTS = (
         invariants=("I12",),
         seams=(
             Instead(MemoryRecords, "_is_later", lambda _: lambda *_: False),
-            Instead(sql_submit, "ready_value", lambda _: lambda *_: 1),
+            Instead(submit, "ready_value", lambda _: lambda *_: 1),
         ),
         stores=BOTH,
     ),

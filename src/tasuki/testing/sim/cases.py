@@ -21,8 +21,8 @@ from tasuki.errors import InvalidInput
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import AnyLine
 from tasuki.testing.sim.options import SimOptions, derived
+from tasuki.testing.sim.patches import Ablation
 from tasuki.testing.sim.run import Outcome, Plan, check_plan, plan_of
-from tasuki.testing.sim.seams import Ablation
 from tasuki.testing.sim.storage import MakeStore
 from tasuki.testing.sim.world import Trace
 

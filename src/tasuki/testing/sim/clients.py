@@ -13,7 +13,7 @@ from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.job import body_hash
 from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import Accepted, CancelJobs, HelloClient, Request, SubmitJobs
-from tasuki.core.redial import Connect
+from tasuki.core.reconnect import Connect
 from tasuki.errors import Unavailable
 from tasuki.testing.harness_nodes import ClientNode
 from tasuki.testing.sim.history import Answered, Arrived, Asked

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tasuki.core.address import Address
 from tasuki.core.machine import Closed, Now, Opened, Received
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
-from tasuki.core.redial import Connect
+from tasuki.core.reconnect import Connect
 from tasuki.testing.sim.world import World
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode

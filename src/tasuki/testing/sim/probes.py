@@ -12,20 +12,20 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core import greeting, requests, settle
-from tasuki.core.broker import Broker
+from tasuki.core.broker import client_messages, handshake, settle
+from tasuki.core.broker.broker import Broker
+from tasuki.core.broker.cluster import Fellows
+from tasuki.core.broker.upkeep import Duties
 from tasuki.core.client_machine import ClientMachine
-from tasuki.core.duties import Duties
-from tasuki.core.fellows import Fellows
+from tasuki.core.election import Awaiting, Term
 from tasuki.core.machine import Hangup
 from tasuki.core.protocol import CancelLeases
-from tasuki.core.term import Awaiting, Term
-from tasuki.core.worker_machine import WorkerMachine
+from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import DiskFull, StaleEpoch
 from tasuki.stores.retrying import Retries
 from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.network import Network
-from tasuki.testing.sim.seams import Instead
+from tasuki.testing.sim.patches import Instead
 from tasuki.testing.sim.workers import SimWorker
 
 Is = Callable[[tuple[Any, ...], Any], bool]
@@ -85,7 +85,9 @@ _ALL: dict[str, Probe] = {
         Duties, "failed", "a leader's turn was not stored", lambda given, _: not isinstance(given[2], StaleEpoch)
     ),
     "turn tried again": Probe(Retries, "wait_s", "an interrupted turn", lambda _, answer: answer is not None),
-    "submit refused for space": Probe(requests, "submit", "the disk was full", lambda _, answer: isinstance(answer, DiskFull)),
+    "submit refused for space": Probe(
+        client_messages, "submit", "the disk was full", lambda _, answer: isinstance(answer, DiskFull)
+    ),
     # deliveries
     "read back": Probe(Broker, "read_back", "the store was asked what a worker holds"),
     "found again": Probe(
@@ -116,7 +118,7 @@ _ALL: dict[str, Probe] = {
     "worker changed servers": Probe(Network, "_dialed", "it dialed another one than before", _moves(SimWorker)),
     "client changed servers": Probe(Network, "_dialed", "it dialed another one than before", _moves(SimClient)),
     "worker replaced": Probe(
-        greeting, "_replace_worker", "a new connection of it was there first", lambda _, answer: bool(answer)
+        handshake, "_replace_worker", "a new connection of it was there first", lambda _, answer: bool(answer)
     ),
     "said again": Probe(
         ClientMachine, "_say", "a client's call whose answer it had not heard", lambda given, _: given[1].said, before=True

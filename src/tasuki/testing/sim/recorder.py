@@ -10,7 +10,7 @@ from itertools import compress
 from operator import attrgetter
 
 from tasuki.core.job import TERMINAL, Job, OnDisconnect
-from tasuki.core.verbs import Answer, Answers, MissingBlobs, Standing, Turn
+from tasuki.core.store_messages import Answer, Answers, MissingBlobs, Standing, Turn
 from tasuki.errors import Conflict
 from tasuki.stores.store import Store
 from tasuki.testing.sim.history import (

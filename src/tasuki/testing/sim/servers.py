@@ -1,12 +1,12 @@
-"""A simulated server: the production broker, its election, and its turns at the shared store. Stands in for `server/app.py`."""
+"""A simulated server: the production broker, its election, and its turns at the shared store. Stands in for `server/server.py`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
 from tasuki.core.address import Address
-from tasuki.core.broker import error_message
-from tasuki.core.broker_events import (
+from tasuki.core.broker.broker import error_message
+from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
     Deposed,
@@ -21,12 +21,12 @@ from tasuki.core.broker_events import (
 )
 from tasuki.core.machine import Hangup, Ticked
 from tasuki.core.protocol import Message, Reply
-from tasuki.core.verbs import Answers, Turn
+from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import TasukiError
-from tasuki.server.app import STOP_TIMEOUT_S
 from tasuki.server.queries import answer_query
+from tasuki.server.server import STOP_TIMEOUT_S
 from tasuki.testing.harness_servers import ServerNode
-from tasuki.testing.sim.company import CoordinationNode, SimCompany
+from tasuki.testing.sim.cluster import CoordinationNode, SimCompany
 from tasuki.testing.sim.history import Leading
 from tasuki.testing.sim.network import Link, Network
 from tasuki.testing.sim.process import HostClock, Life
@@ -34,7 +34,7 @@ from tasuki.testing.sim.storage import StoreNode
 from tasuki.testing.sim.world import World
 
 if TYPE_CHECKING:
-    from tasuki.core.broker_events import Event
+    from tasuki.core.broker.events import Event
 
 DISK_LOOK_S = 1.0
 START_AGAIN_S = 1.0  # a server that finds no store at its start ends, and whoever supervises it tries again

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tasuki.core.verbs import Answers, Turn
+from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
 from tasuki.stores.batching import execute
-from tasuki.stores.memory import MemoryStore
+from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.retrying import Interrupted, Retries, Why
 from tasuki.stores.store import Clock, Store
 from tasuki.testing.sim.network import Network
@@ -83,7 +83,7 @@ class StoreNode:
     def _opened(self) -> Store:
         if self.world.options.store == "memory":
             return MemoryStore(self.clock, self.world.streams.leases.randbytes)
-        from tasuki.stores.sql import SqlStore
+        from tasuki.stores.sql.store import SqlStore
 
         shared_memory = Path("/dev/shm")  # noqa: S108 - where there is one, commits cost no disk
         self._folder = tempfile.TemporaryDirectory(prefix="tasuki-sim-", dir=shared_memory if shared_memory.is_dir() else None)

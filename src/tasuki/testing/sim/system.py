@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
 from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Peer
-from tasuki.core.verbs import Takes, TokenRow
-from tasuki.core.worker_events import WorkerIdentity
+from tasuki.core.store_messages import Takes, TokenRow
+from tasuki.core.worker.events import WorkerIdentity
 from tasuki.testing.harness_servers import OWN_UID
 from tasuki.testing.sim.clients import SimClient
-from tasuki.testing.sim.company import CoordinationNode
+from tasuki.testing.sim.cluster import CoordinationNode
 from tasuki.testing.sim.faults import STORE, cast_of
 from tasuki.testing.sim.load import PATTERNS, Operation
 from tasuki.testing.sim.network import Network

@@ -14,10 +14,10 @@ import msgspec
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import AssignJobs, Ending, HeartbeatAnswer, JobsRecorded
-from tasuki.core.redial import Connect
-from tasuki.core.verbs import Grant
-from tasuki.core.worker_events import Drain, Ended, Event, GaveBack, Restored, Started, Stop, WorkerIdentity
-from tasuki.core.worker_machine import WorkerMachine
+from tasuki.core.reconnect import Connect
+from tasuki.core.store_messages import Grant
+from tasuki.core.worker.events import Drain, Ended, Event, GaveBack, Restored, Started, Stop, WorkerIdentity
+from tasuki.core.worker.machine import WorkerMachine
 from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.sim.history import Began, Busy, Gone, Settled
 from tasuki.testing.sim.network import Link, Network
@@ -27,7 +27,7 @@ from tasuki.testing.sim.world import World
 
 START_MAX_S = 0.05
 STOP_MAX_S = 0.6  # how long an attempt that is told to end may take; after that it is killed
-LOST_GRACE_S = 1.0  # the keeper kills at the latest so long after a lease's deadline (worker/keeper.py)
+LOST_GRACE_S = 1.0  # the keeper kills at the latest so long after a lease's deadline (worker/keeper/keeper.py)
 
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 

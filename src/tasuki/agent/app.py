@@ -1,0 +1,349 @@
+"""The agent's routes, and its life: recover what was left, listen, drain, end.
+
+agent = Agent(config, incarnation, keeper=keeper)       without a keeper that was forked before the loop, one is made
+address = await agent.start(address, tls)
+await agent.drain(timeout_s); await agent.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tasuki.agent import refusals
+from tasuki.agent.correlation import on_behalf_of
+from tasuki.agent.folders import AgentRunFolders, JobFolders
+from tasuki.agent.guard import is_over, surely_answered
+from tasuki.agent.input_sources import Inputs, PullingIntake
+from tasuki.agent.jobs import Desk
+from tasuki.agent.metrics import AgentMetrics
+from tasuki.agent.multipart import boundary_of
+from tasuki.agent.registry import AnsweredElsewhere, Registry
+from tasuki.agent.result_response import EarlyAnswer, ResultAnswer
+from tasuki.agent.retention import Cleaner
+from tasuki.agent.settings import AgentConfig, Tokens
+from tasuki.agent.slot import Held, state_of
+from tasuki.agent.upload import Intake
+from tasuki.core.address import Address
+from tasuki.core.failover.agent_protocol import (
+    AgentOutcome,
+    EndedMarker,
+    InterruptedMarker,
+    Marker,
+    check_input_hash,
+    input_hash,
+    only_running,
+)
+from tasuki.core.ids import check_job_id
+from tasuki.doors.http.answers import json_answer
+from tasuki.doors.http.limits import REQUESTS_MAX
+from tasuki.doors.http.uvicorn_server import Handler, Serving, application
+from tasuki.doors.listening import bound
+from tasuki.errors import NotFound, Overloaded, TooLarge
+from tasuki.worker.folder import remove_tree
+from tasuki.worker.keeper.client import Keeper, KeeperLost
+from tasuki.worker.keeper.sweep import sweep
+from tasuki.worker.runner import CommandRunner, RunLimits
+
+logger = logging.getLogger("tasuki.agent")
+LINGER_S = 2.0
+FREE_SHARE = 4  # without a limit of its own, an upload may take a quarter of what is free
+CLOSE_TIMEOUT_S = 60  # downloads that are under way when the agent ends
+HURRIED_CLOSE_S = 2
+_digits = re.compile(r"[0-9]{1,18}").fullmatch
+
+
+class Agent:
+    """One agent. Made inside the running loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        incarnation: str,
+        *,
+        keeper: Keeper | None = None,
+        registry: Registry | None = None,
+        inputs: Inputs | None = None,
+        fault: Callable[[str], None] = lambda point: None,
+        on_lost: Callable[[KeeperLost], None] = lambda error: None,
+    ) -> None:
+        """`on_lost`: the keeper is gone; what ran was stopped, and nothing can be started here any more."""
+        self._config = config
+        self._tokens = Tokens(config.tokens)
+        self._inputs = inputs
+        self.folders = JobFolders(config.data, fault)
+        self._metrics = AgentMetrics(config.slots)
+        self._on_lost = on_lost
+        self._runner = CommandRunner(
+            config.data,
+            config.execs,
+            incarnation=incarnation,
+            fetch=_nothing_to_fetch,
+            limits=RunLimits(log_caps=config.log_caps),
+            keeper=keeper,
+            lease_deadline=lambda lease_id: self.desk.deadline(lease_id),
+            on_keeper_lost=self._lost,
+            on_progress=lambda lease_id, progress: self.desk.progressed(lease_id, progress),
+            folders=AgentRunFolders(config.data, incarnation, self.folders),
+        )
+        self.desk = Desk(config, incarnation, self.folders, self._runner, self._metrics, registry)
+        self.cleaner = Cleaner(self.desk, config.keep_days)
+        self._under_way = 0
+        self._serving: Serving | None = None
+        self._cleaning: asyncio.Task[None] | None = None
+        self.app = self._application()
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def start(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
+        """Listen, once all that a dead agent left is dealt with; the address with the port that was really taken."""
+        sock = bound(address)
+        level = await self._runner.keeper_level()
+        logger.info("keeper: level %s (%s), limits %s", level.level, level.detail, level.limits)
+        await asyncio.to_thread(self._runner.folders.sweep, self._dispose)
+        for job_id in await asyncio.to_thread(self.folders.recover):
+            with on_behalf_of(job_id):
+                logger.warning("job %s was interrupted by the end of an earlier agent", job_id)
+        here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
+        if self.desk.registry is not None:
+            await self.desk.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
+        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
+        await self._serving.open(sock)
+        self._cleaning = asyncio.create_task(self.cleaner.daily())
+        return here
+
+    def _dispose(self, left: Path) -> None:
+        """Kill what a dead process left running. The folder of an agent's incarnation is empty: its jobs lie elsewhere."""
+        where = left if any(left.iterdir()) else self.folders.root
+        if killed := sweep(left.name, where):
+            logger.warning("killed %d processes that outlived their agent %s: %s", len(killed), left.name, killed)
+        try:
+            remove_tree(left)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", left, error)
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """No new jobs; those that run may end, and their results may still be fetched."""
+        await self.desk.drain(timeout_s)
+
+    def hurry(self) -> None:
+        """What still runs is stopped; whoever downloads is soon cut off."""
+        self.desk.stop_all()
+        if self._serving is not None:
+            self._serving.hurry(HURRIED_CLOSE_S)
+
+    async def close(self) -> None:
+        """Stop what still runs, and let go of everything."""
+        self.desk.stop_all()
+        await self.desk.drain(None)
+        if self._serving is not None and self._cleaning is not None:
+            self._cleaning.cancel()
+            await self._serving.close()
+            await asyncio.gather(self._cleaning, return_exceptions=True)
+        self._runner.kill_all()
+        self._runner.close()
+        self.folders.close()
+        if self.desk.registry is not None:
+            await self.desk.registry.close()
+        if self._inputs is not None:
+            await self._inputs.close()
+
+    def _lost(self, error: KeeperLost) -> None:
+        self.desk.stop_all()
+        self._on_lost(error)
+
+    # ------------------------------------------------------------------------------------------------ the application
+
+    def _application(self) -> FastAPI:
+        routes: tuple[tuple[str, str, Handler], ...] = (
+            ("POST", "/run/{job_id}", self._run),
+            ("GET", "/result/{job_id}", self._result),
+            ("GET", "/jobs/{job_id}", self._job),
+            ("DELETE", "/jobs/{job_id}", self._delete),
+            ("GET", "/capacity", self._capacity),
+            ("GET", "/metrics", self._scrape),
+        )
+        guarded = [(method, path, self._endpoint(handler)) for method, path, handler in routes]
+        return application("tasuki agent", [*guarded, ("GET", "/health", self._health)])
+
+    def _endpoint(self, handler: Handler) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            if self._under_way >= REQUESTS_MAX:
+                return refusals.refusal_answer(Overloaded(f"this agent is busy with {self._under_way} requests; try again"))
+            self._under_way += 1
+            try:
+                with on_behalf_of(request.path_params.get("job_id", "")):
+                    answer, code = await surely_answered(handler, request, self._tokens, "agent", logger)
+            finally:
+                self._under_way -= 1
+            if request.method != "POST" or code is None:
+                return answer
+            self._metrics.refused.labels(code).inc()
+            return answer if is_over(request) else EarlyAnswer(answer, LINGER_S)
+
+        return endpoint
+
+    # ------------------------------------------------------------------------------------------------ the routes
+
+    async def _run(self, request: Request) -> Response:
+        try:
+            return await self._run_here(request)
+        except AnsweredElsewhere as elsewhere:
+            return elsewhere.answer
+
+    async def _run_here(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        sent = request.query_params.get("input")
+        if sent is not None:
+            check_input_hash(sent)
+        boundary = boundary_of(request.headers.get("content-type", ""))
+        max_bytes = self._max_upload_bytes()
+        announced = _announced(request)
+        if announced > max_bytes:
+            raise TooLarge(f"an upload of {announced} bytes is too large; the limit of this agent is {max_bytes}")
+        await self.desk.ask_others(job_id, sent)
+        found = self.desk.arrive(job_id, sent, announced)
+        if isinstance(found, EndedMarker):
+            if sent is None:
+                await self._compare(found, PullingIntake(boundary, None, max_bytes, self._inputs), request)
+            return self._stored(job_id, cache="hit")
+        place = self.folders.new_place()
+        intake = PullingIntake(boundary, place, max_bytes, self._inputs)
+        answer = await self.desk.run(found, intake, place.path, request.stream(), sent)
+        if answer.ended.outcome is not AgentOutcome.SUCCEEDED:
+            raise refusals.program_failed(answer.ended)
+        if answer.small is not None:
+            return ResultAnswer(answer.ended, answer.small, self._metrics.sent.inc, "miss")
+        return self._stored(job_id, cache="miss")
+
+    def _max_upload_bytes(self) -> int:
+        if self._config.max_upload_bytes is not None:
+            return self._config.max_upload_bytes
+        return self.folders.free_bytes() // FREE_SHARE
+
+    async def _compare(self, ended: EndedMarker, intake: Intake, request: Request) -> None:
+        """Is it the same input as that of the job that is done? Nothing is written for it."""
+        order = self.desk.order_of(await intake.receive(request.stream()))
+        found = input_hash(order.exec.name, order.form.args, await intake.finish())
+        self._metrics.received.inc(intake.received_bytes)
+        if found != ended.input:
+            raise refusals.other_input(ended.job_id)
+
+    def _stored(self, job_id: str, cache: str | None = None) -> Response:
+        opened = self.folders.open_result(job_id)
+        if opened is None and cache is not None:  # somebody has removed it since we looked
+            raise refusals.was_canceled(job_id)
+        if opened is None:
+            raise NotFound(f"there is no result of job {job_id} at this node")
+        if cache == "hit":
+            self._metrics.stored.inc()
+            logger.info("job %s: answered with the stored result", job_id)
+        return ResultAnswer(*opened, self._metrics.sent.inc, cache)
+
+    async def _result(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        if (held := self.desk.held(job_id)) is not None:
+            raise refusals.is_running(job_id, self._config.node, held.since)
+        registry = self.desk.registry
+        if registry is not None and not self.desk.is_done(job_id):  # what failed here may be done elsewhere
+            elsewhere = await registry.find(job_id)
+            if elsewhere is not None:
+                return elsewhere
+        return self._stored(job_id)
+
+    async def _job(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        held = self.desk.held(job_id)
+        if held is not None:
+            return json_answer(_described_held(held, self._config.node))
+        registry = self.desk.registry
+        if registry is not None and not self.desk.is_done(job_id):
+            described = await registry.describe(job_id)
+            if described is not None:
+                return json_answer(described)
+        marker = self.desk.look(job_id)
+        if marker is None:
+            raise NotFound(f"there is no job {job_id} at this node")
+        return json_answer(_described(marker))
+
+    async def _delete(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        removed = await self.desk.delete(job_id, only_running=only_running(request.query_params.get("state")))
+        logger.info("job %s: removed, it was %s", job_id, removed.state.value)
+        left = {"left_at": removed.left_at} if removed.left_at else {}
+        return json_answer({"job_id": job_id, "state": removed.state.value, "removed": True, **left})
+
+    async def _capacity(self, request: Request) -> Response:
+        pulls = {"pulls": True} if self._inputs is not None else {}
+        return json_answer({"running": self.desk.running, "limit": self.desk.limit, **pulls})
+
+    async def _scrape(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _health(self, request: Request) -> Response:
+        """The process is there, and takes jobs. For load balancers; they have no token."""
+        if self.desk.draining:
+            return refusals.refusal_answer(refusals.is_draining())
+        return json_answer("ok") if self.folders.are_there() else refusals.refusal_answer(refusals.has_no_folder())
+
+
+async def _nothing_to_fetch(job_id: str, sha256: str, size_bytes: int, target: Any) -> None:
+    raise AssertionError("an agent's inputs come with the request")
+
+
+def _announced(request: Request) -> int:
+    """What Content-Length says, which uvicorn has held against what HTTP allows; 0: it comes in chunks."""
+    text = request.headers.get("content-length", "0")
+    if not _digits(text):
+        raise TooLarge("the upload is larger than any limit")
+    return int(text)
+
+
+def _described(marker: Marker) -> dict[str, Any]:
+    state = state_of(marker)
+    assert state is not None
+    facts: dict[str, Any] = {
+        "job_id": marker.job_id,
+        "state": state.value,
+        "exec": marker.exec,
+        "input": marker.input,
+        "attempt": marker.attempt,
+        "started_at": marker.started_at,
+        "ended_at": None,
+        "exit_code": None,
+        "progress": None,
+        "node": marker.node,
+    }
+    if isinstance(marker, EndedMarker):
+        facts |= {"ended_at": marker.ended_at, "exit_code": marker.exit_code}
+        facts |= {"error_code": marker.error_code, "message": marker.message}
+        facts |= {"result_sha256": marker.result_sha256, "result_bytes": marker.result_bytes}
+    elif isinstance(marker, InterruptedMarker):
+        facts["ended_at"] = marker.interrupted_at
+    return facts
+
+
+def _described_held(held: Held, node: str) -> dict[str, Any]:
+    progress = held.progress
+    return {
+        "job_id": held.job_id,
+        "state": "running",
+        "exec": held.exec or None,
+        "input": held.input,
+        "attempt": held.attempt,
+        "started_at": held.running.started_at if held.running is not None else None,
+        "ended_at": None,
+        "exit_code": None,
+        "progress": None if progress is None else {"fraction": progress.fraction, "message": progress.text},
+        "node": node,
+    }

@@ -1,0 +1,408 @@
+"""Job folders and their markers, which are the truth: what a job is, is read from here, also after any death of the process.
+
+    <data>/jobs/<job_id>/   .running | .done | .failed | .interrupted     result.zip     in/ out/ tmp/ log/ while it runs
+    <data>/incoming/<n>/    an upload that is not whole yet: gone after a restart
+    <data>/trash/<n>/       what was a job's folder: removed as soon as there is time
+    <data>/spare/<n>/       what a job left as it was, for the next one
+    <data>/agent.lock       held by the one agent of this folder, with its pid
+
+A folder comes among the jobs with `.running` in it, by one rename. `.done` and `.failed` come after the result is durable, and
+whole: tmp, fsync, rename, fsync of the folder. Where several markers are found, an end counts if its result is there; one that
+cannot be read counts for nothing.
+
+What has to be fsynced is returned as open descriptors, so that one thread may do it for many jobs at once (`syncing.py`); all
+else is a few system calls for a job of ordinary size. `conclude`, `interrupt` and `recover` do everything themselves, and block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import secrets
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tasuki.agent.folder_pool import INPUTS, WORKED_IN, Spares
+from tasuki.agent.fsync_batch import Unsynced, sync_now
+from tasuki.agent.upload import Place
+from tasuki.blobs.disk import disk_full_as_error
+from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
+from tasuki.core.ids import check_job_id
+from tasuki.errors import ConfigError, DiskFull, InvalidInput
+from tasuki.worker.attempt import Attempt
+from tasuki.worker.folder import RunFolder, RunFolders, remove_tree
+
+logger = logging.getLogger("tasuki.agent")
+RUNNING, DONE, FAILED, INTERRUPTED, RESULT = ".running", ".done", ".failed", ".interrupted", "result.zip"
+_KEPT = frozenset({DONE, FAILED, INTERRUPTED, RESULT})
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MARKER = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a program may have put a FIFO there
+_TMP = ".tmp"
+MARKER_MAX_BYTES = 64 * 1024
+OPEN_TRIES = 3
+
+FAULT_POINTS = (
+    "agent.received", "agent.running", "agent.zipped", "agent.done.written", "agent.done.marked", "agent.ended",
+    "agent.interrupted.written", "agent.interrupted.marked",
+)  # fmt: skip
+"""Where `fault` is called, so that a test can end the process exactly there: an upload is whole, its folder stands among the
+jobs, the result is durable, the marker of the end is written, is in place, all is done but the answer; and the same of a marker
+that a start writes for what an earlier process left. `.failed` has its points as `.done` has."""
+
+MarkerT = TypeVar("MarkerT", RunningMarker, EndedMarker, InterruptedMarker)
+_encode = msgspec.json.Encoder().encode
+
+
+class JobFolders:
+    """All jobs of one agent."""
+
+    def __init__(self, data: Path, fault: Callable[[str], None] = lambda point: None) -> None:
+        self.root = data / "jobs"
+        self._root = str(self.root)
+        self._incoming = data / "incoming"
+        self._trash = data / "trash"
+        self._spares = Spares(data / "spare")
+        self._rubbish: deque[str] = deque()
+        self.on_rubbish: Callable[[], None] = lambda: None
+        """Called, in any thread, when there is something for `remove_rubbish`."""
+        self._name = secrets.token_hex(4)  # what an earlier process could not remove is still there
+        self._numbers = itertools.count(1)
+        self._fault = fault
+        self._lock = _lock(data)
+        with disk_full_as_error(data):
+            for folder in (self.root, self._incoming, self._trash, self._spares.place):
+                folder.mkdir(mode=0o700, exist_ok=True)
+        self.root_descriptor = os.open(self.root, _FOLDER)
+        """To make durable which jobs there are."""
+
+    def close(self) -> None:
+        self._rubbish += self._spares.taken()
+        self.remove_rubbish()
+        os.close(self.root_descriptor)
+        os.close(self._lock)
+
+    def at(self, job_id: str) -> str:
+        return f"{self._root}/{check_job_id(job_id)}"  # it becomes a path: checked again where that happens
+
+    def result(self, job_id: str) -> Path:
+        return Path(self.at(job_id), RESULT)
+
+    def new_place(self) -> Place:
+        """Where an upload may put its folder."""
+        return Place(f"{self._incoming}/{self._name}-{next(self._numbers)}", self._make_place)
+
+    def are_there(self) -> bool:
+        """False: somebody has removed them, or their disk has failed."""
+        return os.access(self._root, os.W_OK | os.X_OK)
+
+    def free_bytes(self) -> int:
+        status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    def read(self, job_id: str) -> Marker | None:
+        """What the markers say; a `.running` is told as it is, whoever wrote it."""
+        folder = self.at(job_id)
+        if not os.access(folder, os.F_OK):
+            return None
+        for name in (DONE, FAILED):
+            ended = _read(f"{folder}/{name}", EndedMarker)
+            if ended is not None and _size_of(f"{folder}/{RESULT}") == ended.result_bytes:
+                return ended
+        return _read(f"{folder}/{RUNNING}", RunningMarker) or _read(f"{folder}/{INTERRUPTED}", InterruptedMarker)
+
+    def open_result(self, job_id: str) -> tuple[EndedMarker, FileIO] | None:
+        """The end of a job with its result, which stays readable whatever becomes of the folder."""
+        for _ in range(OPEN_TRIES):
+            ended = self.read(job_id)
+            if not isinstance(ended, EndedMarker):
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                file = FileIO(f"{self.at(job_id)}/{RESULT}")
+                if self.read(job_id) == ended:  # else the job was set going again in between
+                    return ended, file
+                file.close()
+        return None
+
+    def job_ids(self) -> Iterator[str]:
+        """Of all folders that may be jobs."""
+        with os.scandir(self._root) as found:
+            for entry in found:
+                with contextlib.suppress(InvalidInput):  # what somebody else put there is none of ours
+                    yield check_job_id(entry.name)
+
+    # ------------------------------------------------------------------------------------------------ a job's life
+
+    def _make_place(self, place: str) -> None:
+        os.mkdir(place, mode=0o700)  # noqa: PTH102  # `Path` costs more than the call
+        self._spares.put(place, INPUTS)
+
+    def begin(self, place: str, marker: RunningMarker) -> None:
+        """The upload at `place` becomes the job's folder; what was there before goes."""
+        with disk_full_as_error(place):
+            for below in WORKED_IN:
+                self._spares.put(place, below)
+            os.close(_written(f"{place}/{RUNNING}", _encode(marker)))
+            self._fault("agent.received")
+            self.discard(marker.job_id)
+            os.rename(place, self.at(marker.job_id))  # noqa: PTH104
+        self._fault("agent.running")
+
+    def marked(self, job_id: str) -> Unsynced:
+        """What tells of a running job, to be made durable: a marker that a power cut takes before that is as good as absent."""
+        folder = self.at(job_id)
+        with _Opened() as opened:
+            opened.add(os.open(f"{folder}/{RUNNING}", _MARKER))
+            opened.add(os.open(folder, _FOLDER))
+            return opened.given()
+
+    def conclude(self, marker: EndedMarker, result: bytes | Path) -> None:
+        """Both steps of an end, durable when this returns."""
+        with disk_full_as_error(self._root):
+            sync_now(self.write_end(marker, result))
+            sync_now([*self.show_end(marker), os.open(self._root, _FOLDER)])
+        self.has_ended()
+
+    def write_end(self, marker: EndedMarker, result: bytes | Path) -> Unsynced:
+        """The program has ended, and nothing of it is alive: its result, and the marker, beside what tells that it runs."""
+        folder = self.at(marker.job_id)
+        with disk_full_as_error(folder), _Opened() as opened:
+            self._take_back(folder)
+            new = f"{folder}/{RESULT}{_TMP}"
+            if isinstance(result, bytes):
+                opened.add(_written(new, result))
+            else:
+                os.rename(result, new)  # noqa: PTH104
+                opened.add(os.open(new, os.O_RDONLY | os.O_CLOEXEC))
+            self._fault("agent.zipped")
+            name = _name_of(marker)
+            opened.add(_written(f"{folder}/{name}{_TMP}", _encode(marker)))
+            self._fault(f"agent{name}.written")
+            return opened.given()
+
+    def show_end(self, marker: EndedMarker) -> Unsynced:
+        """What was written and synced counts from now on. When this is synced too, it outlives a power cut."""
+        folder, name = self.at(marker.job_id), _name_of(marker)
+        with disk_full_as_error(folder), _Opened() as opened:
+            os.rename(f"{folder}/{RESULT}{_TMP}", f"{folder}/{RESULT}")  # noqa: PTH104
+            opened.add(os.open(folder, _FOLDER))
+            self._show(folder, name)
+            return opened.given()
+
+    def has_ended(self) -> None:
+        """Nothing is left to do but to tell."""
+        self._fault("agent.ended")
+
+    def interrupt(self, running: RunningMarker, at: float) -> None:
+        """The job did not come to its end, and nothing of it is alive."""
+        folder = self.at(running.job_id)
+        marker = InterruptedMarker(
+            job_id=running.job_id,
+            node=running.node,
+            exec=running.exec,
+            input=running.input,
+            attempt=running.attempt,
+            started_at=running.started_at,
+            interrupted_at=at,
+        )
+        with disk_full_as_error(folder):
+            self._take_back(folder)
+            sync_now([_written(f"{folder}/{INTERRUPTED}{_TMP}", _encode(marker))])
+            self._fault(f"agent{INTERRUPTED}.written")
+            self._show(folder, INTERRUPTED)
+            sync_now([os.open(folder, _FOLDER)])
+
+    def _show(self, folder: str, name: str) -> None:
+        os.rename(f"{folder}/{name}{_TMP}", f"{folder}/{name}")  # noqa: PTH104
+        self._fault(f"agent{name}.marked")
+        self._clear(folder)
+
+    def _clear(self, folder: str) -> None:
+        """Only what tells of the end stays. `.running` goes last: as long as it is there, a start tidies up what is left."""
+        found = sorted(os.listdir(folder), key=RUNNING.__eq__)  # noqa: PTH208
+        for name in found:
+            try:
+                if name == RUNNING:
+                    os.unlink(f"{folder}/{name}")  # noqa: PTH108
+                elif name not in _KEPT and not self._spares.keep(folder, name):
+                    self._throw_away(f"{folder}/{name}")
+            except OSError as error:  # the end counts all the same
+                logger.warning("%s/%s cannot be removed: %s", folder, name, error)
+
+    def _take_back(self, folder: str) -> None:
+        """The program worked in this folder, and may have done anything to it: the names that are ours become free again."""
+        try:
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):  # a link would lead out of here
+                self._throw_away(folder)
+            os.chmod(folder, 0o700)  # noqa: PTH101
+        except FileNotFoundError:
+            os.makedirs(folder, mode=0o700)  # noqa: PTH103
+        for name in os.listdir(folder):  # noqa: PTH208
+            if name in _KEPT or name.endswith(_TMP):
+                self._throw_away(f"{folder}/{name}")
+
+    def _throw_away(self, path: str) -> None:
+        """It is gone from there, at once; `remove_rubbish` removes it."""
+        place = f"{self._trash}/{self._name}-{next(self._numbers)}"
+        try:
+            os.rename(path, place)  # noqa: PTH104
+        except PermissionError:  # a folder must be writable to be moved, and a program may have forbidden that
+            os.chmod(path, 0o700)  # noqa: PTH101  # links need no permission: this is none
+            os.rename(path, place)  # noqa: PTH104
+        self._rubbish.append(place)
+        self.on_rubbish()
+
+    def remove_rubbish(self) -> None:
+        """What was thrown away; blocks. What cannot be removed is tried again at the next start."""
+        while self._rubbish:
+            try:
+                path = self._rubbish.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            try:
+                remove_tree(path)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s; remove it by hand, or with the rights that it needs", path, error)
+
+    def discard(self, job_id: str) -> bool:
+        """The job is none any more, at once; False: there was none."""
+        try:
+            self._throw_away(self.at(job_id))
+        except FileNotFoundError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------------ the start
+
+    def recover(self) -> list[str]:
+        """Before the port opens, and after what dead processes left running is killed: mark what they had as interrupted."""
+        for folder in (self._incoming, self._trash, self._spares.place):
+            self._rubbish += map(str, folder.iterdir())
+        self.remove_rubbish()
+        found = []
+        for job_id in self.job_ids():
+            try:
+                if self._recover(job_id):
+                    found.append(job_id)
+            except (OSError, DiskFull) as error:  # what has no end counts as interrupted, whatever its marker says
+                logger.warning("job %s: its folder cannot be put in order: %s", job_id, error)
+        self.remove_rubbish()
+        return found
+
+    def _recover(self, job_id: str) -> bool:
+        """Whether it is interrupted now."""
+        marker = self.read(job_id)
+        if isinstance(marker, RunningMarker):
+            self.interrupt(marker, time.time())
+            return True
+        if marker is None:
+            self.discard(job_id)  # a power cut took its marker: there is nothing to tell of it
+        elif os.access(f"{self.at(job_id)}/{RUNNING}", os.F_OK):
+            self._clear(self.at(job_id))  # it had ended, and was just being tidied up
+        return False
+
+
+class AgentRunFolders(RunFolders):
+    """The executor's view: the folder of an attempt is the job's own, and is there already, with its inputs."""
+
+    def __init__(self, data: Path, incarnation: str, jobs: JobFolders) -> None:
+        super().__init__(data, incarnation)
+        self._jobs = jobs
+
+    def at(self, attempt: Attempt) -> RunFolder:
+        return RunFolder(self._jobs.at(attempt.spec.job_id))
+
+    def is_quick(self, attempt: Attempt) -> bool:
+        return True
+
+    def create(self, attempt: Attempt) -> RunFolder:
+        return self.at(attempt)
+
+
+def _lock(data: Path) -> int:
+    try:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(data / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the data folder {data} cannot be used: {error.strerror or error}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(descriptor, 20).decode("ascii", "replace").strip()
+        os.close(descriptor)
+        raise ConfigError(
+            f"the data folder {data} is used by another agent (pid {pid}); stop it, or give another --data"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
+
+
+def _read(path: str, kind: type[MarkerT]) -> MarkerT | None:
+    try:
+        descriptor = os.open(path, _MARKER)
+    except OSError:
+        return None
+    try:
+        return msgspec.json.decode(os.read(descriptor, MARKER_MAX_BYTES), type=kind)
+    except (OSError, msgspec.MsgspecError):  # torn, or not ours: as good as absent
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return -1
+
+
+def _name_of(marker: EndedMarker) -> str:
+    return DONE if marker.outcome is AgentOutcome.SUCCEEDED else FAILED
+
+
+def _written(path: str, data: bytes) -> int:
+    """A new file, still open."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        written = os.write(descriptor, data)
+        while written < len(data):
+            written += os.write(descriptor, memoryview(data)[written:])
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class _Opened:
+    """Descriptors that are closed if the step that opened them fails."""
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+
+    def add(self, descriptor: int) -> None:
+        self._descriptors.append(descriptor)
+
+    def given(self) -> Unsynced:
+        """To whoever syncs and closes them."""
+        given, self._descriptors = self._descriptors, []
+        return given
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)

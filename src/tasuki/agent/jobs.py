@@ -1,0 +1,434 @@
+"""The desk: which id is where. Takes a slot, hands the upload to the executor, writes down how it ended, answers repeats.
+
+Everything that decides about an id happens between two awaits of one loop, so that of two requests with one id exactly one
+runs. A run is a task of its own: whoever asked for it may leave. Only `folders` touches the disk: in threads, but for the few
+system calls of a small job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterable, Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from tasuki.agent import refusals
+from tasuki.agent.correlation import on_behalf_of
+from tasuki.agent.folders import JobFolders
+from tasuki.agent.fsync_batch import Syncer
+from tasuki.agent.metrics import AgentMetrics
+from tasuki.agent.registry import Registry, Removed
+from tasuki.agent.settings import AgentConfig
+from tasuki.agent.slot import Answer, Held, no_result, outcome_of, state_of
+from tasuki.agent.upload import Form, Intake
+from tasuki.blobs.disk import check_free
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
+from tasuki.core.failover.agent_protocol import (
+    EXEC_NOT_ALLOWED,
+    AgentState,
+    EndedMarker,
+    InputRecord,
+    InterruptedMarker,
+    Marker,
+    RunningMarker,
+    Verdict,
+    input_hash,
+    judge,
+)
+from tasuki.core.ids import quoted
+from tasuki.core.job import InputFile, JobSpec, Progress
+from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
+from tasuki.worker.attempt import Attempt, RunResult, StopReason
+from tasuki.worker.execs import FILE, FILES, Exec
+from tasuki.worker.runner import CommandRunner
+
+logger = logging.getLogger("tasuki.agent")
+TIDY_S = 0.1
+MARK_S = 0.05
+"""After this time the marker of a running job is made durable. Of a shorter one only the end is: a power cut takes all of it, and
+an id that nobody knows runs again, as one that was interrupted does."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_INTERRUPTED = frozenset({StopReason.SHUTDOWN.value, StopReason.LEASE_LOST.value})
+
+
+class _Order(NamedTuple):
+    """What an upload asks for, checked."""
+
+    exec: Exec
+    form: Form
+    timeout_s: float
+
+
+class Desk:
+    """All jobs of one agent."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        incarnation: str,
+        folders: JobFolders,
+        runner: CommandRunner,
+        metrics: AgentMetrics,
+        registry: Registry | None = None,
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._boot_id = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+        self.folders = folders
+        self._runner = runner
+        self.metrics = metrics
+        self.registry = registry
+        self._loop = asyncio.get_running_loop()
+        self._syncer = Syncer(str(folders.root), folders.root_descriptor)
+        self._tidies = False
+        folders.on_rubbish = self._tidy_soon
+        self._held: dict[str, Held] = {}
+        self.draining = False
+        self._free = asyncio.Event()
+        self._free.set()
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def running(self) -> int:
+        return len(self._held)
+
+    @property
+    def limit(self) -> int:
+        return self._config.slots
+
+    def held(self, job_id: str) -> Held | None:
+        return self._held.get(job_id)
+
+    def look(self, job_id: str) -> Marker | None:
+        """What the folder says of a job that is not held. `.running` of nobody: a disk that was full when it ended."""
+        marker = self.folders.read(job_id)
+        if not isinstance(marker, RunningMarker):
+            return marker
+        return InterruptedMarker(
+            job_id=job_id,
+            node=marker.node,
+            exec=marker.exec,
+            input=marker.input,
+            attempt=marker.attempt,
+            started_at=marker.started_at,
+            interrupted_at=marker.started_at,
+        )
+
+    def is_done(self, job_id: str) -> bool:
+        """With a registry too, what is done here is answered from here: its end was recorded before anybody was told."""
+        return job_id not in self._held and state_of(self.look(job_id)) is AgentState.DONE
+
+    def deadline(self, lease_id: str) -> float | None:
+        return None if self.registry is None else self.registry.deadline(lease_id.rpartition(".")[0])
+
+    def progressed(self, lease_id: str, progress: Progress) -> None:
+        held = self._held.get(lease_id.rpartition(".")[0])
+        if held is not None:
+            held.progress = progress
+
+    # ------------------------------------------------------------------------------------------------ taking in
+
+    async def ask_others(self, job_id: str, sent_input: str | None) -> None:
+        """Before the upload is read: raises what the registry knows of another node. Not for a job that is in our own hands."""
+        if self.registry is not None and job_id not in self._held and not self.is_done(job_id):
+            await self.registry.look(job_id, sent_input)
+
+    def arrive(self, job_id: str, sent_input: str | None, size_bytes: int) -> Held | EndedMarker:
+        """Before the upload is read: a slot for it, or the end of the job that has this id. Refusals are raised.
+
+        With an end, and without `sent_input`, the upload is still to be compared.
+        """
+        held = self._held.get(job_id)
+        marker = None if held is not None else self.look(job_id)
+        state = AgentState.RUNNING if held is not None else state_of(marker)
+        known = held or marker
+        verdict = judge(state, known.input if known is not None else None, sent_input)
+        if verdict is Verdict.CONFLICT:
+            raise refusals.other_input(job_id)
+        if held is not None:
+            raise refusals.is_running(job_id, self._config.node, held.since)
+        if verdict in (Verdict.STORED, Verdict.COMPARE):
+            assert isinstance(marker, EndedMarker)
+            return marker
+        if self.draining:
+            raise refusals.is_draining()
+        if len(self._held) >= self.limit:
+            raise refusals.is_full(len(self._held), self.limit)
+        awaited_bytes = sum(other.awaited_bytes for other in self._held.values())
+        check_free(self.folders.root, size_bytes + awaited_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
+        held = self._held[job_id] = Held(job_id, marker.attempt + 1 if marker is not None else 1, time.time(), self._loop)
+        held.announced_bytes = size_bytes
+        self._free.clear()
+        self.metrics.running.set(len(self._held))
+        return held
+
+    async def run(self, held: Held, intake: Intake, place: str, stream: AsyncIterable[bytes], sent: str | None) -> Answer:
+        """Receive the upload, run it, wait for its end. Whoever waits may leave; the run goes on."""
+        held.receiving, held.intake = asyncio.current_task(), intake
+        try:
+            await self._take_in(held, intake, place, stream, sent)
+        except BaseException as error:
+            receiving, held.receiving = held.receiving, None  # a stop that comes now finds nothing to cancel
+            await asyncio.shield(self._give_up(held, intake))
+            if isinstance(error, asyncio.CancelledError) and held.stop.done() and receiving is not None:
+                receiving.uncancel()
+                raise self._stopped(held) from None
+            raise
+        finally:
+            self.metrics.received.inc(intake.received_bytes)
+        return await asyncio.shield(held.ended)
+
+    async def _take_in(self, held: Held, intake: Intake, place: str, stream: AsyncIterable[bytes], sent: str | None) -> None:
+        order = self.order_of(await intake.receive(stream))
+        held.exec = order.exec.name
+        files = await intake.finish()
+        marker = self._marker(held, order, files, sent)
+        held.input = marker.input
+        if self.registry is not None:  # among several agents, only who has the claim may run it, and counts the attempts
+            held.attempt = await self.registry.claim(marker, held.end)
+            marker = replace(marker, attempt=held.attempt)
+        self.folders.begin(place, marker)
+        held.begun = True
+        if held.stop.done():
+            raise self._stopped(held)
+        held.running = marker
+        held.task = self._loop.create_task(self._carry_out(held, self._attempt(held, order, marker, files)))
+
+    def order_of(self, form: Form) -> _Order:
+        exec_ = self._config.exec_of(form.exec)
+        if exec_ is None:
+            there = ", ".join(sorted(self._config.execs))
+            asked = (
+                f"exec {quoted(form.exec)} is not allowed here" if form.exec else "the form names no exec, there is no default"
+            )
+            raise refusals.AgentRefusal(400, EXEC_NOT_ALLOWED, f"{asked}; there are: {there}")
+        limits = (self._config.timeout_s, exec_.timeout_s, form.timeout_s)
+        return _Order(exec_, form, min(limit for limit in limits if limit is not None))
+
+    def _marker(self, held: Held, order: _Order, files: Sequence[InputRecord], sent: str | None) -> RunningMarker:
+        found = input_hash(order.exec.name, order.form.args, files)
+        if sent is not None and sent != found:
+            raise InvalidInput(f"the upload has the input hash {found}, the request says {sent}; it came in otherwise than sent")
+        return RunningMarker(
+            job_id=held.job_id,
+            incarnation=self._incarnation,
+            boot_id=self._boot_id,
+            pid=os.getpid(),
+            node=self._config.node,
+            exec=order.exec.name,
+            input=found,
+            attempt=held.attempt,
+            started_at=time.time(),
+        )
+
+    async def _give_up(self, held: Held, intake: Intake) -> None:
+        """The upload does not become a job: nothing of it stays."""
+        try:
+            await intake.discard()
+            if held.begun:
+                self.folders.discard(held.job_id)
+        finally:
+            try:
+                if self.registry is not None:
+                    await self.registry.release(held.job_id)
+            finally:
+                self._let_go(held)
+
+    def _attempt(self, held: Held, order: _Order, marker: RunningMarker, files: Sequence[InputRecord]) -> Attempt:
+        argv = order.exec.argv
+        if FILES not in argv and any(FILE in element for element in argv):
+            files = files[:1]  # {file} is the first one; the others lie beside it
+        return Attempt(
+            spec=JobSpec(
+                job_id=held.job_id,
+                exec=order.exec.name,
+                args=order.form.args,
+                # As if they were inline and empty: they lie in in/ already, and are neither fetched nor hashed again.
+                files=tuple(InputFile(file.name, b"") for file in files),
+                timeout_s=order.timeout_s,
+            ),
+            lease_id=f"{held.job_id}.{held.attempt}",
+            attempt=held.attempt,
+            facts={"input": marker.input, "input_hash": marker.input, "node": marker.node},
+        )
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    async def _carry_out(self, held: Held, attempt: Attempt) -> None:
+        with on_behalf_of(held.job_id):
+            try:
+                answer = await self._run_to_end(held, attempt)
+            except TasukiError as error:
+                logger.warning("job %s: no result: %s", held.job_id, error.message)
+                held.ended.set_exception(error)
+            except Exception as error:
+                logger.exception("job %s: the agent failed", held.job_id)
+                held.ended.set_exception(error)
+            else:
+                held.ended.set_result(answer)
+            finally:
+                self._let_go(held)
+
+    async def _run_to_end(self, held: Held, attempt: Attempt) -> Answer:
+        def started() -> None:
+            held.started = True
+
+        marker = held.running
+        assert marker is not None
+        logger.info("job %s: starts %s, attempt %d", held.job_id, marker.exec, marker.attempt)
+        marking = self._loop.call_later(MARK_S, self._mark, held)
+        try:
+            result = await self._runner.run(attempt, held.stop, started)
+            marking.cancel()
+            if held.marked is not None:
+                await asyncio.wait([held.marked])  # whether it could be synced decides nothing about the result
+            answer = await self._ended(held, marker, result)
+        except BaseException as error:
+            marking.cancel()
+            outcome = "interrupted" if held.stop.done() else "not_run"
+            self.metrics.ended.labels("canceled" if held.canceled else outcome).inc()
+            await self._end_without_result(held, marker)
+            if held.stop.done() and isinstance(error, Unavailable):
+                raise self._stopped(held) from None
+            raise
+        ended = answer.ended
+        seconds = ended.ended_at - ended.started_at
+        self.metrics.ended.labels(ended.outcome).inc()
+        self.metrics.seconds.labels(ended.outcome).observe(seconds)
+        logger.info("job %s: %s, exit code %s, %.3f s", held.job_id, ended.outcome, ended.exit_code, seconds)
+        if self.registry is not None and not await self.registry.record(ended, self.folders.result(held.job_id)):
+            self.folders.discard(held.job_id)
+            raise refusals.claim_lost(held.job_id)
+        return answer
+
+    def _mark(self, held: Held) -> None:
+        """It runs for longer than it takes to make that durable."""
+        try:
+            held.marked = self._syncer.sync(self.folders.marked(held.job_id))
+        except OSError as error:  # its program did that; the folder is taken back at the end
+            logger.warning("job %s: its marker cannot be read any more: %s", held.job_id, error)
+
+    async def _ended(self, held: Held, running: RunningMarker, result: RunResult) -> Answer:
+        """Write down how it ended; an error if there is nothing to write down."""
+        outcome = result.outcome
+        if outcome.error_code == StopReason.LEASE_LOST:  # the keeper saw it before we did
+            held.end(StopReason.LEASE_LOST)
+        if held.stop.done() and outcome.error_code in (*_INTERRUPTED, StopReason.CANCELED):
+            raise self._stopped(held)
+        archive = result.result_file if result.result_file is not None else outcome.result
+        if archive is None or outcome.result_sha256 is None:
+            raise no_result(outcome, started=held.started)
+        size_bytes = len(archive) if isinstance(archive, bytes) else archive.stat().st_size
+        marker = EndedMarker(
+            job_id=held.job_id,
+            outcome=outcome_of(outcome),
+            exit_code=outcome.exit_code,
+            error_code=outcome.error_code,
+            message=outcome.message,
+            node=running.node,
+            exec=running.exec,
+            input=running.input,
+            attempt=running.attempt,
+            started_at=running.started_at,
+            ended_at=time.time(),
+            result_sha256=outcome.result_sha256,
+            result_bytes=size_bytes,
+        )
+        if isinstance(archive, bytes):
+            await self._syncer.sync(self.folders.write_end(marker, archive))
+            await self._syncer.sync(self.folders.show_end(marker))
+            self.folders.has_ended()
+        else:
+            await asyncio.to_thread(self.folders.conclude, marker, archive)
+        return Answer(marker, archive if isinstance(archive, bytes) else None)
+
+    def _tidy_soon(self) -> None:
+        """What is thrown away in the next moment is removed by one thread; nobody waits for that."""
+        if not self._tidies:
+            self._tidies = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, TIDY_S, self._tidy)
+
+    def _tidy(self) -> None:
+        self._tidies = False
+        self._loop.run_in_executor(None, self.folders.remove_rubbish)
+
+    async def _end_without_result(self, held: Held, running: RunningMarker) -> None:
+        """A job that the agent's own end cut off is interrupted; any other one that has no result is none."""
+        if self.registry is not None:
+            await self.registry.release(held.job_id)
+        if held.stop.done() and not held.canceled:
+            await asyncio.to_thread(self.folders.interrupt, running, time.time())
+        else:
+            self.folders.discard(held.job_id)
+
+    def _stopped(self, held: Held) -> TasukiError:
+        match held.stop.result() if held.stop.done() else StopReason.SHUTDOWN:
+            case StopReason.CANCELED:
+                return refusals.was_canceled(held.job_id)
+            case StopReason.LEASE_LOST:
+                return refusals.claim_lost(held.job_id)
+            case StopReason.SHUTDOWN:
+                return refusals.is_draining()
+
+    def _let_go(self, held: Held) -> None:
+        if self._held.get(held.job_id) is held:
+            del self._held[held.job_id]
+        if not held.ended.done():
+            held.ended.set_exception(Unavailable(f"job {held.job_id} was not received"))
+        self.metrics.running.set(len(self._held))
+        if not self._held:
+            self._free.set()
+
+    # ------------------------------------------------------------------------------------------------ removing, ending
+
+    async def delete(self, job_id: str, *, only_running: bool = False) -> Removed:
+        """Stop it if it runs, and remove it; how it stood. With a registry, if it does not run here: wherever it is. NotFound.
+
+        `only_running`: what has ended stays, also if that was just before it could be stopped.
+        """
+        held = self._held.get(job_id)
+        if held is not None:
+            held.end(StopReason.CANCELED)
+            await asyncio.wait([held.ended])  # how it ended is told to the one who asked for the job
+        if only_running and (held is None or held.ended.exception() is None):
+            raise NotFound(f"job {job_id} does not run at this node")
+        state = AgentState.RUNNING if held is not None else state_of(self.look(job_id))
+        removed = None if state is None else Removed(state)
+        if self.registry is not None and held is not None:
+            await self.registry.forget(job_id)
+        elif self.registry is not None:
+            removed = await self.registry.remove(job_id) or removed
+        if removed is None:
+            raise NotFound(f"there is no job {job_id} at this node")
+        if job_id not in self._held and self.folders.discard(job_id):
+            await self._syncer.sync(())  # of the list of jobs
+        return removed
+
+    def discard_ended(self, job_id: str, is_old: Callable[[Marker], bool]) -> bool:
+        """For cleaning: take it away if nobody has it in hand and it is still what was thought to be old."""
+        if job_id in self._held:
+            return False
+        marker = self.look(job_id)
+        return (marker is None or is_old(marker)) and self.folders.discard(job_id)
+
+    async def drain(self, timeout_s: float | None) -> None:
+        """Take no more; wait for what is there, at most so long."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._free.wait()
+
+    def stop_all(self) -> None:
+        """What still runs is stopped, and marked as interrupted."""
+        self.draining = True
+        if self.registry is not None:
+            self.registry.hurry()
+        for held in list(self._held.values()):
+            held.end(StopReason.SHUTDOWN)

@@ -1,0 +1,155 @@
+"""The leases that an agent holds of a registry: renewed while its jobs run, and given up in time when that fails.
+
+The holder counts from before it asked, the store from its commit: so the job is gone here before another node may have it. The
+keeper is told every deadline too, and keeps it if this process hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from tasuki.agent.correlation import on_behalf_of
+from tasuki.core.failover.registry_records import lease_deadline
+from tasuki.core.job import Outcome
+from tasuki.core.store_messages import Answers, Grant, Held, Report, Standing, Turn
+from tasuki.errors import TasukiError
+from tasuki.worker.attempt import StopReason
+
+logger = logging.getLogger("tasuki.agent")
+RENEWALS_PER_TTL = 3
+LOOKS_PER_TTL = 24
+
+Execute = Callable[[Turn], Awaitable[Answers]]
+Lost = Callable[[StopReason], None]
+
+
+def boot_time() -> float:
+    """The clock of deadlines: it goes on while the machine sleeps, and is the keeper's."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Claim:
+    """One lease in our hands."""
+
+    def __init__(self, held: Held, deadline: float, lost: Lost = lambda reason: None) -> None:
+        self.held = held
+        self.deadline = deadline
+        self._lost = lost
+        self.is_started = False
+        self.is_told = False
+        """Its end is on the way to the store, whose answer counts; or it was lost."""
+
+    def report(self, outcome: Outcome, started_at: float | None = None) -> Report:
+        held = self.held
+        return Report(held.job_id, held.worker_id, held.lease_id, held.attempt, outcome, started_at)
+
+    def lose(self, why: str, reason: StopReason = StopReason.LEASE_LOST) -> None:
+        if not self.is_told:
+            self.is_told = True
+            with on_behalf_of(self.held.job_id):
+                logger.warning("job %s is stopped: %s", self.held.job_id, why)
+            self._lost(reason)
+
+
+class Leases:
+    """All claims of one agent."""
+
+    def __init__(self, execute: Execute, worker_id: str, incarnation: str, ttl_s: float) -> None:
+        self._execute = execute
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.ttl_s = ttl_s
+        self.renewed: Callable[[], None] = lambda: None
+        """Called when deadlines have moved."""
+        self._claims: dict[str, Claim] = {}
+        self._renew_at = 0.0
+        self._wake = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+        self._answers = True
+
+    def get(self, job_id: str) -> Claim | None:
+        return self._claims.get(job_id)
+
+    def held_of(self, grant: Grant) -> Held:
+        return Held(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
+
+    def add(self, grant: Grant, asked_at: float, lost: Lost) -> Claim:
+        claim = self._claims[grant.job_id] = Claim(self.held_of(grant), lease_deadline(asked_at, self.ttl_s), lost)
+        self._wake.set()
+        return claim
+
+    def drop(self, job_id: str) -> Claim | None:
+        """It is renewed no more."""
+        return self._claims.pop(job_id, None)
+
+    def hurry(self) -> None:
+        """Renew now: somebody may have canceled one."""
+        self._renew_at = 0.0
+        self._wake.set()
+
+    async def keep(self) -> None:
+        """Until it is canceled. A turn that waits for a store that is away keeps no deadline from being seen."""
+        try:
+            while True:
+                self._look(boot_time())
+                try:
+                    async with asyncio.timeout(self.ttl_s / LOOKS_PER_TTL):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+                self._wake.clear()
+        finally:
+            if self._asking is not None:
+                self._asking.cancel()
+
+    def _look(self, now: float) -> None:
+        for claim in list(self._claims.values()):
+            if now >= claim.deadline:
+                claim.lose("the registry did not renew its lease in time")
+        if self._asking is not None and not self._asking.done():
+            return
+        fresh = [claim for claim in self._claims.values() if not claim.is_started]
+        due = [claim for claim in self._claims.values() if claim.is_started] if now >= self._renew_at else []
+        if now >= self._renew_at:
+            self._renew_at = now + self.ttl_s / RENEWALS_PER_TTL
+        if fresh or due:
+            self._asking = asyncio.ensure_future(self._tell(fresh, due, now))
+
+    async def _tell(self, fresh: list[Claim], due: list[Claim], asked_at: float) -> None:
+        turn = Turn(start=[claim.held for claim in fresh], renew=[claim.held for claim in due])
+        try:
+            answers = await self._execute(turn)
+        except TasukiError as error:
+            self._say(answers=False, why=error.message)
+            return
+        self._say(answers=True)
+        for claim, standing in zip(fresh, answers.start, strict=True):
+            claim.is_started = True
+            _heed(claim, standing)
+        for claim, standing in zip(due, answers.renew, strict=True):
+            if standing is Standing.GO_ON:
+                claim.deadline = lease_deadline(asked_at, self.ttl_s)
+            _heed(claim, standing)
+        if due:
+            self.renewed()
+
+    def _say(self, *, answers: bool, why: str = "") -> None:
+        if answers != self._answers:
+            self._answers = answers
+            if answers:
+                logger.info("the registry answers again")
+            else:
+                logger.warning("the registry does not answer, running jobs go on while their leases last: %s", why)
+
+
+def _heed(claim: Claim, standing: Standing) -> None:
+    match standing:
+        case Standing.LOST:
+            claim.lose("its lease is not ours any more")
+        case Standing.CANCEL:
+            claim.lose("it was canceled in the registry", StopReason.CANCELED)
+        case Standing.GO_ON:
+            pass

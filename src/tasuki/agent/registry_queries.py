@@ -1,0 +1,294 @@
+"""The registry as those ask it who wait for an answer: an agent or a dispatcher. How a job stands, its result, a claim, its end.
+
+Theory of operation. Everything is a turn of the store, and every write is conditional on what was read: a claim by the lease that
+it releases, a requeue by the generation. What is granted to somebody who does not wait any more is given back.
+
+A job is removed in two steps. What has not ended is canceled: its holder hears of it, stops it and says so. What ended with a
+result is set going again and ended at once as removed, in two turns with one lease. There is no verb that deletes one job: its
+record stays, as that of a job which came to nothing, until it is old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from starlette.responses import Response
+
+from tasuki.agent import refusals
+from tasuki.agent.registry_leases import boot_time
+from tasuki.agent.remote_results import BlobSource, ElsewhereAnswer, Source
+from tasuki.agent.result_response import ResultAnswer
+from tasuki.core.failover import registry_records
+from tasuki.core.failover.agent_protocol import AgentState, EndedMarker
+from tasuki.core.failover.registry_records import Stand, attempt_of, held_of, place_of, stand_of
+from tasuki.core.job import Job, Outcome
+from tasuki.core.store_messages import Answers, BlobClaim, Grant, Held, LeaseRequest, Report, RequeueOrder, Submission, Turn
+from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
+from tasuki.server.store_client import Share
+
+logger = logging.getLogger("tasuki.agent")
+ANSWER_S = 5.0  # of a registry that somebody waits for
+CLAIM_TRIES = 4  # a lease that is over ends first, and is claimed by the next; another node may come in between
+STOP_S = 30.0  # until a job that was canceled has ended: its program may take its time, or its node be dead
+QUEUE_STOP_S = 3.0  # the same for one that waits at a dispatcher, which looks every second
+STOP_LOOK_S = 0.1
+
+Sent = Callable[[int], None]
+
+
+class Granted(NamedTuple):
+    """A job that is ours. `asked_at`: when the request was made that got it (CLOCK_BOOTTIME)."""
+
+    grant: Grant
+    attempt: int
+    asked_at: float
+
+
+class Holder(NamedTuple):
+    """Who asks."""
+
+    worker_id: str
+    incarnation: str
+    ttl_s: float
+    name: str
+
+    def request(self, job_id: str) -> LeaseRequest:
+        return LeaseRequest(worker_id=self.worker_id, incarnation=self.incarnation, job_ids=(job_id,), limit=1, ttl_s=self.ttl_s)
+
+    def held(self, grant: Grant) -> Held:
+        return Held(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
+
+    def report(self, grant: Grant, outcome: Outcome) -> Report:
+        return Report(grant.job_id, self.worker_id, grant.lease_id, grant.attempt, outcome)
+
+
+class Records:
+    """What one agent or dispatcher asks of the registry."""
+
+    def __init__(self, share: Share, holder: Holder, given_up: Outcome, sent: Sent, answer_s: float | None = None) -> None:
+        """`given_up`: how an attempt ends that nobody waits for any more. `sent` hears how many bytes of results go out."""
+        self._share = share
+        self.holder = holder
+        self.given_up = given_up
+        self.sent = sent
+        self._answer_s = answer_s
+
+    async def ask(self, turn: Turn) -> Answers:
+        """For somebody who waits. A lease that is granted after that is given back: nobody runs what it was for."""
+        asking = asyncio.ensure_future(self._share.execute(turn))
+        answer_s = self._answer_s or ANSWER_S
+        try:
+            async with asyncio.timeout(answer_s):
+                return await asyncio.shield(asking)
+        except (TimeoutError, Unavailable, ConfigError, InternalError) as error:
+            asking.add_done_callback(self._give_back)
+            logger.warning("the registry did not answer: %s", error if isinstance(error, TasukiError) else f"in {answer_s:g} s")
+            raise refusals.registry_away() from None
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, asking: asyncio.Future[Answers]) -> None:
+        if asking.cancelled() or asking.exception() is not None:
+            return
+        grants = [grant for granted in asking.result().lease for grant in granted]
+        if grants:
+            reports = [self.holder.report(grant, self.given_up) for grant in grants]
+            told = asyncio.ensure_future(self._share.execute(Turn(fail=reports)))
+            told.add_done_callback(_look_at)
+
+    # ------------------------------------------------------------------------------------------------ how a job stands
+
+    async def look(self, job_id: str) -> Job | None:
+        """How it stands now: with no loss left, a lease that is over is ended by asking for it, and nothing is granted."""
+        found = await self.ask(Turn(lease=[self.holder.request(job_id)], get=[job_id]))
+        if found.lease[0]:  # an operator's requeue: it waits for a node
+            held = self.holder.held(found.lease[0][0])
+            found = await self.ask(Turn(release=[held], get=[job_id]))
+        return _agents(found.get[0])
+
+    async def get(self, job_id: str) -> Job | None:
+        return _agents((await self.ask(Turn(get=[job_id]))).get[0])
+
+    async def get_all(self, job_ids: Sequence[str]) -> list[Job | None]:
+        return [_agents(job) for job in (await self._share.execute(Turn(get=job_ids))).get]
+
+    # ------------------------------------------------------------------------------------------------ results
+
+    async def stored(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, Source] | Response | None:
+        """Its result, if it is where it outlives its node: small ones in the registry itself, others among the blobs."""
+        place, outcome = place_of(job), job.outcome
+        if place is None or outcome is None:
+            return None
+        if outcome.result is not None:
+            return ResultAnswer(place.ended, outcome.result, self.sent, cache)
+        if outcome.result_ref is None or self._share.blobs is None:
+            return None
+        claims = [BlobClaim(place.ended.result_sha256, place.ended.result_bytes)]
+        return place.ended, BlobSource(self._share.blobs, (await self.ask(Turn(place_blobs=claims))).place_blobs[0])
+
+    async def opened(self, ended: EndedMarker, source: Source, cache: str | None) -> Response | None:
+        """The result, once it is sure that it can be had; None if it is not there any more."""
+        answer = ElsewhereAnswer(ended, source, self.sent, cache)
+        try:
+            await answer.open()
+        except NotFound as error:
+            logger.warning("job %s: its result is gone: %s", ended.job_id, error.message)
+            return None
+        except TasukiError as error:
+            logger.warning("job %s: its result cannot be had: %s", ended.job_id, error.message)
+            raise refusals.result_away(ended.job_id, ended.node, error) from None
+        return answer
+
+    # ------------------------------------------------------------------------------------------------ claims
+
+    async def claim(self, submission: Submission, requeue: RequeueOrder | None = None) -> Granted | Job:
+        """Take it, if it is free or only waits at a dispatcher; else how it stands, HELD or DONE. Other input and a cancel are
+        raised. `requeue`: set it going again first, as nobody has its result."""
+        job_id, waits = submission.spec.job_id, None
+        again = () if requeue is None else (requeue,)
+        for _ in range(CLAIM_TRIES):
+            asked_at = boot_time()
+            release = () if waits is None else (held_of(waits),)
+            request = self.holder.request(job_id)
+            found = await self.ask(Turn(release=release, requeue=again, rerun=[submission], lease=[request], get=[job_id]))
+            job = found.get[0]
+            if isinstance(found.rerun[0], Conflict):
+                if found.lease[0]:  # it waited, for somebody with its own input
+                    await self.ask(Turn(release=[self.holder.held(found.lease[0][0])]))
+                raise refusals.other_input(job_id)
+            if found.lease[0]:
+                assert job is not None
+                grant = found.lease[0][0]
+                if waits is not None and found.release[0] and job.generation != waits.generation:
+                    await self.ask(Turn(fail=[self.holder.report(grant, registry_records.removed(self.holder.name))]))
+                    raise refusals.was_canceled(job_id)  # while we were asking: what was released had been canceled
+                return Granted(grant, attempt_of(job), asked_at)
+            match stand_of(job, None):
+                case Stand.HELD | Stand.DONE:
+                    assert job is not None
+                    return job
+                case Stand.QUEUED:
+                    assert job is not None
+                    check_wanted(job)
+                    waits = job
+        raise Unavailable(f"job {job_id} could not be claimed: others were quicker {CLAIM_TRIES} times; try again")
+
+    # ------------------------------------------------------------------------------------------------ removing
+
+    async def remove(self, job_id: str) -> Job | None:
+        """It neither runs nor has a result afterwards; how it stood. Its node may still have the folder."""
+        first = job = await self.get(job_id)
+        if job is not None and not job.state.terminal:
+            first = job = await self._stop(job)
+        for _ in range(CLAIM_TRIES):
+            if job is None or place_of(job) is None:
+                return first
+            job = await self._forget(job)
+        raise Unavailable(f"job {job_id} could not be removed: it was set going again {CLAIM_TRIES} times; try again")
+
+    async def _stop(self, job: Job) -> Job | None:
+        """Cancel it, and wait for its end; how it stood then, or what it ended with."""
+        was, job_id = job, job.job_id
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        canceled = (await self.ask(Turn(cancel=[(job_id, self.holder.name, "removed")]))).cancel[0]
+        if canceled.worker_id is not None and canceled.lease_id is not None:
+            self._share.hint_cancel(canceled.worker_id, canceled.lease_id)
+        while True:
+            found = await self.look(job_id)
+            if found is None or found.generation != was.generation:
+                return was  # somebody has sent it again since
+            if found.state.terminal:
+                return found if place_of(found) is not None else was
+            waited_s = loop.time() - began
+            if waited_s >= STOP_S:
+                raise refusals.still_stopping(job_id, self._where(found))
+            if stand_of(found, None) is Stand.QUEUED and waited_s >= QUEUE_STOP_S:
+                await self.ask(Turn(release=[held_of(found)]))  # its dispatcher is dead; what is canceled ends with its release
+            await asyncio.sleep(STOP_LOOK_S)
+
+    def _where(self, job: Job) -> str:
+        return registry_records.node_of(job.assigned_worker_id or "")
+
+    async def _forget(self, job: Job) -> Job | None:
+        """As if another attempt had been made, and come to nothing. How it stands, if somebody was quicker."""
+        job_id = job.job_id
+        again = [RequeueOrder(job_id, self.holder.name, "its result was removed", job.generation)]
+        found = await self.ask(Turn(requeue=again, lease=[self.holder.request(job_id)], get=[job_id]))
+        if not found.lease[0]:
+            return found.get[0]
+        await self.ask(Turn(fail=[self.holder.report(found.lease[0][0], registry_records.removed(self.holder.name))]))
+        return None
+
+    async def forget(self, job: Job) -> None:
+        """The same, only if nothing has happened since it was read."""
+        if place_of(job) is not None:
+            await self._forget(job)
+
+
+def _agents(job: Job | None) -> Job | None:
+    return job if job is not None and registry_records.is_agents(job) else None
+
+
+def done_or_refused(job: Job | None, sent: str | None) -> Job | None:
+    """Before an upload with this input (None: not known yet) is read: what forbids it is raised. The job, if it is done."""
+    if job is None:
+        return None
+    match stand_of(job, sent):
+        case Stand.OTHER_INPUT:
+            raise refusals.other_input(job.job_id)
+        case Stand.HELD:
+            raise is_held(job)
+        case Stand.QUEUED:
+            check_wanted(job)
+        case Stand.DONE if sent is not None:
+            return job
+    return None
+
+
+def check_wanted(job: Job) -> None:
+    """A job that waits, and that somebody wants canceled, is not to be run."""
+    if job.cancel_requested:
+        raise refusals.was_canceled(job.job_id)
+
+
+def is_held(job: Job) -> TasukiError:
+    """What is said of a job that a node runs, or that waits at a dispatcher."""
+    assert job.lease is not None
+    node = registry_records.node_of(job.lease.worker_id)
+    if registry_records.is_queued(job):
+        return refusals.is_queued(job.job_id, node, job.assigned_at or 0.0)
+    return refusals.is_running(job.job_id, node, job.started_at or job.assigned_at or 0.0)
+
+
+def described(job: Job) -> dict[str, Any] | None:
+    """For `GET /jobs/{job_id}`."""
+    if job.assigned_worker_id is None:
+        return None
+    state, place, progress = registry_records.state_of(job), place_of(job), job.progress
+    facts: dict[str, Any] = {
+        "job_id": job.job_id,
+        "state": state.value,
+        "exec": job.spec.exec,
+        "input": registry_records.input_of(job),
+        "attempt": attempt_of(job),
+        "started_at": None if state is AgentState.QUEUED else job.started_at or job.assigned_at,
+        "ended_at": job.finished_at,
+        "exit_code": None,
+        "progress": None if progress is None else {"fraction": progress.fraction, "message": progress.text},
+        "node": registry_records.node_of(job.assigned_worker_id),
+    }
+    if place is not None:
+        ended = place.ended
+        facts |= {"exit_code": ended.exit_code, "error_code": ended.error_code, "message": ended.message}
+        facts |= {"result_sha256": ended.result_sha256, "result_bytes": ended.result_bytes}
+    return facts
+
+
+def _look_at(told: asyncio.Future[Answers]) -> None:
+    if not told.cancelled():
+        told.exception()

@@ -1,0 +1,86 @@
+"""What an agent is told at its start, and who may come in. Reads the token file that it is named, and the size of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from tasuki.config import TOKEN_MAX_CHARS
+from tasuki.core.failover.agent_protocol import TIMEOUT_S, default_slots
+from tasuki.errors import ConfigError
+from tasuki.worker.execs import Exec
+from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
+
+TOKENS_MAX = 1_000
+KEEP_DAYS = 7.0
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent."""
+
+    data: Path
+    node: str
+    execs: Mapping[str, Exec]
+    default_exec: str | None = None
+    slots: int = 1
+    timeout_s: float = TIMEOUT_S
+    max_upload_bytes: int | None = None
+    """None: a quarter of what is free when the upload comes."""
+    keep_days: float = KEEP_DAYS
+    tokens: tuple[str, ...] = ()
+    log_caps: LogCaps = DEFAULT_CAPS
+
+    def exec_of(self, name: str | None) -> Exec | None:
+        """The exec of that name; without a name the default one."""
+        chosen = name or self.default_exec
+        return None if chosen is None else self.execs.get(chosen)
+
+
+class Tokens:
+    """Who may come in. Every token is compared, and in constant time: an answer's delay tells nothing about any of them."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admit(self, secret: str) -> bool:
+        given = hashlib.sha256(secret.encode()).digest()
+        return sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
+
+
+def read_tokens(path: str) -> tuple[str, ...]:
+    """One token on each line; empty lines and those that begin with # are skipped."""
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path!r} cannot be read: {error}") from None
+    tokens = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    if not tokens or len(tokens) > TOKENS_MAX:
+        raise ConfigError(f"the token file {path!r} must have 1 to {TOKENS_MAX} tokens, one on each line; it has {len(tokens)}")
+    for number, token in enumerate(tokens, 1):
+        if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+            raise ConfigError(
+                f"token {number} of the token file {path!r} must be printable ASCII without spaces, "
+                f"of up to {TOKEN_MAX_CHARS} characters"
+            )
+    return tokens
+
+
+def slots_of_this_machine() -> int:
+    """How many jobs at once, where nobody says: by the cores that this process may use, and by memory."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return default_slots(len(os.sched_getaffinity(0)), memory_bytes)
+
+
+def choose_default(execs: Mapping[str, Exec], named: str | None) -> str | None:
+    """The exec for requests that name none: the one that was named, else the only one there is."""
+    if named is not None and named not in execs:
+        raise ConfigError(f"--default-exec {named[:64]!r} is none of the execs ({', '.join(sorted(execs)) or 'there are none'})")
+    return named or (next(iter(execs)) if len(execs) == 1 else None)

@@ -1,0 +1,340 @@
+"""The registry that agents share, in a store of tasuki's (Redis or PostgreSQL): a run is a lease, fenced as everywhere.
+
+Theory of operation. What is written is in `core/failover/registry_records.py`, what is asked in `records.py`. A claim is one turn: submit the
+job, or set it going again, and lease exactly it. Its end is a `finish` or `fail` with that lease, which counts only if the lease
+is still the current one; until the store has said so, nobody is shown the result. Before a claim is asked for, a note of it is on
+this node's disk; a node that was killed settles its notes at its next start, before its port opens.
+
+Where the store does not answer, nothing new is run. What runs goes on until its lease is over (`leases.py`), and what ended
+meanwhile waits for the store's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from starlette.responses import Response
+
+from tasuki.agent import refusals
+from tasuki.agent.claim_journal import ClaimNotes
+from tasuki.agent.correlation import on_behalf_of
+from tasuki.agent.folders import JobFolders
+from tasuki.agent.registry import AnsweredElsewhere, Removed
+from tasuki.agent.registry_leases import Claim, Leases, Lost, boot_time
+from tasuki.agent.registry_queries import Granted, Holder, Records, described, done_or_refused, is_held
+from tasuki.agent.remote_results import ElsewhereAnswer, Peers, PeerSource, Source
+from tasuki.blobs.blob import BlobStore
+from tasuki.core.address import Address
+from tasuki.core.failover import registry_records
+from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RunningMarker
+from tasuki.core.failover.registry_records import Place, Stand, attempt_of, interrupted, outcome_of, place_of, stand_of
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome
+from tasuki.core.store_messages import Answer, BlobClaim, BlobPlace, RequeueOrder, Turn
+from tasuki.errors import ConfigError, InternalError, TasukiError, Unavailable
+from tasuki.server.store_client import Share
+
+logger = logging.getLogger("tasuki.agent")
+ANSWER_S = 5.0  # of a registry that is told something
+RETRY_S = 1.0
+REFUSALS_MAX = 15
+AGAIN_TRIES = 3  # of a job whose result nobody has
+COMPARED = 64  # results at once: those that are small come with their bytes
+BLOB_TRIES = 3
+WRITE_BYTES = 1024 * 1024
+
+
+class SharedRegistry:
+    """One agent's part in it. Made inside the running loop."""
+
+    _records: Records
+
+    def __init__(
+        self,
+        share: Share,
+        notes: ClaimNotes,
+        *,
+        node: str,
+        incarnation: str,
+        ttl_s: float,
+        peers: Peers,
+        advertised: str = "",
+    ) -> None:
+        """`advertised`: where others reach this node, if not at the address that it listens on."""
+        self._share = share
+        self._notes = notes
+        self._node = node
+        self._peers = peers
+        self._address = advertised
+        self._leases = Leases(share.execute, "", incarnation, ttl_s)
+        self._hurried = asyncio.Event()
+        self._is_open = False
+        self._keeping: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def open(
+        self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
+    ) -> None:
+        self._address = self._address or str(address if address.reachable else replace(address, host=socket.gethostname()))
+        leases = self._leases
+        leases.worker_id = registry_records.worker_id_of(self._node, await asyncio.to_thread(self._notes.prepare))
+        leases.renewed = renewed
+        holder = Holder(leases.worker_id, leases.incarnation, leases.ttl_s, self._node)
+        self._records = Records(self._share, holder, interrupted(self._node), sent)
+        self._share.on_cancel(lambda worker_id: leases.hurry() if worker_id == leases.worker_id else None)
+        await self._share.open()
+        self._is_open = True
+        for job_id in await asyncio.to_thread(self._notes.left):
+            with on_behalf_of(job_id):
+                await self._settle(job_id, folders)
+        await self._drop_what_others_removed(folders)
+        self._keeping = asyncio.create_task(leases.keep())
+
+    async def close(self) -> None:
+        self.hurry()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._is_open:
+            self._is_open = False
+            await self._share.close()
+        await self._peers.close()
+
+    def hurry(self) -> None:
+        self._hurried.set()
+
+    def deadline(self, job_id: str) -> float | None:
+        claim = self._leases.get(job_id)
+        return None if claim is None else claim.deadline
+
+    async def _settle(self, job_id: str, folders: JobFolders) -> None:
+        """An earlier process had claimed it: record how it ended, or that it did not. A result that came too late is none."""
+        job = (await self._share.execute(Turn(get=[job_id]))).get[0]
+        ended = await asyncio.to_thread(folders.read, job_id)
+        counts = True
+        if job is not None and job.lease is not None and job.lease.worker_id == self._leases.worker_id:
+            claim = Claim(registry_records.held_of(job), boot_time())
+            if isinstance(ended, EndedMarker) and ended.attempt == attempt_of(job):
+                counts = await self._report(claim, ended, await self._outcome(ended, folders.result(job_id)))
+            else:
+                await self._share.execute(Turn(fail=[claim.report(interrupted(self._node))]))
+                logger.warning("job %s was claimed by an earlier process of this node; it is free again", job_id)
+        elif job is not None and isinstance(ended, EndedMarker):
+            counts = job.outcome is not None and job.outcome.result_sha256 == ended.result_sha256
+        if not counts:
+            _drop(job_id, folders, "the result here came too late, another node has it")
+        await asyncio.to_thread(self._notes.remove, job_id)
+
+    async def _drop_what_others_removed(self, folders: JobFolders) -> None:
+        """What is done here is answered from here. So what was removed, or made anew, while this node was away must go first."""
+        kept = await asyncio.to_thread(_done_in, folders)
+        for start in range(0, len(kept), COMPARED):
+            some = kept[start : start + COMPARED]
+            jobs = await self._records.get_all([ended.job_id for ended in some])
+            for ended, job in zip(some, jobs, strict=True):
+                if job is not None and attempt_of(job) > ended.attempt:
+                    with on_behalf_of(ended.job_id):
+                        _drop(ended.job_id, folders, "its result was removed while this node was away")
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    async def look(self, job_id: str, sent_input: str | None) -> None:
+        done = done_or_refused(await self._records.look(job_id), sent_input)
+        if done is not None and (answer := await self._answer(done, cache="hit")) is not None:
+            raise AnsweredElsewhere(answer)
+
+    async def find(self, job_id: str) -> Response | None:
+        job = await self._records.get(job_id)
+        if job is None:
+            return None
+        if stand_of(job, None) in (Stand.HELD, Stand.QUEUED):
+            raise is_held(job)
+        found = await self._source(job)
+        if found is None or isinstance(found, Response):
+            return found
+        ended, source = found
+        return ElsewhereAnswer(ended, source, self._records.sent)
+
+    async def describe(self, job_id: str) -> dict[str, Any] | None:
+        job = await self._records.get(job_id)
+        return None if job is None else described(job)
+
+    # ------------------------------------------------------------------------------------------------ results
+
+    async def _answer(self, job: Job, cache: str | None) -> Response | None:
+        """To a POST: the result, once it is sure that it can be had; None if nobody has it any more."""
+        found = await self._source(job, cache)
+        if found is None or isinstance(found, Response):
+            return found
+        return await self._records.opened(*found, cache)
+
+    async def _source(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, Source] | Response | None:
+        """Where the result is; what is small is there at once. None: at this node, if anywhere."""
+        found = await self._records.stored(job, cache)
+        place = place_of(job)
+        if found is not None or place is None or self._is_ours(job, place):
+            return found
+        return place.ended, PeerSource(self._peers, place.address, place.ended)
+
+    def _is_ours(self, job: Job, place: Place) -> bool:
+        return place.address == self._address or job.assigned_worker_id == self._leases.worker_id
+
+    # ------------------------------------------------------------------------------------------------ claims
+
+    async def claim(self, running: RunningMarker, lost: Lost) -> int:
+        job_id = running.job_id
+        await asyncio.to_thread(self._notes.write, job_id)
+        try:
+            granted = await self._granted(running)
+        except (AnsweredElsewhere, refusals.AgentRefusal) as error:
+            if isinstance(error, AnsweredElsewhere) or error.status < 500:  # else it may have been granted all the same
+                await asyncio.to_thread(self._notes.remove, job_id)
+            raise
+        self._leases.add(granted.grant, granted.asked_at, lost)
+        return granted.attempt
+
+    async def _granted(self, running: RunningMarker) -> Granted:
+        job_id = running.job_id
+        submission = registry_records.submission_of(job_id, running.exec, running.input)
+        again: RequeueOrder | None = None
+        for _ in range(AGAIN_TRIES):
+            found = await self._records.claim(submission, again)
+            if isinstance(found, Granted):
+                return found
+            if stand_of(found, None) is Stand.HELD:
+                raise is_held(found)
+            if (answer := await self._answer(found, cache="hit")) is not None:
+                raise AnsweredElsewhere(answer)
+            again = RequeueOrder(job_id, self._leases.worker_id, "nobody has its result any more", found.generation)
+        raise Unavailable(f"job {job_id} could not be claimed: its result was made and lost {AGAIN_TRIES} times; try again")
+
+    # ------------------------------------------------------------------------------------------------ ends
+
+    async def record(self, ended: EndedMarker, result: Path) -> bool:
+        claim = self._leases.get(ended.job_id)
+        assert claim is not None
+        try:
+            outcome = await self._outcome(ended, result)
+        except OSError as error:
+            logger.error("job %s: its result cannot be read: %s", ended.job_id, error)
+            await self.release(ended.job_id)
+            return False
+        claim.is_told = True
+        try:
+            counts = await self._report(claim, ended, outcome)
+        finally:
+            self._leases.drop(ended.job_id)
+        await asyncio.to_thread(self._notes.remove, ended.job_id)
+        return counts
+
+    async def _report(self, claim: Claim, ended: EndedMarker, outcome: Outcome) -> bool:
+        """Until the store has answered; whether it counts. A store that refuses us (its password was just changed) may come to
+        its senses; if it does not, that is raised, and the lease is over in time."""
+        reports = [claim.report(outcome, ended.started_at)]
+        succeeded = ended.outcome is AgentOutcome.SUCCEEDED
+        refusals = 0
+        while True:
+            try:
+                told = await self._share.execute(Turn(finish=reports) if succeeded else Turn(fail=reports))
+            except (Unavailable, ConfigError, InternalError) as error:
+                logger.warning("job %s: its end cannot be recorded yet: %s", ended.job_id, error.message)
+                refusals += not isinstance(error, Unavailable)
+                if refusals > REFUSALS_MAX:
+                    raise
+                await self._pause()
+                continue
+            [recorded] = told.finish or told.fail
+            if recorded.answer is Answer.BLOB_MISSING:
+                outcome = outcome_of(ended, self._address)
+                reports = [claim.report(outcome, ended.started_at)]
+                continue
+            if recorded.answer is Answer.FENCED:
+                logger.warning("job %s: its lease was lost before its end was recorded: %s", ended.job_id, recorded.reason)
+            return recorded.answer in (Answer.RECORDED, Answer.REPEATED)
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(RETRY_S):
+                await self._hurried.wait()
+        except TimeoutError:
+            return
+        raise refusals.registry_away()
+
+    async def release(self, job_id: str) -> None:
+        """If the store does not hear of it, the lease is over in time."""
+        claim = self._leases.drop(job_id)
+        if claim is None:
+            return
+        claim.is_told = True
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._share.execute(Turn(fail=[claim.report(interrupted(self._node))]))
+        except (TimeoutError, TasukiError):
+            logger.warning("job %s: the registry was not told that it ended without a result", job_id)
+            return
+        await asyncio.to_thread(self._notes.remove, job_id)
+
+    async def forget(self, job_id: str) -> None:
+        job = await self._records.get(job_id)
+        if job is not None and job.assigned_worker_id == self._leases.worker_id:
+            await self._records.forget(job)
+
+    async def remove(self, job_id: str) -> Removed | None:
+        job = await self._records.remove(job_id)
+        if job is None:
+            return None
+        state, place = registry_records.state_of(job), place_of(job)
+        if place is None or self._is_ours(job, place):
+            return Removed(state)
+        try:
+            await self._peers.remove(place.address, job_id)
+        except TasukiError as error:
+            logger.warning("job %s: %s keeps its folder until it is started again: %s", job_id, place.ended.node, error.message)
+            return Removed(state, left_at=place.ended.node)
+        return Removed(state)
+
+    async def _outcome(self, ended: EndedMarker, result: Path) -> Outcome:
+        """With the result where it outlives this node, if there is such a place."""
+        if ended.result_bytes <= RESULT_INLINE_MAX_BYTES:
+            return outcome_of(ended, self._address, result=await asyncio.to_thread(result.read_bytes))
+        if self._share.blobs is not None:
+            try:
+                await self._keep(self._share.blobs, ended, result)
+                return outcome_of(ended, self._address, is_blob=True)
+            except (TasukiError, OSError) as error:
+                logger.warning("job %s: its result stays at this node, it could not be copied: %s", ended.job_id, error)
+        return outcome_of(ended, self._address)
+
+    async def _keep(self, blobs: BlobStore, ended: EndedMarker, result: Path) -> None:
+        claims = [BlobClaim(ended.result_sha256, ended.result_bytes)]
+        for _ in range(BLOB_TRIES):
+            place = (await self._share.execute(Turn(place_blobs=claims))).place_blobs[0]
+            if place.stored and await asyncio.to_thread(blobs.has, place.sha256, place.generation):
+                return
+            await asyncio.to_thread(_copy, blobs, place, result)
+            if (await self._share.execute(Turn(blobs_stored=[place]))).blobs_stored[0]:
+                return
+        raise Unavailable(f"blob {ended.result_sha256} was deleted {BLOB_TRIES} times while it was stored")
+
+
+def _done_in(folders: JobFolders) -> list[EndedMarker]:
+    found = (folders.read(job_id) for job_id in folders.job_ids())
+    return [marker for marker in found if isinstance(marker, EndedMarker) and marker.outcome is AgentOutcome.SUCCEEDED]
+
+
+def _drop(job_id: str, folders: JobFolders, why: str) -> None:
+    if folders.discard(job_id):
+        logger.warning("job %s: %s", job_id, why)
+
+
+def _copy(blobs: BlobStore, place: BlobPlace, result: Path) -> None:
+    with result.open("rb") as file, blobs.begin(place.sha256, place.size_bytes, place.generation) as writer:
+        while piece := file.read(WRITE_BYTES):
+            writer.write(piece)
+        writer.commit()

@@ -1,0 +1,218 @@
+"""Blobs in an S3-compatible bucket: `<prefix>ab/abcdef…`, `<prefix>ab/abcdef….7` for generation 7.
+
+Rows of the tasuki store say which blobs there are; nothing is ever listed here but what is unfinished of one blob that is being
+deleted, and, where there are no rows, what is old (`remove_untouched`). When a blob was used last is told by the time of an empty
+object beside it, `<prefix>ab/abcdef….used`. To copy the blob onto itself would renew its own time too, but moves all the bytes,
+and S3 copies no more than 5 GiB at once.
+
+An upload that may be gone on with waits in this process, and is begun anew in the next. Credentials come from the usual AWS
+environment and files. Needs boto3, imported when the first store is opened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
+from tasuki.blobs.s3.requests import RETRY_S, S3Requests, parse_s3_url
+from tasuki.blobs.s3.transfer import S3Reader, S3Writer
+from tasuki.blobs.stream_check import Intake, WholeBlobs
+from tasuki.errors import Corrupt, InvalidInput, NotFound
+
+__all__ = ["S3Blobs"]
+
+CHECK_RETRY_S = 20.0  # a server's start waits so long for a bucket that does not answer
+PROBE = "tasuki-probe"
+BESIDE = "-"  # behind a blob's key: what is on its way there by presigned urls
+USED = ".used"  # behind a blob's key: an object that is as old as the blob's last use
+SUSPENDED_S = 300.0
+SUSPENDED_MAX = 16  # each holds up to a part (8 MiB) in memory
+
+
+class _Whose(NamedTuple):
+    """What a suspended upload is found by."""
+
+    resume_key: str
+    sha256: str
+    generation: int
+
+
+class _Listed(NamedTuple):
+    """A blob in the bucket, or the mark of its last use."""
+
+    sha256: str
+    key: str
+    changed_at: float
+    size_bytes: int
+
+    @property
+    def is_mark(self) -> bool:
+        return self.key.endswith(USED)
+
+
+class S3Blobs(WholeBlobs):
+    """A `BlobStore` in the bucket of an `s3://bucket/prefix?endpoint=…&region=…` url. Opening it sends nothing; see `check`."""
+
+    threads = 8  # each may stand in a request for minutes while the server is away
+
+    def __init__(self, url: str, *, max_blob_bytes: int, retry_s: float = RETRY_S) -> None:
+        self.address = parse_s3_url(url)
+        self.max_blob_bytes = max_blob_bytes
+        self._requests = S3Requests(self.address, retry_s=retry_s)
+        self._lock = threading.Lock()  # for the table; never held over a request
+        self._suspended: OrderedDict[_Whose, tuple[float, S3Writer]] = OrderedDict()
+        """With the time of each, the oldest first."""
+
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> S3Writer:
+        intake = Intake(sha256, size_bytes, self.max_blob_bytes)
+        on_suspend = None
+        if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
+            whose = _Whose(resume_key, sha256, generation)
+            with self._lock:
+                _, writer = self._suspended.pop(whose, (0.0, None))
+            if writer is not None:
+                if writer.announced_bytes == size_bytes:
+                    return writer
+                writer.abort()
+            on_suspend = partial(self._suspend, whose)
+        return S3Writer(self._requests, intake, lambda found: self._key(found, generation), on_suspend)
+
+    def _suspend(self, whose: _Whose, writer: S3Writer) -> None:
+        with self._lock:
+            _, other = self._suspended.pop(whose, (0.0, None))
+            self._suspended[whose] = (time.monotonic(), writer)
+            _, oldest = self._suspended.popitem(last=False)[1] if len(self._suspended) > SUSPENDED_MAX else (0.0, None)
+        for dropped in (other, oldest):
+            if dropped is not None:
+                dropped.abort()
+
+    def sweep(self) -> None:
+        with self._lock:
+            old = [whose for whose, (since, _) in self._suspended.items() if since < time.monotonic() - SUSPENDED_S]
+            dropped = [self._suspended.pop(whose)[1] for whose in old]
+        for writer in dropped:
+            writer.abort()
+
+    def open(self, blob: BlobRef | str, offset: int = 0, generation: int = 0) -> S3Reader:
+        sha256 = check_sha256(blob.sha256 if isinstance(blob, BlobRef) else blob)
+        if offset < 0:
+            raise InvalidInput(f"offset {offset} is outside of blob {sha256}")
+        try:
+            reader = S3Reader(self._requests, self._key(sha256, generation), sha256, offset)
+        except NotFound as error:
+            raise self._not_found(sha256, generation) from error
+        if isinstance(blob, BlobRef) and blob.size_bytes != reader.size_bytes:
+            reader.close()
+            raise Corrupt(f"blob {sha256} has {reader.size_bytes} bytes in {self.address}, its reference says {blob.size_bytes}")
+        if offset > reader.size_bytes:
+            reader.close()
+            raise InvalidInput(f"offset {offset} is outside of blob {sha256}, which has {reader.size_bytes} bytes")
+        return reader
+
+    def size(self, sha256: str, generation: int = 0) -> int:
+        try:
+            return int(self._requests.send("head_object", Key=self._key(sha256, generation))["ContentLength"])
+        except NotFound as error:
+            raise self._not_found(sha256, generation) from error
+
+    def has(self, sha256: str, generation: int = 0) -> bool:
+        try:
+            self.size(sha256, generation)
+        except NotFound:
+            return False
+        return True
+
+    def delete(self, sha256: str, generation: int = 0) -> bool:
+        key = self._key(sha256, generation)
+        beside = f"{key}{BESIDE}"
+        was_there = self.has(sha256, generation)
+        if was_there:
+            self._requests.send("delete_object", Key=key)
+        for upload in self._requests.send("list_multipart_uploads", Prefix=key).get("Uploads", ()):
+            if upload["Key"] == key or upload["Key"].startswith(beside):  # the prefix of generation 0 is also that of 7
+                self._abort(upload["Key"], upload["UploadId"])
+        for staged in self._requests.send("list_objects_v2", Prefix=beside).get("Contents", ()):
+            self._requests.send("delete_object", Key=staged["Key"])
+        return was_there
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        try:
+            self._requests.send("abort_multipart_upload", Key=key, UploadId=upload_id)
+        except NotFound:
+            return  # its writer has just ended it
+
+    def touch(self, sha256: str) -> None:
+        self._requests.send("put_object", retry_s=0.0, Key=self._key(sha256, 0) + USED, Body=b"")
+
+    def remove_untouched(self, since: float, in_use: Callable[[str], bool]) -> Iterator[BlobRef]:
+        for sha256, listed in itertools.groupby(self._listed(), lambda one: one.sha256):  # a blob and its mark are neighbours
+            found = list(listed)
+            if any(one.changed_at >= since for one in found) or in_use(sha256) or self._is_touched(sha256, since):
+                continue
+            for one in found:
+                self._requests.send("delete_object", Key=one.key)
+                if not one.is_mark:
+                    yield BlobRef(sha256, one.size_bytes)
+        for upload in self._requests.send("list_multipart_uploads", Prefix=self.address.prefix).get("Uploads", ()):
+            if upload["Initiated"].timestamp() < since and is_sha256(upload["Key"].rpartition("/")[2]):
+                self._abort(upload["Key"], upload["UploadId"])  # its process was killed, and begins anew if at all
+
+    def _listed(self) -> Iterator[_Listed]:
+        """In the order of their names."""
+        further: dict[str, Any] = {}
+        while True:
+            page = self._requests.send("list_objects_v2", Prefix=self.address.prefix, **further)
+            for entry in page.get("Contents", ()):
+                key = str(entry["Key"])
+                sha256 = key.rpartition("/")[2].removesuffix(USED)
+                if is_sha256(sha256) and key.removesuffix(USED) == self._key(sha256, 0):
+                    yield _Listed(sha256, key, entry["LastModified"].timestamp(), int(entry["Size"]))
+            if not page.get("IsTruncated"):
+                return
+            further = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _is_touched(self, sha256: str, since: float) -> bool:
+        """A page of a listing may be minutes old."""
+        for key in (self._key(sha256, 0) + USED, self._key(sha256, 0)):
+            try:
+                if self._requests.send("head_object", Key=key)["LastModified"].timestamp() >= since:
+                    return True
+            except NotFound:
+                continue  # never used but once, or removed by another process
+        return False
+
+    def check_space(self, size_bytes: int = 0) -> None:
+        """A bucket does not say how much room it has; it says so when it is full."""
+
+    def local_path(self, sha256: str, generation: int = 0) -> Path | None:
+        self.size(sha256, generation)
+        return None
+
+    def check(self) -> None:
+        """Write, delete, read, and list uploads: whatever is not allowed shows now and not in the middle of somebody's job."""
+        key = self.address.prefix + PROBE
+        self._requests.send("put_object", retry_s=CHECK_RETRY_S, Key=key, Body=b"")
+        self._requests.send("delete_object", retry_s=CHECK_RETRY_S, Key=key)
+        self._requests.send("list_multipart_uploads", retry_s=CHECK_RETRY_S, Prefix=key, MaxUploads=1)
+        try:
+            self._requests.send("head_object", retry_s=CHECK_RETRY_S, Key=key)
+        except NotFound:
+            return  # as it should be, unless another server checks in this moment
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def _key(self, sha256: str, generation: int) -> str:
+        return self.address.key(sha256, generation)
+
+    def _not_found(self, sha256: str, generation: int) -> NotFound:
+        return NotFound(f"no blob {name_of(sha256, generation)} in {self.address}")

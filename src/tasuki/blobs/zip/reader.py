@@ -1,0 +1,263 @@
+"""Reading archives without believing their headers; the public face is `zips.py`.
+
+Theory of operation. `zipfile` is used only to list the central directory, and of its names only the raw ones: it turns
+`../../evil` into `evil` and cuts names at NUL. `read_directory` refuses every entry that is not a plain file or folder,
+and every two entries that share bytes. `unpack_entry` then inflates an entry by itself: bytes and ratio are counted as
+they come out, and what comes out must be exactly what the directory says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import msgspec
+
+from tasuki.blobs.zip.names import NameBook
+from tasuki.errors import InvalidInput, TooLarge
+
+__all__ = ["PIECE_BYTES", "ListedEntry", "Meter", "ZipEntryInfo", "ZipLimits", "read_directory", "unpack_entry"]
+
+PIECE_BYTES = 64 * 1024  # read, inflated or written at once
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_LOCAL_SIGNATURE = b"PK\x03\x04"
+_FLAGS_REFUSED = 0x0001 | 0x0040 | 0x2000  # encrypted: traditional, strong, with masked headers
+_FLAG_UTF8 = 0x0800
+
+# What `zipfile` raises for directories that are not in order.
+_MALFORMED = (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError, EOFError)
+
+
+class ZipLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much an archive may unpack to. The defaults suit results of jobs that are not known to be friendly."""
+
+    max_entries: int = 10_000
+    max_directory_bytes: int = 4 * 1024 * 1024
+    """Of the list of entries, which has to stand in memory whole: 4 MiB hold at most 91,000 of the smallest."""
+    max_entry_bytes: int = 1024 * 1024 * 1024
+    max_total_bytes: int = 4 * 1024 * 1024 * 1024
+    max_ratio: float = 200.0
+    """Unpacked : packed, of each entry and of the whole; deflate itself cannot pass 1032."""
+    ratio_free_bytes: int = 40 * 1024 * 1024
+    """Up to here the ratio does not count: two whole logs (16 MiB each) of equal lines are no bomb."""
+
+
+class ZipEntryInfo(msgspec.Struct, frozen=True):
+    """One entry as it was found, not as its header says."""
+
+    name: str
+    """Relative, parts separated by `/`; a folder ends with `/`."""
+    is_folder: bool
+    size_bytes: int
+    packed_bytes: int
+    crc32: int
+
+
+class ListedEntry(msgspec.Struct, frozen=True):
+    """One entry as the directory describes it. Name, kind and place are checked; size and CRC are claims."""
+
+    name: str
+    is_folder: bool
+    is_deflated: bool
+    header_start: int
+    data_start: int
+    packed_bytes: int
+    claimed_bytes: int
+    claimed_crc32: int
+
+    @property
+    def data_end(self) -> int:
+        return self.data_start + self.packed_bytes
+
+
+class _Bounded:
+    """What `zipfile` sees of the source: no read beyond a limit, no place outside of the file."""
+
+    def __init__(self, source: BinaryIO, max_read_bytes: int) -> None:
+        self._source = source
+        self._max_read_bytes = max_read_bytes
+        self._size_bytes = source.seek(0, os.SEEK_END)
+
+    def read(self, size_bytes: int | None = -1, /) -> bytes:
+        # Without this, one number in a forged header makes zipfile read and list a directory of gigabytes.
+        left_bytes = max(0, self._size_bytes - self._source.tell())
+        if size_bytes is None or size_bytes < 0:
+            size_bytes = left_bytes
+        if min(size_bytes, left_bytes) > self._max_read_bytes:
+            raise TooLarge(f"the archive's list of entries passes max_directory_bytes = {self._max_read_bytes}")
+        return self._source.read(min(size_bytes, left_bytes))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_SET and not 0 <= offset <= self._size_bytes:
+            raise zipfile.BadZipFile(f"it points to byte {offset} of {self._size_bytes}")
+        return self._source.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._source.tell()
+
+
+def read_directory(source: BinaryIO, limits: ZipLimits) -> list[ListedEntry]:
+    """List the archive, in the order of its directory, or refuse it. Nothing is unpacked yet."""
+    try:
+        # 64 KiB + 22 is what zipfile reads to find the end record, whatever the limit for the directory.
+        archive = zipfile.ZipFile(_Bounded(source, max(limits.max_directory_bytes, 65_557)))
+    except _MALFORMED as error:
+        raise InvalidInput(f"not a ZIP archive that can be read: {error}") from error
+    infos = archive.infolist()
+    if len(infos) > limits.max_entries:
+        beyond = infos[limits.max_entries].orig_filename
+        raise TooLarge(
+            f"the archive has {len(infos)} entries, more than max_entries = {limits.max_entries}; "
+            f"the first too many is {beyond[:1024]!r}"
+        )
+    names = NameBook()
+    entries = []
+    for info in infos:
+        _check_kind(info)
+        names.add(info.orig_filename, is_folder=info.orig_filename.endswith("/"))
+        entries.append(_locate(source, info, archive.start_dir))
+    _check_places(entries, archive.start_dir)
+    return entries
+
+
+def _check_kind(info: zipfile.ZipInfo) -> None:
+    """Regular files and folders only, readable by anybody."""
+    name = info.orig_filename
+    shown = name[:1024]
+    if info.flag_bits & _FLAGS_REFUSED:
+        raise InvalidInput(f"archive entry {shown!r} is encrypted; only plain entries are allowed")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise InvalidInput(f"archive entry {shown!r} uses method {info.compress_type}; use stored (0) or deflate (8)")
+    kind = stat.S_IFMT(info.external_attr >> 16)  # 0: the archive comes from a system without modes
+    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise InvalidInput(f"archive entry {shown!r} is a link or a device (mode {kind:o}); only files and folders")
+    if kind and (kind == stat.S_IFDIR) != name.endswith("/"):
+        raise InvalidInput(f"archive entry {shown!r}: names of folders, and only they, must end with '/'")
+    if name.endswith("/") and (info.file_size or info.CRC):
+        raise InvalidInput(f"archive entry {shown!r} is a folder with contents")
+
+
+def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> ListedEntry:
+    """Find the contents by the local header, which must tell the same story as the directory."""
+    name = info.orig_filename
+    if not 0 <= info.header_offset <= directory_start - _LOCAL_HEADER.size:
+        raise InvalidInput(f"archive entry {name!r} starts at byte {info.header_offset}, outside of the archive")
+    source.seek(info.header_offset)
+    header = source.read(_LOCAL_HEADER.size)
+    if len(header) != _LOCAL_HEADER.size:
+        raise InvalidInput(f"archive entry {name!r} has a local header that is cut off")
+    signature, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    raw_name = name.encode("utf-8" if info.flag_bits & _FLAG_UTF8 else "cp437")
+    if signature != _LOCAL_SIGNATURE or source.read(name_bytes) != raw_name:
+        raise InvalidInput(f"archive entry {name!r} has another name, or none, in its local header")
+    if flags & _FLAGS_REFUSED or method != info.compress_type:
+        raise InvalidInput(f"archive entry {name!r} is stored in another way in its local header")
+    return ListedEntry(
+        name=name,
+        is_folder=name.endswith("/"),
+        is_deflated=method == zipfile.ZIP_DEFLATED,
+        header_start=info.header_offset,
+        data_start=info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes,
+        packed_bytes=info.compress_size,
+        claimed_bytes=info.file_size,
+        claimed_crc32=info.CRC,
+    )
+
+
+def _check_places(entries: list[ListedEntry], directory_start: int) -> None:
+    """No two entries may share bytes: that is how a small archive unpacks to petabytes."""
+    ordered = sorted(entries, key=lambda entry: entry.header_start)
+    for entry, following in itertools.pairwise(ordered):
+        if entry.data_end > following.header_start:
+            raise InvalidInput(f"archive entries {entry.name!r} and {following.name!r} overlap")
+    if ordered and ordered[-1].data_end > directory_start:
+        raise InvalidInput(f"archive entry {ordered[-1].name!r} overlaps the archive's list of entries")
+
+
+class Meter:
+    """Counts what really comes out of one archive, and stops it at the limits."""
+
+    def __init__(self, limits: ZipLimits) -> None:
+        self._limits = limits
+        self._total_bytes = 0
+        self._total_packed_bytes = 0
+
+    def count(self, name: str, entry_bytes: int, entry_packed_bytes: int) -> None:
+        """Called with the sums of the entry so far, before its newest piece is passed on."""
+        limits = self._limits
+        total_bytes = self._total_bytes + entry_bytes
+        total_packed_bytes = self._total_packed_bytes + entry_packed_bytes
+        if entry_bytes > limits.max_entry_bytes:
+            raise TooLarge(f"archive entry {name!r} has more than max_entry_bytes = {limits.max_entry_bytes}")
+        if total_bytes > limits.max_total_bytes:
+            raise TooLarge(f"archive entry {name!r} passes max_total_bytes = {limits.max_total_bytes} of the archive")
+        for size_bytes, packed_bytes in ((entry_bytes, entry_packed_bytes), (total_bytes, total_packed_bytes)):
+            if size_bytes > limits.ratio_free_bytes and size_bytes > limits.max_ratio * packed_bytes:
+                raise TooLarge(
+                    f"archive entry {name!r}: {packed_bytes} bytes unpack to {size_bytes} or more, "
+                    f"past max_ratio = {limits.max_ratio:g}"
+                )
+
+    def finish_entry(self, entry_bytes: int, entry_packed_bytes: int) -> None:
+        self._total_bytes += entry_bytes
+        self._total_packed_bytes += entry_packed_bytes
+
+
+def unpack_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, take: Callable[[bytes], None]) -> ZipEntryInfo:
+    """Unpack one entry into `take`; refuse it unless it is exactly what the directory says."""
+    size_bytes = crc32 = 0
+    for piece, used_bytes in _inflated(source, entry) if entry.is_deflated else _stored(source, entry):
+        size_bytes += len(piece)
+        meter.count(entry.name, size_bytes, used_bytes)
+        if size_bytes > entry.claimed_bytes:
+            break
+        crc32 = zlib.crc32(piece, crc32)
+        take(piece)
+    if size_bytes != entry.claimed_bytes:
+        more = " or more" if size_bytes > entry.claimed_bytes else ""
+        raise InvalidInput(
+            f"archive entry {entry.name!r} unpacks to {size_bytes} bytes{more}; its header says {entry.claimed_bytes}"
+        )
+    if crc32 != entry.claimed_crc32:
+        raise InvalidInput(f"archive entry {entry.name!r} has the CRC {crc32:08x}; its header says {entry.claimed_crc32:08x}")
+    meter.finish_entry(size_bytes, entry.packed_bytes)
+    return ZipEntryInfo(entry.name, entry.is_folder, size_bytes, entry.packed_bytes, crc32)
+
+
+def _stored(source: BinaryIO, entry: ListedEntry) -> Iterator[tuple[bytes, int]]:
+    """Yield (piece, packed bytes used so far), a piece being at most PIECE_BYTES."""
+    source.seek(entry.data_start)
+    used_bytes = 0
+    while used_bytes < entry.packed_bytes:
+        piece = source.read(min(PIECE_BYTES, entry.packed_bytes - used_bytes))
+        if not piece:
+            raise InvalidInput(f"archive entry {entry.name!r} is cut off at byte {used_bytes} of {entry.packed_bytes}")
+        used_bytes += len(piece)
+        yield piece, used_bytes
+
+
+def _inflated(source: BinaryIO, entry: ListedEntry) -> Iterator[tuple[bytes, int]]:
+    """The same for a deflated entry; however small the packed bytes, no piece is larger than PIECE_BYTES."""
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    pieces = _stored(source, entry)
+    packed, used_bytes = b"", 0
+    while not inflater.eof:
+        if not packed:
+            packed, used_bytes = next(pieces, (b"", used_bytes))
+        try:
+            piece = inflater.decompress(packed, PIECE_BYTES)
+        except zlib.error as error:
+            raise InvalidInput(f"archive entry {entry.name!r} cannot be unpacked: {error}") from error
+        if not (piece or packed or inflater.eof):
+            raise InvalidInput(f"archive entry {entry.name!r} ends in the middle of its contents")
+        packed = inflater.unconsumed_tail
+        yield piece, used_bytes
+    if inflater.unused_data or used_bytes < entry.packed_bytes:
+        raise InvalidInput(f"archive entry {entry.name!r} has bytes behind the end of its contents")

@@ -1,0 +1,251 @@
+"""Result archives: written in a stream without following links, read without believing a word of their headers.
+
+Every refusal is InvalidInput or TooLarge and names the entry. Which names are allowed is in `zipnames.py`, how an
+archive is listed and unpacked in `zipread.py`. It touches the files that it is given to read, and `extract_zip` the
+folder that it is told to make.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.zip.names import NameBook
+from tasuki.blobs.zip.reader import PIECE_BYTES, ListedEntry, Meter, ZipEntryInfo, ZipLimits, read_directory, unpack_entry
+from tasuki.errors import InvalidInput
+
+__all__ = [
+    "ByteSink",
+    "FileUnder",
+    "Pieces",
+    "ZipEntryInfo",
+    "ZipLimits",
+    "ZipMember",
+    "check_zip",
+    "extract_zip",
+    "write_zip",
+]
+
+DEFAULT_LIMITS = ZipLimits()
+FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the oldest that ZIP knows: equal contents give equal bytes
+
+
+class FileUnder(msgspec.Struct, frozen=True):
+    """A regular file below `folder`, reached without following a link below it: for folders that a job can write."""
+
+    folder: Path
+    relative: str
+
+
+class Pieces(msgspec.Struct, frozen=True):
+    """Bytes that come one after another while they are written, at most so many; for who reads a file in a way of their own."""
+
+    max_bytes: int
+    pieces: Iterable[bytes]
+    stored: bool = False
+    """Do not compress."""
+
+
+class ZipMember(msgspec.Struct, frozen=True):
+    """What is to be written: a name, and bytes, a file, or None for a folder (its name ends with `/`)."""
+
+    name: str
+    content: bytes | Path | FileUnder | Pieces | None
+
+
+class ByteSink(Protocol):
+    """Where an archive is written to: a binary file, a socket's file, a `BlobWriter`. It is never asked to seek."""
+
+    def write(self, data: memoryview, /) -> int: ...
+
+
+class _Stream:
+    """What `zipfile` sees of a sink: no `tell` or `seek`, so that the bytes do not depend on the kind of sink."""
+
+    def __init__(self, sink: ByteSink) -> None:
+        self._sink: ByteSink | None = sink
+
+    def write(self, data: bytes) -> int:
+        left = memoryview(data)
+        while left and self._sink is not None:  # an unbuffered file on a disk that fills up takes a part first
+            left = left[self._sink.write(left) :]
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back here."""
+
+    def cut_off(self) -> None:
+        """Let nothing more through: `zipfile` ends even a broken archive with a directory that makes it look whole."""
+        self._sink = None
+
+
+def write_zip(
+    target: ByteSink,
+    members: Iterable[ZipMember],
+    *,
+    modified_at: tuple[int, int, int, int, int, int] = FIXED_TIME,
+) -> None:
+    """Write an archive that `check_zip` accepts, but for its limits. Equal members give equal bytes (same Python and zlib).
+
+    A name that no archive may have, a link, a device: InvalidInput; a full disk: DiskFull. The target then holds a
+    part of an archive that cannot be taken for a whole one. A file that grows is taken up to the size it had when it
+    was opened.
+    """
+    if not 1980 <= modified_at[0] <= 2107:
+        raise InvalidInput(f"modified_at is in the year {modified_at[0]}; ZIP knows 1980 to 2107")
+    stream = _Stream(target)
+    names = NameBook()
+    archive = zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED)  # type: ignore[call-overload]  # typed as seekable
+    try:
+        with disk_full_as_error(getattr(target, "name", "the archive")):
+            for member in members:
+                names.add(member.name, is_folder=member.content is None)
+                _write_member(archive, member, modified_at)
+            archive.close()
+    except BaseException:
+        stream.cut_off()
+        archive.close()
+        raise
+
+
+def _write_member(archive: zipfile.ZipFile, member: ZipMember, modified_at: tuple[int, int, int, int, int, int]) -> None:
+    is_folder = member.content is None
+    if is_folder != member.name.endswith("/"):
+        raise InvalidInput(f"archive entry {member.name!r}: names of folders, and only they, end with '/'")
+    info = zipfile.ZipInfo(member.name, modified_at)
+    info.create_system = 3  # Unix, on every platform
+    mode = stat.S_IFDIR | 0o755 if is_folder else stat.S_IFREG | 0o644
+    info.external_attr = mode << 16
+    info.compress_type = zipfile.ZIP_STORED if is_folder else zipfile.ZIP_DEFLATED
+    match member.content:
+        case None:
+            archive.writestr(info, b"")
+        case bytes() as data:
+            info.file_size = len(data)
+            with archive.open(info, "w") as entry:
+                entry.write(data)
+        case Path() as path:
+            _write_file(archive, info, FileUnder(path.parent, path.name))
+        case FileUnder() as file:
+            _write_file(archive, info, file)
+        case Pieces() as some:
+            info.file_size = some.max_bytes
+            info.compress_type = zipfile.ZIP_STORED if some.stored else zipfile.ZIP_DEFLATED
+            with archive.open(info, "w") as entry:
+                for piece in some.pieces:
+                    entry.write(piece)
+
+
+def _write_file(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: FileUnder) -> None:
+    with open(_open_regular(file), "rb", buffering=0) as source:
+        left_bytes = info.file_size = os.fstat(source.fileno()).st_size
+        with archive.open(info, "w") as entry:
+            while left_bytes and (piece := source.read(min(PIECE_BYTES, left_bytes))):
+                entry.write(piece)
+                left_bytes -= len(piece)
+
+
+def _open_regular(file: FileUnder) -> int:
+    """Open part by part, so that no link below the folder is followed even if one is put there meanwhile."""
+    shown = str(file.folder / file.relative)
+    *folders, last = file.relative.split("/")
+    if any(part in ("", ".", "..") for part in (*folders, last)):
+        raise InvalidInput(f"file {shown!r}: {file.relative!r} is not a plain relative path")
+    descriptor = os.open(file.folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in folders:
+            below = _open_at(descriptor, part, os.O_DIRECTORY, shown)
+            os.close(descriptor)
+            descriptor = below
+        found = _open_at(descriptor, last, os.O_NONBLOCK, shown)  # a FIFO must not make us wait for a writer
+    finally:
+        os.close(descriptor)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise InvalidInput(f"file {shown!r} is not a regular file; archives hold only files and folders")
+    return found
+
+
+def _open_at(descriptor: int, part: str, flags: int, shown: str) -> int:
+    try:
+        return os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=descriptor)
+    except OSError as error:  # ELOOP, ENOTDIR: a link; ENXIO: a socket; ENOENT, EACCES: as they say
+        raise InvalidInput(
+            f"file {shown!r} cannot be put into an archive: {part!r}: {os.strerror(error.errno or 0)} (links are not followed)"
+        ) from error
+
+
+def check_zip(source: BinaryIO, limits: ZipLimits = DEFAULT_LIMITS) -> list[ZipEntryInfo]:
+    """Read the whole archive, keep nothing, and return its entries in the order of its directory.
+
+    `source` must be seekable. Raises what `extract_zip` would raise for the archive itself.
+    """
+    meter = Meter(limits)
+    return [unpack_entry(source, entry, meter, _discard) for entry in read_directory(source, limits)]
+
+
+def extract_zip(source: BinaryIO, into: Path, limits: ZipLimits = DEFAULT_LIMITS) -> list[ZipEntryInfo]:
+    """Unpack into the new folder `into`: all of it or, whatever goes wrong, nothing.
+
+    Modes, owners and times in the archive are ignored. Nothing is fsynced: the archive is what lasts.
+    InvalidInput if `into` exists or an entry is not acceptable, TooLarge if a limit is passed, DiskFull.
+    """
+    if os.path.lexists(into):
+        raise _exists(into)
+    meter = Meter(limits)
+    listed = read_directory(source, limits)
+    with disk_full_as_error(into):
+        # Private (0700) while it fills; the folder inside has the modes that the caller's umask asks for.
+        private = Path(tempfile.mkdtemp(prefix=f".{into.name[:100]}-", dir=into.parent))
+        try:
+            new = private / "new"
+            new.mkdir()
+            found = [_extract_entry(source, entry, meter, new) for entry in listed]
+            _rename_folder(new, into)
+        finally:
+            shutil.rmtree(private)
+    return found
+
+
+def _exists(into: Path) -> InvalidInput:
+    return InvalidInput(f"{str(into)!r} exists; an archive is extracted into a new folder")
+
+
+def _rename_folder(new: Path, into: Path) -> None:
+    try:
+        new.rename(into)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):  # made by somebody else meanwhile
+            raise _exists(into) from error
+        raise
+
+
+def _discard(piece: bytes) -> None:
+    """Where the contents go that are only checked."""
+
+
+def _extract_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, folder: Path) -> ZipEntryInfo:
+    path = folder / entry.name
+    if entry.is_folder:
+        path.mkdir(parents=True, exist_ok=True)
+        return unpack_entry(source, entry, meter, _discard)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb", buffering=0) as target:
+        return unpack_entry(source, entry, meter, lambda piece: _write_all(target, piece))
+
+
+def _write_all(target: FileIO, piece: bytes) -> None:
+    view = memoryview(piece)
+    while view:  # a disk that fills up takes a part first and says so at the next call
+        view = view[target.write(view) :]

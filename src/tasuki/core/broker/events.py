@@ -1,0 +1,231 @@
+"""What can happen to a broker, and what it can ask its driver to do: closed unions of small structs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tasuki.core.access import Identity
+from tasuki.core.broker.log_reads import LogQuestion
+from tasuki.core.hints import Hint
+from tasuki.core.job import Job
+from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
+from tasuki.core.protocol import BlobGet, BlobPut, Chunk
+from tasuki.core.server_info import ServerInfo
+from tasuki.core.store_messages import Answers, BlobPlace, Turn
+from tasuki.errors import TasukiError
+
+
+class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is told at its start."""
+
+    server_id: str
+    epoch: int = 0
+    """Under which it leads from its start on, because nobody else can; 0: leaders are elected."""
+    shared: bool = False
+    """Other servers may work on the same store."""
+    own_uid: int | None = None
+    host: str = ""
+    lease_ttl_s: float = LEASE_TTL_S
+    retention_s: float = 30 * 86400.0
+    blob_grace_s: float = 3600.0
+    blob_budget_bytes: int | None = None
+    collects_blobs: bool = True
+    frame_max_bytes: int = 8 * 1024 * 1024
+
+
+class TurnDone(msgspec.Struct, frozen=True):
+    """The store committed a turn."""
+
+    turn: Turn
+    answers: Answers
+
+
+class TurnFailed(msgspec.Struct, frozen=True):
+    """The store refused a turn: nothing of it happened, or (Unavailable) it is not known."""
+
+    turn: Turn
+    error: TasukiError
+
+
+class Elected(msgspec.Struct, frozen=True):
+    """This server leads under this epoch, or (0) does not lead any more."""
+
+    epoch: int
+
+
+class Won(msgspec.Struct, frozen=True):
+    """This server won the leader's lock; the store must register the epoch before that counts."""
+
+    epoch: int
+
+
+class Met(msgspec.Struct, frozen=True):
+    """Which servers are alive, and which workers are to be given nothing more."""
+
+    servers: tuple[ServerInfo, ...]
+    detached: frozenset[str] = frozenset()
+
+
+class Hinted(msgspec.Struct, frozen=True):
+    """Another server tells what it has just committed."""
+
+    hint: Hint
+
+
+class SomeEnded(msgspec.Struct, frozen=True):
+    """The answer to AskEnded: these are terminal, or gone."""
+
+    job_ids: list[str]
+
+
+class SomeRevoked(msgspec.Struct, frozen=True):
+    """The answer to AskRevoked."""
+
+    token_ids: list[str]
+
+
+class BlobArrived(msgspec.Struct, frozen=True):
+    """The bytes that a peer sent are durable at their place; the store is told, then the peer."""
+
+    conn: int
+    put: BlobPut
+    place: BlobPlace
+
+
+class BlobsUnderWay(msgspec.Struct, frozen=True):
+    """These take long to come in: they are placed again, so that collection leaves them alone."""
+
+    puts: list[BlobPut]
+
+
+class BlobsDeleted(msgspec.Struct, frozen=True):
+    """The bytes of these condemned blobs are gone."""
+
+    epoch: int
+    places: list[BlobPlace]
+
+
+class DiskSpace(msgspec.Struct, frozen=True):
+    """The driver looked at the disk; `problem` is empty when there is room."""
+
+    problem: str = ""
+
+
+class JobSeen(msgspec.Struct, frozen=True):
+    """The driver has read the row of the job whose log a client asks for; the client may see it."""
+
+    conn: int
+    msg_id: int
+    question: LogQuestion
+    job: Job
+
+
+class Query(msgspec.Struct, frozen=True):
+    """A read that may be slow: the driver answers it from its reader, with what `identity` may see."""
+
+    conn: int
+    msg_id: int
+    verb: str
+    params: dict[str, object]
+    identity: Identity
+    workers: list[dict[str, object]]
+    question: LogQuestion | None = None
+    """Of `logs`: the answer goes on to the broker as JobSeen."""
+    trouble: str = ""
+    """Of `explain`: why this server grants nothing at the moment."""
+
+
+class ReceiveBlob(msgspec.Struct, frozen=True):
+    """Take a blob from this peer, and keep it at this place; BlobArrived when it is durable."""
+
+    conn: int
+    put: BlobPut
+    place: BlobPlace
+    uploader: str
+    """Whose it is, for one that goes on where it was cut off."""
+
+
+class BlobPiece(msgspec.Struct, frozen=True):
+    """A Chunk of a transfer that ReceiveBlob began."""
+
+    conn: int
+    chunk: Chunk
+
+
+class SendBlob(msgspec.Struct, frozen=True):
+    """Send a blob if the job's row says that this peer may read it."""
+
+    conn: int
+    get: BlobGet
+    identity: Identity
+    worker_id: str = ""
+    incarnation: str = ""
+
+
+class TookOver(msgspec.Struct, frozen=True):
+    """The store registered the epoch that was won, or refused it."""
+
+    epoch: int
+    done: bool
+
+
+class Deposed(msgspec.Struct, frozen=True):
+    """The store refused a write under this epoch: somebody else leads."""
+
+    epoch: int
+
+
+class DeleteBlobs(msgspec.Struct, frozen=True):
+    """Delete the bytes of these blobs, to which nothing can refer any more; then BlobsDeleted."""
+
+    epoch: int
+    places: tuple[BlobPlace, ...]
+
+
+class Detach(msgspec.Struct, frozen=True):
+    """Note in the coordination that a worker is to be given no more work, or work again; then tell who asked."""
+
+    conn: int
+    msg_id: int
+    worker_id: str
+    detached: bool
+    actor: str
+    reason: str = ""
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """Tell the other servers."""
+
+    hint: Hint
+
+
+class AskEnded(msgspec.Struct, frozen=True):
+    """Look up which of these watched jobs have ended; SomeEnded."""
+
+    job_ids: list[str]
+
+
+class AskRevoked(msgspec.Struct, frozen=True):
+    """Look up which of these tokens were revoked; SomeRevoked."""
+
+    token_ids: list[str]
+
+
+ToldEvent = DiskSpace | Elected | Won | Met | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
+Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | ToldEvent
+Command = (
+    Send
+    | Hangup
+    | Query
+    | ReceiveBlob
+    | BlobPiece
+    | SendBlob
+    | TookOver
+    | Deposed
+    | DeleteBlobs
+    | Publish
+    | Detach
+    | AskEnded
+    | AskRevoked
+)

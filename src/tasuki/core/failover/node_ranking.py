@@ -1,0 +1,241 @@
+"""The nodes that a client was given: how each stands, and which comes first. Pure.
+
+Theory of operation. Nodes are looked at all at once (`/health` and `/capacity`), and all runs of a client share the answers.
+Whoever ranks does so with those that have answered after `RANK_WAIT_S`: a node that is late comes into the ranking when it
+answers, and one that never does has failed at the driver's own time limit. So a frozen node delays nobody.
+
+First come the nodes with most free places. What this client sent to a node since it was last looked at counts as taken: the
+node's own count would say so only later. Equal ones stand in an order of this client's own, so that clients spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import msgspec
+
+from tasuki.core.failover.breaker import DEFAULT_RULES, Breaker, BreakerNote, BreakerRules, BreakerState
+from tasuki.core.failover.events import Refusal
+
+RANK_WAIT_S = 0.3
+STALE_S = 1.0  # an answer that is older says nothing while a new one is waited for
+NOT_ASKED = "not asked yet"
+
+
+class Standing(IntEnum):
+    """Better ones first."""
+
+    FREE = 0
+    """Well, and takes another job as far as we know."""
+    FULL = 1
+    """Well, all its places are taken."""
+    UNKNOWN = 2
+    """Has not answered yet."""
+    UNWELL = 3
+    """Did not answer, or said that it takes nothing."""
+    LEFT_OUT = 4
+    """Its breaker is open."""
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What `/capacity` answers."""
+
+    running: int
+    limit: int
+    pulls: bool = False
+    """It can fetch inputs from where they are stored."""
+    inputs: bool = False
+    """It keeps inputs: a file that it has need not be sent again."""
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    """One line of the ranking."""
+
+    node: str
+    standing: Standing
+    running: int | None
+    limit: int | None
+    breaker: BreakerState
+    good_checks: int
+    left_out_s: float
+    steady: bool
+    """Left out, and could come back if it must."""
+    said: str
+    """What it answered last, in words."""
+    free: int | None = None
+    """Places that are free, without those for what this client sent it meanwhile."""
+    refusal: Refusal | None = None
+    """It does not take our token, or we do not trust its certificate."""
+
+    def view(self) -> dict[str, object]:
+        """For programs: `tasuki nodes --json`, and a dispatcher's /nodes."""
+        return {
+            "node": self.node,
+            "standing": self.standing.name.lower(),
+            "running": self.running,
+            "limit": self.limit,
+            "breaker": str(self.breaker),
+            "good_checks": self.good_checks,
+            "left_out_s": round(self.left_out_s, 1),
+            "said": self.said,
+        }
+
+
+class _Node:
+    def __init__(self, name: str, rules: BreakerRules, tie: float) -> None:
+        self.name = name
+        self.tie = tie
+        self.breaker = Breaker(rules)
+        self.well: bool | None = None
+        self.capacity: Capacity | None = None
+        self.sent = 0
+        """Jobs that this client gave it since `capacity` was true, less those that have ended since."""
+        self.full_until = 0.0
+        self.looked_at: float | None = None
+        self.looking = False
+        self.said = NOT_ASKED
+        self.refusal: Refusal | None = None
+
+    @property
+    def free(self) -> int | None:
+        if self.capacity is None:
+            return None
+        return min(self.capacity.limit, self.capacity.limit - self.capacity.running - self.sent)
+
+    def standing(self, now: float) -> Standing:
+        if self.breaker.state(now) is not BreakerState.CLOSED:
+            return Standing.LEFT_OUT
+        late = self.looking and (self.looked_at is None or now - self.looked_at > STALE_S)
+        if self.well is None or (self.well and late):
+            return Standing.UNKNOWN
+        if not self.well:
+            return Standing.UNWELL
+        if now < self.full_until or (self.free is not None and self.free <= 0):
+            return Standing.FULL
+        return Standing.FREE
+
+    def place(self, now: float) -> tuple[int, bool, int, float]:
+        """Smaller is better. A node that does not tell its capacity stands behind those that do."""
+        return self.standing(now), self.free is None, -(self.free or 0), self.tie
+
+
+class Nodes:
+    """All nodes of one client, shared by its runs. `jitter()` gives a number from 0 to 1; the driver's random source."""
+
+    def __init__(self, names: Sequence[str], jitter: Callable[[], float], rules: BreakerRules = DEFAULT_RULES) -> None:
+        self._nodes = {name: _Node(name, rules, jitter()) for name in dict.fromkeys(names)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._nodes)
+
+    def to_look_at(self, now: float, fresh_s: float) -> list[str]:
+        """Those whose last answer is too old, and that are not being asked; they count as being asked from now on."""
+        stale = [
+            node
+            for node in self._nodes.values()
+            if not node.looking and (node.looked_at is None or now - node.looked_at >= fresh_s)
+        ]
+        for node in stale:
+            node.looking = True
+        return [node.name for node in stale]
+
+    def older_than(self, now: float, age_s: float) -> set[str]:
+        """Those whose last answer is older, or that have not answered."""
+        return {node.name for node in self._nodes.values() if node.looked_at is None or now - node.looked_at > age_s}
+
+    def keeps_inputs(self, name: str) -> bool:
+        """As far as it has said."""
+        capacity = self._nodes[name].capacity
+        return capacity is not None and capacity.inputs
+
+    @property
+    def looking(self) -> bool:
+        """Somebody is being asked."""
+        return any(node.looking for node in self._nodes.values())
+
+    # ------------------------------------------------------------------------------------------------ what they say
+
+    def seen(self, name: str, capacity: Capacity | None, now: float) -> None:
+        """It is well; `capacity` is None where it did not say."""
+        node = self._looked(name, now)
+        node.well, node.refusal = True, None
+        node.sent = 0
+        node.capacity = capacity
+        node.said = "ok" if capacity is None else f"{capacity.running} of {capacity.limit} running"
+        node.breaker.checked(now)
+
+    def unwell(self, name: str, reason: str, now: float) -> None:
+        """It did not answer in time, or not as one that takes jobs."""
+        self._looked(name, now)
+        self.failed(name, reason, now)
+
+    def refused(self, name: str, refusal: Refusal, now: float) -> None:
+        """It is there, but takes nothing from us, or we trust it with nothing. That is not its failure."""
+        node = self._looked(name, now)
+        node.well, node.refusal = False, refusal
+        node.said = refusal.words()
+
+    def failed(self, name: str, reason: str, now: float) -> None:
+        """A request to it was lost, or answered without an outcome."""
+        node = self._nodes[name]
+        node.well, node.refusal = False, None
+        node.said = reason
+        node.breaker.failed(now, reason)
+
+    def answered(self, name: str, now: float) -> None:
+        """It did what it was asked."""
+        self._nodes[name].breaker.answered(now)
+
+    def taken(self, name: str) -> None:
+        """It was sent a job."""
+        self._nodes[name].sent += 1
+
+    def given_back(self, name: str) -> None:
+        """A job that it was sent has ended."""
+        self._nodes[name].sent -= 1
+
+    def full(self, name: str, reason: str, pause_s: float, now: float) -> None:
+        """It has no place, and wants to be left alone for a moment. That is not a failure."""
+        node = self._nodes[name]
+        node.full_until = max(node.full_until, now + pause_s)
+        node.said = reason
+
+    def _looked(self, name: str, now: float) -> _Node:
+        node = self._nodes[name]
+        node.looking = False
+        node.looked_at = now
+        return node
+
+    # ------------------------------------------------------------------------------------------------ the ranking
+
+    def ranking(self, now: float) -> list[Ranked]:
+        """The best first."""
+        return [self._ranked(node, now) for node in sorted(self._nodes.values(), key=lambda node: node.place(now))]
+
+    def _ranked(self, node: _Node, now: float) -> Ranked:
+        return Ranked(
+            node=node.name,
+            standing=node.standing(now),
+            running=node.capacity.running if node.capacity else None,
+            limit=node.capacity.limit if node.capacity else None,
+            breaker=node.breaker.state(now),
+            good_checks=node.breaker.good_checks,
+            left_out_s=node.breaker.left_out_s(now),
+            steady=node.breaker.steady and node.well is True,
+            said=node.said,
+            free=node.free,
+            refusal=node.refusal,
+        )
+
+    def notes(self, now: float) -> dict[str, BreakerNote | None]:
+        """All breakers as they can be written down."""
+        return {name: node.breaker.note(now) for name, node in self._nodes.items()}
+
+    def recall(self, notes: dict[str, BreakerNote], now: float) -> None:
+        """What another process wrote down about nodes that are ours."""
+        for name, note in notes.items():
+            if name in self._nodes:
+                self._nodes[name].breaker.recall(note, now)
+                self._nodes[name].said = note.reason or NOT_ASKED

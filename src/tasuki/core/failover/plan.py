@@ -1,0 +1,497 @@
+"""One job over several nodes: `apply(event, now) -> commands`. Pure.
+
+Theory of operation. The job has one id wherever it is sent, so that a second run is harmless; the plan still avoids it. Under an
+id that its caller chose, all nodes are first asked whether they have it: a stored result is fetched, a run that is under way is
+followed. Otherwise the job is posted to the first node of the ranking, and the answer to that request is its result.
+
+A request that is lost, or answered without an outcome, goes to the next node at once. While one waits, the node is asked how the
+job stands: that tells the progress, and a node that says nothing for `silent_s` (frozen, unplugged) is left like one that hung
+up. A program's failure is an outcome, and final; a time limit is an outcome that another node may better; 423 means that the job
+runs there, and is followed; full nodes are waited for. A node that cannot run this very job (its program, the room or the token
+for it is missing there) is not asked again for it, and is no worse for other jobs. With `hedge_s`, a job without an answer after
+that time goes to a second node as well. The first result wins, and whatever else may still run is canceled; what has ended
+stays, as it may be the very result, seen through another dispatcher.
+
+A dispatcher is a node like any other. Where it leads to another one, which then fails, it is asked again and not blamed: it finds
+out by itself.
+
+When no node is well, those that are left out are looked at more often: one with enough good checks in a row is used though its
+time is not over. If none is found for `patience_s`, the caller hears what each of them said.
+
+The driver looks at nodes and tells `Nodes`, which all plans of a client share; then each plan is told that time has passed.
+"""
+
+from __future__ import annotations
+
+from tasuki.core.failover.events import (
+    FOLLOW_FIRST_S,
+    Ask,
+    Begin,
+    Command,
+    Drop,
+    Ended,
+    Event,
+    Fetch,
+    Finish,
+    GiveUp,
+    Heard,
+    Job,
+    JobSays,
+    Kind,
+    Led,
+    Look,
+    Lost,
+    Post,
+    Refusal,
+    Refused,
+    Remove,
+    Request,
+    Saved,
+    Tell,
+    Ticked,
+    Told,
+    Untold,
+    Uploaded,
+    Verdict,
+    about,
+    error_of,
+    verdict_of,
+)
+from tasuki.core.failover.node_ranking import RANK_WAIT_S, Nodes, Ranked, Standing
+from tasuki.errors import Conflict, DeadlineExceeded, TasukiError, Unavailable
+
+ASK_WAIT_S = 2.0  # for the answers of those who may have the job; as long as one question may take
+WATCH_S = 1.0  # between two questions to a node that works for us
+FOLLOW_MAX_S = 2.0  # as FOLLOW_FIRST_S, at most
+LOOK_AGAIN_S = 0.25  # while no node is well
+LOOK_FULL_S = 0.5  # while all that are well are full
+REFRESH_S = 5.0  # while it runs: the next node should be known when it is needed
+FULL_PAUSE_MAX_S = 2.0
+LED_PAUSE_S = 0.5  # more for each time that a dispatcher led to a node which failed; a request alone tells it of most deaths
+UNKNOWN_PAUSE_S = 1.0  # for a node that says "running", and then that it does not know the job
+TRIES_MAX = 5  # of one node, without an outcome; it bounds the uploads to one that is well and never answers
+ODD_MAX = 3  # answers in a row that do not fit a request that still waits: its connection is dead
+
+
+class FailoverPlan:
+    """The plan for one job. `over` once Finish or GiveUp was said."""
+
+    def __init__(self, job: Job, nodes: Nodes) -> None:
+        self.over = False
+        self._job = job
+        self._nodes = nodes
+        self._ticket = 0
+        self._began = 0.0
+        self._asked: dict[int, str] = {}
+        """First questions that are not answered yet."""
+        self._found: dict[str, JobSays] = {}
+        self._looks_until = self._asks_until = 0.0
+        self._choosing = False
+        self._runs: dict[int, Request] = {}
+        self._said: dict[str, str] = {}
+        """What each node answered last in this plan."""
+        self._tries: dict[str, int] = {}
+        self._done_with: set[str] = set()
+        self._not_here: dict[str, Refusal] = {}
+        self._paused_until: dict[str, float] = {}
+        self._left: set[str] = set()
+        """Nodes that may still run it, though we turned away."""
+        self._late: tuple[str, Ended] | None = None
+        """The node that passed its time limit last."""
+        self._verdict: TasukiError | None = None
+        self._hopeless_since: float | None = None
+        self._looked_at = -REFRESH_S
+
+    def apply(self, event: Event, now: float) -> list[Command]:
+        if self.over:
+            return []
+        commands = self._heard(event, now)
+        return commands if self.over else [*commands, *self._go_on(now)]
+
+    def _heard(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case Begin():
+                return self._begin(now)
+            case Told() | Untold():
+                return self._first_answer(event) if event.ticket in self._asked else self._asked_again(event, now)
+            case Ticked():
+                return []
+            case _:
+                run = self._runs.get(event.ticket)
+                return [] if run is None else self._of_run(run, event, now)
+
+    def _of_run(self, run: Request, event: Led | Uploaded | Heard | Saved | Refused | Lost, now: float) -> list[Command]:
+        run.heard_at = now
+        match event:
+            case Led():
+                run.led_to = event.to
+                return []
+            case Uploaded():
+                run.uploaded = True
+                return []
+            case Heard():
+                run.answering = True
+                return []
+            case Saved():
+                return self._saved(run, event.ended, now)
+            case Refused():
+                return self._refused(run, event.refusal, now)
+            case Lost():
+                return self._lost(run, event.reason, now)
+
+    # ------------------------------------------------------------------------------------------------ the first look
+
+    def _begin(self, now: float) -> list[Command]:
+        self._began = now
+        self._choosing, self._looks_until = True, now + RANK_WAIT_S
+        return self._ask_all(now) if self._job.known else []
+
+    def _ask_all(self, now: float) -> list[Command]:
+        """Who has this job?"""
+        self._choosing, self._looks_until, self._asks_until = True, now + RANK_WAIT_S, now + ASK_WAIT_S
+        asked = {self._new_ticket(): node for node in self._nodes.names}
+        self._asked.update(asked)
+        return [Ask(ticket, node) for ticket, node in asked.items()]
+
+    def _first_answer(self, event: Told | Untold) -> list[Command]:
+        node = self._asked.pop(event.ticket)
+        if isinstance(event, Told) and event.says is not None:
+            self._found[node] = event.says
+        return []
+
+    def _still_choosing(self, now: float) -> bool:
+        """Whether those who did not answer yet are worth waiting for."""
+        if self._choosing:
+            states = {says.state for says in self._found.values()}
+            soon = now < self._looks_until and (bool(self._asked) or self._nodes.looking)
+            later = "running" not in states and now < self._asks_until and self._may_still_say(now)
+            self._choosing = "done" not in states and (soon or later)
+        return self._choosing
+
+    def _may_still_say(self, now: float) -> bool:
+        """Of those that were asked for the job, one that is not left out has not answered."""
+        left_out = {line.node for line in self._nodes.ranking(now) if line.standing is Standing.LEFT_OUT}
+        return not left_out.issuperset(self._asked.values())
+
+    def _take_up(self, now: float) -> list[Command]:
+        """What a node already has: its result, else its run. A failed or interrupted one is run again.
+
+        Of an answer that comes late, when the job is under way, only a result is of use; a second run is stopped in the end.
+        """
+        found, self._found = self._found, {}
+        theirs = {node: says for node, says in found.items() if says.state in ("done", "running")}
+        others = {node for node, says in theirs.items() if says.input not in ("", self._job.input)} if self._job.input else set()
+        if others and not self._runs:
+            return self._give_up(Conflict(self._job.job_id, ("input",)))
+        busy = others | {run.node for run in self._runs.values()}
+        self._left |= {node for node, says in theirs.items() if self._runs and says.state == "running" and node not in busy}
+        kinds = (("done", Kind.FETCH),) if self._runs else (("done", Kind.FETCH), ("running", Kind.FOLLOW))
+        for state, kind in kinds:
+            node = next((node for node, says in theirs.items() if says.state == state and node not in busy), None)
+            if node is not None:
+                word = "has the result" if state == "done" else "runs it already"
+                return [Tell(f"{node} {word}"), *self._start(node, kind, now)]
+        return []
+
+    # ------------------------------------------------------------------------------------------------ runs
+
+    def _new_ticket(self) -> int:
+        self._ticket += 1
+        return self._ticket
+
+    def _start(self, node: str, kind: Kind, now: float, ended: Ended | None = None) -> list[Command]:
+        ask_in_s = FOLLOW_FIRST_S if kind is Kind.FOLLOW else WATCH_S
+        run = Request(self._new_ticket(), node, kind, now, now, now + ask_in_s, ended=ended)
+        self._runs[run.ticket] = run
+        self._hopeless_since = None
+        if kind is Kind.POST:
+            self._nodes.taken(node)
+            return [Post(run.ticket, node)]
+        return [Fetch(run.ticket, node)] if kind is Kind.FETCH else []
+
+    def _instead(self, run: Request, kind: Kind, now: float, ended: Ended | None = None) -> list[Command]:
+        """The same node, another way."""
+        del self._runs[run.ticket]
+        return self._start(run.node, kind, now, ended)
+
+    def _saved(self, run: Request, ended: Ended, now: float) -> list[Command]:
+        self._nodes.answered(run.node, now)
+        del self._runs[run.ticket]
+        return self._finish(run.node, run.ended or ended, run.ticket)
+
+    def _finish(self, node: str, ended: Ended, ticket: int | None) -> list[Command]:
+        self.over = True
+        others = [run for run in self._runs.values() if run.node != node]
+        elsewhere = {run.node for run in others if run.kind is not Kind.FETCH} | self._left
+        return [
+            *(Drop(run.ticket) for run in self._runs.values()),
+            *(Remove(other) for other in self._nodes.names if other in elsewhere and other != node),
+            Finish(node, ended, ticket),
+        ]
+
+    def _refused(self, run: Request, refusal: Refusal, now: float) -> list[Command]:
+        self._said[run.node] = refusal.words() if not run.led_to else f"{run.led_to} {refusal.words()}"
+        if run.kind is Kind.FETCH and run.ended is not None:
+            return self._without_result(run)
+        match verdict_of(refusal):
+            case Verdict.RUNNING:
+                return [Tell(f"{run.where}: the job runs there already"), *self._instead(run, Kind.FOLLOW, now)]
+            case Verdict.FULL if run.led_to:
+                del self._runs[run.ticket]
+                self._paused_until[run.node] = now + LED_PAUSE_S
+                return []
+            case Verdict.FULL:
+                del self._runs[run.ticket]
+                pause_s = min(FULL_PAUSE_MAX_S, max(LOOK_AGAIN_S, refusal.retry_after_s or 0.0))
+                self._nodes.full(run.node, refusal.words(), pause_s, now)
+                return []
+            case Verdict.TIMED_OUT:
+                ended = Ended("timed_out", refusal.exit_code, refusal.error_code or "TIMED_OUT", refusal.message)
+                return self._timed_out(run, ended, now)
+            case Verdict.PROGRAM_FAILED:
+                self._nodes.answered(run.node, now)
+                ended = Ended("failed", refusal.exit_code, refusal.error_code or "EXIT_CODE", refusal.message)
+                return self._instead(run, Kind.FETCH, now, ended)
+            case Verdict.CANCELED:  # perhaps by another client of this job, which had its result from another node
+                del self._runs[run.ticket]
+                self._verdict = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
+                return [] if self._runs else self._ask_all(now)
+            case Verdict.NOT_HERE:
+                del self._runs[run.ticket]
+                if refusal.status:
+                    self._nodes.answered(run.node, now)
+                self._done_with.add(run.node)
+                self._not_here[run.node] = refusal
+                return [Tell(about(run.where, refusal.words()))]
+            case Verdict.FINAL:
+                error = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
+                return self._refused_for_good(run, error, now)
+            case Verdict.FAILED if refusal.status == 404 and run.kind is not Kind.POST:
+                del self._runs[run.ticket]  # it was cleaned up meanwhile; the node itself is well
+                return []
+            case Verdict.FAILED:
+                return self._lost(run, refusal.words(), now)
+
+    def _refused_for_good(self, run: Request, error: TasukiError, now: float) -> list[Command]:
+        """If the job runs at another node, which took it, that one decides."""
+        self._nodes.answered(run.node, now)
+        del self._runs[run.ticket]
+        self._done_with.add(run.node)
+        if not self._runs:
+            return self._give_up(error)
+        self._verdict = error
+        return []
+
+    def _timed_out(self, run: Request, ended: Ended, now: float) -> list[Command]:
+        self._nodes.answered(run.node, now)
+        del self._runs[run.ticket]
+        self._done_with.add(run.node)
+        self._said.setdefault(run.node, "the job passed its time limit there")
+        self._late = (run.node, ended)
+        return [Tell(f"{run.node}: the job passed its time limit there")]
+
+    def _lost(self, run: Request, reason: str, now: float) -> list[Command]:
+        """No outcome. The next node is chosen right after."""
+        self._said[run.node] = about(run.where, reason) if run.led_to else reason
+        if not run.led_to:
+            self._nodes.failed(run.node, reason, now)
+        if run.kind is Kind.FETCH and run.ended is not None:
+            return self._without_result(run)
+        del self._runs[run.ticket]
+        if run.kind is not Kind.FETCH:
+            self._left.add(run.node)
+        tries = self._tries[run.node] = self._tries.get(run.node, 0) + 1
+        if tries >= TRIES_MAX:
+            self._done_with.add(run.node)
+        if run.led_to:
+            self._paused_until[run.node] = now + (tries - 1) * LED_PAUSE_S
+        return [Tell(about(run.where, reason))]
+
+    def _without_result(self, run: Request) -> list[Command]:
+        """How it ended is known; what it left cannot be had."""
+        assert run.ended is not None
+        del self._runs[run.ticket]
+        return self._finish(run.node, run.ended, None)
+
+    # ------------------------------------------------------------------------------------------------ asking a node about the job
+
+    def _asked_again(self, event: Told | Untold, now: float) -> list[Command]:
+        run = self._runs.get(event.ticket)
+        if run is None:
+            return []
+        run.asking = False
+        if isinstance(event, Untold):
+            if event.alive and run.kind is Kind.POST and not run.led_to:
+                run.heard_at = now
+            gone = event.gone and run.kind is Kind.FOLLOW  # a request of our own hears it by itself, and more exactly
+            return self._lost(run, event.reason, now) if gone else []
+        run.heard_at = now
+        return self._followed(run, event.says, now) if run.kind is Kind.FOLLOW else self._watched(run, event.says, now)
+
+    def _followed(self, run: Request, says: JobSays | None, now: float) -> list[Command]:
+        state = says.state if says is not None else ""
+        match state:
+            case "running" | "queued":
+                return []
+            case "done":
+                return self._instead(run, Kind.FETCH, now)
+            case "failed" if says is not None:
+                ended = Ended("failed", says.exit_code, "EXIT_CODE", "the program failed")
+                return self._instead(run, Kind.FETCH, now, ended)
+            case "timed_out" if says is not None:
+                return self._timed_out(run, Ended("timed_out", says.exit_code, "TIMED_OUT"), now)
+            case _:  # interrupted, removed, or newer than this client: it is free to be run again
+                del self._runs[run.ticket]
+                if says is None:
+                    self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
+                return []
+
+    def _watched(self, run: Request, says: JobSays | None, now: float) -> list[Command]:
+        """A request that waits for an answer which the node has already given, or will never give, waits on a dead connection."""
+        running = says is not None and says.state in ("running", "queued")
+        fits = run.kind is not Kind.POST or run.answering or running or not run.uploaded
+        run.odd = 0 if fits else run.odd + 1
+        if run.odd < ODD_MAX:
+            return []
+        return [Drop(run.ticket), *self._lost(run, "its connection is dead: the job is not running there any more", now)]
+
+    # ------------------------------------------------------------------------------------------------ what is to be done now
+
+    def _go_on(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for step in (self._look, self._time_limit, self._silence, self._questions, self._advance):
+            if not self.over:
+                commands += step(now)
+        return commands
+
+    def _look_every_s(self) -> float:
+        return REFRESH_S if self._runs else LOOK_FULL_S if self._hopeless_since is None else LOOK_AGAIN_S
+
+    def _look(self, now: float) -> list[Command]:
+        if now < self._looked_at + self._look_every_s():
+            return []
+        self._looked_at = now
+        return [Look(node) for node in self._nodes.to_look_at(now, self._look_every_s())]
+
+    def _time_limit(self, now: float) -> list[Command]:
+        return self._give_up(self._out_of_time()) if now >= self._began + self._job.limit_s else []
+
+    def _advance(self, now: float) -> list[Command]:
+        """Take up what was found, else find a node; a second one if the first lets us wait."""
+        if self._still_choosing(now):
+            return []
+        if self._found:
+            taken_up = self._take_up(now)
+            if taken_up:
+                return taken_up
+        if not self._runs:
+            return self._next(now)
+        hedge_at = self._hedge_due_at()
+        return self._hedge(now) if hedge_at is not None and now >= hedge_at else []
+
+    def _silence(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for run in list(self._runs.values()):
+            silent_s = now - run.heard_at
+            if silent_s >= self._job.silent_s and not self.over:
+                commands += [Drop(run.ticket), *self._lost(run, f"has said nothing for {silent_s:.0f} s", now)]
+        return commands
+
+    def _questions(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for run in self._runs.values():
+            if run.asking or run.answering or now < run.ask_at:
+                continue
+            if run.kind is Kind.FOLLOW:
+                run.poll_s = min(FOLLOW_MAX_S, run.poll_s * 1.5)
+            run.asking = True
+            run.ask_at = now + (run.poll_s if run.kind is Kind.FOLLOW else WATCH_S)
+            commands.append(Ask(run.ticket, run.node))
+        return commands
+
+    def _candidates(self, now: float) -> list[Ranked]:
+        busy = {run.node for run in self._runs.values()}
+        out = busy | self._done_with
+        return [line for line in self._nodes.ranking(now) if line.node not in out and line.refusal is None]
+
+    def _ready(self, line: Ranked, now: float) -> bool:
+        return line.standing is Standing.FREE and now >= self._paused_until.get(line.node, now)
+
+    def _next(self, now: float) -> list[Command]:
+        if self._verdict is not None:
+            return self._give_up(self._verdict)
+        candidates = self._candidates(now)
+        hope = [line for line in candidates if line.standing in (Standing.FREE, Standing.FULL, Standing.UNKNOWN)]
+        best = next((line for line in hope if self._ready(line, now)), None)
+        if best is None and not hope:
+            best = next((line for line in candidates if line.steady), None)
+        if best is not None:
+            told = [Tell(f"going on at {best.node}")] if self._said else []
+            return [*told, *self._start(best.node, Kind.POST, now)]
+        if hope:
+            self._hopeless_since = None
+            return []
+        if self._hopeless_since is None:
+            self._hopeless_since = now
+        if candidates and now < self._hopeless_since + self._job.patience_s:
+            return []
+        return self._last_word(now)
+
+    def _last_word(self, now: float) -> list[Command]:
+        """Nobody is left. A time limit that was passed is an outcome, with a result to be had."""
+        if self._late is not None:
+            node, ended = self._late
+            return self._start(node, Kind.FETCH, now, ended)
+        lines = {line.node: line for line in self._nodes.ranking(now)}
+        told = "; ".join(about(node, self._said.get(node, lines[node].said)) for node in self._nodes.names)
+        message = f"no node could run job {self._job.job_id}: {told}"
+        refusals = [refusal for node, line in lines.items() if (refusal := self._not_here.get(node) or line.refusal)]
+        if len(refusals) < len(lines):
+            return self._give_up(Unavailable(message))
+        return self._give_up(error_of(max(refusals, key=lambda refusal: refusal.status), self._job.job_id, message))
+
+    def _hedge_due_at(self) -> float | None:
+        if self._job.hedge_s is None or len(self._runs) != 1:
+            return None
+        (run,) = self._runs.values()
+        waits = run.kind is not Kind.FETCH and not run.answering
+        return run.began + self._job.hedge_s if waits else None
+
+    def _hedge(self, now: float) -> list[Command]:
+        best = next((line for line in self._candidates(now) if self._ready(line, now)), None)
+        if best is None:
+            return []
+        return [Tell(f"no answer yet: also at {best.node}"), *self._start(best.node, Kind.POST, now)]
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def _out_of_time(self) -> TasukiError:
+        where = ", ".join(run.node for run in self._runs.values() if run.kind is not Kind.FETCH)
+        state = f"it may still run at {where}" if where else "no node was free in time"
+        told = "; ".join(about(node, words) for node, words in self._said.items())
+        return DeadlineExceeded(
+            f"job {self._job.job_id} has no result after {self._job.limit_s:g} s; {state}; "
+            f"ask again with the same job id to go on waiting{'; ' + told if told else ''}"
+        )
+
+    def _give_up(self, error: TasukiError) -> list[Command]:
+        self.over = True
+        return [*(Drop(run.ticket) for run in self._runs.values()), GiveUp(error)]
+
+    def due_at(self, now: float) -> float:
+        """When to say Ticked at the latest."""
+        times = [self._began + self._job.limit_s, self._looked_at + self._look_every_s()]
+        for run in self._runs.values():
+            times.append(run.heard_at + self._job.silent_s)
+            if not run.asking and not run.answering:
+                times.append(run.ask_at)
+        if self._choosing:
+            times += [until for until in (self._looks_until, self._asks_until) if until > now]
+        if not self._runs:
+            times += [until for until in self._paused_until.values() if until > now]
+        if self._hopeless_since is not None:
+            times.append(self._hopeless_since + self._job.patience_s)
+        hedge_at = self._hedge_due_at()
+        if hedge_at is not None and hedge_at > now:
+            times.append(hedge_at)
+        return min(times)

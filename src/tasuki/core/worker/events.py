@@ -1,0 +1,143 @@
+"""What can happen to a worker's machine, and what it can ask its driver to do: closed unions of small structs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tasuki.core.job import OnDisconnect, Outcome
+from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
+from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION, Ending, HelloWorker, ReadLog
+from tasuki.core.reconnect import Connect
+from tasuki.core.store_messages import Grant, Takes
+from tasuki.errors import TasukiError
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this worker is for as long as its process lives."""
+
+    worker_id: str
+    incarnation: str
+    token: str = ""
+    patterns: tuple[str, ...] = ()
+    capacity: int = 1
+    ahead: int = 0
+    """How many more than its places it may ask for while its attempts are short."""
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+    reconnect_grace_s: float = 0.0
+    ttl_s: float | None = None
+    host: str = ""
+    agent: str = ""
+    codecs: tuple[str, ...] = ()
+    takes: Takes = Takes.ANY
+
+    def hello(self, msg_id: int, patterns: tuple[str, ...], *, resumed: bool) -> HelloWorker:
+        """How it introduces itself; `resumed`: it was connected before."""
+        return HelloWorker(
+            msg_id=msg_id,
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            token=self.token,
+            version=PROTOCOL_VERSION,
+            oldest=PROTOCOL_OLDEST,
+            agent=self.agent,
+            codecs=self.codecs,
+            patterns=patterns,
+            on_disconnect=self.on_disconnect,
+            reconnect_grace_s=self.reconnect_grace_s,
+            ttl_s=self.ttl_s,
+            resumed=resumed,
+            host=self.host,
+            slots=self.capacity,
+            takes=self.takes,
+        )
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The attempt's process is running. The server is told at once, or while attempts are short only if it does not end soon."""
+
+    lease_id: str
+
+
+class GaveBack(msgspec.Struct, frozen=True):
+    """The attempt could not be started here, for a reason that is not the job's: somebody else may try."""
+
+    lease_id: str
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The attempt is over, and nothing of it runs any more."""
+
+    lease_id: str
+    outcome: Outcome
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """An ending that an earlier process of this worker saved and could not report."""
+
+    ending: Ending
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """This attempt is over and its ending is on disk: if not by this process, it will be offered by the next one."""
+
+    lease_id: str
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Take no more work; end when all is done and recorded, or waits on disk and no server can be reached."""
+
+
+class ChangePatterns(msgspec.Struct, frozen=True):
+    """Subscribe to these from now on."""
+
+    patterns: tuple[str, ...]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Start this attempt."""
+
+    grant: Grant
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Stop this attempt; report Ended when nothing of it is left."""
+
+    lease_id: str
+    reason: str
+    """CANCELED, LEASE_LOST"""
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """A server asks for a piece of a log; answer it with a LogPiece."""
+
+    question: ReadLog
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Nobody has taken this ending yet: keep it where it outlives this process, until Forget."""
+
+    ending: Ending
+
+
+class SetAside(msgspec.Struct, frozen=True):
+    """This ending was refused for good: what it has may still be dear to somebody. Forget follows."""
+
+    ending: Ending
+    reason: str
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Nothing about this attempt is needed any more. `fenced`: its result was refused, for this reason."""
+
+    lease_id: str
+    fenced: str = ""
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """The worker is done (error None), or can never do what it was told to."""
+
+    error: TasukiError | None = None
+
+
+Event = Opened | Received | Closed | Ticked | Started | Ended | GaveBack | Restored | Kept | Drain | ChangePatterns
+Command = Connect | Send | Hangup | Run | Stop | Tail | Save | SetAside | Forget | Exit

@@ -1,0 +1,496 @@
+"""The worker's decisions: `apply(event, now) -> commands`, and `flush(now)` once per turn of its loop. Pure.
+
+Theory of operation. A lease's deadline is counted from *before* the message that the server answered was sent: the latest
+heartbeat (or Hello) that was answered on this connection, plus the ttl, minus what a kill takes. So a grant that was stuck on
+the way is never run past the time at which the store gives the job to somebody else.
+
+An ending is kept until a server says `recorded` or `fenced`; after a reconnect it is offered again, to whichever server answers.
+One that waits longer is saved, so that it outlives this process. Credit is given for each free place, once (`places.py`).
+
+A server that leaves a heartbeat unanswered for a third of the ttl is left while there is time: the leases are renewed through the
+next one before their deadline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tasuki.core.address import Address
+from tasuki.core.job import OnDisconnect, Outcome, Progress
+from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
+from tasuki.core.protocol import (
+    HANDSHAKE_TIMEOUT_S,
+    AssignJobs,
+    CancelLeases,
+    Claim,
+    Ending,
+    ErrorMessage,
+    GiveCredit,
+    Heartbeat,
+    HeartbeatAnswer,
+    JobsFinished,
+    JobsRecorded,
+    JobsReleased,
+    JobsStarted,
+    Message,
+    ReadLog,
+    Reply,
+    Request,
+    Subscribe,
+    Welcome,
+    batches,
+    check_version,
+    outcome_bytes,
+)
+from tasuki.core.reconnect import HELLO_QUICK_S, Redial
+from tasuki.core.worker.events import (
+    ChangePatterns,
+    Command,
+    Drain,
+    Ended,
+    Event,
+    Exit,
+    Forget,
+    GaveBack,
+    Kept,
+    Restored,
+    Run,
+    Save,
+    SetAside,
+    Started,
+    Stop,
+    Tail,
+    WorkerIdentity,
+)
+from tasuki.core.worker.lease_state import HeldLease, SeenLeases, deadline_of
+from tasuki.core.worker.progress_notes import ProgressNotes
+from tasuki.core.worker.slots import Places
+from tasuki.errors import Unavailable, VersionMismatch, from_wire
+
+GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
+SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
+ALONE_S = 10.0  # who is told to end and only has what is on disk looks so long for a server to take it
+STARTED_AFTER_S = 0.1  # an attempt that ends sooner spares the store a write
+TOGETHER_S = 0.005  # how long an ending waits for others, while every place has its next attempt
+FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # saying it again is no better
+
+
+class WorkerMachine:
+    """One worker process's view of its leases."""
+
+    def __init__(self, identity: WorkerIdentity, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
+        self.identity = identity
+        self.held: dict[str, HeldLease] = {}
+        self.online = False
+        self.draining = False
+        self.patterns = identity.patterns
+        self._conn: int | None = None
+        self._redial = Redial(addresses, jitter)
+        self._ttl_s = identity.ttl_s or LEASE_TTL_S
+        self._msg_id = 0
+        self._ever_connected = False
+        self._answered_at = 0.0
+        self._beat_at = 0.0
+        self._beats: dict[int, tuple[float, list[str]]] = {}
+        self._seen = SeenLeases()
+        self._places = Places(identity.capacity, identity.ahead)
+        self._credit_later: deque[float] = deque()
+        """When places are open again that could not start anything."""
+        self._started_due: list[Claim] = []
+        self._endings_due: list[Ending] = []
+        self.flush_at: float | None = None
+        """When to flush although nothing happens until then."""
+        self._released_due: list[Claim] = []
+        self._progress = ProgressNotes()
+        self.bringing: set[str] = set()
+        """Leases of earlier processes whose large results are on their way. Until then, credit could bring the same jobs."""
+        self._alone_since: float | None = None
+        self._drain_id = 0
+        self._drained = False
+        self._exited = False
+
+    # ------------------------------------------------------------------------------------------------ events
+
+    def apply(self, event: Event, now: Now) -> list[Command]:
+        match event:
+            case Received():
+                return self._received(event.message, now) if event.conn == self._conn else []
+            case Ended():
+                return self._ended(event.lease_id, event.outcome, now)
+            case Started():
+                self._started(event, now)
+                return []
+            case GaveBack():
+                return self._gave_back(event.lease_id, now)
+            case Ticked():
+                return self._ticked(now)
+            case Opened():
+                return self._hello(event.conn, now)
+            case Closed():
+                if event.conn == self._conn or self._conn is None:
+                    self._offline(now)
+                return []
+            case Restored():
+                self._restored(event.ending, now)
+                return []
+            case Kept():
+                if (held := self.held.get(event.lease_id)) is not None:
+                    held.kept = True
+                return []
+            case Drain():
+                return self._drain()
+            case ChangePatterns():
+                self.patterns = event.patterns
+                return [Send(self._conn, Subscribe(self._next_id(), event.patterns))] if self.online and self._conn else []
+
+    def _next_id(self) -> int:
+        self._msg_id += 1
+        return self._msg_id
+
+    def question(self, verb: str, params: dict[str, str]) -> Request:
+        """For the driver, who asks something of its own: a request whose number is no other's."""
+        return Request(self._next_id(), verb, params)
+
+    def _hello(self, conn: int, now: Now) -> list[Command]:
+        self._conn = conn
+        msg_id = self._next_id()
+        self._beats = {msg_id: (now.monotonic, [])}
+        return [Send(conn, self.identity.hello(msg_id, self.patterns, resumed=self._ever_connected))]
+
+    def _offline(self, now: Now) -> None:
+        self._conn = None
+        self.online = False
+        self._redial.lost(now.monotonic)
+        self._started_due.clear()
+        self._endings_due.clear()
+        self._released_due.clear()
+
+    def _received(self, message: Message, now: Now) -> list[Command]:
+        match message:
+            case AssignJobs():
+                return self._assigned(message, now)
+            case JobsRecorded():
+                return self._recorded(message)
+            case HeartbeatAnswer():
+                return self._answered(message)
+            case Welcome():
+                return self._welcomed(message, now)
+            case CancelLeases():
+                return self._stop(message.lease_ids, "CANCELED")
+            case ErrorMessage():
+                return self._refused(message)
+            case ReadLog():
+                return [Tail(message)]
+            case Reply():
+                if message.corr_id == self._drain_id:
+                    self._drained = True  # nothing is sent to us after this
+                return self._maybe_exit()
+            case _:
+                return []  # anything newer than this worker
+
+    def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
+        assert self._conn is not None
+        try:
+            check_version(welcome)
+        except VersionMismatch as error:
+            self._exited = True
+            return [Exit(error)]
+        self.online = True
+        self._ever_connected = True
+        self._redial.connected(now.monotonic, welcome.servers)
+        self._ttl_s = welcome.lease_ttl_s
+        self._answered_at = self._beats.pop(welcome.corr_id, (now.monotonic, []))[0]
+        self._beat_at = now.monotonic  # the leases it already holds are renewed at once
+        self._endings_due = self.unreported
+        self._progress.all_due()
+        running = [held for held in self.held.values() if held.ending is None]
+        self._started_due = [held.claim for held in running if held.reported_start]
+        self._places.asked = len(running)
+        return self._no_more() if self.draining else []
+
+    def _refused(self, error: ErrorMessage) -> list[Command]:
+        if error.corr_id or error.code not in FATAL_CODES:
+            return []  # the server hangs up, or answers one request; Closed follows if it must
+        self._exited = True
+        return [Exit(from_wire(error.code, error.message, error.details))]
+
+    # ------------------------------------------------------------------------------------------------ attempts
+
+    def _assigned(self, message: AssignJobs, now: Now) -> list[Command]:
+        commands: list[Command] = []
+        deadline = deadline_of(self._answered_at, message.ttl_s)
+        for grant in message.grants:
+            claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
+            if grant.lease_id in self._seen or grant.lease_id in self.held:
+                self._seen_again(claim)
+                continue
+            self._seen.note(grant.lease_id, self._conn or 0, now.monotonic)
+            if self.draining or deadline <= now.monotonic:
+                # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
+                self._release(claim)
+                continue
+            held = self.held[grant.lease_id] = HeldLease(claim, deadline, now.monotonic)
+            if self._places.take(grant.lease_id, now.monotonic):
+                commands.append(Run(grant))
+            else:
+                held.waiting = grant
+        return commands
+
+    def _release(self, claim: Claim) -> None:
+        self._released_due.append(claim)
+        self._places.asked -= 1
+
+    def _let_go(self, lease_ids: list[str], *, lost: bool = False) -> None:
+        """These were waiting for a place: they are given back, or (`lost`) are the store's already."""
+        self._places.drop(set(lease_ids))
+        for lease_id in lease_ids:
+            held = self.held.pop(lease_id)
+            if not lost:
+                self._released_due.append(held.claim)
+
+    def _leave(self, lease_id: str, now: Now) -> list[Command]:
+        """An attempt is over: its place is the next one's."""
+        self._places.leave(lease_id, now.monotonic)
+        commands: list[Command] = []
+        for following in self._places.advance(now.monotonic):
+            held = self.held[following]
+            assert held.waiting is not None
+            commands.append(Run(held.waiting))
+            held.waiting, held.received_at = None, now.monotonic
+        return commands
+
+    def _seen_again(self, claim: Claim) -> None:
+        held = self.held.get(claim.lease_id)
+        if held is None:
+            if self._seen.moved(claim.lease_id, self._conn or 0):
+                # We let it go, and the word on it was lost with its connection: for the store it still waits for us.
+                self._release(claim)
+            return
+        if held.ending is not None:
+            self._endings_due.append(held.ending)
+        else:
+            # A heartbeat at once names it, which is sign enough; it may still be fetching its inputs, and be given back.
+            self._beat_at = 0.0
+
+    def _started(self, event: Started, now: Now) -> None:
+        held = self.held.get(event.lease_id)
+        if held is not None and held.started_at is None:
+            held.started_at = now.wall
+            if not self._places.short:
+                held.reported_start = True
+                self._started_due.append(held.claim)
+
+    def _runs(self, lease_id: str) -> bool:
+        held = self.held.get(lease_id)
+        return held is not None and held.ending is None
+
+    def lease_deadline(self, lease_id: str) -> float | None:
+        """When this attempt must be over if no later heartbeat is answered; None: it goes on without a lease too."""
+        held = self.held.get(lease_id)
+        return held.deadline if held is not None and self.identity.on_disconnect is OnDisconnect.STOP else None
+
+    def progressed(self, lease_id: str, progress: Progress) -> None:
+        """How far an attempt says it is; it travels with the next Heartbeat."""
+        if lease_id in self.held:
+            self._progress.note(lease_id, progress)
+
+    def handler_started(self, lease_id: str, wall: float) -> None:
+        """A handler runs in the worker's own loop. The server hears of it only if it takes longer than STARTED_AFTER_S."""
+        held = self.held.get(lease_id)
+        if held is not None:
+            held.started_at = wall
+
+    def _gave_back(self, lease_id: str, now: Now) -> list[Command]:
+        held = self.held.pop(lease_id, None)
+        if held is None:
+            return []
+        self._released_due.append(held.claim)
+        self._credit_later.append(now.monotonic + GIVE_BACK_PAUSE_S)
+        return [*self._leave(lease_id, now), Forget(lease_id), *self._maybe_exit()]
+
+    def _ended(self, lease_id: str, outcome: Outcome, now: Now) -> list[Command]:
+        held = self.held.get(lease_id)
+        if held is None or held.ending is not None:
+            return []
+        commands = self._leave(lease_id, now)
+        if held.stopping == "LEASE_LOST" or outcome.error_code == "LEASE_LOST":  # we said so, or the keeper, while we hung
+            # The store has given, or will give, this job to another worker, and counts the loss itself.
+            del self.held[lease_id]
+            why = "the lease was lost"
+            commands.append(SetAside(held.ended(outcome), why))
+            return [*commands, Forget(lease_id, why), *self._maybe_exit()]
+        if outcome.error_code == "SHUTDOWN":
+            # That this worker is told to stop is no failure of the job: nothing is reported, and its lease runs out.
+            del self.held[lease_id]
+            return [*commands, Forget(lease_id), *self._maybe_exit()]
+        held.ending = held.ended(outcome)
+        held.ended_at = now.monotonic
+        self._endings_due.append(held.ending)
+        return commands
+
+    def _restored(self, ending: Ending, now: Now) -> None:
+        claim = Claim(ending.job_id, ending.lease_id, ending.attempt)
+        at = now.monotonic
+        self.held[ending.lease_id] = HeldLease(claim, at, at, ending=ending, ended_at=at, saved=True, kept=True, restored=True)
+        self._endings_due += [ending] if self.online else []
+
+    @property
+    def unreported(self) -> list[Ending]:
+        """Endings that no server has spoken on yet."""
+        return [held.ending for held in self.held.values() if held.ending is not None]
+
+    def _save_what_waits(self, now: Now) -> list[Command]:
+        commands: list[Command] = []
+        for held in self.held.values():
+            if held.ending is not None and not held.saved and now.monotonic - held.ended_at >= SAVE_AFTER_S:
+                held.saved = True
+                commands.append(Save(held.ending))
+        return commands
+
+    def _recorded(self, message: JobsRecorded) -> list[Command]:
+        commands: list[Command] = []
+        commands += [Forget(lease_id) for lease_id in message.recorded if self.held.pop(lease_id, None) is not None]
+        for lease_id, reason in message.fenced:
+            if (held := self.held.pop(lease_id, None)) is not None:
+                commands += [SetAside(held.ending, reason or "fenced")] if held.ending is not None else []
+                commands.append(Forget(lease_id, reason or "fenced"))
+        return [*commands, *self._maybe_exit()]
+
+    def _answered(self, answer: HeartbeatAnswer) -> list[Command]:
+        if answer.servers:
+            self._redial.learn(answer.servers)
+        sent_at, lease_ids = self._beats.pop(answer.corr_id, (None, []))
+        if sent_at is not None:
+            self._answered_at = max(self._answered_at, sent_at)
+            lost = set(answer.lost)
+            for lease_id in lease_ids:
+                held = self.held.get(lease_id)
+                if held is not None and lease_id not in lost:
+                    held.deadline = max(held.deadline, deadline_of(sent_at, self._ttl_s))
+        return [*self._stop(answer.lost, "LEASE_LOST"), *self._stop(answer.cancel, "CANCELED")]
+
+    def _stop(self, lease_ids: list[str], reason: str) -> list[Command]:
+        commands: list[Command] = []
+        for lease_id in lease_ids:
+            held = self.held.get(lease_id)
+            if held is None or held.ending is not None or held.stopping == "LEASE_LOST":
+                continue  # what has ended is settled by recorded or fenced
+            if held.waiting is not None:
+                self._let_go([lease_id], lost=reason == "LEASE_LOST")
+                continue
+            first = not held.stopping
+            held.stopping = reason
+            if first:
+                commands.append(Stop(lease_id, reason))
+        return commands
+
+    # ------------------------------------------------------------------------------------------------ time
+
+    def _ticked(self, now: Now) -> list[Command]:
+        self._seen.forget_old(now.monotonic)
+        while self._credit_later and self._credit_later[0] <= now.monotonic:
+            self._credit_later.popleft()
+        commands: list[Command] = []
+        if overdue := self._places.overdue(now.monotonic):
+            self._let_go(overdue)
+        if self.identity.on_disconnect is OnDisconnect.STOP:
+            late = [lease_id for lease_id, held in self.held.items() if held.ending is None and held.deadline <= now.monotonic]
+            commands += self._stop(late, "LEASE_LOST")
+        due_at = self._redial.due_at
+        if self._conn is None and due_at is not None and due_at <= now.monotonic and not self._exited:
+            commands.append(self._redial.dialed())
+        if self._conn is not None and self._stale(now):
+            commands.append(Hangup(self._conn, Unavailable("the server does not answer")))
+        if self.online:
+            self._report_long_starts(now)
+        return [*commands, *self._save_what_waits(now), *self._maybe_exit(), *self._exit_alone(now)]
+
+    def _stale(self, now: Now) -> bool:
+        """Half-open: we send and nothing comes back. A new connection finds out faster than the kernel does, and before our
+        leases are over: a heartbeat that stays unanswered for as long as the next one takes leaves a third of the ttl."""
+        patience_s = self._ttl_s / 3 if self.online else HELLO_QUICK_S if self._redial.several else HANDSHAKE_TIMEOUT_S
+        return any(now.monotonic - sent_at > patience_s for sent_at, _ in self._beats.values())
+
+    def _report_long_starts(self, now: Now) -> None:
+        for held in self.held.values():
+            lasts = held.ending is None and now.monotonic - held.received_at >= STARTED_AFTER_S
+            if lasts and held.started_at is not None and not held.reported_start:
+                held.reported_start = True
+                self._started_due.append(held.claim)
+
+    def _holds_back(self, now: Now) -> bool:
+        """Whether what has ended may wait a moment for what will end next: one turn of the store serves both."""
+        self.flush_at = None
+        if not self._endings_due or not self._places.well_stocked or self._released_due or now.monotonic >= self._beat_at:
+            return False
+        oldest = self.held.get(self._endings_due[0].lease_id)
+        if oldest is not None and now.monotonic < oldest.ended_at + TOGETHER_S:
+            self.flush_at = oldest.ended_at + TOGETHER_S
+        return self.flush_at is not None
+
+    def flush(self, now: Now) -> list[Command]:
+        """What this turn of the loop has to say, in as few messages as possible."""
+        conn = self._conn
+        if not self.online or conn is None or self._holds_back(now):
+            return []
+        commands: list[Command] = []
+        if self._released_due:
+            commands.append(Send(conn, JobsReleased(self._released_due, "not started")))
+            self._released_due = []
+        if self._started_due:
+            # Of what has ended meanwhile the ending says when it started.
+            if running := [claim for claim in self._started_due if self._runs(claim.lease_id)]:
+                commands.append(Send(conn, JobsStarted(running)))
+            self._started_due = []
+        if self._endings_due:
+            for some in batches(self._endings_due, lambda ending: outcome_bytes(ending.outcome)):
+                commands.append(Send(conn, JobsFinished(list(some))))
+            self._endings_due = []
+        if now.monotonic >= self._beat_at:
+            self._beat_at = now.monotonic + self._ttl_s / 3
+            msg_id = self._next_id()
+            ours = [held.claim for held in self.held.values() if not held.restored]
+            self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
+            commands.append(Send(conn, Heartbeat(msg_id, ours, self._progress.to_tell(self.held))))
+        if not self.draining and not self.bringing and (credit := self._places.wanted(len(self._credit_later))):
+            # After the heartbeat: a job that was kept past its lease may be anybody's (ORPHANED) until that takes it back, and
+            # credit that came first could be used to give us the same job a second time.
+            commands.append(Send(conn, GiveCredit(credit)))
+            self._places.asked += credit
+        return [*commands, *self._maybe_exit()]
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def _drain(self) -> list[Command]:
+        self.draining = True
+        self._let_go(self._places.waiting)
+        return [*self._no_more(), *self._maybe_exit()]
+
+    def _no_more(self) -> list[Command]:
+        """Ask for no more jobs. The answer stands behind every assignment that was on its way: those are given back first."""
+        if not self.online or self._conn is None:
+            return []
+        self._drain_id, self._drained = self._next_id(), False
+        return [Send(self._conn, Subscribe(self._drain_id, ()))]
+
+    def _maybe_exit(self) -> list[Command]:
+        if not self.draining or self.held or self._exited:
+            return []
+        if self.online and (self._released_due or self.bringing or not self._drained):
+            return []
+        self._exited = True
+        return [Exit()]
+
+    def _exit_alone(self, now: Now) -> list[Command]:
+        """Nothing runs and nobody answers: what is on disk can wait for our next process as well as in this one."""
+        if self.online or not self.draining:
+            self._alone_since = None
+            return []
+        self._alone_since = self._alone_since or now.monotonic
+        patient = now.monotonic - self._alone_since < ALONE_S
+        if patient or self._exited or not all(held.kept for held in self.held.values()):
+            return []
+        self._exited = True
+        return [Exit()]

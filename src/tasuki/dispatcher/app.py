@@ -1,0 +1,388 @@
+"""The dispatcher's routes, and its life: look at the agents, listen, let what is under way end.
+
+dispatcher = Dispatcher(config)
+address = await dispatcher.start(address, tls)
+await dispatcher.drain(timeout_s); await dispatcher.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import ssl
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tasuki.agent import refusals
+from tasuki.agent.correlation import on_behalf_of
+from tasuki.agent.guard import is_over, surely_answered
+from tasuki.agent.input_sources import open_store
+from tasuki.agent.multipart import boundary_of
+from tasuki.agent.registry_queries import described
+from tasuki.agent.result_response import EarlyAnswer
+from tasuki.agent.settings import Tokens
+from tasuki.config import DISK_FLOOR_BYTES
+from tasuki.core.address import Address
+from tasuki.core.failover.agent_protocol import AgentState, Verdict, check_input_hash, judge, only_running
+from tasuki.core.failover.dispatch_policy import who_knows
+from tasuki.core.failover.node_ranking import Standing
+from tasuki.core.failover.registry_records import place_of
+from tasuki.core.ids import check_job_id
+from tasuki.core.job import Job
+from tasuki.dispatcher.dispatch import Dispatch, nobody
+from tasuki.dispatcher.inputs import Inputs
+from tasuki.dispatcher.metrics import DispatcherMetrics
+from tasuki.dispatcher.node_pool import FIND_S, Company, Found, Knows
+from tasuki.dispatcher.proxied_response import LINGER_S, NODE_HEADER, PassedAnswer
+from tasuki.dispatcher.registry import DispatcherRegistry, EarlyResult, refusal_of
+from tasuki.dispatcher.request_bodies import Streamed
+from tasuki.dispatcher.settings import DispatcherConfig, Mode
+from tasuki.doors.http.answers import json_answer
+from tasuki.doors.http.bearer import secret_of
+from tasuki.doors.http.limits import REQUESTS_MAX
+from tasuki.doors.http.uvicorn_server import Handler, Serving, application
+from tasuki.doors.listening import bound
+from tasuki.errors import NotFound, Overloaded, TooLarge, Unavailable
+
+logger = logging.getLogger("tasuki.dispatcher")
+CLOSE_TIMEOUT_S = 60  # downloads that are under way at the end
+HURRIED_CLOSE_S = 2
+RANGE_HEADERS = ("range", "if-range")
+
+
+class Dispatcher:
+    """One dispatcher. Made inside the running loop."""
+
+    def __init__(self, config: DispatcherConfig, registry: DispatcherRegistry | None = None) -> None:
+        self._config = config
+        self._registry = registry
+        self._tokens = Tokens(config.tokens)
+        self.metrics = DispatcherMetrics()
+        self.company = Company(config, self.metrics)
+        self._inputs = self._open_inputs()
+        self._dispatch = Dispatch(self.company, self.metrics, config.limit_s, config.silent_s)
+        self.draining = False
+        self._in_hand: list[str] = []
+        """Jobs whose requests are here, while perhaps no node knows of them."""
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._serving: Serving | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.app = self._application()
+
+    def _open_inputs(self) -> Inputs | None:
+        if self._config.inputs is None:
+            return None
+        limit = self._config.max_upload_bytes
+        blobs = open_store(self._config.inputs, max_blob_bytes=limit, floor_free_bytes=DISK_FLOOR_BYTES)
+        return Inputs(blobs, limit, self._config.keep_inputs_days, self.metrics)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def start(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
+        """Listen; the address with the port that was really taken."""
+        sock = bound(address)
+        if self._inputs is not None:
+            await self._inputs.check()
+        if self._registry is not None:
+            await self._registry.open()
+        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
+        await self.company.fresh()
+        await self._serving.open(sock)
+        works = [self.company.keep_looking(), self._dispatch.leftovers.keep_clearing()]
+        if self._inputs is not None:
+            works += [self._inputs.keep_sweeping(), self._inputs.keeping.daily()]
+        self._tasks = [asyncio.create_task(work) for work in works]
+        return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """No new runs; those that are passed through may end."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    def hurry(self) -> None:
+        """Whoever still waits is cut off; the jobs go on at their nodes."""
+        self._idle.set()
+        if self._serving is not None:
+            self._serving.hurry(HURRIED_CLOSE_S)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._serving is not None:
+            await self._serving.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.company.close()
+        if self._registry is not None:
+            await self._registry.close()
+        if self._inputs is not None:
+            await self._inputs.close()
+
+    # ------------------------------------------------------------------------------------------------ the application
+
+    def _application(self) -> FastAPI:
+        routes: tuple[tuple[str, str, Handler], ...] = (
+            ("POST", "/run/{job_id}", self._run),
+            ("GET", "/result/{job_id}", self._result),
+            ("GET", "/jobs/{job_id}", self._job),
+            ("DELETE", "/jobs/{job_id}", self._delete),
+            ("PUT", "/inputs/{sha256}", self._put_input),
+            ("GET", "/inputs/{sha256}", self._get_input),
+            ("GET", "/capacity", self._capacity),
+            ("GET", "/nodes", self._nodes),
+            ("GET", "/metrics", self._scrape),
+        )
+        guarded = [(method, path, self._endpoint(handler)) for method, path, handler in routes]
+        return application("tasuki dispatcher", [*guarded, ("GET", "/health", self._health)])
+
+    def _endpoint(self, handler: Handler) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            if self._under_way >= REQUESTS_MAX:
+                return refusals.refusal_answer(Overloaded(f"this dispatcher is busy with {self._under_way} requests; try again"))
+            self._under_way += 1
+            self._idle.clear()
+            try:
+                with on_behalf_of(request.path_params.get("job_id", "")):
+                    answer, _ = await surely_answered(handler, request, self._tokens, "dispatcher", logger)
+            finally:
+                self._under_way -= 1
+                if not self._under_way:
+                    self._idle.set()
+            if request.method == "POST":
+                self.metrics.runs.labels(str(answer.status_code)).inc()
+            whole = isinstance(answer, PassedAnswer | EarlyResult)
+            if request.method in ("POST", "PUT") and not whole and not is_over(request):
+                return EarlyAnswer(answer, LINGER_S)
+            return answer
+
+        return endpoint
+
+    # ------------------------------------------------------------------------------------------------ runs
+
+    async def _run(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        sent = request.query_params.get("input")
+        if sent is not None:
+            check_input_hash(sent)
+        boundary = boundary_of(request.headers.get("content-type", ""))
+        if self.draining:
+            raise refusals.is_draining()
+        self._check_size(request)
+        if self._registry is not None and (stored := await self._registry.look(job_id, sent)) is not None:
+            return stored if is_over(request) else EarlyResult(stored)
+        await self.company.fresh()
+        found = await self.company.find(job_id, FIND_S)
+        node = who_knows(job_id, found.says)
+        first = None
+        if node is not None:
+            known = await self._known(request, job_id, sent, node, found.known[node])
+            if isinstance(known, Response):
+                return known
+            first = known
+        if first is None:
+            if self._config.mode is Mode.REDIRECT and self._is_full(job_id):
+                await self.company.fresh(0.0)  # whoever was led to a node may be done there: nobody tells us
+            self._check_places(job_id)
+        if self._config.mode is Mode.REDIRECT:
+            return self._redirected(job_id, sent, first)
+        self._in_hand.append(job_id)
+        try:
+            if self._inputs is None:
+                return await self._dispatch.run(job_id, sent, Streamed(request), first)
+            async with self._inputs.taking_in(request, boundary) as parcel:
+                if self._registry is None:
+                    return await self._dispatch.run(job_id, sent, parcel, first)
+                return await self._registry.run(job_id, sent, parcel, lambda: self._dispatch.run(job_id, sent, parcel, first))
+        finally:
+            self._in_hand.remove(job_id)
+
+    def _check_size(self, request: Request) -> None:
+        """Only what is stored here is limited here."""
+        length = request.headers.get("content-length", "0")
+        limit = self._config.max_upload_bytes
+        if self._inputs is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= limit):
+            raise TooLarge(f"an upload of {length[:20]} bytes is too large; the limit of this dispatcher is {limit}")
+
+    async def _known(self, request: Request, job_id: str, sent: str | None, node: str, knows: Knows) -> Response | str | None:
+        """A node has this id: the answer as far as that decides it, or the node that must see the upload; None: it runs anew."""
+        state = AgentState(knows.says.state) if knows.says.state in set(AgentState) else None
+        match judge(state, knows.says.input or None, sent):
+            case Verdict.LOCKED:
+                facts = knows.facts
+                raise _runs_at(job_id, str(facts.get("node", node)), node, facts.get("started_at"))
+            case Verdict.CONFLICT:
+                raise refusals.other_input(job_id)
+            case Verdict.COMPARE:
+                return node
+            case Verdict.STORED if self._config.mode is Mode.REDIRECT:
+                return node
+            case Verdict.STORED:
+                try:
+                    answer = await self._dispatch.stored(job_id, node, {}, cached=True, unread=not is_over(request))
+                except Unavailable:  # it has just died: its result is gone, the job is not
+                    return None
+                return answer if isinstance(answer, PassedAnswer) else node
+            case Verdict.RUN:
+                return None
+
+    def _check_places(self, job_id: str) -> None:
+        """Before the upload is read: is there anybody who could take it?"""
+        candidates = self.company.candidates(job_id)
+        if not candidates:
+            raise nobody(job_id, {line.node: line.said for line in self.company.ranking()})
+        if self._is_full(job_id):
+            raise self._dispatch.full(job_id)
+
+    def _is_full(self, job_id: str) -> bool:
+        return all(line.standing is Standing.FULL for line in self.company.candidates(job_id))
+
+    def _redirected(self, job_id: str, sent: str | None, first: str | None) -> Response:
+        """307 keeps the method and the body. Only to nodes of ours: whoever follows shows them the token."""
+        node = first or next(line.node for line in self.company.candidates(job_id) if line.standing is not Standing.FULL)
+        self.company.nodes.taken(node)
+        logger.info("job %s: redirected to %s", job_id, node)
+        return _leads_to(node, f"/run/{quote(job_id)}" + (f"?input={sent}" if sent is not None else ""))
+
+    # ------------------------------------------------------------------------------------------------ jobs
+
+    async def _recorded(self, job_id: str) -> Job | None:
+        return None if self._registry is None else await self._registry.read(job_id)
+
+    async def _find(self, job_id: str) -> tuple[str, Found]:
+        """(the node whose word counts, what all said); NotFound."""
+        found = await self.company.find(job_id)
+        node = who_knows(job_id, found.says)
+        if node is not None:
+            return node, found
+        if job_id in self._in_hand:
+            raise _on_its_way(job_id)
+        if found.silent:
+            raise nobody(job_id, found.silent)
+        raise NotFound(f"there is no job {job_id} at any node that is well")
+
+    async def _result(self, request: Request) -> Response:
+        """What the registry has, or else a node; see `registry.py` for why in this order."""
+        job_id = check_job_id(request.path_params["job_id"])
+        job = await self._recorded(job_id)
+        if self._registry is not None and job is not None and (stored := await self._registry.result(job)) is not None:
+            return stored
+        place = place_of(job) if job is not None else None
+        try:
+            return await self._result_of_node(request, job_id, place.address if place is not None else "")
+        except (NotFound, refusals.AgentRefusal):
+            if job is None:
+                raise
+            raise refusal_of(job) from None
+
+    async def _result_of_node(self, request: Request, job_id: str, address: str) -> Response:
+        """`address`: where it lies, and nowhere else, if that is known and one of our nodes; nobody else is sent the token."""
+        known = self._config.mode is Mode.PROXY and self.company.has(address)
+        node = address if known else (await self._find(job_id))[0]
+        if self._config.mode is Mode.REDIRECT:
+            return _leads_to(node, f"/result/{quote(job_id)}")
+        headers = {name: request.headers[name] for name in RANGE_HEADERS if name in request.headers}
+        try:
+            return await self._dispatch.stored(job_id, node, headers, method=request.method)
+        except Unavailable as error:
+            raise nobody(job_id, {node: error.message}) from None
+
+    async def _job(self, request: Request) -> Response:
+        job_id = check_job_id(request.path_params["job_id"])
+        job = await self._recorded(job_id)
+        recorded = None if job is None else described(job)
+        if recorded is not None and job is not None and place_of(job) is not None:
+            return json_answer(recorded)
+        try:
+            node, found = await self._find(job_id)
+        except (NotFound, refusals.AgentRefusal):
+            if recorded is None:
+                raise
+            return json_answer(recorded)
+        node = found.best_told(node)
+        return Response(found.known[node].body, headers={NODE_HEADER: node}, media_type="application/json")
+
+    async def _delete(self, request: Request) -> Response:
+        """At every node that has it, or with `?state=running` runs it: after a failover there may be two."""
+        job_id = check_job_id(request.path_params["job_id"])
+        running = only_running(request.query_params.get("state"))
+        try:
+            node, found = await self._find(job_id)
+        except (NotFound, refusals.AgentRefusal):
+            if running or self._registry is None or (removed := await self._registry.remove(job_id)) is None:
+                raise
+            left = {"left_at": removed.left_at} if removed.left_at else {}
+            return json_answer({"job_id": job_id, "state": removed.state, "removed": True, **left})
+        where = [other for other, says in found.says.items() if not running or says.state == AgentState.RUNNING]
+        if not where:
+            raise NotFound(f"job {job_id} does not run at any node that is well")
+        removing = (self.company.remove(other, job_id, only_running=running) for other in where)
+        ended = await asyncio.gather(*removing, return_exceptions=True)
+        problems = {other: str(end) for other, end in zip(where, ended, strict=True) if isinstance(end, BaseException)}
+        if problems:
+            raise nobody(job_id, problems)
+        state = found.known[where[0] if running else node].says.state
+        logger.info("job %s: removed at %s, it was %s", job_id, ", ".join(where), state)
+        return json_answer({"job_id": job_id, "state": state, "removed": True}, headers={NODE_HEADER: node})
+
+    # ------------------------------------------------------------------------------------------------ inputs
+
+    def _store(self) -> Inputs:
+        if self._inputs is None:
+            raise NotFound("this dispatcher keeps no inputs; it was started without --inputs")
+        return self._inputs
+
+    async def _put_input(self, request: Request) -> Response:
+        whose = hashlib.sha256(secret_of(request).encode()).hexdigest() if self._tokens else "anyone"
+        return await self._store().put(request, whose)
+
+    async def _get_input(self, request: Request) -> Response:
+        store = self._store()
+        return await (store.head(request) if request.method == "HEAD" else store.get(request))
+
+    # ------------------------------------------------------------------------------------------------ about itself
+
+    async def _capacity(self, request: Request) -> Response:
+        await self.company.fresh()
+        places = self.company.capacity()
+        keeps = {"inputs": True} if self._inputs is not None and self._config.mode is Mode.PROXY else {}
+        return json_answer({"running": places.running, "limit": places.limit, **keeps})
+
+    async def _nodes(self, request: Request) -> Response:
+        await self.company.fresh()
+        return json_answer([line.view() for line in self.company.ranking()])
+
+    async def _scrape(self, request: Request) -> Response:
+        places = self.company.capacity()
+        text = self.metrics.text(self.company.ranking(), places.running, places.limit)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def _health(self, request: Request) -> Response:
+        """It takes jobs, and so does one of its agents. For load balancers; they have no token."""
+        if self.draining:
+            return refusals.refusal_answer(refusals.is_draining())
+        if not self.company.well:
+            return refusals.refusal_answer(Unavailable("no node agent takes jobs; see /nodes"))
+        return json_answer("ok")
+
+
+def _runs_at(job_id: str, name: str, address: str, since: float | None) -> refusals.AgentRefusal:
+    message = f"job {job_id} is running at {name}; ask again later for its result"
+    return refusals.AgentRefusal(423, "RUNNING", message, retry=True, job_id=job_id, node=name, address=address, since=since)
+
+
+def _on_its_way(job_id: str) -> refusals.AgentRefusal:
+    message = f"job {job_id} is on its way to a node, or its node does not answer; ask again"
+    return refusals.AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id)
+
+
+def _leads_to(node: str, path: str) -> Response:
+    return Response(status_code=307, headers={"Location": node + path, NODE_HEADER: node})

@@ -1,0 +1,229 @@
+"""`/inputs/{sha256}`: the store of inputs, which dispatchers share. Content-addressed and verified; nothing is ever overwritten.
+
+HEAD   is it there, and how large                      GET   its bytes; Range: bytes=N- goes on from there
+PUT    all of it, or with Content-Range a piece of it. What is cut off is kept for the next PUT, which may go on where it was:
+       Content-Range: bytes */SIZE, without a body, asks where that is
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import NamedTuple
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs, missing
+from tasuki.agent.refusals import AgentRefusal
+from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Form, Intake
+from tasuki.blobs.blob import BlobStore, BlobWriter, check_sha256
+from tasuki.core.failover.dispatch_policy import InputRef
+from tasuki.dispatcher.input_retention import Keeping
+from tasuki.dispatcher.input_writer import StoredFiles
+from tasuki.dispatcher.metrics import DispatcherMetrics
+from tasuki.dispatcher.request_bodies import Stored
+from tasuki.doors.http.answers import OtherOffset, json_answer
+from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, TooLarge
+
+logger = logging.getLogger("tasuki.dispatcher")
+SWEEP_EVERY_S = 600.0
+_content_range = re.compile(r"bytes (?:(\d{1,15})-(\d{1,15})|\*)/(\d{1,15})", re.ASCII).fullmatch
+_range = re.compile(r"bytes=(\d{1,15})-", re.ASCII).fullmatch
+_digits = re.compile(r"\d{1,15}", re.ASCII).fullmatch
+
+
+class Span(NamedTuple):
+    """Which bytes of an input a request brings."""
+
+    start: int
+    stop: int
+    size_bytes: int
+
+
+class Inputs(StoredInputs):
+    """The store, as requests use it."""
+
+    def __init__(self, blobs: BlobStore, max_bytes: int, keep_days: float, metrics: DispatcherMetrics) -> None:
+        super().__init__(blobs)
+        self._max_bytes = max_bytes
+        self._stored = metrics.stored.inc
+        self.keeping = Keeping(blobs, keep_days, metrics)
+
+    async def check(self) -> None:
+        await self._in_thread(self._blobs.check)
+
+    async def keep_sweeping(self) -> None:
+        """What was cut off, and nobody goes on with, is dropped some time."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            try:
+                await self._in_thread(self._blobs.sweep)
+            except (TasukiError, OSError) as error:
+                logger.warning("half-sent inputs could not be removed; another try later: %s", error)
+
+    async def close(self) -> None:
+        self.keeping.close()
+        await super().close()
+
+    # ------------------------------------------------------------------------------------------------ forms
+
+    @asynccontextmanager
+    async def taking_in(self, request: Request, boundary: bytes) -> AsyncIterator[Stored]:
+        """Store the files of a form; those that it names must be there. None of them is removed before the end."""
+        stored = await self._take_in(request, boundary)
+        with self.keeping.holding(stored.hashes):
+            yield stored
+
+    async def _take_in(self, request: Request, boundary: bytes) -> Stored:
+        files = StoredFiles(self._blobs)
+        intake = Intake(boundary, None, self._max_bytes, files)
+        try:
+            form = await intake.receive(request.stream())
+            records = await intake.finish()
+        except BaseException:
+            await asyncio.shield(intake.discard())
+            raise
+        self._stored(intake.received_bytes)
+        for record in records:
+            if record.sha256 in files.known:
+                await self.keeping.used(record.sha256)
+            else:
+                self.keeping.stored(record.sha256)
+        sent = [(InputRef(record.sha256, record.name), record.size_bytes) for record in records]
+        return Stored(request, self, form, sent + await self._named(form))
+
+    async def _named(self, form: Form) -> list[tuple[InputRef, int]]:
+        found: list[tuple[InputRef, int]] = []
+        for ref in form.inputs:
+            try:
+                found.append((ref, await self._use(ref.sha256)))
+            except NotFound:
+                raise missing(ref.sha256) from None
+        return found
+
+    async def _use(self, sha256: str) -> int:
+        """Its size; NotFound."""
+        size_bytes = await self.size(sha256)
+        await self.keeping.used(sha256)
+        return size_bytes
+
+    # ------------------------------------------------------------------------------------------------ the routes
+
+    async def head(self, request: Request) -> Response:
+        size_bytes = await self._use(_sha256(request))
+        return Response(headers={"Content-Length": str(size_bytes), "Accept-Ranges": "bytes"})
+
+    async def get(self, request: Request) -> Response:
+        sha256 = _sha256(request)
+        size_bytes = await self._use(sha256)
+        found = _range(request.headers.get("range", ""))
+        offset = int(found[1]) if found else 0
+        if offset and offset >= size_bytes:
+            raise AgentRefusal(416, "RANGE_NOT_SATISFIABLE", f"input {sha256} has {size_bytes} bytes; ask for some of them")
+        headers = {"Content-Length": str(size_bytes - offset), "Accept-Ranges": "bytes", "ETag": f'"{sha256}"'}
+        if found:
+            headers["Content-Range"] = f"bytes {offset}-{size_bytes - 1}/{size_bytes}"
+        return StreamingResponse(
+            self._held(sha256, offset), 206 if found else 200, headers=headers, media_type="application/octet-stream"
+        )
+
+    async def _held(self, sha256: str, offset: int) -> AsyncGenerator[bytes, None]:
+        with self.keeping.holding([sha256]):
+            async with aclosing(self.pieces(sha256, offset)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def put(self, request: Request, whose: str) -> Response:
+        """`whose` upload it is: only the same may go on with it."""
+        sha256 = _sha256(request)
+        span = span_of(request)
+        if span.size_bytes > self._max_bytes:
+            raise TooLarge(f"an input of {span.size_bytes} bytes is too large; the limit of this dispatcher is {self._max_bytes}")
+        if await self._in_thread(lambda: self._blobs.has(sha256)):
+            await self.keeping.used(sha256)
+            return json_answer({"sha256": sha256, "size_bytes": span.size_bytes, "offset": span.size_bytes})
+        writer = await self._in_thread(lambda: self._blobs.begin(sha256, span.size_bytes, resume_key=whose))
+        try:
+            done = await self._write(writer, span, request)
+        except Corrupt as error:
+            raise AgentRefusal(400, Corrupt.code, f"{error.message}; send it again from byte 0") from None
+        finally:
+            await asyncio.shield(self._in_thread(writer.suspend))  # nothing, once it was committed or aborted
+        if done:
+            self.keeping.stored(sha256)
+        offset = span.size_bytes if done else writer.size_bytes
+        return json_answer({"sha256": sha256, "size_bytes": span.size_bytes, "offset": offset}, 201 if done else 200)
+
+    async def _write(self, writer: BlobWriter, span: Span, request: Request) -> bool:
+        """Whether it is whole. Of what is there already, nothing is written again; the hash of all is compared in the end."""
+        at = writer.size_bytes
+        if span.start == span.stop and span.size_bytes:  # the question where to go on
+            return False
+        if span.start > at or (span.start and span.start != at):
+            raise OtherOffset(f"the input goes on at byte {at}, not at {span.start}", at)
+        known = at - span.start
+        async with aclosing(_pieces(request)) as pieces:
+            async for piece in pieces:
+                new = piece[known:]
+                known = max(0, known - len(piece))
+                if new:
+                    await self._in_thread(partial(writer.write, new))
+                    self._stored(len(new))
+        if span.stop < span.size_bytes:
+            return False
+        await self._in_thread(writer.commit)
+        return True
+
+
+def _sha256(request: Request) -> str:
+    return check_sha256(request.path_params["sha256"])
+
+
+def span_of(request: Request) -> Span:
+    """What Content-Length and Content-Range say."""
+    length = request.headers.get("content-length", "")
+    if not _digits(length):
+        raise InvalidInput("the size of an input must be known before it comes: send the header Content-Length")
+    ranged = request.headers.get("content-range")
+    if ranged is None:
+        return Span(0, int(length), int(length))
+    found = _content_range(ranged)
+    if found is None:
+        raise InvalidInput(f"Content-Range: {ranged[:80]!r} is not understood; say bytes FIRST-LAST/SIZE, or bytes */SIZE")
+    size_bytes = int(found[3])
+    start, stop = (int(found[1]), int(found[2]) + 1) if found[1] else (0, 0)
+    if stop > size_bytes or start > stop or stop - start != int(length):
+        raise InvalidInput(f"Content-Range: {ranged[:80]!r} does not fit a body of {length} bytes")
+    return Span(start, stop, size_bytes)
+
+
+async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body, in pieces worth a visit to a thread. It must not be slower than an upload to an agent may be."""
+    loop, body = asyncio.get_running_loop(), aiter(request.stream())
+    received, waited_s, found = 0, 0.0, bytearray()
+    problem = ""
+    while True:
+        began = loop.time()
+        try:
+            # Around the waiting alone: whoever takes the pieces may be slow.
+            async with asyncio.timeout(PATIENCE_S + received / SLOWEST_BYTES_PER_S - waited_s):
+                piece = await anext(body, None)
+        except TimeoutError:
+            piece, problem = None, f"the upload is too slow: {received} bytes in {waited_s:.0f} s"
+        except ClientDisconnect:
+            piece, problem = None, "the upload ended before it was whole"
+        waited_s += loop.time() - began
+        received += len(piece or b"")
+        found += piece or b""
+        if found and (piece is None or len(found) >= PIECE_BYTES):
+            yield bytes(found)
+            found.clear()
+        if piece is None:
+            break
+    if problem:
+        raise InvalidInput(f"{problem}; send the rest")

@@ -1,0 +1,246 @@
+"""A dispatcher's part in the registry of its agents: it reads there what no node need be asked for, and records what waits here.
+
+Theory of operation. The registry is asked first: it is one question, where the nodes are many, and each of them would ask it too.
+Its word counts for what it has (a result, a run at a node, another input). For all else the nodes are asked as without one: what
+it does not know may lie at a node from before, or it may have lost its data; a running job's progress is known to its node only.
+So a dispatcher with a registry knows what it knew without, and more.
+
+A job whose input is stored here waits in the registry (`waiting.py`) until a node has claimed it.
+
+When the registry is away, nothing is asked of it and nothing recorded, until it has answered once: the dispatcher does what it
+does without one. Nothing of it lies on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tasuki.agent import refusals
+from tasuki.agent.registry import Removed
+from tasuki.agent.registry_queries import Granted, Holder, Records, done_or_refused, is_held
+from tasuki.core.failover import registry_records
+from tasuki.core.failover.registry_records import Stand, place_of, stand_of
+from tasuki.core.job import Job
+from tasuki.core.store_messages import Answers, Turn
+from tasuki.dispatcher.proxied_response import drain
+from tasuki.dispatcher.queued_leases import WaitingRoom
+from tasuki.dispatcher.request_bodies import Stored
+from tasuki.errors import NotFound, TasukiError, Unavailable
+from tasuki.server.store_client import Share
+
+logger = logging.getLogger("tasuki.dispatcher")
+ANSWER_S = 2.0  # for somebody who waits; then the registry counts as away
+OPEN_S = 5.0  # how long a start waits for it
+RETRY_S = 1.0
+
+T = TypeVar("T")
+
+
+class DispatcherRegistry:
+    """Made inside the running loop."""
+
+    def __init__(self, make_share: Callable[[], Share], *, name: str, ttl_s: float) -> None:
+        """`make_share` is called again while the registry cannot be opened."""
+        self._make_share = make_share
+        worker_id = registry_records.dispatcher_id_of(name, secrets.token_hex(registry_records.ID_CHARS // 2))
+        self._holder = Holder(worker_id, secrets.token_hex(8), ttl_s, registry_records.node_of(worker_id))
+        self._share: Share | None = None
+        self._records: Records | None = None
+        """None: it is away."""
+        self._room = WaitingRoom(self._execute, self._holder, registry_records.given_up(self._holder.name))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def open(self) -> None:
+        """Errors that time does not mend are raised here. A registry that is away is waited for in the background."""
+        tried = asyncio.Event()
+        opening = self._begin(self._open(tried))
+        trying = asyncio.ensure_future(tried.wait())
+        await asyncio.wait((opening, trying), timeout=OPEN_S, return_when=asyncio.FIRST_COMPLETED)
+        trying.cancel()
+        if opening.done():
+            await opening
+        elif not tried.is_set():
+            logger.warning("the registry did not open in %g s; this dispatcher works without it until it does", OPEN_S)
+        self._begin(self._room.keep())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _open(self, tried: asyncio.Event) -> None:
+        while True:
+            share = self._make_share()
+            try:
+                await share.open()
+            except Unavailable as error:
+                if not tried.is_set():
+                    logger.warning("the registry is away; this dispatcher works without it until it answers: %s", error.message)
+                tried.set()
+                await asyncio.sleep(RETRY_S)
+                continue
+            except TasukiError as error:
+                if tried.is_set():
+                    logger.error("the registry cannot be used: %s", error.message)
+                raise
+            self._share = share
+            self._is_back(share)
+            return
+
+    def _is_back(self, share: Share) -> None:
+        logger.info("the registry answers")
+        given_up = registry_records.given_up(self._holder.name)
+        self._records = Records(share, self._holder, given_up, lambda size_bytes: None, ANSWER_S)
+
+    async def close(self) -> None:
+        await self._room.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._share is not None:
+            await self._share.close()
+
+    # ------------------------------------------------------------------------------------------------ away
+
+    async def _execute(self, turn: Turn) -> Answers:
+        """For what nobody waits for."""
+        found = await self._asked(lambda records: records.ask(turn))
+        if found is None:
+            raise Unavailable("the registry is away")
+        return found
+
+    async def _asked(self, question: Callable[[Records], Awaitable[T]]) -> T | None:
+        """None: it is away."""
+        if self._records is None:
+            return None
+        try:
+            return await question(self._records)
+        except refusals.RegistryAway:
+            self._is_away()
+            return None
+
+    def _is_away(self) -> None:
+        """Said once; then one turn waits for it, and no request does."""
+        if self._records is not None:
+            self._records = None
+            logger.warning("the registry is away; this dispatcher works without it until it answers")
+            self._begin(self._wait_for_it())
+
+    async def _wait_for_it(self) -> None:
+        share = self._share
+        assert share is not None
+        while True:
+            try:
+                await share.execute(Turn(get=["-"]))
+            except TasukiError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._is_back(share)
+            return
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    async def read(self, job_id: str) -> Job | None:
+        """What it knows of a job; None also if it is away. A lease that is over is none, though no agent is left to end it."""
+        job = await self._asked(lambda records: records.get(job_id))
+        if stand_of(job, None) in (Stand.HELD, Stand.QUEUED):
+            job = await self._asked(lambda records: records.look(job_id))
+        return job
+
+    async def look(self, job_id: str, sent: str | None) -> Response | None:
+        """Before an upload is read: its result, if the registry has it and this is the same input. 409, 423."""
+        done = done_or_refused(await self._asked(lambda records: records.look(job_id)), sent)
+        return None if done is None else await self.result(done, "hit")
+
+    async def result(self, job: Job, cache: str | None = None) -> Response | None:
+        """Its result, if it is where it outlives its node, and can be had now."""
+        found = await self._asked(lambda records: records.stored(job, cache))
+        if found is None or isinstance(found, Response):
+            return found
+        ended, source = found
+        try:
+            return await self._asked(lambda records: records.opened(ended, source, cache))
+        except refusals.AgentRefusal:  # the store of results is away; its node may have it
+            return None
+
+    # ------------------------------------------------------------------------------------------------ recording
+
+    async def run(
+        self, job_id: str, sent: str | None, stored: Stored, send: Callable[[], Coroutine[Any, Any, Response]]
+    ) -> Response:
+        """Have the job sent to a node, and record that it waits until then. Its result, if the registry has it."""
+        exec_, found = stored.exec, stored.input
+        if exec_ is None or found is None or sent not in (None, found):  # the agent decides
+            return await send()
+        submission = registry_records.submission_of(job_id, exec_, found)
+        try:
+            claimed = await self._asked(lambda records: records.claim(submission))
+        except Unavailable as error:
+            logger.info("job %s: %s", job_id, error.message)
+            claimed = None
+        if isinstance(claimed, Job):
+            if stand_of(claimed, None) is Stand.HELD:
+                raise is_held(claimed)
+            return await self.result(claimed, "hit") or await send()
+        if not isinstance(claimed, Granted):
+            return await send()
+        waiting = self._room.add(self._holder.held(claimed.grant))
+        try:
+            answer = await waiting.unless_canceled(send())
+        except BaseException:
+            self._room.end(waiting)
+            raise
+        if answer.status_code == refusals.LOCKED:  # another request brought it there: it still waits, and we need not
+            self._room.leave(waiting)
+        else:
+            self._room.end(waiting)
+        return answer
+
+    async def remove(self, job_id: str) -> Removed | None:
+        """What no node could be asked to remove. Its node, if it ended at one, has its folder until it is started again."""
+        job = await self._asked(lambda records: records.remove(job_id))
+        if job is None:
+            return None
+        place = place_of(job)
+        return Removed(registry_records.state_of(job), left_at=place.ended.node if place is not None else "")
+
+
+def refusal_of(job: Job) -> TasukiError:
+    """What is said of a job whose result cannot be had, when no node says more."""
+    if stand_of(job, None) in (Stand.HELD, Stand.QUEUED):
+        return is_held(job)
+    place = place_of(job)
+    if place is None:
+        return NotFound(f"job {job.job_id} has no result: it did not come to its end; send it again to run it")
+    node = place.ended.node
+    return refusals.result_away(job.job_id, node, Unavailable(f"{node} does not answer"))
+
+
+class EarlyResult(Response):
+    """A result for somebody who may still be sending, to no avail."""
+
+    def __init__(self, answer: Response) -> None:
+        super().__init__(status_code=answer.status_code)
+        answer.headers["Connection"] = "close"
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def hold_back(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                await drain(receive)
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        await self._answer(scope, receive, hold_back)

@@ -1,0 +1,200 @@
+"""What is sent to a node: the client's own body as it comes in, or a form made of what lies in the store of inputs.
+
+A body that is passed through is not kept, but for its first KEPT_MAX_BYTES: while that is all that was sent, another node can
+be sent it too. What lies in the store can be sent as often as needed; to a node that fetches inputs itself, only their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple, Protocol
+
+import msgspec
+from starlette.requests import Request
+
+from tasuki.agent.guard import BODY_OVER
+from tasuki.agent.input_sources import StoredInputs, missing
+from tasuki.agent.refusals import AgentRefusal
+from tasuki.agent.upload import Form
+from tasuki.core.failover.agent_protocol import InputRecord, input_hash
+from tasuki.core.failover.dispatch_policy import InputRef
+from tasuki.errors import InvalidInput, NotFound, Unavailable
+
+logger = logging.getLogger("tasuki.dispatcher")
+KEPT_MAX_BYTES = 1024 * 1024
+PASSED_BYTES = 128 * 1024
+
+
+class Sending(NamedTuple):
+    """One request's body."""
+
+    headers: dict[str, str]
+    pieces: AsyncGenerator[bytes, None]
+
+
+class Parcel(Protocol):
+    """What a job is sent with."""
+
+    @property
+    def spent(self) -> bool:
+        """It cannot be sent once more."""
+        ...
+
+    @property
+    def unread(self) -> bool:
+        """The client may still be sending."""
+        ...
+
+    def sending(self, *, pulls: bool) -> Sending:
+        """For one node; `pulls`: it fetches stored inputs itself."""
+        ...
+
+    async def left(self) -> None:
+        """Returns when the client has gone."""
+        ...
+
+
+class Streamed:
+    """The body of a request, passed on as it comes."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._waiting = bytearray()
+        self._over = asyncio.Event()
+        self.spent = False
+
+    @property
+    def unread(self) -> bool:
+        return not self._over.is_set()
+
+    def sending(self, *, pulls: bool) -> Sending:
+        names = ("content-type", "content-length")
+        return Sending({name: self._request.headers[name] for name in names if name in self._request.headers}, self._pieces())
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        for piece in tuple(self._kept):
+            yield piece
+        while not self._over.is_set():
+            piece = await self._some()
+            self._keep(piece)
+            yield piece
+
+    async def _some(self) -> bytes:
+        """What comes next, in pieces so large that the answer is listened for meanwhile. Canceled, it is there for the next."""
+        while len(self._waiting) < PASSED_BYTES and not self._over.is_set():
+            # Not request.stream(): a generator that was canceled in the middle would be over for the next node.
+            message = await self._request.receive()
+            if message["type"] == "http.disconnect":
+                self.spent = True
+                raise InvalidInput("the upload ended before it was whole")
+            self._waiting += message.get("body", b"")
+            if not message.get("more_body", False):
+                self._over.set()
+                self._request.scope[BODY_OVER] = True
+        piece = bytes(self._waiting)
+        self._waiting.clear()
+        return piece
+
+    def _keep(self, piece: bytes) -> None:
+        self._kept_bytes += len(piece)
+        if self._kept_bytes > KEPT_MAX_BYTES:
+            self.spent = True
+            self._kept.clear()
+        else:
+            self._kept.append(piece)
+
+    async def left(self) -> None:
+        await self._over.wait()
+        await until_gone(self._request)
+
+
+class Stored:
+    """A form whose files lie in the store."""
+
+    spent = False
+    unread = False
+
+    def __init__(self, request: Request, inputs: StoredInputs, form: Form, files: Sequence[tuple[InputRef, int]]) -> None:
+        """`files` with their sizes, in the order in which they were sent."""
+        self._request = request
+        self._inputs = inputs
+        self._form = form
+        self._files = files
+
+    @property
+    def exec(self) -> str | None:
+        """As the form names it; None: the agent's default."""
+        return self._form.exec
+
+    @property
+    def input(self) -> str | None:
+        """The input hash; None where the agent chooses the exec."""
+        if self._form.exec is None:
+            return None
+        files = [InputRecord(ref.name, ref.sha256, size_bytes) for ref, size_bytes in self._files]
+        return input_hash(self._form.exec, self._form.args, files)
+
+    @property
+    def hashes(self) -> list[str]:
+        return [ref.sha256 for ref, _ in self._files]
+
+    def sending(self, *, pulls: bool) -> Sending:
+        boundary = secrets.token_hex(16)
+        fields = b"".join(_field(boundary, name, value) for name, value in self._fields(pulls))
+        heads = [] if pulls else [_file_head(boundary, ref.name) for ref, _ in self._files]
+        end = f"--{boundary}--\r\n".encode()
+        size_bytes = len(fields) + sum(map(len, heads)) + len(end)
+        if not pulls:
+            size_bytes += sum(size + len(b"\r\n") for _, size in self._files)
+        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(size_bytes)}
+        return Sending(headers, self._pieces(fields, heads, end))
+
+    def _fields(self, pulls: bool) -> list[tuple[str, str]]:
+        fields = [("args", msgspec.json.encode(self._form.args).decode())]
+        if self._form.exec is not None:
+            fields.append(("exec", self._form.exec))
+        if self._form.timeout_s is not None:
+            fields.append(("timeout_s", repr(self._form.timeout_s)))
+        return fields + ([("input", str(ref)) for ref, _ in self._files] if pulls else [])
+
+    async def _pieces(self, fields: bytes, heads: Sequence[bytes], end: bytes) -> AsyncGenerator[bytes, None]:
+        before = fields
+        for head, (ref, _) in zip(heads, self._files, strict=False):
+            before += head
+            try:
+                async with aclosing(self._inputs.pieces(ref.sha256)) as pieces:
+                    async for piece in pieces:
+                        yield before + piece if before else piece
+                        before = b""
+            except NotFound:
+                raise missing(ref.sha256) from None
+            except Unavailable as error:  # not to be taken for the node's failure
+                logger.warning("input %s cannot be read: %s", ref.sha256, error.message)
+                raise AgentRefusal(503, error.code, "the store of inputs does not answer; try again", retry=True) from error
+            before += b"\r\n"
+        yield before + end
+
+    async def left(self) -> None:
+        await until_gone(self._request)
+
+
+async def until_gone(request: Request) -> None:
+    """After the body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        """What came was the end of the body."""
+
+
+def _field(boundary: str, name: str, value: str) -> bytes:
+    return f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+
+
+def _file_head(boundary: str, name: str) -> bytes:
+    plain = name.replace('"', '\\"')  # names have no backslash
+    disposition = f'Content-Disposition: form-data; name="file"; filename="{plain}"'
+    return f"--{boundary}\r\n{disposition}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()

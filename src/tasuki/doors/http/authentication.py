@@ -1,0 +1,89 @@
+"""Who is it, and may a token of this kind use this route? The store is asked for every request. Touches nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+import msgspec
+from starlette.requests import Request
+
+from tasuki.core.access import Identity, Kind, identify, token_sha256
+from tasuki.core.store_messages import TokenRow
+from tasuki.doors.http.bearer import secret_of
+from tasuki.errors import Forbidden
+from tasuki.server.server import Server
+
+
+class Revoked(Forbidden):
+    """The token was good once."""
+
+    code = "TOKEN_REVOKED"
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Whoever sent a request, by its token. `secret` goes nowhere but into the Hello of a virtual connection."""
+
+    identity: Identity
+    sha256: str
+    secret: str
+    address: str
+
+    def __repr__(self) -> str:
+        return f"Caller({self.identity.name})"
+
+
+def judge(row: TokenRow | None, wall: float) -> Identity:
+    """Unknown and expired tokens are 401, revoked (and spent) ones 403."""
+    if row is not None and row.revoked_at is not None:
+        what = "was used" if row.kind == Kind.ENROL else "was revoked"
+        raise Revoked(f"token {row.token_id} {what}; ask for another one")
+    return identify(row, wall)
+
+
+class Gate:
+    """Asks the store who calls. What arrives while it is being asked goes together with the next question: each request is
+    judged by an answer that was asked for after it came, and many of them cost one."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._wanted: dict[str, asyncio.Future[TokenRow | None]] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    async def admit(self, request: Request, kinds: Collection[Kind]) -> Caller:
+        """The caller, if a token of its kind may use this route."""
+        secret = secret_of(request)
+        sha256 = token_sha256(secret)
+        identity = judge(await self._row(sha256), self._server.now().wall)
+        if identity.kind not in kinds:
+            wanted = " or ".join(sorted(kinds))
+            raise Forbidden(f"a token of kind {identity.kind} may not do this; it takes one of kind {wanted}")
+        client = request.client
+        return Caller(identity, sha256, secret, f"{client.host}:{client.port}" if client is not None else "")
+
+    async def _row(self, sha256: str) -> TokenRow | None:
+        answer = self._wanted.get(sha256)
+        if answer is None:
+            answer = self._wanted[sha256] = asyncio.get_running_loop().create_future()
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._ask())
+        return await asyncio.shield(answer)
+
+    async def _ask(self) -> None:
+        try:
+            while self._wanted:
+                wanted, self._wanted = self._wanted, {}
+                await self._ask_for(wanted)
+        finally:
+            self._asking = None
+
+    async def _ask_for(self, wanted: dict[str, asyncio.Future[TokenRow | None]]) -> None:
+        try:
+            rows = await self._server.ask(lambda reader: [reader.token(sha256) for sha256 in wanted])
+        except Exception as error:  # noqa: BLE001 - raised again where each of them waits
+            for answer in wanted.values():
+                answer.set_exception(error)
+                answer.exception()  # whoever asked may have left
+        else:
+            for answer, row in zip(wanted.values(), rows, strict=True):
+                answer.set_result(row)

@@ -1,0 +1,243 @@
+"""Requests to one HTTP address: connections, TLS, proxies of the environment, and each way to fail in words that show a way out.
+
+Knows nothing of jobs and frames; whoever speaks to a server over HTTP stands on it. httpx is slow to import: so this module is
+imported only where an address is http or https.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+
+import httpx
+import msgspec
+
+from tasuki.core.address import Address
+from tasuki.errors import ConfigError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable, from_wire
+from tasuki.net.http.early_response import EarlyAnswers, proxy_of
+from tasuki.net.tcp_link import system_words
+from tasuki.net.tls import handshake_words
+
+ANSWER_S = 35.0  # of a request that is not to wait: the server gives its store 30
+WRITE_S = 30.0  # for each piece of a body
+KEPT_CONNECTIONS = 16
+KEPT_S = 30.0  # a connection that is not used; below what servers and balancers on the way keep one
+RETRY_AFTER_MAX_S = 30.0
+ERROR_MAX_BYTES = 64 * 1024
+
+_seconds = re.compile(r"\d{1,6}").fullmatch
+
+
+class NoConnection(Unavailable):
+    """Nothing was sent: nobody is there, or not whom we trust."""
+
+
+class NotTrusted(NoConnection):
+    """Somebody is there, with a certificate that we do not trust: that may well be for us to correct, as with --tls-ca."""
+
+
+class CutOff(Unavailable):
+    """It may have been done: the answer did not come, or not whole."""
+
+
+class NotTasuki(ConfigError):
+    """Something else answers at this address."""
+
+
+class Said(msgspec.Struct):
+    """The error in an answer of ours."""
+
+    code: str
+    message: str
+    details: dict[str, object] = {}
+
+
+class _Envelope(msgspec.Struct):
+    """Every answer of a tasuki server that is not 2xx."""
+
+    error: Said
+
+
+class HttpTransport:
+    """One address. `token` is sent with every request; `exchange` is all there is to do, `close` ends what is under way."""
+
+    def __init__(
+        self,
+        address: Address,
+        tls: ssl.SSLContext | None,
+        connect_timeout_s: float,
+        *,
+        stop_when_answered: bool = False,
+        proxies: bool = False,
+    ) -> None:
+        """With `stop_when_answered` a body is sent no further once its answer comes; a proxy is used then only with `proxies`."""
+        self.address = address
+        self.token = ""
+        self._connect_timeout_s = connect_timeout_s
+        self._quiet_until = 0.0
+        self._closed = False
+        self._own_ca = tls is not None
+        self.tls = tls
+        """The CA that was given; None: the system's count."""
+        self._answered = False
+        # Without a context of ours, httpx would load the CAs of certifi, for plain HTTP too. This one trusts nobody.
+        context = tls or (ssl.create_default_context() if address.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S)
+        early = EarlyAnswers(context, limits, proxy_of(address) if proxies else None) if stop_when_answered else None
+        self._client = httpx.AsyncClient(verify=context, headers={"Accept-Encoding": "identity"}, limits=limits, transport=early)
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | AsyncIterable[bytes] | None = None,
+        answer_s: float = ANSWER_S,
+    ) -> AsyncIterator[httpx.Response]:
+        """A 2xx answer, whose body is still to be read; any other is raised as what it means."""
+        await self._quiet()
+        async with self.answer(method, path, params=params, headers=headers, content=content, answer_s=answer_s) as response:
+            if not response.is_success:
+                raise await self._refusal(response)
+            yield response
+
+    @asynccontextmanager
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | AsyncIterable[bytes] | None = None,
+        answer_s: float = ANSWER_S,
+    ) -> AsyncIterator[httpx.Response]:
+        """Any answer, refusals too, whose body is still to be read; raises only if there is none."""
+        if self._closed:
+            raise NoConnection("the connection is closed")
+        timeout = httpx.Timeout(connect=self._connect_timeout_s, write=WRITE_S, read=answer_s, pool=None)
+        bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        url = f"{self.address}{path}"
+        try:
+            async with self._client.stream(
+                method, url, params=params, headers={**bearer, **(headers or {})}, content=content, timeout=timeout
+            ) as response:
+                self._answered = True
+                yield response
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+            raise self._problem(error, answer_s) from error
+
+    async def _quiet(self) -> None:
+        """The server asked for a pause."""
+        wait_s = self._quiet_until - asyncio.get_running_loop().time()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+
+    # ------------------------------------------------------------------------------------------------ what was answered
+
+    async def _refusal(self, response: httpx.Response) -> TasukiError:
+        status = response.status_code
+        if 300 <= status < 400:
+            where = response.headers.get("location", "(nowhere)")[:200]
+            return NotTasuki(f"{self.address} redirects to {where}; give the address itself with --to")
+        retry_after = response.headers.get("retry-after", "")
+        if _seconds(retry_after):
+            wait_s = min(RETRY_AFTER_MAX_S, float(retry_after))
+            self._quiet_until = asyncio.get_running_loop().time() + wait_s
+        said = await said_in(response)
+        return self._of_a_stranger(status) if said is None else _of_tasuki(status, said)
+
+    def _of_a_stranger(self, status: int) -> TasukiError:
+        """Not as a tasuki server answers: a proxy on the way, or something else altogether."""
+        answered = f"{self.address} answered {status}"
+        if status in (404, 405):
+            return NotTasuki(f"{answered}: is this a tasuki server with --http?")
+        if status == 407:
+            return NotTasuki(f"{answered}: the proxy of HTTP_PROXY or HTTPS_PROXY wants to know who asks")
+        if status == 413:
+            return TooLarge(f"{answered}: something before the server takes no request that large; raise its limit for bodies")
+        if status == 429 or status >= 500:
+            return CutOff(f"{answered}, and not as a tasuki server does: what is before it may not reach it")
+        if status == 400 and self.address.scheme == "http":  # what nginx and others say to plain HTTP at a port for TLS
+            return NotTasuki(f"{answered}, and not as a tasuki server does: is it https://?")
+        return NotTasuki(f"{answered}, and not as a tasuki server does: is there a proxy or a firewall before it?")
+
+    # ------------------------------------------------------------------------------------------------ what went wrong
+
+    def _problem(self, error: Exception, answer_s: float) -> TasukiError:
+        match error:
+            case httpx.ConnectTimeout():
+                return NoConnection(f"{self.address} did not answer within {self._connect_timeout_s:g} s")
+            case httpx.ProxyError():
+                return NoConnection(f"the proxy of HTTP_PROXY or HTTPS_PROXY does not lead to {self.address}: {error}")
+            case httpx.ConnectError() | httpx.InvalidURL() | httpx.UnsupportedProtocol():
+                return self._not_connected(error)
+            case httpx.LocalProtocolError():
+                return InvalidInput(f"the request to {self.address} cannot be sent: {error}")
+            case httpx.TimeoutException():
+                return CutOff(f"{self.address} has not answered within {answer_s:g} s")
+            case httpx.RemoteProtocolError() if not self._answered and self.address.scheme == "http":
+                return CutOff(f"{self.address} hung up without an answer in HTTP; if it speaks TLS, it is https://")
+            case _:
+                return CutOff(f"the connection to {self.address} was lost: {error or type(error).__name__}")
+
+    def _not_connected(self, error: Exception) -> NoConnection:
+        for cause in _causes(error):
+            if isinstance(cause, ssl.SSLError):
+                why = handshake_words(cause, self.address.host, plain="http", own_ca=self._own_ca)
+                kind = NotTrusted if isinstance(cause, ssl.SSLCertVerificationError) else NoConnection
+                return kind(f"no TLS connection to {self.address}: {why}")
+            if isinstance(cause, OSError) and cause.errno is not None and cause.strerror:
+                return NoConnection(f"no connection to {self.address}: {system_words(cause)}")
+        return NoConnection(f"no connection to {self.address}: {error}")
+
+
+async def said_in(response: httpx.Response) -> Said | None:
+    """What a tasuki server refused with; None if something else answered."""
+    body = b""
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > ERROR_MAX_BYTES:
+            break
+    try:
+        return msgspec.json.decode(body, type=_Envelope).error
+    except msgspec.DecodeError:
+        return None
+
+
+def _of_tasuki(status: int, said: Said) -> TasukiError:
+    """In the words of the wire, where some of HTTP's have other names."""
+    match said.code:
+        case "INVALID_PAYLOAD":
+            return InvalidInput(said.message)
+        case "TOKEN_REVOKED":
+            return Unauthorized(said.message)
+        case "TOO_MANY_REQUESTS":
+            return Overloaded(said.message)
+        case "METHOD_NOT_ALLOWED":
+            return from_wire("NOT_FOUND", said.message)
+    error = from_wire(said.code, said.message, said.details)
+    return CutOff(said.message) if type(error) is TasukiError and status >= 500 else error
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what is behind it, groups included."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]

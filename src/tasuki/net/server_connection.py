@@ -1,0 +1,107 @@
+"""The one connection that a client or worker has at a time, to whichever server its machine chose, with the blobs on it.
+
+The machine decides where and when; this dials, and tells it what happened (`Opened`, `Received`, `Closed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import ssl
+from collections.abc import Callable
+
+from tasuki.core.machine import Closed, Opened, Received
+from tasuki.core.protocol import Message, Welcome
+from tasuki.core.reconnect import Connect
+from tasuki.errors import TasukiError, Unavailable
+from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.link import Channel
+from tasuki.net.tcp_link import Link, connect
+
+
+class Line:
+    """`tell` passes an event to the machine; Closed of connection 0: none was made."""
+
+    def __init__(
+        self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None, *, is_worker: bool = False
+    ) -> None:
+        self.link: Channel | None = None
+        self.blobs = BlobLine()
+        self._tell = tell
+        self._tls = tls
+        self._http = (
+            ("tasuki.net.http.worker_link", "HttpWorkerLink") if is_worker else ("tasuki.net.http.client_link", "HttpLink")
+        )
+        self._numbers = itertools.count(1)
+        self._dialing: asyncio.Task[None] | None = None
+        self._closed = False
+        self._leaving: set[asyncio.Task[None]] = set()
+        """What has still to be taken down of links that are gone."""
+
+    def dial(self, wanted: Connect) -> None:
+        """Begin to connect; the machine hears of the end."""
+        self._dialing = asyncio.ensure_future(self._dial(wanted))
+
+    async def _dial(self, wanted: Connect) -> None:
+        try:
+            link = await self._connected(wanted)
+        except Unavailable as error:
+            self._tell(Closed(0, error.message))
+            return
+        if self._closed:
+            link.abort("closed while connecting")
+            return
+        if link.closed:  # the server hung up before we were told of the connection; `_lost` has told the machine
+            return
+        link.tag = next(self._numbers)
+        self.link = link
+        self._tell(Opened(link.tag, link.peer))
+
+    async def _connected(self, wanted: Connect) -> Channel:
+        if not wanted.address.http:
+            return await connect(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+        # Its imports take longer than all others together: only here, and not while the loop waits.
+        module, name = self._http
+        kind = getattr(await asyncio.to_thread(importlib.import_module, module), name)
+        link: Channel = kind(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+        return link
+
+    def _message(self, link: Channel, message: Message) -> None:
+        if self.blobs.take(message):
+            return
+        if type(message) is Welcome:
+            if message.codecs:
+                link.codec = message.codecs[0]
+            if isinstance(link, Link):
+                self.blobs.connected(link)
+            elif link.blobs is not None:
+                self.blobs.carried_by(link.blobs)
+        self._tell(Received(link.tag, message))
+
+    def _lost(self, link: Channel, reason: str) -> None:
+        leaving = asyncio.ensure_future(link.wait_closed())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        if self._closed:
+            return
+        if self.link is link:
+            self.link = None
+            self.blobs.lost()
+        self._tell(Closed(link.tag or 0, reason))
+
+    def hang_up(self, error: TasukiError | None) -> None:
+        """Leave this server without another word; the machine hears Closed."""
+        if self.link is not None:
+            self.link.abort(error.message if error is not None else "hung up")
+
+    async def close(self) -> None:
+        """For good: what is queued is still sent, and the machine hears nothing any more."""
+        self._closed = True
+        self.blobs.close()
+        if self.link is not None:
+            self.link.close()
+        if self._dialing is not None:
+            self._dialing.cancel()
+            await asyncio.gather(self._dialing, return_exceptions=True)
+        await asyncio.gather(*self._leaving)

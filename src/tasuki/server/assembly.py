@@ -1,0 +1,346 @@
+"""A server with all its parts: what `tasuki up` and `tasuki server` start. SQLite and blobs in a data folder, or PostgreSQL or
+Redis, and S3, for several servers; then the folder holds only the socket and the token of this server's own user.
+
+Drivers and Django are imported by the functions that need them: a server on Redis never imports Django.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.folder import FolderBlobs, FolderWriter
+from tasuki.blobs.open_blobs import open_blobs
+from tasuki.config import DataFolder
+from tasuki.core.access import TOKEN_PREFIXES, token_sha256
+from tasuki.core.app import DEFAULT_APP
+from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.lifecycle import RETENTION_DAYS
+from tasuki.core.store_messages import TokenRow
+from tasuki.errors import ConfigError, TooLarge
+from tasuki.server.cluster import Together
+from tasuki.server.presigned import Direct
+from tasuki.server.queries import Reader
+from tasuki.server.server import Server, ServerConfig
+from tasuki.server.swap_in import finish_publishing
+from tasuki.stores.store import Store
+
+if TYPE_CHECKING:
+    from tasuki.stores.redis.store import RedisStore
+
+logger = logging.getLogger("tasuki.server")
+JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
+BLOB_MAX_BYTES = 64 * 1024 * 1024 * 1024
+SHARED_READERS = 4  # read-only connections of a server to a database that it shares; SQLite's reader is quick enough alone
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
+COORDINATION_PREFIX = "tasuki-servers"  # of the keys in a Redis that coordinates the servers of a SQL store
+TTL_SLACK_S = 86_400.0  # pruning by the leader comes first; a key's own end is for a Redis whose servers are all gone
+
+
+def make_secret(kind: str) -> str:
+    """A new token: its kind in the prefix, 256 random bits."""
+    return TOKEN_PREFIXES[kind] + secrets.token_urlsafe(32)
+
+
+def prepare_folder(folder: DataFolder) -> None:
+    """Make the folder, for this user only; finish a restore that was killed while its store took its place."""
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"the data folder {folder.root} cannot be made: {error.strerror or error}") from None
+    finish_publishing(folder)
+
+
+def kill_at(points: str) -> Callable[[str], None]:
+    """For tests: the process kills itself at a named point, `name`, or the nth time it comes there, `name:n`.
+
+    `one,other` counts `other` only after `one`: `submit.written,turn.committed` is right after the commit of a submit.
+    """
+    ahead = [(name, int(count or 1)) for name, _, count in (point.partition(":") for point in points.split(",") if point)]
+
+    def fault(name: str) -> None:
+        if not ahead or ahead[0][0] != name:
+            return
+        wanted, count = ahead.pop(0)
+        if count > 1:
+            ahead.insert(0, (wanted, count - 1))
+        elif not ahead:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return fault
+
+
+def open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Callable[[], Store]:
+    """How the store thread opens its store. Django is imported here, not before."""
+
+    def open_store() -> Store:
+        from tasuki.stores.sql.store import SqlStore
+
+        store = SqlStore.open_sqlite(folder.database, fault=fault, stretch_bytes=JOURNAL_STRETCH_BYTES)
+        ensure_admin_token(store, folder.token_file)
+        return store
+
+    return open_store
+
+
+def open_sqlite_reader(folder: DataFolder) -> Callable[[], Reader]:
+    """How the reader thread opens its own, read-only connection."""
+
+    def open_reader() -> Reader:
+        from tasuki.stores.sql.read import SqlReader
+        from tasuki.stores.sql.sqlite import SqliteReadOnly
+
+        return SqlReader(SqliteReadOnly(folder.database))
+
+    return open_reader
+
+
+def open_postgresql(
+    url: str, folder: DataFolder | None, fault: Callable[[str], None] = lambda point: None, lock_ttl_s: float = LOCK_TTL_S
+) -> Callable[[], Store]:
+    """The same for a database that several servers share. Its tables are made or brought up to date first. Without a folder no
+    admin token is made."""
+
+    def open_store() -> Store:
+        from tasuki.stores.sql.store import SqlStore
+
+        store = SqlStore.open_postgresql(url, fault=fault, lock_ttl_s=lock_ttl_s)
+        if folder is not None:
+            ensure_admin_token(store, folder.token_file)
+        return store
+
+    return open_store
+
+
+def open_postgresql_reader(url: str) -> Callable[[], Reader]:
+    def open_reader() -> Reader:
+        from tasuki.stores.sql.postgres import PostgresReadOnly, connection_parameters
+        from tasuki.stores.sql.read import SqlReader
+
+        return SqlReader(PostgresReadOnly(connection_parameters(url)))
+
+    return open_reader
+
+
+def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, stands: bool = True) -> Together:
+    """The other servers on that database."""
+    from tasuki.coords.sql import SqlCoordination
+    from tasuki.stores.sql.store import SCHEMA_VERSION
+    from tasuki.stores.sql.wakeups import PostgresWakeups
+
+    return Together(
+        lambda: SqlCoordination(url, ttl_s=lock_ttl_s),
+        PostgresWakeups(url, server_id=server_id),
+        incarnation=secrets.token_hex(8),
+        schema_version=SCHEMA_VERSION,
+        lock_ttl_s=lock_ttl_s,
+        stands=stands,
+    )
+
+
+def is_redis(url: str) -> bool:
+    return url.startswith(REDIS_SCHEMES)
+
+
+def open_redis(
+    url: str,
+    folder: DataFolder | None = None,
+    *,
+    app: str = DEFAULT_APP,
+    retention_s: float = RETENTION_DAYS * 86_400.0,
+    strict: bool = False,
+    check: bool = True,
+) -> Callable[[], Store]:
+    """The same for a Redis that several servers share. `app` is the prefix of its keys; settings that keep no promise are warned
+    of, or with `strict` refused. Without a folder no admin token is made: for those who take part and open no door."""
+
+    def open_store() -> Store:
+        store = _redis_store(url, app, retention_s, strict=strict, check=check)
+        if folder is not None:
+            ensure_admin_token(store, folder.token_file)
+        return store
+
+    return open_store
+
+
+def open_redis_reader(
+    url: str, *, app: str = DEFAULT_APP, retention_s: float = RETENTION_DAYS * 86_400.0
+) -> Callable[[], Reader]:
+    return lambda: _redis_store(url, app, retention_s, check=False)
+
+
+def _redis_store(url: str, app: str, retention_s: float, *, strict: bool = False, check: bool = True) -> RedisStore:
+    from tasuki.stores.redis.store import RedisStore
+
+    return RedisStore.open(url, app=app, result_ttl_s=int(retention_s + TTL_SLACK_S), strict=strict, check=check)
+
+
+def company_on_redis(
+    url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, app: str = DEFAULT_APP, stands: bool = True
+) -> Together:
+    """The other servers on that Redis with the same app. One that does not stand never leads: it only takes part."""
+    from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
+    from tasuki.stores.redis.connection import connect, name_of
+    from tasuki.stores.redis.store import SCHEMA_VERSION
+    from tasuki.stores.redis.wakeups import RedisWakeups
+
+    return Together(
+        lambda: RedisCoordination(connect(url, TIMEOUT_SHARE * lock_ttl_s), where=name_of(url), app=app),
+        RedisWakeups(url, app=app, server_id=server_id),
+        incarnation=secrets.token_hex(8),
+        schema_version=SCHEMA_VERSION,
+        lock_ttl_s=lock_ttl_s,
+        stands=stands,
+    )
+
+
+def ensure_admin_token(store: Store, path: Path) -> None:
+    """The folder's own admin token: made at the first start, mode 0600, made again if its file was lost."""
+    try:
+        known = store.token(token_sha256(path.read_text("utf-8").strip()))
+    except FileNotFoundError:
+        known = None
+    if known is not None and known.revoked_at is None:
+        return
+    secret = make_secret("admin")
+    row = TokenRow(
+        token_id=secrets.token_hex(6),
+        kind="admin",
+        sha256=token_sha256(secret),
+        label="made by the server for its own folder",
+        created_at=store.clock.wall(),
+        created_by="server",
+    )
+    temporary = path.with_name(path.name + ".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secret + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    store.add_token(row)
+    temporary.replace(path)
+
+
+class Places(NamedTuple):
+    """Where a server keeps what must survive."""
+
+    folder: DataFolder
+    store: str = ""
+    """postgresql://… or redis://…; empty: SQLite in the folder."""
+    blobs: str = ""
+    """s3://…, or a folder; empty: in the data folder."""
+    lock_ttl_s: float = LOCK_TTL_S
+    coordination: str = ""
+    """redis://… for the servers of a PostgreSQL store; empty: in the store itself."""
+    app: str = DEFAULT_APP
+    """With Redis: the prefix of its keys, and what outsiders' jobs are jobs of."""
+    strict: bool = False
+    """With Redis: settings that keep no promise are refused."""
+
+
+def make_server(places: Places, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
+    """A server over these places; `await server.start()` opens them."""
+    folder = places.folder
+    blobs = open_blobs(places.blobs or folder.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=config.disk_floor_bytes)
+    if not places.store:
+        return Server(config, open_sqlite(folder, fault), open_sqlite_reader(folder), blobs, fault=fault)
+    check_store(places.store)
+    own_folder(folder)
+    if not places.blobs:
+        logger.warning("the blobs of this server are in %s: other servers cannot reach them; give --blobs s3://…", folder.blobs)
+    shared = msgspec.structs.replace(config, readers=SHARED_READERS)
+    if is_redis(places.store):
+        return Server(
+            shared,
+            open_redis(places.store, folder, app=places.app, retention_s=config.retention_s, strict=places.strict),
+            open_redis_reader(places.store, app=places.app, retention_s=config.retention_s),
+            blobs,
+            company_on_redis(places.store, config.server_id, places.lock_ttl_s, app=places.app),
+            fault,
+        )
+    return Server(
+        shared,
+        open_postgresql(places.store, folder, fault, places.lock_ttl_s),
+        open_postgresql_reader(places.store),
+        blobs,
+        _company_beside_sql(places, config.server_id),
+        fault,
+    )
+
+
+def open_direct(blobs: str, endpoint: str = "") -> Direct:
+    """Links with which peers use the bucket of `blobs` themselves, at `endpoint` if they know it by another address."""
+    from tasuki.blobs.s3.presign import S3Presign
+
+    return Direct(S3Presign(blobs, max_blob_bytes=BLOB_MAX_BYTES, endpoint=endpoint or None))
+
+
+def make_guest(places: Places, config: ServerConfig, *, stands: bool) -> tuple[Server, Together]:
+    """A server that takes part in a store which others keep up: it makes no token and owns no folder; `places.folder` holds its
+    socket at most. Without `places.blobs` there are none for it, neither to read nor to write."""
+    check_store(places.store)
+    url, floor = places.store, config.disk_floor_bytes
+    blobs: BlobStore = NoBlobs(places.folder.blobs, max_blob_bytes=0, floor_free_bytes=floor)
+    if places.blobs:
+        blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
+    config = msgspec.structs.replace(config, readers=SHARED_READERS, collects_blobs=bool(places.blobs))
+    if is_redis(url):
+        company = company_on_redis(url, config.server_id, places.lock_ttl_s, app=places.app, stands=stands)
+        opening = open_redis(url, app=places.app, retention_s=config.retention_s, strict=places.strict)
+        reading = open_redis_reader(url, app=places.app, retention_s=config.retention_s)
+    else:
+        company = _company_beside_sql(places, config.server_id, stands=stands)
+        opening = open_postgresql(url, None, lock_ttl_s=places.lock_ttl_s)
+        reading = open_postgresql_reader(url)
+    return Server(config, opening, reading, blobs, company), company
+
+
+class NoBlobs(FolderBlobs):
+    """Of a guest that was given none: what it kept in a folder of its own, nobody else could read."""
+
+    def begin(
+        self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
+    ) -> FolderWriter:
+        raise TooLarge(
+            f"{size_bytes or 'these'} bytes are too much to be kept in the store itself, and there are no blobs here; "
+            "give --blobs s3://…, the same as the servers'"
+        )
+
+
+def _company_beside_sql(places: Places, server_id: str, *, stands: bool = True) -> Together:
+    """Who is alive and who leads may be kept in Redis; which epochs count is the database's word in any case."""
+    if not places.coordination:
+        return company_on_postgresql(places.store, server_id, places.lock_ttl_s, stands=stands)
+    return company_on_redis(places.coordination, server_id, places.lock_ttl_s, app=COORDINATION_PREFIX, stands=stands)
+
+
+def own_folder(folder: DataFolder) -> None:
+    """One server for one data folder, for as long as this process lives: a second one would take the socket away."""
+    from tasuki.stores.sql.sqlite import OwnerLock
+
+    OwnerLock(folder.root / "server")
+
+
+def check_store(url: str) -> None:
+    """ConfigError for what is no store that several servers can share."""
+    if is_redis(url):
+        check_redis_driver()
+    elif not url.startswith(("postgresql://", "postgres://")):
+        scheme = url.partition("://")[0][:40]
+        raise ConfigError(
+            f"--store {scheme}://…: use postgresql://user@host/database or redis://host:6379/0, or none for the data folder"
+        )
+
+
+def check_redis_driver() -> None:
+    if find_spec("redis") is None:
+        raise ConfigError("redis:// needs the driver redis-py; install it with: pip install 'tasuki[redis]'")

@@ -1,0 +1,500 @@
+"""The server: where a broker (decisions), a store thread (truth), a reader and blobs meet. Doors hand it links.
+
+One turn of the event loop is: take everything that arrived (`received`), then, if the store is idle, give it the draft as one
+turn; when it is committed, send what follows from it. While the store is busy the next draft grows: group commit needs no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from tasuki.blobs.blob import BlobStore
+from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
+from tasuki.core.broker.broker import Broker, error_message
+from tasuki.core.broker.events import (
+    AskEnded,
+    AskRevoked,
+    BlobArrived,
+    BlobPiece,
+    BlobsDeleted,
+    BlobsUnderWay,
+    BrokerConfig,
+    Command,
+    DeleteBlobs,
+    Deposed,
+    Detach,
+    DiskSpace,
+    Event,
+    JobSeen,
+    Publish,
+    Query,
+    ReceiveBlob,
+    SendBlob,
+    SomeEnded,
+    SomeRevoked,
+    TookOver,
+    TurnDone,
+    TurnFailed,
+)
+from tasuki.core.broker.sessions import ClientSession, WorkerSession
+from tasuki.core.broker.settle import result_of
+from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
+from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, outcome_bytes
+from tasuki.core.store_messages import Answers, BlobPlace, Turn
+from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
+from tasuki.server.cluster import Alone, Company
+from tasuki.server.per_connection_queue import Lane
+from tasuki.server.queries import Reader, answer_query
+from tasuki.server.readers import Readers
+from tasuki.server.transfers import Transfers
+from tasuki.stores.batching import StoreThread
+from tasuki.stores.store import Store
+
+T = TypeVar("T")
+logger = logging.getLogger("tasuki.server")
+TICK_S = 0.1
+LATE_RESULTS = 64  # results of up to 64 KiB each that are read for a slow peer at once
+DISK_LOOK_S = 1.0
+TOUCHES_PER_GRACE = 4  # an upload that lasts longer than the grace of unused blobs must not look unused
+BUSY_ITEMS = 32  # waiting items from which on throughput comes before the latency of each
+DRAFT_SOFT_BYTES = 64 * 1024 * 1024
+DRAFT_SOFT_ITEMS = 20_000  # past this the doors stop reading until the store has caught up
+DOWNLOADS_AT_ONCE = 4  # of one connection: each holds a descriptor and a chunk
+STOP_TIMEOUT_S = 3.0  # for a store that cannot write: what workers reported and we never recorded, they keep
+
+
+class Connection(Protocol):
+    """What the server needs of a door's connection."""
+
+    peer: Peer
+    codec: str | None
+
+    @property
+    def full(self) -> bool: ...
+
+    def send(self, message: Message) -> None: ...
+    def send_together(self, messages: Iterable[Message]) -> None: ...
+    def trust(self, max_bytes: int) -> None: ...
+    def close(self, error: TasukiError | None = None) -> None: ...
+    def pause_reading(self, why: object = None) -> None: ...
+    def resume_reading(self, why: object = None) -> None: ...
+    async def drain(self) -> None: ...
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is started with."""
+
+    server_id: str
+    data: Path
+    """The folder whose disk is watched."""
+    lease_ttl_s: float = 15.0
+    retention_s: float = 30 * 86400.0
+    blob_grace_s: float = 3600.0
+    blob_budget_bytes: int | None = None
+    collects_blobs: bool = True
+    host: str = ""
+    readers: int = 1
+    disk_floor_bytes: int = DISK_FLOOR_BYTES
+    disk_floor_inodes: int = DISK_FLOOR_INODES
+    frame_max_bytes: int = FRAME_MAX_BYTES
+
+
+class _Late(msgspec.Struct, frozen=True):
+    """Jobs whose results a connection is to get when it has room."""
+
+    conn: int
+    job_ids: list[str]
+
+
+class Server:
+    """Runs inside one event loop. `start`, then doors call `opened`, `received`, `closed`; `stop` ends it in order."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        open_store: Callable[[], Store],
+        open_reader: Callable[[], Reader],
+        blobs: BlobStore,
+        company: Company | None = None,
+        fault: Callable[[str], None] = lambda point: None,
+    ) -> None:
+        self.config = config
+        self.broker: Broker
+        self._open_store = open_store
+        self._blobs = blobs
+        self._transfers = Transfers(blobs, self._blob_arrived)
+        self._company = company or Alone()
+        self._fault = fault
+        self._numbers = itertools.count(1)
+        self._links: dict[int, Connection] = {}
+        self._busy = False
+        self._pumping = False
+        self._throttled = False
+        self._readers = Readers(open_reader, config.readers)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._questions = Lane(self._query, self._spawn, at_once=config.readers)
+        self._downloads = Lane(self._send_blob, self._spawn, at_once=DOWNLOADS_AT_ONCE)
+        self._late = Lane(self._send_late, self._spawn, at_once=1)
+        self._idle = asyncio.Event()
+        self._stopping = False
+        self.on_last_client: Callable[[], None] = lambda: None
+        self.on_turn: Callable[[Turn, Answers], None] = lambda turn, answers: None
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Open the store (errors are raised here) and begin to tick."""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.run_in_executor(None, self._blobs.check)
+        self._thread = StoreThread(self._open_store, self._deliver)
+        epoch = await self._loop.run_in_executor(None, self._thread.open, self.config.server_id)
+        config = self.config
+        self.broker = Broker(
+            BrokerConfig(
+                server_id=config.server_id,
+                epoch=epoch,
+                shared=not epoch,
+                host=config.host,
+                own_uid=os.getuid() if hasattr(os, "getuid") else None,
+                lease_ttl_s=config.lease_ttl_s,
+                retention_s=config.retention_s,
+                blob_grace_s=config.blob_grace_s,
+                blob_budget_bytes=config.blob_budget_bytes,
+                collects_blobs=config.collects_blobs,
+                frame_max_bytes=config.frame_max_bytes,
+            )
+        )
+        self._look_at_disk()
+        await self._company.join(self)
+        self._spawn(self._tick())
+
+    def reachable_at(self, addresses: tuple[str, ...]) -> None:
+        """The doors are open: where peers, told by this server or another, can reach it."""
+        self.broker.addresses = addresses
+        self._company.moved()
+
+    async def stop(self) -> None:
+        """Answer what is under way, then close the store. New messages are not taken any more."""
+        self._stopping = True
+        await self._company.leave()
+        deadline = self._loop.time() + STOP_TIMEOUT_S
+        self._loop.call_at(deadline, self._thread.hurry)
+        while self._busy or (len(self.broker.draft) and self._loop.time() < deadline):
+            self._idle.clear()
+            self._pump()
+            if self._busy:
+                await self._idle.wait()
+            else:  # a turn failed, and the next try has its time
+                await asyncio.sleep(TICK_S)
+        for link in list(self._links.values()):
+            link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._transfers.close()
+        await self._loop.run_in_executor(None, self._thread.close)
+        await self._readers.close()
+
+    async def _tick(self) -> None:
+        disk_at = touch_at = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self.now()
+            if now.monotonic >= disk_at:
+                disk_at = now.monotonic + DISK_LOOK_S
+                self._look_at_disk()
+            if now.monotonic >= touch_at:
+                touch_at = now.monotonic + self.config.blob_grace_s / TOUCHES_PER_GRACE
+                if puts := self._transfers.under_way():
+                    self.tell(BlobsUnderWay(puts))
+                self._transfers.sweep()
+            self.tell(Ticked())
+            self._company.tick(now)
+
+    def tell(self, event: Event) -> None:
+        """Something happened: the broker decides, and the store begins if it is idle."""
+        self._apply(event, self.now())
+        self._pump()
+
+    def now(self) -> Now:
+        return Now(time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
+
+    def _look_at_disk(self) -> None:
+        stat = os.statvfs(self.config.data)
+        free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
+        problem = ""
+        if free < self.config.disk_floor_bytes:
+            problem = f"{self.config.data} has {free} bytes free, the floor is {self.config.disk_floor_bytes}; make room"
+        elif stat.f_files and inodes < self.config.disk_floor_inodes:
+            problem = f"{self.config.data} has {inodes} inodes free, the floor is {self.config.disk_floor_inodes}; make room"
+        self._apply(DiskSpace(problem), self.now())
+
+    # ------------------------------------------------------------------------------------------------ doors
+
+    def opened(self, link: Connection) -> int:
+        conn = next(self._numbers)
+        self._links[conn] = link
+        self._apply(Opened(conn, link.peer), self.now())
+        if self._throttled:
+            link.pause_reading("the store is busy")
+        return conn
+
+    def received(self, conn: int, message: Message) -> None:
+        if self._stopping:
+            return
+        self._apply(Received(conn, message), self.now())
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def read(self) -> None:
+        """Everything of one read was received: if the store is idle it begins at once."""
+        if not self._busy and not self._stopping:
+            self._pump()
+
+    def closed(self, conn: int, reason: str) -> None:
+        if self._links.pop(conn, None) is not None:
+            self._leave(conn)
+            self._apply(Closed(conn, reason), self.now())
+            self._tell_about_clients()
+
+    def _leave(self, conn: int) -> None:
+        for part in (self._transfers, self._questions, self._downloads, self._late):
+            part.forget(conn)
+
+    def _tell_about_clients(self) -> None:
+        if not self._stopping and all(map(self._is_worker, self._links)):
+            self.on_last_client()
+
+    def _is_worker(self, conn: int) -> bool:
+        return isinstance(self.broker.sessions.get(conn), WorkerSession)
+
+    # ------------------------------------------------------------------------------------------------ turns
+
+    def _pump(self) -> None:
+        self._pumping = False
+        if self._busy:
+            draft = self.broker.draft
+            if (len(draft) > DRAFT_SOFT_ITEMS or draft.size_bytes > DRAFT_SOFT_BYTES) and not self._throttled:
+                self._throttled = True
+                for link in self._links.values():
+                    link.pause_reading("the store is busy")
+            return
+        turn = self.broker.next_turn(self.now())
+        if turn is None:
+            return
+        self._busy = True
+        self._thread.submit(turn)
+        if self._throttled:
+            self._throttled = False
+            for link in self._links.values():
+                link.resume_reading("the store is busy")
+
+    def _deliver(self, turn: Turn, answers: Answers | TasukiError) -> None:
+        self._loop.call_soon_threadsafe(self._delivered, turn, answers)
+
+    def _delivered(self, turn: Turn, answers: Answers | TasukiError) -> None:
+        self._busy = False
+        self._fault("turn.before_answers")
+        event: Event = TurnDone(turn, answers) if isinstance(answers, Answers) else TurnFailed(turn, answers)
+        if isinstance(event, TurnDone):
+            self.on_turn(event.turn, event.answers)
+        commands = self.broker.apply(event, self.now())
+        if len(self.broker.draft) < BUSY_ITEMS:
+            # Little waits: the answers leave first, and the next turn begins behind them.
+            self._perform(commands)
+            if not self._pumping:
+                self._pumping = True
+                self._loop.call_soon(self._pump)
+        else:
+            # Under load the store goes on while the answers are encoded: both cores have work.
+            self._pump()
+            self._perform(commands)
+        self._fault("turn.answered")
+        if not self._busy:
+            self._idle.set()
+
+    def _apply(self, event: Event, now: Now) -> None:
+        commands = self.broker.apply(event, now)
+        if commands:
+            self._perform(commands)
+
+    def _perform(self, commands: list[Command]) -> None:
+        told: list[Message] = []
+        for command, following in itertools.zip_longest(commands, commands[1:]):
+            match command:
+                case Send():
+                    told.append(command.message)
+                    if not _goes_with(command, following):
+                        self._send(command.conn, told)
+                        told = []
+                case Hangup():
+                    link = self._links.pop(command.conn, None)
+                    if link is not None:
+                        self._leave(command.conn)
+                        link.close(command.error)
+                        self._tell_about_clients()
+                case Query():
+                    self._questions.add(command.conn, self._links[command.conn], command)
+                case BlobPiece():
+                    self._transfers.piece(command.conn, self._links[command.conn], command.chunk)
+                case SendBlob():
+                    self._downloads.add(command.conn, self._links[command.conn], command)
+                case ReceiveBlob():
+                    if (link := self._links.get(command.conn)) is not None:
+                        self._transfers.begin(command.conn, link, command.put, command.place, command.uploader)
+                case DeleteBlobs():
+                    self._spawn(self._delete_blobs(command))
+                case AskEnded() | AskRevoked():
+                    self._spawn(self._ask(command))
+                case TookOver() | Deposed() | Publish():
+                    self._company.told(command)
+                case Detach():
+                    self._spawn(self._detach(command))
+
+    def _send(self, conn: int, messages: list[Message]) -> None:
+        link = self._links.get(conn)
+        if link is None:
+            return
+        first = messages[0]
+        if type(first) is Welcome:
+            self._welcomed(link, first)
+        if type(first) is Results and link.full:
+            self._send_later(conn, link, first)
+        else:
+            link.send_together(messages)
+
+    def _welcomed(self, link: Connection, welcome: Welcome) -> None:
+        link.trust(self.config.frame_max_bytes)
+        if welcome.codecs:
+            link.codec = welcome.codecs[0]
+
+    # ------------------------------------------------------------------------------------------------ blobs
+
+    def _blob_arrived(self, conn: int, put: BlobPut, place: BlobPlace) -> None:
+        self.tell(BlobArrived(conn, put, place))
+
+    async def _delete_blobs(self, command: DeleteBlobs) -> None:
+        deleted = await self._transfers.delete(command.places)
+        self.tell(BlobsDeleted(command.epoch, deleted))
+
+    # ------------------------------------------------------------------------------------------------ reads
+
+    def _send_later(self, conn: int, link: Connection, results: Results) -> None:
+        """The peer has not yet read what was sent before: these are dropped here, and read again when it has."""
+        job_ids = [item.job_id for item in results.items]
+        for start in range(0, len(job_ids), LATE_RESULTS):
+            self._late.add(conn, link, _Late(conn, job_ids[start : start + LATE_RESULTS]))
+
+    async def _send_late(self, late: _Late) -> None:
+        link = self._links.get(late.conn)
+        if link is None:
+            return
+        try:
+            jobs = await self._readers.ask(lambda reader: reader.get(late.job_ids))
+        except TasukiError as error:  # nobody else knows of these results: the client asks again when it comes back
+            link.close(error)
+            return
+        session = self.broker.sessions.get(late.conn)
+        if not isinstance(session, ClientSession):
+            return
+        ended = []
+        for job in jobs:
+            if job is not None and job.state.terminal:
+                ended.append(result_of(job))
+            elif job is not None:  # set going again meanwhile: its next end is still waited for, and may have come already
+                self.broker.watch(session, job.job_id)
+                self.broker.ask_ends([job.job_id])
+        for some in batches(ended, lambda item: outcome_bytes(item.outcome)):
+            link.send(Results(list(some)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._loop.call_exception_handler({"message": "a server task failed", "exception": task.exception()})
+
+    async def _query(self, query: Query) -> None:
+        link = self._links.get(query.conn)
+        if link is None:
+            return
+        try:
+            body = await self._readers.ask(lambda reader: answer_query(reader, query))
+        except RecursionError:
+            link.send(error_message(query.msg_id, InvalidInput(f"{query.verb}: a parameter is nested too deep")))
+        except TasukiError as error:
+            link.send(error_message(query.msg_id, error if query.identity.admin else discreet(error)))
+        except Exception:  # a defect of ours: whoever asked must not wait for ever
+            logger.exception("%s failed", query.verb)
+            link.send(error_message(query.msg_id, discreet(InternalError(""))))
+        else:
+            if query.question is not None:
+                self.tell(JobSeen(query.conn, query.msg_id, query.question, body))
+            else:
+                link.send(Reply(query.msg_id, body))
+
+    async def _ask(self, command: AskEnded | AskRevoked) -> None:
+        """What other servers may have done. If the store cannot be asked now, the next look comes in a second."""
+        try:
+            if isinstance(command, AskEnded):
+                ended = await self._readers.ask(lambda reader: reader.ended_among(command.job_ids))
+                self.tell(SomeEnded(ended))
+            else:
+                revoked = await self._readers.ask(lambda reader: reader.revoked_among(command.token_ids))
+                self.tell(SomeRevoked(revoked))
+        except Unavailable as error:
+            logger.debug("a look at what others did failed: %s", error)
+
+    async def _detach(self, command: Detach) -> None:
+        link = self._links.get(command.conn)
+        if link is None:
+            return
+        try:
+            changed = await self._company.detach(command)
+            link.send(Reply(command.msg_id, {"worker_id": command.worker_id, "changed": changed}))
+        except TasukiError as error:
+            link.send(error_message(command.msg_id, error))
+
+    async def ask(self, question: Callable[[Reader], T]) -> T:
+        """What the store says, read on a connection of its own."""
+        return await self._readers.ask(question)
+
+    async def highest_epoch(self) -> int:
+        """Of all that ever led this store."""
+        return (await self.ask(lambda reader: reader.epoch()))[0]
+
+    async def _send_blob(self, command: SendBlob) -> None:
+        link = self._links.get(command.conn)
+        if link is None:
+            return
+        try:
+            get = command.get
+            job, place = await self._readers.ask(
+                lambda reader: (reader.get([get.job_id])[0], reader.blob_places([get.sha256])[0])
+            )
+            await self._transfers.send(link, job, command, place)
+        except TasukiError as error:
+            link.send(error_message(command.get.msg_id, error))
+
+
+def _goes_with(first: Send, following: Command | None) -> bool:
+    """Whether both leave in one write: a worker that hears what was recorded and what it gets next is woken once.
+
+    Results do not: behind each of them the peer may turn out to be one that does not read.
+    """
+    if type(following) is not Send or following.conn != first.conn:
+        return False
+    return not isinstance(first.message, Welcome | Results) and not isinstance(following.message, Welcome | Results)

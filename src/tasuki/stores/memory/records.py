@@ -1,0 +1,309 @@
+"""The records of the memory store: every job as one immutable record, the indexes over them, and what only reads.
+
+Every change of a job goes through `_put`, which keeps the indexes true. That makes taking a turn back simple: put the old
+records again, latest first. Touches nothing outside its own memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import islice
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core import subject as subjects
+from tasuki.core.job import LEASED, READY, Incident, Job, OnDisconnect, Outcome
+from tasuki.core.lifecycle import Event
+from tasuki.core.store_messages import COUNTED, AuditRow, Filter, GroupCounts, JobKind, Page, Report, TokenRow, kind_of
+from tasuki.errors import InvalidInput
+from tasuki.stores.store import Clock
+from tasuki.stores.texts import storable
+
+FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
+
+matches = lru_cache(65_536)(subjects.matches)  # leasing asks the same few pairs over and over
+
+Entry = tuple[float, int, str]
+"""What the sorted indexes hold: what they are sorted by, the seq, the job_id."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """The report that ended an attempt, to know its repeat by. A message may differ: a program's log tail often does."""
+
+    verb: Event
+    worker_id: str
+    lease_id: str
+    attempt: int
+    exit_code: int | None
+    error_code: str | None
+    result_sha256: str | None
+
+    @classmethod
+    def of(cls, report: Report, verb: Event) -> Said:
+        outcome = report.outcome
+        shown = (verb, report.worker_id, report.lease_id, report.attempt)
+        return cls(*shown, outcome.exit_code, outcome.error_code, outcome.result_sha256)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One job with what is kept beside it."""
+
+    seq: int
+    """Order of submission: its age, whatever happens to it later."""
+    job: Job
+    spec: bytes
+    delayed: bool = False
+    """Waits for `promote`."""
+    ttl_s: float = 0.0
+    """Of the lease; `take_over` renews by it."""
+    said: Said | None = None
+    """Known until the next grant or requeue."""
+    incidents: tuple[Incident, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        return self.job.state in READY and not self.delayed
+
+    @property
+    def over_at(self) -> float:
+        """When, on the lease clock, the lease may be taken from its worker."""
+        lease = self.job.lease
+        assert lease is not None
+        return lease.expires_at + (lease.reconnect_grace_s if lease.on_disconnect is OnDisconnect.KEEP else 0.0)
+
+    def blobs(self) -> set[str]:
+        """The inputs and the result that are blobs."""
+        found = {file.sha256 for file in self.job.spec.files if file.sha256 is not None}
+        if self.job.outcome is not None and self.job.outcome.result_ref is not None:
+            found.add(self.job.outcome.result_ref.sha256)
+        return found
+
+
+Queue = tuple[str, JobKind]
+
+
+def queue_of(job: Job) -> Queue:
+    return job.spec.subject, kind_of(job.spec.exec, job.submitter)
+
+
+class MemoryRecords:
+    """Jobs and tokens with their indexes; `MemoryStore` adds the verbs that change jobs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._records: dict[str, Record] = {}
+        self._tokens: dict[str, TokenRow] = {}  # by token_id, oldest first
+        self._audit: list[AuditRow] = []
+        self._all: list[Entry] = []  # by seq
+        self._ready: dict[int, dict[Queue, list[Entry]]] = {}  # priority -> queue -> by seq; never an empty list
+        self._delayed: list[Entry] = []  # by not_before
+        self._late: list[Entry] = []  # ready or delayed, by not_after
+        self._leased: list[Entry] = []  # by when the lease is over
+        self._ended: list[Entry] = []  # terminal, by finished_at
+        self._counts: dict[str, Counter[str]] = {}  # group -> GroupCounts field -> jobs
+        self._blobs: dict[str, dict[str, None]] = {}  # sha256 -> job_ids
+        self._undo: list[Callable[[], None]] = []
+        self._depth = 0
+
+    # -- transactions ---------------------------------------------------------------------------------------------
+    @contextmanager
+    def turn(self, *, lasting: bool = True) -> Iterator[None]:
+        """All of the block's changes, or none. A verb inside is a turn of its own that the outer one takes back too."""
+        mark = len(self._undo)
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            while len(self._undo) > mark:
+                self._undo.pop()()
+            raise
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._undo.clear()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    # -- records and their indexes --------------------------------------------------------------------------------
+    def _put(self, job_id: str, new: Record | None) -> None:
+        """Set or delete the one record; the only place that changes `_records`."""
+        old = self._records.get(job_id)
+        self._undo.append(lambda: self._place(job_id, old))
+        self._place(job_id, new)
+
+    def _place(self, job_id: str, new: Record | None) -> None:
+        old = self._records.pop(job_id, None)
+        if old is not None:
+            self._unindex(old)
+        if new is not None:
+            self._records[job_id] = new
+            self._index(new)
+
+    def _indexes(self, record: Record) -> Iterator[tuple[list[Entry], float]]:
+        """The sorted lists that this record stands in, and by what."""
+        job = record.job
+        yield self._all, 0.0
+        if job.state in READY and job.not_after is not None:
+            yield self._late, job.not_after
+        if record.delayed:
+            assert job.not_before is not None
+            yield self._delayed, job.not_before
+        elif job.state in READY:
+            yield self._ready.setdefault(job.priority, {}).setdefault(queue_of(job), []), 0.0
+        elif job.state in LEASED:
+            yield self._leased, record.over_at
+        else:
+            assert job.finished_at is not None
+            yield self._ended, job.finished_at
+
+    def _index(self, record: Record) -> None:
+        job = record.job
+        for entries, key in self._indexes(record):
+            insort(entries, (key, record.seq, job.job_id))
+        self._counts.setdefault(subjects.group_of(job.spec.subject), Counter())[COUNTED[job.state]] += 1
+        for sha256 in record.blobs():
+            self._blobs.setdefault(sha256, {})[job.job_id] = None
+
+    def _unindex(self, record: Record) -> None:
+        job = record.job
+        for entries, key in self._indexes(record):
+            del entries[bisect_left(entries, (key, record.seq, job.job_id))]
+        if record.ready:
+            band = self._ready[job.priority]
+            if not band[queue_of(job)]:
+                del band[queue_of(job)]
+            if not band:
+                del self._ready[job.priority]
+        self._counts[subjects.group_of(job.spec.subject)][COUNTED[job.state]] -= 1
+        for sha256 in record.blobs():
+            del self._blobs[sha256][job.job_id]
+            if not self._blobs[sha256]:
+                del self._blobs[sha256]
+
+    def _change(self, record: Record, job: Job, *incidents: Incident, delayed: bool = False) -> Record:
+        """Put the record with its job changed, its version counted up and its story told on."""
+        job = replace(job, version=record.job.version + 1)
+        new = replace(record, job=job, delayed=delayed, incidents=record.incidents + incidents)
+        self._put(job.job_id, new)
+        return new
+
+    def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> Incident:
+        return Incident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable(reason))
+
+    def _is_later(self, not_before: float | None) -> bool:
+        return not_before is not None and not_before > self.clock.wall()
+
+    # -- readers --------------------------------------------------------------------------------------------------
+    def get(self, job_ids: Sequence[str]) -> list[Job | None]:
+        return [record.job if (record := self._records.get(job_id)) else None for job_id in job_ids]
+
+    def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
+        end = len(self._all)
+        if cursor is not None:
+            if not cursor.isdecimal():
+                raise InvalidInput(f"cursor {cursor[:40]!r} is not one that find gave")
+            end = bisect_left(self._all, (0.0, int(cursor), ""))
+        jobs: list[Job] = []
+        stop = max(0, end - FIND_SCAN_MAX)
+        position = end
+        while position > stop and len(jobs) < limit:
+            position -= 1
+            job = self._records[self._all[position][2]].job
+            if _is_wanted(filter, job):
+                jobs.append(job)
+        return Page(jobs, str(self._all[position][1]) if position > 0 else None)
+
+    def incidents(self, job_id: str) -> list[Incident]:
+        record = self._records.get(job_id)
+        return list(record.incidents) if record else []
+
+    def counts(self) -> dict[str, GroupCounts]:
+        return {group: GroupCounts(**counter) for group, counter in self._counts.items() if counter.total()}
+
+    def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
+        record = self._records.get(job_id)
+        if record is None or not record.ready:
+            return None
+        queue = self._ready[record.job.priority][queue_of(record.job)]
+        return min(limit, bisect_left(queue, (0.0, record.seq, job_id)))
+
+    def top_band(self) -> int | None:
+        return max(self._ready, default=None)
+
+    def ended_among(self, job_ids: Sequence[str]) -> list[str]:
+        return [
+            job_id
+            for job_id in dict.fromkeys(job_ids)
+            if (record := self._records.get(job_id)) is None or record.job.state.terminal
+        ]
+
+    def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
+        return list(islice(self._blobs.get(sha256, ()), limit))
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+    def add_token(self, token: TokenRow) -> bool:
+        with self.turn():
+            token = replace(token, label=storable(token.label))
+            known = [row for row in self._tokens.values() if token.token_id == row.token_id or token.sha256 == row.sha256]
+            if known:
+                return known == [token]
+            self._undo.append(lambda: self._tokens.__delitem__(token.token_id))
+            self._tokens[token.token_id] = token
+            self._add_audit(token.created_by, "token.create", token.token_id, f"{token.kind} {token.label}".rstrip())
+            return True
+
+    def token(self, sha256: str) -> TokenRow | None:
+        return next((token for token in self._tokens.values() if token.sha256 == sha256), None)
+
+    def tokens(self) -> list[TokenRow]:
+        return list(self._tokens.values())
+
+    def revoke_token(self, token_id: str, *, actor: str) -> bool:
+        with self.turn():
+            token = self._tokens.get(token_id)
+            if token is None or token.revoked_at is not None:
+                return False
+            self._undo.append(lambda: self._tokens.__setitem__(token_id, token))
+            self._tokens[token_id] = replace(token, revoked_at=self.clock.wall(), revoked_by=actor)
+            self._add_audit(actor, "token.revoke", token_id)
+            return True
+
+    def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
+        return [
+            token_id
+            for token_id in dict.fromkeys(token_ids)
+            if (token := self._tokens.get(token_id)) is None or token.revoked_at is not None
+        ]
+
+    def audit(self, *, limit: int = 100) -> list[AuditRow]:
+        return list(islice(reversed(self._audit), limit))
+
+    def _add_audit(self, actor: str, action: str, target: str, detail: str = "") -> None:
+        self._undo.append(lambda: self._audit.__delitem__(-1))
+        self._audit.append(AuditRow(at=self.clock.wall(), actor=actor, action=action, target=target, detail=detail))
+
+
+def _is_wanted(filter: Filter, job: Job) -> bool:
+    subject = job.spec.subject
+    if filter.states and job.state not in filter.states:
+        return False
+    if filter.subject is not None and not matches(filter.subject, subject):
+        return False
+    if filter.array_id is not None and job.spec.array_id != filter.array_id:
+        return False
+    if filter.worker_id is not None and job.assigned_worker_id != filter.worker_id:
+        return False
+    if filter.submitter is not None or filter.scope:
+        is_own = job.submitter == filter.submitter
+        if not is_own and not any(matches(pattern, subject) for pattern in filter.scope):
+            return False
+    if filter.text is not None:
+        outcome = job.outcome or Outcome()
+        return any(filter.text in place for place in (job.job_id, outcome.error_code or "", outcome.message))
+    return True

@@ -1,0 +1,416 @@
+"""How the Redis store writes things down, and reads them again. Pure.
+
+Numbers are texts that lose nothing (repr, and %.17g in Lua). A field that is not there stands for none, no and zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.job import (
+    Incident,
+    Job,
+    JobSpec,
+    Lease,
+    OnDisconnect,
+    Outcome,
+    Progress,
+    State,
+    body_hash,
+)
+from tasuki.core.store_messages import AuditRow, Grant, Report, TokenRow, kind_of
+from tasuki.core.subject import group_of
+
+PARTS = {"summary_text": "s", "freqs_csv": "f"}
+"""What of an outcome's notes has a key of its own (`{app}:summary:{id}`, `{app}:freqs:{id}`), and its letter."""
+
+Reply = Any
+"""What a verb answered: bytes, None, and lists of these."""
+
+Argument = str | bytes | int | float
+
+Text = str | bool
+"""False: there is none."""
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+_decode_progress = msgspec.json.Decoder(Progress).decode
+_decode_story = msgspec.msgpack.Decoder(tuple[str, str, int, str, str, str]).decode
+_decode_audit = msgspec.msgpack.Decoder(tuple[str, str, str, str, str]).decode
+
+INSIDE_MAX_BYTES = 1024  # a payload up to this has no key of its own, unless outsiders know that key
+
+_MAP_16 = 0xDE
+_FIXED_MAP = 0x80
+_FIXED_MAP_MAX = 15
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What of a job never changes, as far as Lua needs it; the head of `{app}:spec:{id}`."""
+
+    subject: str
+    group: str
+    kind: str
+    priority: str
+    submitter: str
+    max_retries: str
+    max_losses: str
+    backoff_s: str
+    body_hash: Text = False
+    """In hex; none of an outsider's job."""
+    array_id: Text = False
+    inputs: Text = False
+    """The sha256 of its input blobs, one after the other."""
+    not_before: Text = False
+    not_after: Text = False
+    delay_first_loss: Text = False
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What of a job changes: `{app}:job:{id}`. The last three are known to the script, not to whoever submits."""
+
+    state: str
+    group: str
+    payload: Text
+    """It has one."""
+    version: Text
+    attempt: Text
+    assigned_worker_id: Text
+    assigned_at: Text
+    started_at: Text
+    finished_at: Text
+    lease_id: Text
+    incarnation: Text
+    ttl_s: Text
+    outcome: Text
+    """o if there is one, then r, s, f for each of the keys result, summary, freqs."""
+    said: Text
+    """Of the report that ended the latest attempt: its repeat is known by it, until the next grant or requeue."""
+    rare: dict[str, str] | bool
+    """Those of RARE that are there."""
+    shown: Text
+    """Outsiders may read it: it has the keys status, lease and retry_count, and what it leaves expires."""
+    seq: str
+    """Order of submission: its age, whatever happens to it later."""
+    created_at: str
+
+
+RARE = (
+    "not_before",
+    "not_after",
+    "delayed",  # waits for promote
+    "generation",
+    "failures",
+    "losses",
+    "leader_epoch",
+    "cancel_requested",
+    "progress",  # in JSON
+    "keep",  # on_disconnect
+    "reconnect_grace_s",
+    "expires_at",  # of a lease that is kept; of others it is the score in the index
+    "result_blob",
+    "dead",  # stands among the dead letters
+)
+"""Fields that most jobs never have."""
+
+
+def optional(value: float | str | None) -> Argument:
+    """What may be none goes as ''."""
+    return "" if value is None else value
+
+
+def flag(value: bool) -> str:
+    return "1" if value else "0"
+
+
+read_record = msgspec.msgpack.Decoder(Record).decode
+_decode_facts = msgspec.msgpack.Decoder(Facts).decode
+
+# ---------------------------------------------------------------------------------------------------- specs
+
+
+Place = tuple[int, str, str, str]
+"""Priority, group, kind and subject of a queue."""
+
+
+class Shape(NamedTuple):
+    """What many jobs have in common."""
+
+    place: Place
+    facts: bytes
+    """The facts up to the hash of their body; see `_PLAIN_FACTS`."""
+
+
+@lru_cache(4096)
+def shape_of(
+    subject: str, exec: str, submitter: str, priority: int, max_retries: int, max_losses: int, backoff_s: float
+) -> Shape:
+    group, kind = group_of(subject), str(kind_of(exec, submitter).value)
+    facts = Facts(
+        subject, group, kind, str(priority), submitter, str(max_retries), str(max_losses), repr(backoff_s), "0" * _HASH_CHARS
+    )
+    return Shape((priority, group, kind, subject), encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])
+
+
+_HASH_CHARS = 64
+_PLAIN_FACTS = b"\xc2" * (len(Facts.__struct_fields__) - Facts.__struct_fields__.index("body_hash") - 1)
+"""What stands behind the hash of a body as long as none of it is there: false for each field."""
+
+
+def spec_value(spec: JobSpec, submitter: str, hashed: bytes, *, with_payload: bool) -> tuple[bytes, Place]:
+    """`{app}:spec:{id}`: the length of the facts, the facts, and the spec, without its payload if that has a key of its own.
+    And the queue that it waits in, if it waits for nothing else."""
+    shape = shape_of(spec.subject, spec.exec, submitter, spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s)
+    if spec.files or spec.array_id or spec.delay_first_loss or spec.not_before is not None or spec.not_after is not None:
+        facts = encode(_all_facts(spec, submitter, hashed.hex()))
+    else:
+        facts = shape.facts + hashed.hex().encode() + _PLAIN_FACTS
+    packed = encode(spec if with_payload else replace(spec, payload=b""))
+    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + packed, shape.place
+
+
+def template_value(template: JobSpec, submitter: str) -> bytes:
+    """The same of all jobs that outsiders make, up to the value of the job_id, which is put behind it."""
+    facts = encode(_all_facts(template, submitter, False))
+    return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _spec_head(template)
+
+
+def _all_facts(spec: JobSpec, submitter: str, hashed: Text) -> Facts:
+    return Facts(
+        spec.subject,
+        group_of(spec.subject),
+        str(kind_of(spec.exec, submitter).value),
+        str(spec.priority),
+        submitter,
+        str(spec.max_retries),
+        str(spec.max_losses),
+        repr(spec.backoff_s),
+        hashed,
+        spec.array_id or False,
+        inputs_of(spec) or False,
+        repr(spec.not_before) if spec.not_before is not None else False,
+        repr(spec.not_after) if spec.not_after is not None else False,
+        "1" if spec.delay_first_loss else False,
+    )
+
+
+def inputs_of(spec: JobSpec) -> str:
+    return "".join(dict.fromkeys(file.sha256 for file in spec.files if file.sha256 is not None)) if spec.files else ""
+
+
+def _spec_head(template: JobSpec) -> bytes:
+    """The spec up to the value of its job_id."""
+    fields = msgspec.to_builtins(template, builtin_types=(bytes,))
+    fields.pop("job_id", None)
+    fields.pop("payload", None)
+    return _grown(encode(fields)) + encode("job_id")
+
+
+def split(value: bytes) -> tuple[Facts, bytes]:
+    """The facts, and the spec, in which a payload that has a key of its own is missing."""
+    end = _LENGTH_BYTES + int.from_bytes(value[:_LENGTH_BYTES], "big")
+    return _decode_facts(value[_LENGTH_BYTES:end]), value[end:]
+
+
+@lru_cache(1024)
+def record_head(group: str, has_payload: bool) -> bytes:
+    """The record of a new job that waits for nothing, up to its last three fields."""
+    new = ("PENDING", group, "1" if has_payload else False)
+    fields = (*new, *[False] * (len(Record.__struct_fields__) - len(new)))
+    return encode(fields)[:-_LAST_FIELDS]
+
+
+_LAST_FIELDS = 3  # one byte each as long as they are false
+_LENGTH_BYTES = 4
+
+
+def with_payload(spec: bytes, payload: bytes) -> bytes:
+    """The whole spec in msgpack, if its payload has a key of its own."""
+    return _grown(spec) + _PAYLOAD + encode(payload) if payload else spec
+
+
+_PAYLOAD = encode("payload")
+
+
+def _grown(packed: bytes) -> bytes:
+    """A msgpack map whose head announces one field more, which is to be put behind it."""
+    if packed[0] == _MAP_16:
+        size, body = int.from_bytes(packed[1:3], "big"), packed[3:]
+    else:
+        size, body = packed[0] - _FIXED_MAP, packed[1:]
+    size += 1
+    if size <= _FIXED_MAP_MAX:
+        return bytes([_FIXED_MAP + size]) + body
+    return bytes([_MAP_16]) + size.to_bytes(2, "big") + body
+
+
+# ---------------------------------------------------------------------------------------------------- outcomes
+
+
+def said(report: Report, verb: str) -> str:
+    """What a repeat of this report is known by. A message may differ: a program's log tail often does."""
+    outcome = report.outcome
+    shown = (
+        verb,
+        report.worker_id,
+        report.lease_id,
+        report.attempt,
+        outcome.exit_code,
+        outcome.error_code,
+        outcome.result_sha256,
+    )
+    return hashlib.blake2b(encode(shown), digest_size=16).hexdigest()
+
+
+def outcome_arguments(outcome: Outcome) -> list[Argument]:
+    """The outcome without what has a key of its own; the letters of what has one, and of a result that is a blob (b); these."""
+    letters, values = "", list[Argument]()
+    if outcome.result is not None:
+        letters, values = "r", [outcome.result]
+        outcome = replace(outcome, result=None)
+    taken = {name: text for name in PARTS if isinstance(text := outcome.meta.get(name), str)} if outcome.meta else {}
+    if taken:
+        letters += "".join(PARTS[name] for name in taken)
+        values += taken.values()
+        outcome = replace(outcome, meta={name: value for name, value in outcome.meta.items() if name not in taken})
+    if outcome.result_ref is not None:
+        letters += "b"
+        values.append(outcome.result_ref.sha256)
+    return [encode(outcome), letters, *values]
+
+
+def _outcome(packed: bytes | None, result: bytes | None, summary: bytes | None, freqs: bytes | None) -> Outcome | None:
+    if packed is None:
+        return None
+    outcome = _decode_outcome(packed)
+    meta = {name: part.decode() for name, part in (("summary_text", summary), ("freqs_csv", freqs)) if part is not None}
+    if meta:
+        outcome = replace(outcome, meta={**outcome.meta, **meta})
+    return outcome if result is None else replace(outcome, result=result)
+
+
+def outcome_texts(packed: bytes | None) -> tuple[str, str]:
+    """Error code and message."""
+    if packed is None:
+        return "", ""
+    outcome = _decode_outcome(packed)
+    return outcome.error_code or "", outcome.message
+
+
+# ---------------------------------------------------------------------------------------------------- jobs
+
+
+def grant(row: Reply) -> Grant:
+    job_id, lease_id, attempt, ttl_s, value, payload = row
+    facts, spec = split(value)
+    return Grant(job_id.decode(), with_payload(spec, payload), facts.submitter, lease_id.decode(), int(attempt), float(ttl_s))
+
+
+def job(row: Reply) -> Job | None:
+    """A job, from everything that is stored of it."""
+    if row is None:
+        return None
+    packed, value, payload, expires_at, outcome, result, summary, freqs = row
+    record = read_record(packed)
+    facts, packed_spec = split(value)
+    rare = record.rare if isinstance(record.rare, dict) else {}
+    spec = _decode_spec(packed_spec)
+    if payload:
+        spec = replace(spec, payload=payload)
+    return Job(
+        spec=spec,
+        state=State(record.state),
+        submitter=facts.submitter,
+        body_hash=bytes.fromhex(facts.body_hash) if isinstance(facts.body_hash, str) else body_hash(spec),
+        created_at=float(record.created_at),
+        attempt=int(record.attempt),
+        generation=int(rare.get("generation", 0)),
+        failures=int(rare.get("failures", 0)),
+        losses=int(rare.get("losses", 0)),
+        version=int(record.version),
+        priority=int(facts.priority),
+        not_before=_time(rare.get("not_before", False)),
+        not_after=_time(rare.get("not_after", False)),
+        lease=_lease(record, rare, expires_at),
+        assigned_worker_id=_text(record.assigned_worker_id),
+        assigned_at=_time(record.assigned_at),
+        started_at=_time(record.started_at),
+        finished_at=_time(record.finished_at),
+        cancel_requested="cancel_requested" in rare,
+        outcome=_outcome(outcome, result, summary, freqs),
+        leader_epoch=int(rare.get("leader_epoch", 0)),
+        progress=_decode_progress(rare["progress"]) if "progress" in rare else None,
+    )
+
+
+def _lease(record: Record, rare: dict[str, str], expires_at: bytes | None) -> Lease | None:
+    if not isinstance(record.lease_id, str):
+        return None
+    return Lease(
+        lease_id=record.lease_id,
+        worker_id=_text(record.assigned_worker_id) or "",
+        incarnation=_text(record.incarnation) or "",
+        attempt=int(record.attempt),
+        expires_at=float(expires_at or 0.0),
+        on_disconnect=OnDisconnect.KEEP if "keep" in rare else OnDisconnect.STOP,
+        reconnect_grace_s=float(rare.get("reconnect_grace_s", 0.0)),
+    )
+
+
+def incident(packed: bytes) -> Incident:
+    at, kind, attempt, worker_id, actor, reason = _decode_story(packed)
+    return Incident(float(at), kind, attempt, worker_id, actor, reason)
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+def token_arguments(token: TokenRow) -> list[Argument]:
+    """Field, value, …; what is not there is none. The scope is JSON."""
+    flat: list[Argument] = []
+    for name in TokenRow.__struct_fields__:
+        value = getattr(token, name)
+        if value is not None and value not in ("", ()):
+            flat += [name, msgspec.json.encode(value) if name == "scope" else value]
+    return flat
+
+
+def token(flat: Sequence[bytes]) -> TokenRow | None:
+    if not flat:
+        return None
+    fields: dict[str, Any] = {name: value.decode() for name, value in _fields(flat).items() if name in TokenRow.__struct_fields__}
+    if "scope" in fields:
+        fields["scope"] = msgspec.json.decode(fields["scope"])
+    return msgspec.convert(fields, TokenRow, strict=False)
+
+
+def audit_row(packed: bytes) -> AuditRow:
+    at, actor, action, target, detail = _decode_audit(packed)
+    return AuditRow(at=float(at), actor=actor, action=action, target=target, detail=detail)
+
+
+# ---------------------------------------------------------------------------------------------------- plain
+
+
+def text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
+def _fields(flat: Sequence[bytes]) -> dict[str, bytes]:
+    values = iter(flat)
+    return {name.decode(): value for name, value in zip(values, values, strict=True)}
+
+
+def _time(value: Text) -> float | None:
+    return float(value) if isinstance(value, str) else None
+
+
+def _text(value: Text) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,229 @@
+"""The store in Redis: one server or several over one Redis (or Sentinel), and outsiders who know the keys of their app.
+
+All verbs are Lua (`lua/`, one file per verb) in one script, so that a turn is one call; rules of states are rendered from
+`core.lifecycle`. Here they get their Python faces. Time is Redis TIME. Touches the network.
+
+    store = RedisStore.open("redis://127.0.0.1:6379/0", app="zpe")
+
+An outsider's `SET {app}:payload:{id}` + `LPUSH {app}:queue {id}` is a job, made of the template that the store was opened with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+from tasuki.core.app import DEFAULT_APP
+from tasuki.core.job import Incident, Job, JobSpec
+from tasuki.core.lifecycle import RETENTION_DAYS
+from tasuki.core.store_messages import (
+    Answers,
+    Assignment,
+    Canceled,
+    Grant,
+    Held,
+    LeaseRequest,
+    Promoted,
+    Reaped,
+    Recorded,
+    Report,
+    Requeued,
+    RequeueOrder,
+    Standing,
+    Submission,
+    TokenRow,
+    Turn,
+)
+from tasuki.errors import ConfigError, InvalidInput, Unavailable
+from tasuki.stores.redis import codec as values
+from tasuki.stores.redis import verbs
+from tasuki.stores.redis.codec import Reply
+from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
+from tasuki.stores.redis.reader import RedisReader
+from tasuki.stores.redis.scripts import outsiders_of, script
+from tasuki.stores.redis.turn_script import calls_of, fill
+from tasuki.stores.redis.turns import Clocks, Session
+from tasuki.stores.redis.verbs import Answered, Call, Random
+from tasuki.stores.store import Clock, Feature
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1  # of the keys and what is in them
+RESULT_TTL_S = int((RETENTION_DAYS + 1) * 86_400)  # pruning comes first; this is for stores that no leader looks after
+
+
+class _Open:
+    """A turn whose verbs are called one by one."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call[Any]] = []
+        self.replies: list[Reply] = []
+        self.digest = ""
+        self.clocks: Clocks | None = None
+
+
+class RedisClock:
+    """Redis TIME for leases and for people: one clock for all who share the store."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def lease(self) -> float:
+        return self._session.time()
+
+    def wall(self) -> float:
+        return self._session.time()
+
+
+class RedisStore(RedisReader):
+    """See `tasuki.stores.store.Store` for what each verb promises."""
+
+    features = frozenset({Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED})
+
+    def __init__(
+        self, session: Session, app: str, own_subject: str, clock: Clock | None = None, random: Random = os.urandom
+    ) -> None:
+        self._session = session
+        self._app, self._own_subject = app, own_subject
+        self._random = random
+        self._open: _Open | None = None
+        self.clock = clock or RedisClock(session)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        app: str = DEFAULT_APP,
+        template: JobSpec | None = None,
+        result_ttl_s: int = RESULT_TTL_S,
+        strict: bool = False,
+        check: bool = True,
+        clock: Clock | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Self:
+        """Connect. `app` is the prefix of all keys, `template` makes outsiders' jobs; `strict` refuses bad settings. Without
+        `check` they are not looked at: another object of this process has done so."""
+        if not app or not app.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"app {app!r} must be letters, digits, - and _: it is the prefix of its keys in Redis")
+        client = connect(url, timeout_s)
+        outsiders = outsiders_of(app, template)
+        session = Session(client, name_of(url), script(app, outsiders, result_ttl_s), clock)
+        try:
+            session.time()
+            is_durable = not check or check_settings(client, name_of(url), strict=strict)
+        except BaseException:
+            session.close()
+            raise
+        store = cls(session, app, outsiders.spec.subject, clock)
+        if not is_durable:
+            store.features = cls.features - {Feature.DURABLE}
+        return store
+
+    def close(self) -> None:
+        self._session.close()
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def turn(self, *, lasting: bool = True) -> Iterator[None]:
+        """One transaction around several verbs; see `redis_turns.py`. How lasting it is, is a setting of Redis, for all alike."""
+        if self._open is not None:
+            yield
+            return
+        self._open = turn = _Open()
+        try:
+            yield
+        finally:
+            self._open = None
+        if turn.clocks is not None and not all(call.reads for call in turn.calls):
+            self._session.commit(turn.calls, turn.clocks, turn.digest)
+
+    def fill_turn(self, answers: Answers, turn: Turn) -> None:
+        """All of a Turn in one call."""
+        if self._open is not None and self._open.calls:
+            raise Unavailable("a whole turn cannot be done inside another one")
+        calls = calls_of(turn, self.clock, self._random, self._own_subject)
+        if calls:
+            self._session.run([call for _, call in calls], lambda replies: fill(answers, calls, replies))
+
+    def _do(self, call: Call[T]) -> T:
+        turn = self._open
+        if turn is not None:
+            turn.calls.append(call)
+            turn.replies, turn.digest, turn.clocks = self._session.attempt(turn.calls, turn.replies, turn.clocks)
+            return call.decode(turn.replies[-1])
+        if call.reads:
+            return self._session.look(call)
+        found: list[Reply] = []
+        calls: list[Call[Any]] = [call]
+        self._session.run(calls, found.extend)
+        return call.decode(found[0])
+
+    # -- submitters -----------------------------------------------------------------------------------------------
+    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
+        if on_failed not in ("return", "rerun"):
+            raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
+        return self._do(verbs.submit(submissions, on_failed, self._own_subject)) if submissions else []
+
+    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
+        return self._do(verbs.cancel([(job_id, actor, reason) for job_id in job_ids])) if job_ids else []
+
+    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
+        orders = [RequeueOrder(job_id, actor, reason, generation) for job_id in job_ids]
+        return self._do(verbs.requeue(orders)) if orders else []
+
+    # -- workers --------------------------------------------------------------------------------------------------
+    def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
+        return self._do(verbs.lease(requests, self._random)) if requests else []
+
+    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
+        return self._do(verbs.held(holders)) if holders else []
+
+    def start(self, claims: Sequence[Held]) -> list[Standing]:
+        return self._do(verbs.start(claims)) if claims else []
+
+    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+        return self._do(verbs.renew(claims)) if claims else []
+
+    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
+        return self._do(verbs.release(claims, reason)) if claims else []
+
+    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+        return self._do(verbs.report("finish", reports)) if reports else []
+
+    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+        return self._do(verbs.report("fail", reports)) if reports else []
+
+    # -- the leader -----------------------------------------------------------------------------------------------
+    def take_over(self, holder: str, epoch: int) -> bool:
+        return self._do(verbs.take_over(holder, epoch))
+
+    def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
+        return self._do(verbs.assign(assignments, epoch, self._random))
+
+    def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
+        return self._do(verbs.reap(epoch, limit))
+
+    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
+        return self._do(verbs.skip(epoch, limit))
+
+    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
+        return self._do(verbs.promote(epoch, limit))
+
+    def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
+        return self._do(verbs.prune(before, epoch, limit))
+
+    # -- readers that a turn may hold -----------------------------------------------------------------------------
+    def get(self, job_ids: Sequence[str]) -> list[Job | None]:
+        return self._do(verbs.get(job_ids)) if job_ids else []
+
+    def incidents(self, job_id: str) -> list[Incident]:
+        return self._do(verbs.incidents(job_id))
+
+    def token(self, sha256: str) -> TokenRow | None:
+        """One plain command, unless a turn is open: doors ask this for every request."""
+        if self._open is not None:
+            return super().token(sha256)
+        return values.token(self._session.fields_of(f"{self._app}:token:{sha256}"))

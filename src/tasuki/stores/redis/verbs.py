@@ -1,0 +1,465 @@
+"""The verbs of the Redis store as data: which arguments go to Lua, and what its answer means. Pure.
+
+Each verb's file in `lua/` says in which order the arguments stand. `redis.py` calls verbs one by one, `redis_whole.py` all those
+of a turn at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.job import Incident, Job, Outcome, State, differing_fields
+from tasuki.core.store_messages import (
+    Answer,
+    Assignment,
+    AuditRow,
+    BlobClaim,
+    BlobPlace,
+    Canceled,
+    Condemned,
+    CondemnOrder,
+    Grant,
+    GroupCounts,
+    Held,
+    LeaseRequest,
+    MissingBlobs,
+    Promoted,
+    Reaped,
+    Recorded,
+    Report,
+    Requeued,
+    RequeueOrder,
+    Standing,
+    Submission,
+    Submitted,
+    Takes,
+    TokenRow,
+)
+from tasuki.errors import Conflict
+from tasuki.stores.redis import codec as values
+from tasuki.stores.redis.codec import Argument, Facts, Record, Reply, flag, optional
+from tasuki.stores.texts import storable
+
+T = TypeVar("T")
+
+Answered = Submitted | Conflict | MissingBlobs
+Random = Callable[[int], bytes]
+
+LEASE_PREFIX_BYTES = 12  # one worker's leases of one request share these; a number follows
+ASSIGN_LEASE_BYTES = 16
+
+
+class Call(NamedTuple, Generic[T]):
+    """One verb with its arguments."""
+
+    verb: str
+    arguments: Sequence[Argument]
+    decode: Callable[[Reply], T]
+    reads: bool = False
+    leads: bool = False
+    """It carries an epoch, and may be refused."""
+
+
+class Found(NamedTuple):
+    """What a filter looks at."""
+
+    job_id: str
+    record: Record
+    facts: Facts
+    outcome: bytes | None
+
+
+# ---------------------------------------------------------------------------------------------------- submitters
+
+
+def submit(submissions: Sequence[Submission], on_failed: str, own_subject: str) -> Call[list[Answered]]:
+    """A payload has a key of its own if outsiders may look for it there (`own_subject`), or if it is large."""
+    places: dict[values.Place, int] = {}
+    jobs: list[Argument] = []
+    for submission in submissions:
+        spec, number = submission.spec, 0
+        is_inside = spec.subject != own_subject and len(spec.payload) <= values.INSIDE_MAX_BYTES
+        value, place = values.spec_value(spec, submission.submitter, submission.body_hash, with_payload=is_inside)
+        if spec.not_before is None and spec.not_after is None and not spec.files:
+            number = places.setdefault(place, len(places) + 1)
+        jobs += (number, value, b"" if is_inside else spec.payload)
+    arguments: list[Argument] = [on_failed, len(places)]
+    for place in places:
+        arguments += (*place, values.record_head(place[1], False), values.record_head(place[1], True))
+    arguments += (len(submissions), *(submission.spec.job_id for submission in submissions), *jobs)
+
+    def decode(reply: Reply) -> list[Answered]:
+        return [_submitted(submission, row) for submission, row in zip(submissions, reply, strict=True)]
+
+    return Call("submit", arguments, decode)
+
+
+def _submitted(submission: Submission, row: Reply) -> Answered:
+    spec = submission.spec
+    if row == b"created":
+        return Submitted(spec.job_id, created=True)
+    if row[0] == b"missing":
+        return MissingBlobs(spec.job_id, tuple(sha256.decode() for sha256 in row[1:]))
+    job = values.job(row[1])
+    assert job is not None
+    if job.body_hash != submission.body_hash:
+        return Conflict(spec.job_id, differing_fields(job.spec, spec), (job.submitter, job.spec.subject))
+    return Submitted.before(job)
+
+
+def cancel(orders: Sequence[tuple[str, str, str]]) -> Call[list[Canceled]]:
+    """Of (job_id, actor, reason)."""
+    arguments: list[Argument] = [len(orders)]
+    for job_id, actor, reason in orders:
+        outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
+        arguments += (job_id, actor, storable(reason), values.encode(outcome))
+
+    def decode(reply: Reply) -> list[Canceled]:
+        return [_canceled(*row) for row in reply]
+
+    return Call("cancel", arguments, decode)
+
+
+def _canceled(
+    state: bytes | None, requested: bytes | None = None, worker_id: bytes | None = None, lease_id: bytes | None = None
+) -> Canceled:
+    return Canceled(_state(state), requested is not None, values.text(worker_id), values.text(lease_id))
+
+
+def requeue(orders: Sequence[RequeueOrder]) -> Call[list[Requeued]]:
+    arguments: list[Argument] = [len(orders)]
+    for order in orders:
+        generation = "" if order.generation is None else order.generation
+        arguments += (order.job_id, order.actor, storable(order.reason), generation)
+    return Call("requeue", arguments, lambda reply: [Requeued(row[0] == b"1", _state(row[1])) for row in reply])
+
+
+# ---------------------------------------------------------------------------------------------------- workers
+
+
+def lease(requests: Sequence[LeaseRequest], random: Random) -> Call[list[list[Grant]]]:
+    # Requests of one turn mostly share one map of live workers, and idle workers ask for the same: both go once.
+    maps = {id(request.live_workers): request.live_workers for request in requests}
+    number_of = {key: number for number, key in enumerate(maps, 1)}
+    arguments: list[Argument] = [len(maps)]
+    for live_workers in maps.values():
+        arguments.append(len(live_workers))
+        for worker_id, patterns in live_workers.items():
+            arguments += (worker_id, len(patterns), *patterns)
+    wishes: dict[tuple[Argument, ...], int] = {}
+    secrets = random(LEASE_PREFIX_BYTES * len(requests)).hex("-", LEASE_PREFIX_BYTES).split("-")
+    asking: list[Argument] = []
+    for request, secret in zip(requests, secrets, strict=True):
+        number = wishes.setdefault(_wish(request, number_of[id(request.live_workers)]), len(wishes) + 1)
+        asking += (request.worker_id, secret, number, len(request.job_ids), *request.job_ids)
+    arguments += (len(wishes), *(part for wish in wishes for part in wish), len(requests), *asking)
+
+    def decode(reply: Reply) -> list[list[Grant]]:
+        return [
+            [
+                values.grant((job_id, lease_id, attempt, request.ttl_s, spec, payload))
+                for job_id, lease_id, attempt, spec, payload in batched(flat, 5)
+            ]
+            for request, flat in zip(requests, reply, strict=True)
+        ]
+
+    return Call("lease", arguments, decode)
+
+
+def _wish(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
+    return (
+        request.incarnation,
+        request.ttl_s,
+        request.on_disconnect.value,
+        request.reconnect_grace_s,
+        _KINDS[request.takes],
+        request.limit,
+        live_workers,
+        len(request.patterns),
+        *request.patterns,
+    )
+
+
+_KINDS = {takes: "".join(str(kind.value) for kind in takes.kinds) for takes in Takes}
+
+
+def _grant_lists(reply: Reply) -> list[list[Grant]]:
+    return [[values.grant(row) for row in rows] for rows in reply]
+
+
+def batched(flat: Sequence[T], width: int) -> Iterator[tuple[T, ...]]:
+    """Pieces of the same width."""
+    return zip(*(iter(flat),) * width, strict=True)
+
+
+def held(holders: Sequence[tuple[str, str]]) -> Call[list[list[Grant]]]:
+    return Call("held", [len(holders), *(part for holder in holders for part in holder)], _grant_lists, reads=True)
+
+
+def _shown(claim: Held) -> tuple[Argument, ...]:
+    return claim.job_id, claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt
+
+
+def start(claims: Sequence[Held]) -> Call[list[Standing]]:
+    arguments = [len(claims), *(part for claim in claims for part in (*_shown(claim), claim.ttl_s))]
+    return Call("start", arguments, _standings)
+
+
+def renew(claims: Sequence[Held]) -> Call[list[Standing]]:
+    arguments: list[Argument] = [len(claims)]
+    for claim in claims:
+        arguments += (*_shown(claim), claim.ttl_s, "" if claim.progress is None else msgspec.json.encode(claim.progress))
+    return Call("renew", arguments, _standings)
+
+
+def _standings(reply: Reply) -> list[Standing]:
+    return [Standing(row.decode()) for row in reply]
+
+
+def release(claims: Sequence[Held], reason: str) -> Call[list[bool]]:
+    arguments: list[Argument] = [storable(reason), len(claims)]
+    for claim in claims:
+        outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+        arguments += (*_shown(claim), values.encode(outcome))
+    return Call("release", arguments, flags)
+
+
+def report(verb: str, reports: Sequence[Report]) -> Call[list[Recorded]]:
+    """`finish` or `fail`."""
+    arguments: list[Argument] = [len(reports), *(item.job_id for item in reports)]
+    for item in reports:
+        outcome = item.outcome
+        if "\0" in outcome.message:
+            outcome = replace(outcome, message=storable(outcome.message))
+        arguments += (
+            item.worker_id,
+            item.lease_id,
+            item.attempt,
+            optional(item.started_at),
+            values.said(item, verb),
+            *values.outcome_arguments(outcome),
+        )
+        if verb == "fail":
+            words = outcome.message or outcome.error_code or "failed"
+            arguments += (outcome.error_code or "", flag(outcome.permanent), words)
+    return Call(verb, arguments, _recorded)
+
+
+_SUCCEEDED = Recorded(Answer.RECORDED, State.SUCCEEDED)
+
+
+def _recorded(reply: Reply) -> list[Recorded]:
+    return [
+        _SUCCEEDED if row == b"recorded" else Recorded(Answer(row[0].decode()), _state(row[1]), row[2].decode()) for row in reply
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- the leader
+
+
+def assign(assignments: Sequence[Assignment], epoch: int, random: Random) -> Call[list[Grant | None]]:
+    arguments: list[Argument] = [epoch, len(assignments)]
+    for item in assignments:
+        arguments += (
+            item.job_id,
+            item.worker_id,
+            item.incarnation,
+            item.ttl_s,
+            item.on_disconnect.value,
+            item.reconnect_grace_s,
+            random(ASSIGN_LEASE_BYTES).hex(),
+        )
+    return Call("assign", arguments, lambda reply: [None if row is None else values.grant(row) for row in reply], leads=True)
+
+
+def take_over(holder: str, epoch: int) -> Call[bool]:
+    return Call("take_over", [holder, epoch], is_one)
+
+
+def reap(epoch: int, limit: int) -> Call[list[Reaped]]:
+    def decode(reply: Reply) -> list[Reaped]:
+        return [
+            Reaped(job_id.decode(), State(state.decode()), worker_id.decode(), int(attempt), reason.decode())
+            for job_id, state, worker_id, attempt, reason in reply
+        ]
+
+    return Call("reap", [epoch, limit], decode, leads=True)
+
+
+def promote(epoch: int, limit: int) -> Call[Promoted]:
+    def decode(reply: Reply) -> Promoted:
+        return Promoted(tuple(subject.decode() for subject in reply[1:]), int(reply[0]))
+
+    return Call("promote", [epoch, limit], decode, leads=True)
+
+
+def skip(epoch: int, limit: int) -> Call[list[str]]:
+    return Call("skip", [epoch, limit], texts, leads=True)
+
+
+def prune(before: float, epoch: int, limit: int) -> Call[int]:
+    return Call("prune", [before, epoch, limit], int, leads=True)
+
+
+def condemn_blobs(order: CondemnOrder, epoch: int) -> Call[Condemned]:
+    def decode(reply: Reply) -> Condemned:
+        total_bytes, rows = reply
+        places = tuple(
+            BlobPlace(sha256.decode(), int(size_bytes), int(generation), stored == b"1")
+            for sha256, generation, size_bytes, stored in rows
+        )
+        return Condemned(places, None if order.budget_bytes is None else int(total_bytes))
+
+    arguments = [epoch, order.unused_since, optional(order.budget_bytes), order.squeezed_since, order.limit]
+    return Call("condemn_blobs", arguments, decode, leads=True)
+
+
+def forget_blobs(places: Sequence[BlobPlace], epoch: int) -> Call[int]:
+    doomed = dict.fromkeys((place.sha256, place.generation) for place in places)
+    return Call("forget_blobs", [epoch, len(doomed), *(part for place in doomed for part in place)], int, leads=True)
+
+
+# ---------------------------------------------------------------------------------------------------- readers
+
+
+def get(job_ids: Sequence[str]) -> Call[list[Job | None]]:
+    return Call("get", [len(job_ids), *job_ids], lambda reply: [values.job(row) for row in reply], reads=True)
+
+
+def incidents(job_id: str) -> Call[list[Incident]]:
+    return Call("incidents", [job_id], lambda reply: [values.incident(row) for row in reply], reads=True)
+
+
+def epoch() -> Call[tuple[int, str]]:
+    return Call("epoch", [], lambda reply: (int(reply[0]), reply[1].decode()), reads=True)
+
+
+def next_due() -> Call[tuple[float | None, float | None]]:
+    def decode(reply: Reply) -> tuple[float | None, float | None]:
+        lease, delay = (None if at is None else float(at) for at in reply)
+        return lease, delay
+
+    return Call("next_due", [], decode, reads=True)
+
+
+def find(below: str | None, count: int, *, with_texts: bool) -> Call[list[Found]]:
+    """The newest jobs below a seq, with what a filter looks at."""
+
+    def decode(reply: Reply) -> list[Found]:
+        return [
+            Found(job_id.decode(), values.read_record(record), values.split(spec)[0], outcome)
+            for job_id, record, spec, outcome in reply
+        ]
+
+    return Call("find", [optional(below), count, flag(with_texts)], decode, reads=True)
+
+
+def counts() -> Call[dict[str, GroupCounts]]:
+    def decode(reply: Reply) -> dict[str, GroupCounts]:
+        groups: dict[str, dict[str, int]] = {}
+        for field, number in zip(reply[::2], reply[1::2], strict=True):
+            counter, _, group = field.decode().partition(":")
+            groups.setdefault(group, {})[counter] = int(number)
+        return {group: GroupCounts(**counters) for group, counters in groups.items()}
+
+    return Call("counts", [], decode, reads=True)
+
+
+def ready_ahead(job_id: str) -> Call[int | None]:
+    return Call("ready_ahead", [job_id], _optional_int, reads=True)
+
+
+def top_band() -> Call[int | None]:
+    return Call("top_band", [], _optional_int, reads=True)
+
+
+def texts_of(verb: str, names: Sequence[str]) -> Call[list[str]]:
+    """`ended_among` or `revoked_among`: those of the names that are."""
+    return Call(verb, [len(names), *names], texts, reads=True)
+
+
+# ---------------------------------------------------------------------------------------------------- blobs and tokens
+
+
+def blob_places(sha256s: Sequence[str]) -> Call[list[BlobPlace | None]]:
+    def decode(reply: Reply) -> list[BlobPlace | None]:
+        return [
+            None if row is None else BlobPlace(sha256, int(row[0]), int(row[1]), stored=True)
+            for sha256, row in zip(sha256s, reply, strict=True)
+        ]
+
+    return Call("blob_places", [len(sha256s), *sha256s], decode, reads=True)
+
+
+def blob_owners(sha256: str, limit: int) -> Call[list[str]]:
+    return Call("blob_owners", [sha256, limit], texts, reads=True)
+
+
+def place_blobs(claims: Sequence[BlobClaim]) -> Call[list[BlobPlace]]:
+    def decode(reply: Reply) -> list[BlobPlace]:
+        return [
+            BlobPlace(claim.sha256, int(size_bytes), int(generation), stored == b"1")
+            for claim, (size_bytes, generation, stored) in zip(claims, reply, strict=True)
+        ]
+
+    arguments = [len(claims), *(part for claim in claims for part in (claim.sha256, claim.size_bytes))]
+    return Call("place_blobs", arguments, decode)
+
+
+def blobs_stored(places: Sequence[BlobPlace]) -> Call[list[bool]]:
+    arguments = [len(places), *(part for place in places for part in (place.sha256, place.generation, place.size_bytes))]
+    return Call("blobs_stored", arguments, flags)
+
+
+def add_token(token: TokenRow) -> Call[bool]:
+    """Of a token whose texts are storable."""
+
+    def decode(reply: Reply) -> bool:
+        return reply == [b"added"] or [values.token(row) for row in reply] == [token]
+
+    fields = values.token_arguments(token)
+    detail = f"{token.kind} {token.label}".rstrip()
+    return Call("add_token", [token.token_id, token.sha256, token.created_by, detail, len(fields), *fields], decode)
+
+
+def token(sha256s: Sequence[str]) -> Call[list[TokenRow | None]]:
+    return Call("token", [len(sha256s), *sha256s], lambda reply: [values.token(row) for row in reply], reads=True)
+
+
+def tokens() -> Call[list[TokenRow]]:
+    return Call("tokens", [], lambda reply: [row for flat in reply if (row := values.token(flat)) is not None], reads=True)
+
+
+def revoke_token(token_id: str, actor: str) -> Call[bool]:
+    return Call("revoke_token", [token_id, actor], is_one)
+
+
+def audit(limit: int) -> Call[list[AuditRow]]:
+    return Call("audit", [limit], lambda reply: [values.audit_row(row) for row in reply], reads=True)
+
+
+# ---------------------------------------------------------------------------------------------------- plain answers
+
+
+def texts(reply: Reply) -> list[str]:
+    return [row.decode() for row in reply]
+
+
+def flags(reply: Reply) -> list[bool]:
+    return [row == b"1" for row in reply]
+
+
+def is_one(reply: Reply) -> bool:
+    return bool(reply == b"1")
+
+
+def _optional_int(reply: Reply) -> int | None:
+    return None if reply is None else int(reply)
+
+
+def _state(state: bytes | None) -> State | None:
+    return None if state is None else State(state.decode())

@@ -1,0 +1,273 @@
+"""SQLite under the SQL store: opening a file as its one owner, its settings, its transactions, its errors.
+
+One owner: a lock file beside the database is held with flock for as long as the store is open. The kernel gives it back when
+the process ends, however it ends. Several writing processes on one WAL file would work most of the time, which is not enough
+(RELIABILITY §2).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasuki.errors import ConfigError, DiskFull, TasukiError, Unavailable
+from tasuki.stores.clock import SystemClock
+from tasuki.stores.sql.database import NOTHING_STORED
+from tasuki.stores.sql.django_connection import InDjango
+from tasuki.stores.sql.sqlite_session import SqliteSession
+from tasuki.stores.store import Feature
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+logger = logging.getLogger("tasuki.store")
+CACHE_KIB = 64 * 1024  # pages in memory; the owner has to stay below 250 MB with millions of rows
+READER_CACHE_KIB = 8 * 1024
+CHECKPOINT_PAGES = 32_000  # 128 MB of WAL between checkpoints: a row's insert, grant and finish are written back once, not thrice
+WAL_KEEP_BYTES = 160 * 1024 * 1024
+BUSY_TIMEOUT_MS = 5_000
+
+FEATURES = frozenset({Feature.FIND_TEXT, Feature.DURABLE})
+
+# File systems whose locks and shared memory cannot be trusted between hosts.
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"9p", "afs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb3", "smbfs"}
+    | {"fuse.ceph", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"}
+)
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that `path` is or will be on, by the kernel's own table."""
+    target = path.resolve()
+    best, found = -1, "unknown"
+    for line in Path("/proc/self/mounts").read_text("utf-8", "surrogateescape").splitlines():
+        _device, folder, kind, *_ = line.split(" ")
+        mounted = Path(folder.encode("utf-8", "surrogateescape").decode("unicode_escape"))
+        # Later mounts hide earlier ones at the same place, so an equal length wins too.
+        if len(mounted.parts) >= best and target.is_relative_to(mounted):
+            best, found = len(mounted.parts), kind
+    return found
+
+
+class OwnerLock:
+    """The right to open one database file. Its holder's pid and start time stand in the file, for people and messages."""
+
+    def __init__(self, database: Path) -> None:
+        self.path = database.with_name(database.name + ".owner")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot open {self.path}: {error.strerror}; choose a folder that this user may write to"
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._descriptor, 200, 0).decode("utf-8", "replace").strip() or "pid unknown"
+            os.close(self._descriptor)
+            raise Unavailable(
+                f"{database} is in use by another process ({owner}); connect to that server, or stop it first"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"pid {os.getpid()} since {int(time.time())}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Free for the next owner. The file stays: deleting it would let two hold locks on two files of one name."""
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+
+class SqliteDatabase:
+    """One file, owned, on a connection that Django made; used by one thread at a time, any thread."""
+
+    vendor = "sqlite"
+    features = FEATURES
+    shard = 0
+
+    def __init__(self, path: Path, *, file_system: Callable[[Path], str] = file_system_of, stretch_bytes: int = 0) -> None:
+        from django.db import connections
+
+        from tasuki.django import standalone
+
+        self.path = path = path.resolve()  # one file, one lock, whatever links lead to it
+        self.clock = SystemClock()
+        kind = file_system(path.parent)
+        if kind in NETWORK_FILE_SYSTEMS:
+            raise ConfigError(
+                f"{path} is on a network file system ({kind}), where SQLite can lose data; use a local disk, or PostgreSQL"
+            )
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # the journal gets the same mode from SQLite
+            self._lock = OwnerLock(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep a database at {path}: {error.strerror}; choose a folder that this user may write to"
+            ) from error
+        try:
+            standalone.configure(path)
+            self._alias = standalone.register(path)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._wrapper: BaseDatabaseWrapper = connections[self._alias]
+        self._wrapper.inc_thread_sharing()
+        self._is_open = True
+        self._lasting = True
+        try:
+            with translated():
+                self._wrapper.ensure_connection()
+                self.connection: sqlite3.Connection = self._wrapper.connection
+                _tune(self.connection)
+                standalone.migrate(self._alias)
+            _stretch(self.connection, stretch_bytes)
+            self.session = SqliteSession(self.connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, *, lasting: bool = True) -> None:
+        if lasting != self._lasting:
+            # As a script, compiled anew: this pragma acts when it is compiled, and `execute` keeps what it compiled.
+            self.connection.executescript(f"PRAGMA synchronous = {'FULL' if lasting else 'NORMAL'}")
+            self._lasting = lasting
+        self.connection.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        self.connection.execute("COMMIT")
+
+    def rollback(self) -> None:
+        # After a full disk or an I/O error SQLite may have rolled back by itself.
+        if self.connection.in_transaction:
+            self.connection.execute("ROLLBACK")
+
+    def translated(self, fate: str = NOTHING_STORED) -> translated:
+        return translated(fate)
+
+    def reader(self) -> SqliteReadOnly:
+        return SqliteReadOnly(self.path)
+
+    def close(self) -> None:
+        """Give the file back; again: no change."""
+        from tasuki.django import standalone
+
+        if self._is_open:
+            self._is_open = False
+            self._wrapper.close()
+            standalone.forget(self._alias)
+            self._lock.release()
+
+
+class SqliteInDjango(InDjango):
+    """A file of the user's own project."""
+
+    vendor = "sqlite"
+    features = FEATURES
+    shard = 0
+
+    def __init__(self, alias: str = "default") -> None:
+        super().__init__(alias)
+        self.clock = SystemClock()
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection = self.wrapper().connection
+        return connection
+
+    @property
+    def session(self) -> SqliteSession:
+        return SqliteSession(self.connection)
+
+    def translated(self, fate: str = NOTHING_STORED) -> translated:
+        return translated(fate)
+
+    def reader(self) -> SqliteReadOnly:
+        return SqliteReadOnly(Path(str(self.wrapper().settings_dict["NAME"])).absolute())
+
+
+class SqliteReadOnly:
+    """A second connection that cannot write, for the calling thread."""
+
+    def __init__(self, path: Path) -> None:
+        with translated():
+            self._connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)
+            self._connection.execute("PRAGMA query_only = 1")
+            self._connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
+            self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        self.session = SqliteSession(self._connection)
+
+    def translated(self) -> translated:
+        return translated()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _tune(connection: sqlite3.Connection) -> None:
+    for setting in (
+        "journal_mode = WAL",
+        "synchronous = FULL",  # NORMAL loses acknowledged commits at a power cut
+        f"cache_size = -{CACHE_KIB}",
+        f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
+        f"journal_size_limit = {WAL_KEEP_BYTES}",
+        f"busy_timeout = {BUSY_TIMEOUT_MS}",
+        "mmap_size = 0",  # a mapped file counts as our memory
+        "temp_store = MEMORY",
+        "secure_delete = OFF",  # Debian's build zeroes what is deleted; here that is every index entry of every job
+    ):
+        connection.execute(f"PRAGMA {setting}").fetchall()
+
+
+def _stretch(connection: sqlite3.Connection, wanted_bytes: int) -> None:
+    """Make the journal's file longer than it needs to be: a commit that makes a file grow waits for the disk half as long again.
+
+    By a transaction that is too large for the cache and is taken back: its pages stand in the file, and count for nothing.
+    """
+    if not wanted_bytes:
+        return
+    try:
+        connection.execute("PRAGMA cache_size = -256")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE tasuki_stretch (filler BLOB)")
+        connection.executemany("INSERT INTO tasuki_stretch VALUES (zeroblob(1048576))", [()] * (wanted_bytes >> 20))
+    except sqlite3.Error as error:  # no room for it: the store works all the same
+        logger.info("the journal was not made longer: %s", error)
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+
+
+class translated:
+    """`with translated():` turns errors of the driver into ours. `fate`: what an error here means for what was to be stored."""
+
+    def __init__(self, fate: str = NOTHING_STORED) -> None:
+        self._fate = fate
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and (ours := translate(error, self._fate)) is not None:
+            raise ours from error
+
+
+def translate(error: BaseException, fate: str) -> TasukiError | None:
+    """What a driver's error means to us; None if it is not one. Django wraps some of them in classes of its own."""
+    cause = error if isinstance(error, sqlite3.Error) else error.__cause__
+    if isinstance(error, TasukiError) or not isinstance(cause, sqlite3.Error):
+        return None
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return DiskFull(f"the disk of the database is full; {fate}, try again when there is space")
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return Unavailable(f"the database is locked by another process; {fate}")
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return ConfigError(f"the database file is damaged or is none: {cause}; restore it from a backup, or name another file")
+    return Unavailable(f"the database cannot be used: {cause}; {fate}")

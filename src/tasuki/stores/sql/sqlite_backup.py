@@ -1,0 +1,191 @@
+"""SQLite for backup and restore: a consistent copy of a store in use, what such a copy holds, and its new life.
+
+Taking a copy reads only, on a connection of its own: the server goes on writing. `begin_new_life` is what makes a copy fit to
+be opened again: workers, clients and servers of the life that was lost may still be there, and whatever they show from the time
+after the copy must be refused (docs/decisions/0024). Touches the files that it is given, nothing else.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+
+from tasuki.core.job import State
+from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S
+from tasuki.core.store_messages import COUNTED, BlobPlace
+from tasuki.errors import Corrupt, InvalidInput
+from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, translated
+from tasuki.stores.sql.statement_files import Statements
+
+PAGES_PER_STEP = 4096  # 16 MiB between two words of progress
+EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
+RESTORER = "restore"
+LEADER_SCOPE = "leader"
+_REASON = "the store was restored from a backup; a worker that still runs this attempt can no longer report it"
+_OUR_TABLES = ("tasuki_jobrun", "tasuki_scopeepoch", "tasuki_blob", "tasuki_jobblob", "tasuki_schema", "django_migrations")
+
+Progress = Callable[[int, int], None]
+"""(done, all), in bytes."""
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a copy holds, for people and for the manifest."""
+
+    schema_version: int
+    migrations: tuple[str, ...]
+    epoch: int
+    holder: str
+    jobs: dict[str, int]
+
+
+class NewLife(msgspec.Struct, frozen=True):
+    """What a restored database begins with."""
+
+    epoch: int
+    given_back: int
+    """Jobs that a worker had when the copy was taken."""
+    canceled: int
+    unknown_blobs: tuple[tuple[str, int], ...] = ()
+    """Bytes that came with it and that no row knows: (sha256, generation)."""
+
+
+def snapshot(database: Path, target: Path, progress: Progress = lambda done, whole: None) -> None:
+    """Copy a database, which may be in use, as it is now. `target` is made durable by the caller.
+
+    The read transaction around the steps pins one state: without it the copy would begin again after every write in between.
+    """
+    address = f"{database.absolute().as_uri()}?mode=ro"
+    with (
+        translated("nothing was copied"),
+        closing(sqlite3.connect(address, uri=True, isolation_level=None)) as source,
+        closing(sqlite3.connect(target)) as copy,
+    ):
+        source.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        copy.execute("PRAGMA synchronous = OFF")
+        (page_bytes,) = source.execute("PRAGMA page_size").fetchone()
+        source.execute("BEGIN")
+        source.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        source.backup(
+            copy,
+            pages=PAGES_PER_STEP,
+            progress=lambda _status, left, whole: progress((whole - left) * page_bytes, whole * page_bytes),
+        )
+        source.execute("COMMIT")
+
+
+@contextmanager
+def _copy_at(path: Path) -> Iterator[sqlite3.Connection]:
+    """A copy that nobody writes to. `immutable`: not even the files beside it are made."""
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        yield connection
+
+
+def facts_of(path: Path) -> Facts:
+    """Read what a copy holds."""
+    with _copy_at(path) as connection:
+        schema = connection.execute("SELECT version FROM tasuki_schema WHERE id = 1").fetchone()
+        migrations = connection.execute("SELECT name FROM django_migrations WHERE app = 'tasuki' ORDER BY id").fetchall()
+        epoch = connection.execute("SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?", (LEADER_SCOPE,)).fetchone()
+        jobs = connection.execute("SELECT state, count(*) FROM tasuki_jobrun GROUP BY state ORDER BY state").fetchall()
+    number, holder = epoch or (0, "")
+    return Facts(schema[0] if schema else 0, tuple(name for (name,) in migrations), number, holder, dict(jobs))
+
+
+def blobs_of(path: Path) -> list[BlobPlace]:
+    """The stored blobs that jobs of a copy refer to."""
+    with _copy_at(path) as connection:
+        rows = connection.execute(
+            "SELECT sha256, size_bytes, generation FROM tasuki_blob"
+            " WHERE stored = 1 AND condemned = 0 AND sha256 IN (SELECT sha256 FROM tasuki_jobblob) ORDER BY sha256"
+        )
+        return [BlobPlace(sha256, size_bytes, generation, stored=True) for sha256, size_bytes, generation in rows]
+
+
+def check_copy(path: Path) -> None:
+    """Corrupt unless it is a whole database of ours; InvalidInput if it is of a newer version than this code."""
+    try:
+        with _copy_at(path) as connection:
+            names: dict[str, str] = dict(connection.execute("SELECT name, type FROM sqlite_master"))
+            found = [line for (line,) in connection.execute("PRAGMA integrity_check(10)")]
+            absent = [name for name in _OUR_TABLES if names.get(name) != "table"]
+            applied = [] if absent else list(facts_of(path).migrations)
+    except sqlite3.Error as error:
+        raise Corrupt(f"the database in the backup is damaged or is none: {error}; use another backup") from None
+    if found != ["ok"]:
+        raise Corrupt(f"the database in the backup is damaged: {'; '.join(found)}; use another backup")
+    if absent or not {"trigger", "view"}.isdisjoint(names.values()):
+        raise Corrupt("the database in the backup is not a store of tasuki; use another backup")
+    if newer := sorted(set(applied) - _known_migrations()):
+        raise InvalidInput(
+            f"the backup is of a newer tasuki than this one, which does not know {', '.join(newer)}; "
+            "restore it with the version that made it, or a newer one"
+        )
+
+
+def _known_migrations() -> set[str]:
+    return {file.name.removesuffix(".py") for file in files("tasuki.django").joinpath("migrations").iterdir()}
+
+
+def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]] | None) -> NewLife:
+    """Bring a copy up to date and make it safe to open: epoch and attempts raised, leases ended, counters true.
+
+    `present`: the blobs whose bytes came with it; rows of others go. None: the bytes are kept elsewhere, all rows stay.
+    """
+    statements = _statements()
+    database = SqliteDatabase(path)
+    try:
+        with translated():
+            database.begin()
+            run = database.connection.execute
+            run(statements["tell_what_befell"], (now, RESTORER, _REASON))
+            canceled = run(statements["cancel"], (now, "canceled; the store was restored from a backup")).rowcount
+            given_back = run(statements["give_back"], (now, LEASE_MARGIN_S)).rowcount
+            given_back += run(statements["free_orphaned"]).rowcount
+            run(statements["raise_attempts"], (ATTEMPT_STEP,))
+            _count_again(database.connection, statements)
+            unknown = () if present is None else _forget_absent(database.connection, statements, present)
+            epoch = _raise_epoch(database.connection, statements)
+            database.commit()
+    finally:
+        database.close()
+    return NewLife(epoch, given_back, canceled, unknown)
+
+
+@lru_cache
+def _statements() -> dict[str, str]:
+    text = files("tasuki.stores.sql").joinpath("statements", "sqlite_restore.sql").read_text("utf-8")
+    return Statements(text, {}).one
+
+
+def _raise_epoch(connection: sqlite3.Connection, statements: dict[str, str]) -> int:
+    connection.execute(statements["raise_epochs"], (EPOCH_STEP, RESTORER))
+    connection.execute(statements["first_epoch"], (LEADER_SCOPE, EPOCH_STEP, RESTORER))
+    (epoch,) = connection.execute("SELECT epoch FROM tasuki_scopeepoch WHERE scope = ?", (LEADER_SCOPE,)).fetchone()
+    return int(epoch)
+
+
+def _count_again(connection: sqlite3.Connection, statements: dict[str, str]) -> None:
+    connection.execute(statements["forget_counters"])
+    for group, state, n in connection.execute(statements["count_by_state"]).fetchall():
+        try:
+            counted = COUNTED[State(state)]
+        except ValueError:
+            raise Corrupt(f"a job in the backup has the state {state!r}, which there is not; use another backup") from None
+        connection.execute(statements["add_counter"], (group, counted, n))
+
+
+def _forget_absent(
+    connection: sqlite3.Connection, statements: dict[str, str], present: Iterable[tuple[str, int]]
+) -> tuple[tuple[str, int], ...]:
+    connection.execute(statements["make_present"])
+    connection.executemany(statements["add_present"], present)
+    unknown = tuple(connection.execute(statements["unknown_blobs"]).fetchall())
+    connection.execute(statements["forget_absent_blobs"])
+    return unknown

@@ -1,0 +1,500 @@
+-- The statements of the SQL store for PostgreSQL >= 13. Loaded once by stores/sql/statement_files.py; the columns are explained in
+-- sqlite.sql, and whole in django/models.py.
+--
+-- `-- name: NAME` begins a statement, `-- part: NAME` what stands for `{NAME}` in those after it. Parameters are $1, $2, … or, where a statement is given a mapping, :name; each has its type
+-- behind it where it first stands, by which stores/sql/postgres_values.py sends it. A batch comes as one array for each of its
+-- columns, behind the parameters that all rows share.
+--
+-- Several servers write at once, READ COMMITTED. What holds in every statement:
+--   * A statement that waited for a row checks its condition again, but only on that row. So whatever a verb judges in Python is read
+--     FOR UPDATE first, in the order of ids, and what is judged in a write stands whole in its WHERE.
+--   * Leasing never waits: rows that another server is about to lease are skipped.
+--   * The epoch is share-locked before a leader's first write: EXISTS (SELECT … epoch …) would not be a fence (RELIABILITY §2).
+-- Values of `ready` are literals, since the partial indexes are found by them. Where rows are named by their ids or keys it says
+-- `ready + 0`: else the planner, who may believe that nothing is ready, would read the whole index of ready rows for them.
+
+
+-- ------------------------------------------------------------------------------------------------ submit
+
+-- name: submit_plain
+INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec)
+SELECT $1::float8, job_id, subject, "group", submitter, body_hash, spec
+FROM unnest($2::text[], $3::text[], $4::text[], $5::text[], $6::bytea[], $7::bytea[])
+     AS new (job_id, subject, "group", submitter, body_hash, spec)
+ON CONFLICT (idempotency_key) DO NOTHING
+RETURNING id
+
+-- name: submit_full
+INSERT INTO tasuki_jobrun (created_at, idempotency_key, subject, "group", submitter, body_hash, spec,
+                           exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
+SELECT $1::float8, new.*
+FROM unnest($2::text[], $3::text[], $4::text[], $5::text[], $6::bytea[], $7::bytea[],
+            $8::text[], $9::smallint[], $10::smallint[], $11::smallint[], $12::float8[], $13::float8[], $14::integer[],
+            $15::integer[], $16::float8[], $17::text[])
+     AS new (job_id, subject, "group", submitter, body_hash, spec,
+             exec, kind, priority, ready, not_before, not_after, max_retries, max_losses, backoff_s, array_id)
+ON CONFLICT (idempotency_key) DO NOTHING
+RETURNING id
+
+-- name: add_blob
+INSERT INTO tasuki_jobblob (job_id, sha256, role)
+SELECT id, $2::text, $3::text FROM tasuki_jobrun WHERE idempotency_key = $1::text
+
+-- name: forget_results
+DELETE FROM tasuki_jobblob WHERE role = 'result' AND job_id = ANY($1::bigint[])
+
+-- name: request_cancels
+UPDATE tasuki_jobrun AS job SET cancel_requested = 1, version = job.version + 1
+FROM unnest($1::bigint[], $2::bigint[]) AS judged (id, version)
+WHERE job.id = judged.id AND job.version = judged.version AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: requeue
+UPDATE tasuki_jobrun AS job SET
+    state = 'PENDING', ready = judged.ready, not_before = judged.not_before, not_after = judged.not_after,
+    version = job.version + 1, generation = generation + 1,
+    failures = 0, losses = 0, cancel_requested = 0, lease_id = '', started_at = NULL, finished_at = NULL,
+    exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, replaced_report = NULL
+FROM unnest($1::bigint[], $2::bigint[], $3::smallint[], $4::float8[], $5::float8[])
+     AS judged (id, version, ready, not_before, not_after)
+WHERE job.id = judged.id AND job.version = judged.version AND state IN ('SUCCEEDED', 'FAILED', 'CANCELED', 'TIMED_OUT', 'SKIPPED')
+
+
+-- ------------------------------------------------------------------------------------------------ lease
+
+-- name: band
+SELECT priority FROM tasuki_jobrun WHERE ready = 1 AND priority < $1::smallint ORDER BY priority DESC LIMIT 1
+
+-- name: groups
+WITH RECURSIVE head (name) AS (
+    SELECT (SELECT "group" FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = $1::smallint AND "group" >= $2::text AND "group" < $3::text ORDER BY "group" LIMIT 1)
+    UNION ALL
+    SELECT (SELECT "group" FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = $1 AND "group" > head.name AND "group" < $3 ORDER BY "group" LIMIT 1)
+    FROM head WHERE head.name IS NOT NULL
+)
+SELECT name FROM head WHERE name IS NOT NULL LIMIT $4::bigint
+
+-- name: subjects
+WITH RECURSIVE head (name) AS (
+    SELECT (SELECT subject FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject >= $3::text AND subject < $4::text
+            ORDER BY subject LIMIT 1)
+    UNION ALL
+    SELECT (SELECT subject FROM tasuki_jobrun
+            WHERE ready = 1 AND priority = $1 AND "group" = $2 AND subject > head.name AND subject < $4 ORDER BY subject LIMIT 1)
+    FROM head WHERE head.name IS NOT NULL
+)
+SELECT name FROM head WHERE name IS NOT NULL LIMIT $5::bigint
+
+-- part: granted
+-- The terms, $1 … $9, are the same in all statements that grant.
+    state = 'ASSIGNED', ready = 0, attempt = job.attempt + 1, version = job.version + 1,
+    lease_id = $1::text || job.id, assigned_worker_id = $2::text, incarnation = $3::text, lease_expires_at = $4::float8,
+    lease_ttl_s = $5::float8, on_disconnect = $6::text, reconnect_grace_s = $7::float8, assigned_at = $8::float8,
+    leader_epoch = coalesce($9::bigint, leader_epoch), started_at = NULL,
+    exit_code = NULL, error_code = NULL, error_summary = '', permanent = 0,
+    result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
+
+-- name: claim_of_queue
+-- The oldest of one queue that nobody else is about to lease.
+WITH picked AS MATERIALIZED (
+    SELECT id, state, result_sha256 FROM tasuki_jobrun
+    WHERE ready = 1 AND priority = $10::smallint AND "group" = $11::text AND subject = $12::text AND kind = $13::smallint
+      AND (not_after IS NULL OR not_after >= $8)
+    ORDER BY id LIMIT $14::bigint FOR UPDATE SKIP LOCKED
+)
+UPDATE tasuki_jobrun AS job SET {granted}
+FROM picked WHERE job.id = picked.id
+RETURNING job.id, idempotency_key, spec, submitter, attempt - 1, picked.state, picked.result_sha256
+
+-- name: next_of_queues
+-- The next $6 of each queue, by id, behind the one that was seen last; what is too late to start at $7 is left for `late`.
+SELECT place::bigint, head.id
+FROM unnest($3::text[], $4::smallint[], $5::bigint[]) WITH ORDINALITY AS queue (subject, kind, seen, place)
+CROSS JOIN LATERAL (
+    SELECT id FROM tasuki_jobrun
+    WHERE ready = 1 AND priority = $1::smallint AND "group" = $2::text AND subject = queue.subject AND kind = queue.kind
+      AND id > queue.seen AND (not_after IS NULL OR not_after >= $7::float8)
+    ORDER BY id LIMIT $6::bigint) AS head
+
+-- name: claim_of_rows
+-- Of these rows the first $11 that are still ready and that nobody else is about to lease.
+WITH picked AS MATERIALIZED (
+    SELECT id, state, result_sha256 FROM tasuki_jobrun
+    WHERE id = ANY($10::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
+    ORDER BY id LIMIT $11::bigint FOR UPDATE SKIP LOCKED
+)
+UPDATE tasuki_jobrun AS job SET {granted}
+FROM picked WHERE job.id = picked.id
+RETURNING job.id, idempotency_key, spec, submitter, attempt - 1, picked.state, picked.result_sha256
+
+-- name: named
+SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at,
+       not_after
+FROM tasuki_jobrun WHERE idempotency_key = $1::text FOR UPDATE
+
+-- name: grant
+UPDATE tasuki_jobrun AS job SET {granted}
+WHERE id = ANY($10::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
+
+-- name: take_from_lost
+UPDATE tasuki_jobrun SET ready = 1, losses = $3::integer, version = version + 1, lease_expires_at = NULL
+WHERE id = $1::bigint AND version = $2::bigint AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= $4::float8
+
+-- name: held
+-- For all pairs of worker_id ($1) and incarnation ($2), in one walk over the live leases.
+SELECT assigned_worker_id, incarnation, idempotency_key, spec, submitter, lease_id, attempt, lease_expires_at, on_disconnect,
+       reconnect_grace_s
+FROM tasuki_jobrun
+WHERE lease_expires_at IS NOT NULL AND state = 'ASSIGNED' AND assigned_worker_id = ANY($1::text[])
+  AND (assigned_worker_id, incarnation) IN (SELECT * FROM unnest($1, $2::text[]))
+ORDER BY lease_expires_at, id
+
+
+-- ------------------------------------------------------------------------------------------------ start, renew, release
+
+-- name: start
+UPDATE tasuki_jobrun AS job SET state = 'RUNNING', started_at = $1::float8, version = version + 1
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt)
+WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state = 'ASSIGNED'
+RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
+
+-- name: renew
+UPDATE tasuki_jobrun AS job SET
+    lease_expires_at = $1::float8 + ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = ttl_s
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[], $8::float8[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, ttl_s)
+WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
+
+-- name: tell_progress
+UPDATE tasuki_jobrun AS job SET progress = claim.progress, progress_text = claim.text
+FROM unnest($1::bigint[], $2::text[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::float8[], $8::text[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, progress, text)
+WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state IN ('ASSIGNED', 'RUNNING')
+
+-- name: resume
+-- If another server is giving the job to somebody at this moment, this waits for that, and then finds nothing to resume.
+UPDATE tasuki_jobrun AS job SET
+    state = 'RUNNING', ready = 0, version = job.version + 1, started_at = coalesce(job.started_at, $2::float8),
+    lease_expired_at = NULL, lease_ttl_s = ttl_s,
+    lease_expires_at = $1::float8 + ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+FROM unnest($3::bigint[], $4::text[], $5::text[], $6::text[], $7::text[], $8::bigint[], $9::float8[])
+     AS claim (id, job_id, lease_id, worker_id, incarnation, attempt, ttl_s)
+WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.lease_id AND assigned_worker_id = worker_id
+  AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state = 'ORPHANED'
+RETURNING idempotency_key, job.lease_id, assigned_worker_id, job.incarnation, job.attempt, cancel_requested
+
+-- name: release
+UPDATE tasuki_jobrun AS job SET
+    state = 'PENDING', ready = 1, version = job.version + 1, lease_id = '', lease_expired_at = lease_expires_at,
+    lease_expires_at = NULL
+FROM unnest($1::bigint[], $2::bigint[], $3::text[]) AS claim (id, version, lease_id)
+WHERE job.id = claim.id AND job.version = claim.version AND job.lease_id = claim.lease_id AND state = 'ASSIGNED'
+
+
+-- ------------------------------------------------------------------------------------------------ finish, fail, reap
+
+-- name: finish_plain
+UPDATE tasuki_jobrun AS job SET
+    state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = $1::float8,
+    started_at = coalesce(job.started_at, report.started_at), exit_code = report.exit_code, result = report.result,
+    result_sha256 = report.result_sha256, result_size_bytes = length(report.result)
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::float8[], $8::bigint[], $9::bytea[], $10::text[])
+     AS report (id, job_id, lease_id, worker_id, attempt, started_at, exit_code, result, result_sha256)
+WHERE job.id = report.id AND idempotency_key = job_id AND job.lease_id = report.lease_id AND assigned_worker_id = worker_id
+  AND job.attempt = report.attempt AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING job.id, "group"
+
+-- name: finish_full
+UPDATE tasuki_jobrun AS job SET
+    state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = $1::float8,
+    started_at = coalesce(job.started_at, report.started_at), exit_code = report.exit_code, result = report.result,
+    result_sha256 = report.result_sha256, result_size_bytes = report.result_size_bytes, error_code = report.error_code,
+    error_summary = report.message, meta = report.meta
+FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::float8[], $8::bigint[], $9::bytea[], $10::text[],
+            $11::bigint[], $12::text[], $13::text[], $14::bytea[])
+     AS report (id, job_id, lease_id, worker_id, attempt, started_at, exit_code, result, result_sha256,
+                result_size_bytes, error_code, message, meta)
+WHERE job.id = report.id AND idempotency_key = job_id AND job.lease_id = report.lease_id AND assigned_worker_id = worker_id
+  AND job.attempt = report.attempt AND state IN ('ASSIGNED', 'RUNNING')
+RETURNING job.id, "group"
+
+-- name: settle
+UPDATE tasuki_jobrun AS job SET
+    state = new.state, ready = new.ready, not_before = new.not_before, version = job.version + 1,
+    lease_id = new.lease_id, lease_expires_at = NULL, lease_expired_at = was_expires_at,
+    failures = new.failures, losses = new.losses,
+    started_at = new.started_at, finished_at = new.finished_at, leader_epoch = new.leader_epoch,
+    exit_code = new.exit_code, error_code = new.error_code, error_summary = new.error_summary, permanent = new.permanent,
+    result = new.result, result_sha256 = new.result_sha256, result_size_bytes = new.result_size_bytes, meta = new.meta,
+    replaced_report = new.replaced_report
+FROM unnest($1::bigint[], $2::text[], $3::bigint[], $4::bigint[], $5::text[], $6::text[], $7::float8[],
+            $8::text[], $9::smallint[], $10::float8[], $11::text[], $12::integer[], $13::integer[], $14::float8[], $15::float8[],
+            $16::bigint[], $17::bigint[], $18::text[], $19::text[], $20::smallint[], $21::bytea[], $22::text[], $23::bigint[],
+            $24::bytea[], $25::bytea[])
+     AS new (id, was_state, was_version, was_attempt, was_lease_id, was_worker_id, was_expires_at,
+             state, ready, not_before, lease_id, failures, losses, started_at, finished_at,
+             leader_epoch, exit_code, error_code, error_summary, permanent, result, result_sha256, result_size_bytes,
+             meta, replaced_report)
+WHERE job.id = new.id AND job.state = was_state AND job.version = was_version AND attempt = was_attempt
+  AND job.lease_id = was_lease_id AND assigned_worker_id IS NOT DISTINCT FROM was_worker_id
+  AND lease_expires_at IS NOT DISTINCT FROM was_expires_at
+
+-- name: add_incidents
+INSERT INTO tasuki_incident (job_id, at, kind, attempt, worker_id, actor, reason)
+SELECT * FROM unnest($1::bigint[], $2::float8[], $3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
+
+-- name: count
+INSERT INTO tasuki_counter AS counter (shard, "group", state, n)
+SELECT $1::smallint, delta.* FROM unnest($2::text[], $3::text[], $4::bigint[]) AS delta
+ON CONFLICT ("group", state, shard) DO UPDATE SET n = counter.n + excluded.n
+
+
+-- ------------------------------------------------------------------------------------------------ the leader
+
+-- name: epoch
+-- The fence: shared with the leader's other transactions, and in the way of the one that takes over until this one has ended.
+SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = $1::text FOR SHARE
+
+-- name: epoch_seen
+SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = $1::text
+
+-- name: take_over
+INSERT INTO tasuki_scopeepoch AS known (scope, epoch, holder, taken_over_at)
+VALUES ($1::text, $2::bigint, $3::text, $4::float8)
+ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder, taken_over_at = excluded.taken_over_at
+WHERE known.epoch < excluded.epoch
+
+-- name: taken_over_at
+SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = $1::text
+
+-- name: renew_all
+-- $1 the lease clock with the margin, $2 the same at the takeover before. What that one renewed, and nobody since, is left.
+WITH leased AS MATERIALIZED (
+    SELECT id FROM tasuki_jobrun
+    WHERE lease_expires_at IS NOT NULL
+      AND lease_expires_at > $2::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+    ORDER BY id FOR UPDATE
+)
+UPDATE tasuki_jobrun AS job SET
+    lease_expires_at = $1::float8 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
+FROM leased WHERE job.id = leased.id
+
+-- name: leases_over
+-- What another server is writing to just now (a renewal, a finish) is left for the next time.
+SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= $1::float8
+ORDER BY lease_expires_at, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
+
+-- name: late
+SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < $1::float8
+ORDER BY not_after, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
+
+-- name: delayed_due
+SELECT id, subject FROM tasuki_jobrun WHERE ready = 2 AND not_before <= $1::float8
+ORDER BY not_before, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
+
+-- name: promote
+UPDATE tasuki_jobrun SET ready = 1, version = version + 1 WHERE id = ANY($1::bigint[]) AND ready + 0 = 2
+
+-- name: old
+SELECT id, state, "group", created_at, finished_at FROM tasuki_jobrun WHERE id > $1::bigint ORDER BY id LIMIT $2::bigint
+
+-- name: still_old
+SELECT id FROM tasuki_jobrun WHERE id = ANY($1::bigint[]) AND finished_at < $2::float8 ORDER BY id FOR UPDATE SKIP LOCKED
+
+-- name: prune_jobs
+DELETE FROM tasuki_jobrun WHERE id = ANY($1::bigint[])
+
+-- name: prune_incidents
+DELETE FROM tasuki_incident WHERE job_id = ANY($1::bigint[])
+
+-- name: prune_blobs
+DELETE FROM tasuki_jobblob WHERE job_id = ANY($1::bigint[])
+
+-- name: take_counters
+-- Of all shards: what is not 0 is added to our own again. A row that its server is writing to stays.
+DELETE FROM tasuki_counter WHERE id IN (
+    SELECT id FROM tasuki_counter WHERE "group" = ANY($1::text[]) ORDER BY id FOR UPDATE SKIP LOCKED)
+RETURNING "group", state, n
+
+-- name: next_lease_over
+SELECT min(lease_expires_at) FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL
+
+-- name: next_delayed
+SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
+
+
+-- ------------------------------------------------------------------------------------------------ readers
+
+-- name: rows_to_judge
+SELECT {columns_but_result} FROM tasuki_jobrun WHERE idempotency_key = ANY($1::text[]) ORDER BY id FOR UPDATE
+
+-- name: rows_seen
+SELECT {columns_but_result} FROM tasuki_jobrun WHERE idempotency_key = ANY($1::text[])
+
+-- name: rows_by_key
+SELECT {columns} FROM tasuki_jobrun WHERE idempotency_key = ANY($1::text[])
+
+-- name: rows_by_id
+SELECT {columns} FROM tasuki_jobrun WHERE id = ANY($1::bigint[])
+
+-- name: incidents
+SELECT at, kind, attempt, worker_id, actor, reason FROM tasuki_incident
+WHERE job_id = (SELECT id FROM tasuki_jobrun WHERE idempotency_key = $1::text) ORDER BY id
+
+-- name: alive_among
+SELECT idempotency_key FROM tasuki_jobrun
+WHERE idempotency_key = ANY($1::text[]) AND state IN ('PENDING', 'ASSIGNED', 'RUNNING', 'ORPHANED')
+
+-- name: counts
+SELECT "group", state, sum(n)::bigint FROM tasuki_counter GROUP BY "group", state HAVING sum(n) <> 0
+
+-- name: place
+SELECT id, priority, "group", subject, kind FROM tasuki_jobrun WHERE idempotency_key = $1::text AND ready + 0 = 1
+
+-- name: ahead
+SELECT count(*) FROM (
+    SELECT 1 FROM tasuki_jobrun
+    WHERE ready = 1 AND priority = $2::smallint AND "group" = $3::text AND subject = $4::text AND kind = $6::smallint AND id < $1::bigint
+    LIMIT $5::bigint) AS ahead
+
+-- name: blob_owners
+SELECT idempotency_key FROM tasuki_jobblob AS blob JOIN tasuki_jobrun AS job ON job.id = blob.job_id
+WHERE blob.sha256 = $1::text GROUP BY idempotency_key ORDER BY min(blob.id) LIMIT $2::bigint
+
+-- name: id_range
+SELECT (SELECT min(id) FROM tasuki_jobrun), (SELECT max(id) FROM tasuki_jobrun)
+
+-- name: find_by_array
+SELECT {found} FROM tasuki_jobrun
+WHERE array_id IS NOT NULL AND array_id = :array_id::text AND id >= :low::bigint AND id < :high::bigint {and}
+ORDER BY id DESC LIMIT :most::bigint
+
+-- name: find_failed
+SELECT {found} FROM tasuki_jobrun WHERE error_code IS NOT NULL AND id < :high::bigint {and} ORDER BY id DESC LIMIT :most::bigint
+
+-- name: find_leased
+-- Sorts, but only the live leases: MATERIALIZED, or the planner would walk all jobs by id to be spared the sort.
+WITH leased AS MATERIALIZED (
+    SELECT {found} FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND id < :high::bigint {and}
+)
+SELECT * FROM leased ORDER BY id DESC LIMIT :most::bigint
+
+-- name: find_by_id
+SELECT {found} FROM tasuki_jobrun WHERE id >= :low::bigint AND id < :high::bigint {and} ORDER BY id DESC LIMIT :most::bigint
+
+
+-- ------------------------------------------------------------------------------------------------ tokens
+
+-- name: add_token
+INSERT INTO tasuki_token (token_id, kind, sha256, label, scope, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id)
+VALUES ($1::text, $2::text, $3::text, $4::text, $5::text::jsonb, $6::float8, $7::text, $8::float8, $9::float8, $10::text,
+    $11::text)
+ON CONFLICT DO NOTHING
+
+-- name: token
+SELECT token_id, kind, sha256, label, scope::text, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
+FROM tasuki_token WHERE sha256 = $1::text
+
+-- name: tokens
+SELECT token_id, kind, sha256, label, scope::text, created_at, created_by, expires_at, revoked_at, revoked_by, worker_id
+FROM tasuki_token ORDER BY id
+
+-- name: unrevoked_among
+SELECT token_id FROM tasuki_token WHERE token_id = ANY($1::text[]) AND revoked_at IS NULL
+
+-- name: add_audit
+INSERT INTO tasuki_audit (at, actor, action, target, detail) VALUES ($1::float8, $2::text, $3::text, $4::text, $5::text)
+
+-- name: audit
+SELECT at, actor, action, target, detail FROM tasuki_audit ORDER BY id DESC LIMIT $1::bigint
+
+-- name: revoke_token
+UPDATE tasuki_token SET revoked_at = $2::float8, revoked_by = $3::text WHERE token_id = $1::text AND revoked_at IS NULL
+
+
+-- ------------------------------------------------------------------------------------------------ marks of turns
+
+-- name: mark
+INSERT INTO tasuki_turnmark (writer, turn, at) VALUES ($1::text, $2::bigint, $3::float8)
+ON CONFLICT (writer) DO UPDATE SET turn = excluded.turn, at = excluded.at
+
+-- name: last_mark
+-- Writes, so that it waits for whoever still holds the row, or is about to insert it.
+INSERT INTO tasuki_turnmark AS known (writer, turn, at) VALUES ($1::text, 0, extract(epoch FROM clock_timestamp()))
+ON CONFLICT (writer) DO UPDATE SET at = excluded.at
+RETURNING known.turn
+
+-- name: forget_mark
+DELETE FROM tasuki_turnmark WHERE writer = $1::text
+
+
+-- ------------------------------------------------------------------------------------------------ blobs
+-- Locks: who writes a reference holds FOR KEY SHARE on the blob's row until it commits, who condemns it FOR UPDATE, and these two
+-- exclude each other; to touch a row is neither. Whoever waited for one that was then condemned finds that in the recheck.
+
+-- name: stored_blobs
+SELECT sha256 FROM tasuki_blob
+WHERE sha256 = ANY($1::text[]) AND stored = 1 AND condemned = 0 ORDER BY sha256 FOR KEY SHARE
+
+-- name: blob_places
+SELECT sha256, size_bytes, generation, stored FROM tasuki_blob
+WHERE sha256 = ANY($1::text[]) AND stored = 1 AND condemned = 0
+
+-- name: touch_blobs
+WITH live AS MATERIALIZED (
+    SELECT id FROM tasuki_blob WHERE sha256 = ANY($2::text[]) AND condemned = 0 ORDER BY sha256 FOR NO KEY UPDATE)
+UPDATE tasuki_blob AS blob SET touched_at = $1::float8 FROM live WHERE blob.id = live.id
+RETURNING sha256, size_bytes, generation, stored
+
+-- name: place_blobs
+INSERT INTO tasuki_blob (touched_at, sha256, size_bytes, generation)
+SELECT $1::float8, sha256, size_bytes,
+       greatest($2::integer, (SELECT max(generation) + 1 FROM tasuki_blob AS known WHERE known.sha256 = new.sha256))
+FROM unnest($3::text[], $4::bigint[]) AS new (sha256, size_bytes)
+ON CONFLICT DO NOTHING
+
+-- name: blobs_stored
+WITH live AS MATERIALIZED (
+    SELECT blob.id, place.size_bytes
+    FROM tasuki_blob AS blob
+    JOIN unnest($2::text[], $3::integer[], $4::bigint[]) AS place (sha256, generation, size_bytes)
+      ON blob.sha256 = place.sha256 AND blob.generation = place.generation
+    WHERE condemned = 0 ORDER BY blob.sha256 FOR NO KEY UPDATE OF blob)
+UPDATE tasuki_blob AS blob SET
+    stored = 1, touched_at = $1::float8, size_bytes = CASE stored WHEN 1 THEN blob.size_bytes ELSE live.size_bytes END
+FROM live WHERE blob.id = live.id
+RETURNING sha256, generation
+
+-- name: condemned_blobs
+SELECT sha256, size_bytes, generation, stored FROM tasuki_blob WHERE condemned = 1 ORDER BY touched_at, id LIMIT $1::bigint
+
+-- name: blob_bytes
+SELECT coalesce(sum(size_bytes), 0)::bigint FROM tasuki_blob WHERE condemned = 0
+
+-- name: blobs_by_age
+SELECT id, touched_at, size_bytes, EXISTS (SELECT 1 FROM tasuki_jobblob AS used WHERE used.sha256 = tasuki_blob.sha256)
+FROM tasuki_blob WHERE condemned = 0 AND (touched_at, id) > ($1::float8, $2::bigint) AND touched_at < $3::float8
+ORDER BY touched_at, id LIMIT $4::bigint
+
+-- name: lock_blobs
+SELECT id FROM tasuki_blob WHERE id = ANY($1::bigint[]) AND condemned = 0 AND touched_at < $2::float8
+ORDER BY id FOR UPDATE SKIP LOCKED
+
+-- name: condemn_blobs
+-- After `lock_blobs`, never in one statement with it: only so does it see every reference that was written before the lock.
+UPDATE tasuki_blob SET condemned = 1
+WHERE id = ANY($1::bigint[]) AND condemned = 0
+  AND NOT EXISTS (SELECT 1 FROM tasuki_jobblob AS used WHERE used.sha256 = tasuki_blob.sha256)
+RETURNING id, sha256, size_bytes, generation, stored
+
+-- name: forget_blobs
+DELETE FROM tasuki_blob AS blob USING unnest($1::text[], $2::integer[]) AS place (sha256, generation)
+WHERE blob.sha256 = place.sha256 AND blob.generation = place.generation AND condemned = 1

@@ -1,0 +1,301 @@
+"""Big worlds: thousands of workers, many servers, an hour of load, and how delay, fairness and duties behave in it.
+
+    python -m tasuki.testing.sim.scale                              # 10,000 workers, 20 servers, 1,000 jobs/s, one hour
+    python -m tasuki.testing.sim.scale --workers 500 --servers 4 --jobs-per-s 50 --minutes 5
+    python -m tasuki.testing.sim.scale --curve                      # how the delay grows with the load, in smaller worlds
+
+Everything is virtual but the CPU: an hour with 3.6 million jobs takes some tens of minutes of one core. Figures are explained in
+docs/operate/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tasuki.core.machine import Peer
+from tasuki.core.worker.events import WorkerIdentity
+from tasuki.testing.harness_servers import OWN_UID
+from tasuki.testing.sim import scale_report
+from tasuki.testing.sim.options import SimOptions
+from tasuki.testing.sim.process import HostClock
+from tasuki.testing.sim.scale_load import FLOODING, PATTERNS, Load
+from tasuki.testing.sim.scale_tally import Tally
+from tasuki.testing.sim.scale_world import BigClient, BigCoordination, BigNetwork, BigStore, BigWorker, BigWorld
+from tasuki.testing.sim.servers import SimServer
+from tasuki.testing.sim.workers import Endings
+
+WARM_S = 15.0  # for everybody to connect
+LOOK_S = 5.0
+PROGRESS_S = 10.0
+RETENTION_S = 60.0  # finished jobs are pruned so soon, or millions of them would stand in memory
+SERVER_TICK_S = 0.5
+LATENCY_S = 0.000_5  # of the network, up to four times that
+DOWN_S = 60.0  # how long a server stays away
+RACK_SHARE = 0.02  # of the workers die together, with their hosts
+FLOOD_S = 30.0
+DRAIN_LIMIT_S = 600.0
+CURVE = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+OFFSET_MAX_S = 10_000.0
+
+
+class BigOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a big world."""
+
+    seed: int = 1
+    servers: int = 20
+    workers: int = 10_000
+    """With one place each."""
+    clients: int = 40
+    jobs_per_s: float = 1_000.0
+    minutes: float = 60.0
+    load: float = 0.7
+    """The share of the places that this keeps busy; it decides how long the average job takes."""
+    disasters: bool = True
+    """One server dies, then the leader, then a rack of workers, then one group floods the others."""
+
+    @property
+    def virtual_s(self) -> float:
+        return self.minutes * 60.0
+
+    @property
+    def mean_s(self) -> float:
+        return self.load * self.workers / self.jobs_per_s
+
+    def text(self) -> str:
+        shape = f"{self.workers} workers, {self.servers} servers, {self.clients} clients, {self.jobs_per_s:g} jobs/s"
+        return f"{shape}, {self.load:.0%} load (jobs of {self.mean_s:.1f} s), {self.minutes:g} min, seed {self.seed}"
+
+
+class Disaster(msgspec.Struct, frozen=True):
+    """What befell the world, when, and to whom."""
+
+    at: float
+    what: str
+    who: str
+
+
+class BigSystem:
+    """All processes of a big world."""
+
+    def __init__(self, options: BigOptions) -> None:
+        self.options = options
+        self.world = world = BigWorld(options.seed, _sim_options(options), lambda line: None)
+        world.leaderships = []
+        self.network = BigNetwork(world)
+        self.storage = BigStore(world, self.network)
+        self.tally: Tally = self.storage.recorder
+        self.load = Load(world.streams, self.tally, options.mean_s)
+        self.coordination = BigCoordination(world, self.network, self.storage.clock)
+        self.coordination.tally = self.tally
+        self.servers = [
+            SimServer(world, number, self.network, self.storage, self.coordination, self._clock())
+            for number in range(1, options.servers + 1)
+        ]
+        self.coordination.servers = self.servers
+        self.workers = [self._worker(number) for number in range(options.workers)]
+        self.clients = [self._client(number) for number in range(options.clients)]
+        self.disasters: list[Disaster] = []
+        self.queue: list[tuple[float, int, int]] = []
+        """Now and then: (at, jobs that wait for their first attempt, busy workers)."""
+
+    def _clock(self) -> HostClock:
+        return HostClock(self.world, OFFSET_MAX_S * self.world.streams.clocks.random())
+
+    def _worker(self, number: int) -> BigWorker:
+        name = f"worker-{number}"
+        identity = WorkerIdentity(worker_id=name, incarnation="", token="", patterns=PATTERNS[number % len(PATTERNS)], capacity=1)
+        peer = Peer("unix", OWN_UID, "unix socket")
+        worker = BigWorker(self.world, self.network, self.servers, identity, peer, self._clock(), Endings(self.world))
+        worker.load, worker.tally = self.load, self.tally
+        return worker
+
+    def _client(self, number: int) -> BigClient:
+        peer = Peer("unix", OWN_UID, "unix socket")
+        client = BigClient(self.world, self.network, self.servers, f"client-{number}", peer, "", self._clock())
+        client.tally = self.tally
+        return client
+
+    # -- running --------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Servers first, then everybody else; the load begins when they are there."""
+        for server in self.servers:
+            server.start()
+        self.world.run_until(3.0)
+        for worker in self.workers:
+            worker.start()
+        for client in self.clients:
+            client.start()
+        self.world.run_until(WARM_S)
+        self._arrive("", self.options.jobs_per_s, WARM_S + self.options.virtual_s)
+        self._look()
+        if self.options.disasters:
+            self._plan_disasters()
+
+    def _arrive(self, group: str, rate: float, until: float) -> None:
+        world, load, choose, clients = self.world, self.load, self.world.streams.load.choice, self.clients
+
+        def arrive() -> None:
+            if world.at < until:
+                choose(clients).submit_one(load.spec(world.at, group))
+                world.after(load.until_next_s(rate), "arrives", arrive)
+
+        world.after(load.until_next_s(rate), "arrives", arrive)
+
+    def _look(self) -> None:
+        busy = sum(1 for worker in self.workers if worker.attempts)
+        self.queue.append((self.world.at, len(self.tally.waiting), busy))
+        self.world.after(LOOK_S, "looks", self._look)
+
+    # -- disasters ------------------------------------------------------------------------------------------------
+    def _plan_disasters(self) -> None:
+        plans = ((0.2, self._server_dies), (0.35, self._leader_dies), (0.5, self._rack_dies), (0.65, self._group_floods))
+        for share, action in plans:
+            self.world.at_time(WARM_S + share * self.options.virtual_s, "disaster", action)
+
+    def _server_dies(self) -> None:
+        self._kill(next(server for server in self.servers if not server.leads), "a server is killed")
+
+    def _leader_dies(self) -> None:
+        self._kill(next((server for server in self.servers if server.leads), self.servers[0]), "the leader is killed")
+
+    def _kill(self, server: SimServer, what: str) -> None:
+        self.disasters.append(Disaster(self.world.at, what, server.name))
+        server.crash()
+        self.world.after(DOWN_S, "starts again", server.start)
+
+    def _rack_dies(self) -> None:
+        rack = self.workers[:: round(1 / RACK_SHARE)]
+        self.disasters.append(Disaster(self.world.at, "a rack of workers loses power", f"{len(rack)} workers"))
+        for worker in rack:
+            worker.crash(silent=True)
+            self.world.after(2 * DOWN_S, "starts again", worker.start)
+
+    def _group_floods(self) -> None:
+        self.disasters.append(Disaster(self.world.at, "a group floods", FLOODING))
+        self._arrive(FLOODING, self.options.jobs_per_s, self.world.at + FLOOD_S)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    @property
+    def load_ends(self) -> float:
+        return WARM_S + self.options.virtual_s
+
+    @property
+    def disaster_free_from(self) -> float:
+        """By then places have filled up."""
+        return WARM_S + min(60.0, 0.05 * self.options.virtual_s)
+
+    @property
+    def disaster_free_until(self) -> float:
+        return self.disasters[0].at if self.disasters else self.load_ends
+
+    @property
+    def at_rest(self) -> bool:
+        return self.tally.accepted == self.tally.submits and not self.tally.unheard
+
+
+def _sim_options(options: BigOptions) -> SimOptions:
+    return SimOptions(
+        servers=options.servers,
+        workers=options.workers,
+        clients=options.clients,
+        jobs=0,
+        tokens=False,
+        wire=False,
+        kinds=(),
+        faults=0,
+        tick_s=SERVER_TICK_S,
+        lease_ttl_s=15.0,
+        lock_ttl_s=10.0,
+        retention_s=RETENTION_S,
+        latency_s=LATENCY_S,
+    )
+
+
+Progress = Callable[["BigSystem", float], None]
+"""Told every ten virtual seconds: the world so far, and the CPU time that it took."""
+
+
+def run_big(options: BigOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Run one world to its end; the figures as plain data (`big_report.text` shows them to people)."""
+    begun = time.process_time()
+    system = BigSystem(options)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 1_000)  # nearly all that lives here lives until the end
+    try:
+        system.start()
+        gc.freeze()
+        _run(system, progress, begun)
+        return scale_report.figures(system, time.process_time() - begun)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        system.storage.close()
+
+
+def _run(system: BigSystem, progress: Progress | None, begun: float) -> None:
+    world, end = system.world, system.load_ends
+    while world.at < end or (not system.at_rest and world.at < end + DRAIN_LIMIT_S):
+        world.run_until(world.at + PROGRESS_S if world.at >= end else min(end, world.at + PROGRESS_S))
+        if progress is not None:
+            progress(system, time.process_time() - begun)
+
+
+def run_curve(seed: int = 1, minutes: float = 10.0) -> list[dict[str, Any]]:
+    """How the delay grows with the load: the same small world again and again, without disasters."""
+    found = []
+    for load in CURVE:
+        shape = BigOptions(seed=seed, servers=4, workers=500, clients=8, jobs_per_s=50.0 * load, load=load, minutes=minutes)
+        figures = run_big(msgspec.structs.replace(shape, disasters=False))
+        found.append({"load": load, **figures["delay"]["all"], "busy": figures["busy"]})
+    return found
+
+
+def _show(system: BigSystem, cpu_s: float, file: Path | None) -> None:
+    """How far it is; and the figures so far, because a run may be ended before it is over."""
+    tally, at = system.tally, system.world.at - WARM_S
+    done = f"{tally.submits} submitted, {tally.ends} ended, {len(tally.waiting)} wait"
+    sys.stderr.write(f"{at:7.0f} s virtual, {cpu_s:6.0f} s CPU: {done}\n")
+    if file is not None and round(at / PROGRESS_S) % 6 == 0:
+        file.write_text(json.dumps(scale_report.figures(system, cpu_s), indent=1))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tasuki.testing.sim.scale", description=(__doc__ or "").splitlines()[0])
+    usual = BigOptions()
+    parser.add_argument("--workers", type=int, default=usual.workers)
+    parser.add_argument("--servers", type=int, default=usual.servers)
+    parser.add_argument("--clients", type=int, default=usual.clients)
+    parser.add_argument("--jobs-per-s", type=float, default=usual.jobs_per_s)
+    parser.add_argument("--minutes", type=float, default=usual.minutes, help="of virtual time (default: %(default)g)")
+    parser.add_argument("--load", type=float, default=usual.load, help="share of the places kept busy (default: %(default)g)")
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--calm", action="store_true", help="no disasters")
+    parser.add_argument("--curve", action="store_true", help="the delay at loads from 50 %% to 95 %%, in worlds of 500 workers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    chosen = vars(parser.parse_args(arguments))
+    file, curve, calm = chosen.pop("json"), chosen.pop("curve"), chosen.pop("calm")
+    figures: Any
+    if curve:
+        figures = run_curve(chosen["seed"])
+        shown, good = scale_report.curve_text(figures), True
+    else:
+        figures = run_big(BigOptions(**chosen, disasters=not calm), lambda system, cpu_s: _show(system, cpu_s, file))
+        shown, good = scale_report.text(figures), not figures["violations"]
+    sys.stdout.write(f"{shown}\n")
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=1))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

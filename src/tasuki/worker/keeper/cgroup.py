@@ -1,0 +1,239 @@
+"""cgroup v2 for the keeper: one group for all that it starts, and a leaf with limits for a job that has some.
+
+    <own cgroup>/tasuki-<incarnation>/keeper    the keeper, and every job without limits of memory or processes
+                                     /job-<n>   one such job (only with the controllers memory and pids)
+                                     /worker    the worker, where it had to make room for the controllers
+
+Jobs are born in the keeper's group, so being in it costs nothing per job, and nobody leaves it by fork, setsid or a cleared
+environment. While the keeper lives it knows its jobs by parentage; the group is for the day on which it is killed: one
+write to `cgroup.kill` ends all that it had started. Touches only /sys/fs/cgroup, and there only what is delegated to us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from tasuki.worker.keeper.proc import look
+from tasuki.worker.keeper.protocol import Limits
+
+PREFIX = "tasuki-"
+CONTROLLERS = ("memory", "pids")
+SYSTEMD = Path("/run/systemd/system")
+_DELEGATE = ("trusted.delegate", "user.delegate")  # how systemd marks what it has handed over
+_MB = 1024 * 1024
+_KILL_S = 5.0
+_POLL_S = 0.01
+
+
+class NoCgroup(Exception):
+    """There is no cgroup for us here; the message says why. Never leaves the keeper: it works without one."""
+
+
+class Group:
+    """The group of one keeper. Made by `join`."""
+
+    def __init__(self, base: Path, incarnation: str, worker_pid: int) -> None:
+        self.path = base / f"{PREFIX}{incarnation}"
+        self._base = base
+        self._worker_pid = worker_pid
+        self._moved: list[int] = []
+        self.has_limits = False
+
+    @classmethod
+    def join(cls, incarnation: str, worker_pid: int) -> Group:
+        """Make the group and move this process into it, or NoCgroup."""
+        group = cls(delegated(), incarnation, worker_pid)
+        try:
+            (group.path / "keeper").mkdir(parents=True)
+            _write(group.path / "keeper/cgroup.procs", "0")
+            if not (group.path / "cgroup.kill").exists():
+                raise NoCgroup("this kernel has no cgroup.kill (it came with 5.14)")
+        except (OSError, NoCgroup) as error:
+            group.close()
+            raise NoCgroup(str(error)) from error
+        group.has_limits = group._enable()
+        return group
+
+    def _enable(self) -> bool:
+        """Have the controllers in our leaves. A cgroup that hands them on may hold no process itself (but the root)."""
+        wanted = " ".join(f"+{name}" for name in CONTROLLERS)
+        if lacking(self._base):
+            return False
+        try:
+            self._make_room()
+            _write(self._base / "cgroup.subtree_control", wanted)
+            _write(self.path / "cgroup.subtree_control", wanted)
+        except OSError:  # others live in our cgroup: its limits are not ours to set
+            return False
+        return True
+
+    def _make_room(self) -> None:
+        """Move the worker and its children one step down, if nobody else lives here."""
+        pids = [int(pid) for pid in (self._base / "cgroup.procs").read_text().split()]
+        family = [pid for pid in pids if pid == self._worker_pid or _parent(pid) == self._worker_pid]
+        if family == pids:
+            (self.path / "worker").mkdir()
+            for pid in family:
+                _write(self.path / "worker/cgroup.procs", str(pid))
+            self._moved = family
+
+    def leaf(self, number: int, limits: Limits) -> Leaf:
+        """A leaf with these limits; OSError."""
+        return Leaf(self.path, number, limits)
+
+    def close(self) -> None:
+        """Go back to where we came from, and remove what was made. Nothing of a job may be alive."""
+        wanted = " ".join(f"-{name}" for name in CONTROLLERS)
+        with contextlib.suppress(OSError):
+            if self.has_limits:
+                _write(self.path / "cgroup.subtree_control", wanted)
+                _write(self._base / "cgroup.subtree_control", wanted)
+        for pid in (*self._moved, 0):  # 0: this process
+            with contextlib.suppress(OSError):
+                _write(self._base / "cgroup.procs", str(pid))
+        remove(self.path)
+
+
+class Leaf:
+    """The cgroup of one job."""
+
+    def __init__(self, group: Path, number: int, limits: Limits) -> None:
+        self.path = group / f"job-{number}"
+        self._group = group
+        self._processes = limits.processes
+        self.path.mkdir()
+        try:
+            self._limit(limits)
+        except OSError:
+            self.remove()
+            raise
+
+    def _limit(self, limits: Limits) -> None:
+        if limits.memory_mb is not None:
+            _write(self.path / "memory.max", str(limits.memory_mb * _MB))
+            _write(self.path / "memory.oom.group", "1")  # half a job is of no use to anybody
+            with contextlib.suppress(OSError):  # a kernel without swap accounting
+                _write(self.path / "memory.swap.max", "0")
+        self._allow_processes(0)
+
+    def _allow_processes(self, more: int) -> None:
+        if self._processes is not None:
+            _write(self.path / "pids.max", str(self._processes + more))
+
+    def __enter__(self) -> Leaf:
+        """The keeper steps in: what it starts now is born here, and has no moment outside its limits."""
+        self._allow_processes(1)  # the keeper itself counts while it is here
+        _write(self.path / "cgroup.procs", "0")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _write(self._group / "keeper/cgroup.procs", "0")
+        self._allow_processes(0)
+
+    def oom_kills(self) -> int:
+        return _event(self.path / "memory.events", "oom_kill")
+
+    def forks_refused(self) -> int:
+        return _event(self.path / "pids.events", "max")
+
+    def kill(self) -> None:
+        _write(self.path / "cgroup.kill", "1")
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):  # a process that has just died may still be counted; `Group.close` tries again
+            self.path.rmdir()
+
+
+def delegated() -> Path:
+    """Our own cgroup, if we may make groups below it; NoCgroup."""
+    mount, name = _mount(), _own()
+    base = mount / name.lstrip("/")
+    if not (os.access(base, os.W_OK) and os.access(base / "cgroup.procs", os.W_OK)):
+        raise NoCgroup(f"our cgroup {base} may not be written (systemd: Delegate=yes, and User=)")
+    if os.geteuid() == 0 and name != "/" and SYSTEMD.exists() and not _marked(base):
+        raise NoCgroup(f"our cgroup {base} is systemd's own (Delegate=yes hands it over)")
+    return base
+
+
+def lacking(base: Path) -> list[str]:
+    """Which of the controllers that leaves need are not handed on to this cgroup."""
+    available = (base / "cgroup.controllers").read_text().split()
+    return [name for name in CONTROLLERS if name not in available]
+
+
+def _marked(base: Path) -> bool:
+    for name in _DELEGATE:
+        with contextlib.suppress(OSError):
+            return os.getxattr(base, name) == b"1"
+    return False
+
+
+def _mount() -> Path:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.startswith("cgroup2 "):
+            _, _, _, root, point, *_ = before.split()
+            if root == "/":
+                return Path(point)
+    raise NoCgroup("there is no cgroup v2 file system")
+
+
+def _own() -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return line.removeprefix("0::")
+    raise NoCgroup("this process is in no cgroup of version 2")
+
+
+def kill_group_of(incarnation: str) -> bool:
+    """Kill all that is left in the group of a dead incarnation, wherever that was, and remove it. False: there is none."""
+    try:
+        mount = _mount()
+    except (OSError, NoCgroup):
+        return False
+    found = [Path(path) for path, _, _ in os.walk(mount) if path.endswith(f"/{PREFIX}{incarnation}")]
+    killed = False
+    for path in found:
+        killed = killed or bool(_populated(path))
+        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+            _write(path / "cgroup.kill", "1")
+        deadline = time.monotonic() + _KILL_S
+        while _populated(path) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # SIGKILL is sent; dying takes a moment
+        remove(path)
+    return killed
+
+
+def _populated(path: Path) -> int:
+    return _event(path / "cgroup.events", "populated")
+
+
+def remove(path: Path) -> None:
+    """Remove a group and the leaves below it, as far as they are empty."""
+    for leaf in [*path.glob("*/"), path]:
+        with contextlib.suppress(OSError):
+            leaf.rmdir()
+
+
+def _parent(pid: int) -> int | None:
+    seen = look(pid)
+    return None if seen is None else seen.parent
+
+
+def _event(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:  # the controller is not there
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,319 @@
+"""The worker's hold on its keeper: forks it, gives it orders, and hears how they ended. Belongs to one event loop.
+
+    keeper = Keeper.start(incarnation)          before the loop runs, in `Worker.run`
+    kept = keeper.spawn(…)                      in the loop
+    spawned = await kept.started                OSError: it was not started
+    keeper.stop(kept, Reason.CANCELED, 5.0)
+    ended = await kept.ended                    nothing of it is alive
+
+Orders of one turn of the loop leave in one write. When the keeper is gone, every future that still waits gets KeeperLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from tasuki.errors import ProtocolError, TasukiError, Unavailable
+from tasuki.worker.keeper.keeper import keep
+from tasuki.worker.keeper.protocol import (
+    READ_BYTES,
+    Ended,
+    Frames,
+    NotSpawned,
+    Order,
+    Prepare,
+    Prepared,
+    Ready,
+    Reason,
+    Renew,
+    Report,
+    Spawn,
+    Spawned,
+    Stop,
+    Warmth,
+    frame,
+)
+
+CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that sits in the kernel
+
+logger = logging.getLogger(__name__)
+
+
+class KeeperLost(Unavailable):
+    """The keeper is gone, and with it all hold on what it had started. The worker ends; its next start sweeps."""
+
+
+class NotPrepared(TasukiError):
+    """The warm interpreter of the exec could not import its modules, or did not live to fork; the message says why."""
+
+    code = "PRELOAD_FAILED"
+
+
+class Kept:
+    """One attempt in the keeper's hands."""
+
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.number = number
+        self.started: asyncio.Future[Spawned] = loop.create_future()
+        self.ended: asyncio.Future[Ended] = loop.create_future()
+
+    def fail(self, error: Exception) -> None:
+        for future in (self.started, self.ended):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waits for one of the two need not ask the other
+
+
+class Keeper:
+    """The keeper as the worker sees it."""
+
+    def __init__(self, control: socket.socket, pid: int) -> None:
+        assert pid > 1, "0 and -1 would mean whole groups of processes when it is waited for or killed"
+        self.pid = pid
+        self.on_lost: Callable[[KeeperLost], None] = lambda error: None
+        self.lost: KeeperLost | None = None
+        self._control = control
+        self._numbers = itertools.count(1)
+        self._kept: dict[int, Kept] = {}
+        self._frames: Frames[Report] = Frames(list[Report])
+        self._orders: list[Order] = []
+        self._turning = False
+        """Something was ordered in this turn of the loop."""
+        self._unsent = bytearray()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: asyncio.Future[Ready] | None = None
+        self._is_ready: Ready | None = None
+
+    @classmethod
+    def start(cls, incarnation: str, *, cgroup: bool = True) -> Keeper:
+        """Fork the keeper. Best before a loop or a thread is started: the less there is, the less is copied.
+
+        `cgroup=False` does without one even where it is delegated.
+        """
+        ours, theirs = socket.socketpair()
+        worker_pid = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become_keeper(theirs, incarnation, worker_pid, cgroup)
+        theirs.close()
+        ours.setblocking(False)
+        return cls(ours, pid)
+
+    # ------------------------------------------------------------------------------------------------ orders
+
+    def spawn(self, **fields: Any) -> Kept:
+        """Start what the fields of a `Spawn` (but for its number) say."""
+        self._attach()
+        assert self._loop is not None
+        kept = Kept(next(self._numbers), self._loop)
+        if self.lost is not None:
+            kept.fail(self.lost)
+            return kept
+        self._kept[kept.number] = kept
+        is_first = not self._turning
+        self._order(Spawn(number=kept.number, **fields))
+        if is_first:  # at once: a turn of the loop is a tenth of what a start takes. What follows in this turn goes together
+            self._flush()
+        return kept
+
+    def prepare(self, order: Prepare) -> None:
+        """Start this warm interpreter; how it went is logged."""
+        self._attach()
+        self._order(order)
+
+    def stop(self, kept: Kept, reason: Reason, grace_s: float) -> None:
+        """TERM, after the grace KILL. Harmless when it has ended."""
+        if kept.number in self._kept:
+            self._order(Stop(kept.number, reason, grace_s))
+
+    def renew(self, deadlines: Iterable[tuple[Kept, float]]) -> None:
+        """The lease deadlines from now on."""
+        known = [(kept.number, deadline) for kept, deadline in deadlines if kept.number in self._kept]
+        if known:
+            self._order(Renew(known))
+
+    def kill_all(self) -> None:
+        """The last resort: SIGKILL to every tree, without waiting."""
+        for number in self._kept:
+            self._order(Stop(number, Reason.SHUTDOWN, 0.0))
+        self._flush()
+
+    async def ready(self) -> Ready:
+        """How well it can hold on to what it starts; KeeperLost."""
+        self._attach()
+        if self._is_ready is not None:
+            return self._is_ready
+        if self.lost is not None:
+            raise self.lost
+        assert self._loop is not None
+        if self._ready is None:
+            self._ready = self._loop.create_future()
+        return await asyncio.shield(self._ready)
+
+    def close(self) -> None:
+        """End the keeper and all that it still has, which takes milliseconds; wait for it. In the loop or after it."""
+        self._detach()
+        self._control.close()
+        if self.lost is None:
+            self.lost = KeeperLost("the keeper is closed")
+        if self._loop is not None and not self._loop.is_closed():
+            self._fail_all(self.lost)
+        deadline = time.monotonic() + CLOSE_S
+        with contextlib.suppress(ChildProcessError):  # waited for already
+            while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    logger.error("the keeper (pid %d) does not end and is killed; the next start sweeps up after it", self.pid)
+                    os.kill(self.pid, signal.SIGKILL)
+                    deadline += CLOSE_S
+                time.sleep(0.001)
+
+    # ------------------------------------------------------------------------------------------------ the socket
+
+    def _attach(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._kept:
+            raise RuntimeError("a keeper belongs to one event loop for as long as it has jobs")
+        self._loop = loop
+        self._ready = None
+        if self.lost is None:
+            loop.add_reader(self._control, self._on_readable)
+
+    def _detach(self) -> None:
+        if self._loop is not None and not self._loop.is_closed() and self.lost is None:
+            self._loop.remove_reader(self._control)
+            self._loop.remove_writer(self._control)
+
+    def _order(self, order: Order) -> None:
+        assert self._loop is not None
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn)
+        self._orders.append(order)
+
+    def _turn(self) -> None:
+        self._turning = False
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.lost is not None:
+            return
+        if self._orders:
+            self._unsent += frame(self._orders)
+            self._orders.clear()
+        if not self._unsent:
+            return
+        assert self._loop is not None
+        try:
+            sent = self._control.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._lose(f"it does not listen any more: {error.strerror}")
+            return
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._control, self._flush)
+        else:
+            self._loop.remove_writer(self._control)
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._control.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose("its end of the socket is closed")
+            return
+        try:
+            reports = self._frames.feed(data)
+        except ProtocolError as error:
+            self._lose(error.message)
+            return
+        for report in reports:
+            self._hear(report)
+
+    def _hear(self, report: Report) -> None:
+        match report:
+            case Spawned():
+                _settle(self._kept[report.number].started, report)
+            case NotSpawned():
+                self._kept.pop(report.number).fail(_why_not(report))
+            case Prepared():
+                _log_prepared(report)
+            case Ended():
+                _settle(self._kept.pop(report.number).ended, report)
+            case Ready():
+                self._is_ready = report
+                if self._ready is not None:
+                    _settle(self._ready, report)
+
+    def _lose(self, why: str) -> None:
+        assert self._loop is not None
+        self._detach()
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # one that talks nonsense takes it for our end, and ends what it has
+        self.lost = KeeperLost(f"the keeper (pid {self.pid}) is gone: {why}; restart this process, which sweeps up what is left")
+        logger.error("%s", self.lost.message)
+        self._fail_all(self.lost)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(self.lost)
+        self.on_lost(self.lost)
+
+    def _fail_all(self, error: KeeperLost) -> None:
+        kept, self._kept = self._kept, {}
+        for one in kept.values():
+            one.fail(error)
+
+
+def _why_not(report: NotSpawned) -> Exception:
+    if report.message:
+        return NotPrepared(f"its interpreter cannot be used: {report.message}; correct its modules, or the exec")
+    return OSError(report.errno, os.strerror(report.errno))
+
+
+def _log_prepared(report: Prepared) -> None:
+    match report.warmth:
+        case Warmth.WARM:
+            logger.info("exec %r: its interpreter is warm (imported in %s)", report.name, report.detail)
+        case Warmth.COLD:
+            logger.warning("exec %r: each job starts an interpreter of its own (%s)", report.name, report.detail)
+        case Warmth.FAILED:
+            logger.error("exec %r: its jobs are refused, the import failed: %s", report.name, report.detail)
+
+
+def _settle(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():  # canceled
+        future.set_result(value)
+
+
+def _become_keeper(control: socket.socket, incarnation: str, worker_pid: int, cgroup: bool) -> NoReturn:
+    """After the fork: nothing of the worker but this one socket, and never back into its code."""
+    try:
+        gc.freeze()  # what was copied is not ours to finalise
+        kept = control.fileno()
+        os.closerange(3, kept)
+        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+        keep(control, incarnation, worker_pid, cgroup=cgroup)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(os.EX_SOFTWARE)

@@ -1,0 +1,404 @@
+"""The keeper's hands on Linux: it finds and ends everything that a job has started, whatever that did to hide.
+
+Theory of operation. The keeper is the *sub-reaper* of its jobs: a process whose parent dies becomes the keeper's own child,
+never init's. So the tree below the keeper is complete, and no setsid, double fork or cleared environment leads out of it.
+As soon as a job's first process has ended, the rest of its tree hangs from *strays*: children of the keeper that it did
+not start itself. One short read of /proc/self/task/…/children says whether there are any; for an ordinary job that is
+all. What a stray belongs to is told, in this order, by
+
+    its tag        a number that a job is born with: the soft limit of file locks, which Linux keeps, hands on to
+                   children and has not used for anything since 2.4
+    its marker     TASUKI_MARK in the environment that it was started with
+    its session    that of the job's first process
+    its files      its working folder, or a file that it can write to, lies in the job's folder
+
+A stray that has wiped out all four has hidden on purpose, and goes with the next job that ends.
+The tag names the incarnation too, so that what outlives a killed keeper is found without its environment (`keeper_sweep`).
+
+A job of kind python is forked by a warm interpreter (`keeper_warm`), which is a child of the keeper but no job. The job
+itself becomes the keeper's child before its first line of user code, tagged, in its session: then it is one like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import select
+import signal
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tasuki.worker.keeper.cgroup import Group, Leaf, NoCgroup
+from tasuki.worker.keeper.plain import Begun, PlainSystem, Reaped, Usage
+from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
+from tasuki.worker.keeper.proc import Seen, environment_of, living, look, signal_checked, works_under
+from tasuki.worker.keeper.protocol import Prepare, Prepared, Ready, Reason, Spawn
+from tasuki.worker.linux_calls import become_subreaper, set_name
+
+RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module leaves it out because nothing uses it
+TAG_BITS = 24  # of the number; 38 bits before it are the incarnation's
+OOM_SCORE_ABOVE = 300  # how far a job stands before its worker when the kernel looks for memory
+FREEZE_PASSES = 20
+READ_BYTES = 64 * 1024
+PAGE_BYTES = 4096  # what one read of a list in /proc gives at most, but for entries that are larger
+MARK = b"TASUKI_MARK="
+NOBODY = 0  # no job has this number: what shows no sign and cannot be signalled either (setuid) is not waited for
+
+
+def tag_of(incarnation: str) -> int:
+    """The part of a tag that all jobs of an incarnation share."""
+    digest = hashlib.sha256(incarnation.encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> (64 - 38) | 1) << TAG_BITS
+
+
+def ready_with(cgroup: Path | None, why_none: str, limits: str = "watched") -> Ready:
+    """How well a keeper holds on to its jobs with this cgroup, or without any."""
+    if cgroup is not None:
+        return Ready("cgroup", f"whole trees, also after the keeper was killed; {cgroup}", limits)
+    return Ready("subreaper", f"whole trees while the keeper lives; no cgroup: {why_none}", limits)
+
+
+class LinuxSystem(PlainSystem):
+    """Jobs as trees of processes."""
+
+    def __init__(self, incarnation: str, worker_pid: int, *, cgroup: bool = True) -> None:
+        super().__init__()
+        set_name("tasuki-keeper")
+        become_subreaper()
+        self._pid = os.getpid()
+        self._children: int | None = None
+        """The list of our children, opened once: it is read twice for every job."""
+        with contextlib.suppress(FileNotFoundError):  # a kernel without it
+            self._children = os.open(f"/proc/self/task/{self._pid}/children", os.O_RDONLY)
+        self._locks = resource.getrlimit(RLIMIT_LOCKS)
+        self._tag = tag_of(incarnation) if self._locks[1] == resource.RLIM_INFINITY else 0
+        self._orders: dict[int, Spawn] = {}
+        self._leaves: dict[int, Leaf] = {}
+        self._owners: dict[int, int | None] = {}
+        """stray → number. A child that nobody has waited for keeps its pid, so this cannot go stale."""
+        self._warm = WarmInterpreters(self._start_interpreter)
+        self._begun: list[Begun] = []
+        self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE)).encode()
+        self._group: Group | None = None
+        self._no_group = "switched off"
+        self._oom_kills = _machine_oom_kills()
+        if cgroup:
+            try:
+                self._group = Group.join(incarnation, worker_pid)
+            except NoCgroup as error:
+                self._no_group = str(error)
+
+    def ready(self) -> Ready:
+        if self._group is None:
+            return ready_with(None, self._no_group)
+        return ready_with(self._group.path, "", "cgroup" if self._group.has_limits else "watched")
+
+    # ------------------------------------------------------------------------------------------------ starting
+
+    def spawn(self, order: Spawn) -> int | None:
+        if order.warm:
+            self._ask(order)
+            return None
+        leaf = self._leaf_for(order)
+        try:
+            with leaf or contextlib.nullcontext():
+                if self._tag:
+                    resource.setrlimit(RLIMIT_LOCKS, self._tag_for(order.number))
+                pid = super().spawn(order)
+        except BaseException:
+            if leaf is not None:
+                leaf.remove()
+            raise
+        self._orders[order.number] = order
+        if leaf is not None:
+            self._leaves[order.number] = leaf
+        self._offer_to_the_kernel(pid)
+        return pid
+
+    def _tag_for(self, number: int) -> tuple[int, int]:
+        return self._tag | number % (1 << TAG_BITS), self._locks[1]
+
+    def _offer_to_the_kernel(self, pid: int | None) -> None:
+        with contextlib.suppress(OSError):  # it has ended already
+            _write(f"/proc/{pid}/oom_score_adj", self._oom_score)
+
+    def _leaf_for(self, order: Spawn) -> Leaf | None:
+        if self._group is None or not self._group.has_limits or not order.limits.watched:
+            return None
+        try:
+            return self._group.leaf(order.number, order.limits)
+        except OSError:  # somebody has taken the controllers back: it is watched instead
+            return None
+
+    def settle_in(self) -> None:
+        super().settle_in()
+        if self._tag:
+            resource.setrlimit(RLIMIT_LOCKS, self._locks)
+
+    # ------------------------------------------------------------------------------------------------ warm interpreters
+
+    def attach(self, poll: select.poll) -> None:
+        self._warm.attach(poll)
+
+    def prepare(self, order: Prepare) -> None:
+        self._warm.prepare(order)
+
+    def prepared(self) -> list[Prepared]:
+        found, self._warm.reports = self._warm.reports, []
+        return found
+
+    def withdraw(self, number: int) -> bool:
+        withdrawn = self._warm.withdraw(number)
+        if withdrawn:
+            self.forget(number)
+        return withdrawn
+
+    def begun(self) -> list[Begun]:
+        self._take_begun()
+        found, self._begun = self._begun, []
+        return found
+
+    def _ask(self, order: Spawn) -> None:
+        check_texts(order)
+        leaf = self._leaf_for(order)
+        tag = self._tag_for(order.number) if self._tag else None
+        self._orders[order.number] = order
+        if leaf is not None:
+            self._leaves[order.number] = leaf
+        try:
+            self._warm.ask(order, tag=tag, leaf=None if leaf is None else leaf.path)
+        except OSError:
+            self.forget(order.number)
+            raise
+
+    def _start_interpreter(self, order: Prepare, control: socket.socket) -> int:
+        """In a session of its own, tagged as the incarnation's: the next start finds it if we are killed."""
+        if self._tag:
+            resource.setrlimit(RLIMIT_LOCKS, self._tag_for(NOBODY))
+        try:
+            return start_process(order, control)
+        finally:
+            self.settle_in()
+
+    def _take_begun(self) -> None:
+        """Jobs that were forked for us are ours from here on."""
+        begun, self._warm.begun = self._warm.begun, []
+        for one in begun:
+            if one.pid is None:
+                self.forget(one.number)
+            else:
+                self.leaders[one.pid] = one.number
+                self._groups[one.number] = one.pid
+                self._offer_to_the_kernel(one.pid)
+        self._begun += begun
+
+    # ------------------------------------------------------------------------------------------------ ends
+
+    def reap(self) -> list[Reaped]:
+        """The first processes that have ended. Strays are waited for as well, and not mentioned."""
+        ended = [Reaped(pid, os.waitstatus_to_exitcode(status)) for pid, status in _waited()]
+        # Only now: that a job was forked is said before it can end as our child, and so before it can be among these.
+        self._warm.read()
+        self._take_begun()
+        reaped = []
+        for one in ended:
+            self._owners.pop(one.pid, None)
+            if self.leaders.pop(one.pid, None) is not None:
+                reaped.append(one)
+            else:
+                self._warm.ended(one.pid, one.exit_code)
+        return reaped
+
+    def remains(self, numbers: Iterable[int]) -> set[int]:
+        wanted = set(numbers)
+        found = {*self._strays(), *self._strays()}  # a list that changes while it is read may lack one: two passes
+        owners = {self._owner(pid) for pid in found}
+        return wanted if None in owners else wanted & owners
+
+    def _strays(self) -> list[int]:
+        if self._children is not None:
+            pids = [int(pid) for pid in _read_whole(self._children).split()]
+        else:
+            pids = [seen.pid for seen in living() if seen.parent == self._pid]
+        return [pid for pid in pids if pid not in self.leaders and pid not in self._warm.pids]
+
+    def _owner(self, pid: int) -> int | None:
+        if pid not in self._owners:
+            self._warm.read()  # it may have been parked, or become a job, in this moment; that is said before we can see it
+            self._take_begun()
+            if pid in self.leaders or pid in self._warm.pids:
+                return self.leaders.get(pid, NOBODY)
+            self._owners[pid] = self._find_owner(pid)
+        return self._owners[pid]
+
+    def _find_owner(self, pid: int) -> int | None:
+        if self._tag:
+            with contextlib.suppress(OSError):  # it has become another user (setuid)
+                tag = resource.prlimit(pid, RLIMIT_LOCKS)[0]
+                if tag >> TAG_BITS == self._tag >> TAG_BITS:
+                    return self._by_tag(tag)
+        marks = [entry.removeprefix(MARK) for entry in environment_of(pid) if entry.startswith(MARK)]
+        seen = look(pid)
+        for number, order in self._orders.items():
+            if order.mark in marks or (seen is not None and seen.session == self._groups.get(number)):
+                return number
+        for number, order in self._orders.items():
+            if works_under(pid, order.folder):
+                return number
+        return None if _may_signal(pid) else NOBODY
+
+    def _by_tag(self, tag: int) -> int | None:
+        wanted = tag % (1 << TAG_BITS)
+        return next((number for number in self._orders if number % (1 << TAG_BITS) == wanted), None)
+
+    # ------------------------------------------------------------------------------------------------ signals
+
+    def terminate(self, number: int) -> None:
+        if self._groups[number] in self.leaders:  # not waited for: the group's number is still this job's
+            super().terminate(number)
+        for seen in self._members([number])[number]:
+            if seen.group != self._groups[number] or self._groups[number] not in self.leaders:
+                signal_checked(seen, signal.SIGTERM)
+                signal_checked(seen, signal.SIGCONT)
+
+    def kill(self, number: int) -> None:
+        """Freeze what is found until nothing new turns up, then kill: a fork bomb outruns whoever kills one by one.
+
+        By group, which is one call for many and misses none that is born meanwhile. A group never spans two jobs: each job
+        has sessions of its own.
+        """
+        if self._groups.get(number) in self.leaders:
+            super().kill(number)
+        if number in self._leaves:
+            self._leaves[number].kill()
+        frozen: set[int] = set()
+        for _ in range(FREEZE_PASSES):
+            new = {seen.group for seen in self._members([number])[number]} - frozen
+            if not new:
+                break
+            for group in new:
+                _signal_group(group, signal.SIGSTOP)
+            frozen |= new
+        for group in frozen:
+            _signal_group(group, signal.SIGKILL)
+
+    def forget(self, number: int) -> None:
+        super().forget(number)
+        self._orders.pop(number, None)
+        leaf = self._leaves.pop(number, None)
+        if leaf is not None:
+            leaf.remove()
+
+    # ------------------------------------------------------------------------------------------------ whole trees
+
+    def _members(self, numbers: Iterable[int]) -> dict[int, list[Seen]]:
+        """All living processes of these jobs: one look at everything, then down from first processes and strays."""
+        below: defaultdict[int, list[Seen]] = defaultdict(list)
+        for seen in living():
+            below[seen.parent].append(seen)
+        members: dict[int, list[Seen]] = {number: [] for number in numbers}
+        for top in below[self._pid]:
+            if top.pid in self._warm.pids:
+                continue
+            owner = self.leaders[top.pid] if top.pid in self.leaders else self._owner(top.pid)
+            for number in members if owner is None else members.keys() & {owner}:
+                members[number] += _with_descendants(top, below)
+        return members
+
+    def usage(self) -> dict[int, Usage]:
+        watched = [n for n, order in self._orders.items() if order.limits.watched and n not in self._leaves]
+        if not watched:
+            return {}
+        members = self._members(watched)
+        return {number: Usage(len(found), sum(seen.rss_bytes for seen in found)) for number, found in members.items()}
+
+    def trouble(self, number: int, exit_code: int) -> tuple[Reason | None, str]:
+        limits, leaf = self._orders[number].limits, self._leaves.get(number)
+        if leaf is not None and leaf.oom_kills():
+            return Reason.OOM, f"it needed more than its limit of {limits.memory_mb} MB"
+        if leaf is not None and leaf.forks_refused():
+            return None, f"its limit of {limits.processes} processes was reached"
+        if exit_code == -signal.SIGKILL and self._machine_oom():
+            return Reason.OOM, "killed by SIGKILL while the machine was out of memory"
+        return None, ""
+
+    def tick(self) -> None:
+        self._machine_oom()
+        self._warm.tick()
+
+    def _machine_oom(self) -> bool:
+        """Whether the kernel has killed anything for want of memory since the last look."""
+        before, self._oom_kills = self._oom_kills, _machine_oom_kills()
+        return self._oom_kills > before
+
+    def close(self) -> None:
+        self._warm.close()
+        if self._children is not None:
+            os.close(self._children)
+        if self._group is not None:
+            self._group.close()
+
+
+def _waited() -> Iterator[tuple[int, int]]:
+    """All children that have ended by now, with their status; each is waited for."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, status
+
+
+def _with_descendants(top: Seen, below: dict[int, list[Seen]]) -> list[Seen]:
+    found, at = [top], 0
+    while at < len(found):
+        found += below.get(found[at].pid, ())
+        at += 1
+    return found
+
+
+def _signal_group(group: int, what: signal.Signals) -> None:
+    if group != os.getpgrp():
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone, or has become another user
+            os.killpg(group, what)
+
+
+def _may_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return False
+    except ProcessLookupError:  # it has ended meanwhile
+        pass
+    return True
+
+
+def _machine_oom_kills() -> int:
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
+
+
+def _read_whole(descriptor: int) -> bytes:
+    """A file of /proc, which is made anew when it is read from its beginning."""
+    data = b""
+    while piece := os.pread(descriptor, READ_BYTES, len(data)):
+        data += piece
+        if len(piece) < PAGE_BYTES // 2:  # it comes by the page; one that is this short was the last
+            break
+    return data
+
+
+def _write(path: str, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,239 @@
+"""The keeper's hands on any POSIX system: process groups. Also the part of starting a process that Linux shares.
+
+This is the fallback, and says so: what leaves its group with `setsid` is not found here. On Linux `keeper_linux` takes its
+place. Everything runs in the keeper's one thread; so for the moment of a start it can itself stand in the working folder
+that the child shall inherit, and `posix_spawn` is enough: half the cost of fork and exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+import select
+import signal
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
+
+from tasuki.worker.keeper.protocol import NO_LIMITS, Limits, Prepare, Prepared, Ready, Reason, Spawn, Warmth
+from tasuki.worker.progress import DESCRIPTOR
+
+MB = 1024 * 1024
+CPU_GRACE_S = 5  # after SIGXCPU, before the kernel's SIGKILL
+MEMORY_SLACK = 2  # one process may have this many times the limit; see docs/concepts.md, Limits
+IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+class Reaped(NamedTuple):
+    """A process of ours that has ended and was waited for."""
+
+    pid: int
+    exit_code: int
+
+
+class Usage(NamedTuple):
+    """What the processes of one job have together."""
+
+    processes: int = 0
+    rss_bytes: int = 0
+
+
+class Begun(NamedTuple):
+    """What became of a start that took its time."""
+
+    number: int
+    pid: int | None
+    """None: nothing was started."""
+    errno: int = 0
+    message: str = ""
+    """Why its warm interpreter could not be prepared."""
+
+
+class PlainSystem:
+    """Starts and ends jobs by process group. `number` is the worker's name for a job throughout."""
+
+    def __init__(self, why: str = "this is not Linux") -> None:
+        self._why = why
+        self.leaders: dict[int, int] = {}
+        """pid of the first process → number, for as long as it is not waited for."""
+        self._groups: dict[int, int] = {}
+        """number → process group, for as long as the job is not forgotten."""
+        self._prepared: list[Prepared] = []
+
+    def ready(self) -> Ready:
+        return Ready("group", f"process groups only, what calls setsid is not found ({self._why})", "none")
+
+    # ------------------------------------------------------------------------------------------------ starting
+
+    def attach(self, poll: select.poll) -> None:
+        """Where descriptors are registered that shall wake the keeper."""
+
+    def prepare(self, order: Prepare) -> None:
+        """Start the warm interpreter of an exec. There are none here: its jobs are programs like any other."""
+        self._prepared.append(Prepared(order.name, Warmth.COLD, self._why))
+
+    def prepared(self) -> list[Prepared]:
+        """What became of the interpreters since this was asked the last time."""
+        found, self._prepared = self._prepared, []
+        return found
+
+    def begun(self) -> list[Begun]:
+        """What became of starts that `spawn` answered with None."""
+        return []
+
+    def withdraw(self, number: int) -> bool:
+        """Take back such a start; False if it is too late for that, and `begun` will tell."""
+        return False
+
+    def spawn(self, order: Spawn) -> int | None:
+        """Start the program in a session of its own; its pid, or OSError. None: it takes a while, see `begun`."""
+        os.chdir(order.cwd)
+        pid = _spawn(order) if order.limits == NO_LIMITS else _fork(order, rlimits_of(order.limits))
+        self.leaders[pid] = order.number
+        self._groups[order.number] = pid
+        return pid
+
+    def settle_in(self) -> None:
+        """After the last start of a turn: nothing of a job stays with the keeper."""
+        os.chdir("/")
+
+    # ------------------------------------------------------------------------------------------------ ends
+
+    def reap(self) -> list[Reaped]:
+        """All that have ended by now."""
+        reaped = []
+        for pid in list(self.leaders):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                reaped.append(Reaped(pid, os.waitstatus_to_exitcode(status)))
+                del self.leaders[pid]
+        return reaped
+
+    def remains(self, numbers: Iterable[int]) -> set[int]:
+        """Which of these jobs, whose first process has ended, have others that are alive."""
+        return {number for number in numbers if _group_exists(self._groups[number])}
+
+    def terminate(self, number: int) -> None:
+        """Ask all of the job to end. A stopped process cannot hear it, so all are set going too."""
+        self._signal_group(number, signal.SIGTERM)
+        self._signal_group(number, signal.SIGCONT)
+
+    def kill(self, number: int) -> None:
+        """SIGKILL to all of the job that is found now."""
+        self._signal_group(number, signal.SIGKILL)
+
+    def forget(self, number: int) -> None:
+        """The job is over, and nothing of it is left."""
+        self._groups.pop(number, None)
+
+    def _signal_group(self, number: int, what: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone, or has become another user
+            os.killpg(self._groups[number], what)
+
+    # ------------------------------------------------------------------------------------------------ limits
+
+    def usage(self) -> dict[int, Usage]:
+        """By number; a job without an entry cannot be looked at."""
+        return {}
+
+    def trouble(self, number: int, exit_code: int) -> tuple[Reason | None, str]:
+        """Why a job ended that the keeper did not end, as far as more is known than its exit code."""
+        return None, ""
+
+    def tick(self) -> None:
+        """Once a second while jobs run."""
+
+    def close(self) -> None:
+        """The keeper ends."""
+
+
+def rlimits_of(limits: Limits) -> list[tuple[int, int, int]]:
+    """What the kernel keeps for each process on its own: (which, soft, hard)."""
+    found: list[tuple[int, int, int]] = []
+    if limits.cpu_seconds is not None:
+        found.append((resource.RLIMIT_CPU, limits.cpu_seconds, limits.cpu_seconds + CPU_GRACE_S))
+    if limits.file_size_mb is not None:
+        found.append((resource.RLIMIT_FSIZE, limits.file_size_mb * MB, limits.file_size_mb * MB))
+    if limits.open_files is not None:
+        found.append((resource.RLIMIT_NOFILE, limits.open_files, limits.open_files))
+    if limits.memory_mb is not None:  # last: the process that sets it needs some memory itself
+        most = limits.memory_mb * MEMORY_SLACK * MB
+        found.append((resource.RLIMIT_DATA, most, most))
+    return found
+
+
+def files_of(order: Spawn) -> list[tuple[int, bytes, int]]:
+    """What a job's descriptors are opened on: (number, path, flags)."""
+    append = os.O_WRONLY | os.O_APPEND
+    files = [(0, order.stdin, os.O_RDONLY), (1, order.stdout, append), (2, order.stderr, append)]
+    return [*files, (DESCRIPTOR, order.progress, append)] if order.progress else files
+
+
+def _spawn(order: Spawn) -> int:
+    return os.posix_spawn(
+        order.program,
+        order.argv,
+        order.env,
+        file_actions=[(os.POSIX_SPAWN_OPEN, number, path, flags, 0) for number, path, flags in files_of(order)],
+        setsid=True,
+        setsigmask=(),
+        setsigdef=IGNORED_BY_PYTHON,
+    )
+
+
+def _fork(order: Spawn, rlimits: list[tuple[int, int, int]]) -> int:
+    """The same with limits, which a program must have before its first instruction; `posix_spawn` has no word for them."""
+    failed, fail = os.pipe()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _exec(order, rlimits, fail)
+    finally:
+        os.close(fail)
+        error = os.read(failed, 16)  # nothing: the end was closed by exec, or there was no fork
+        os.close(failed)
+    if error:
+        os.waitpid(pid, 0)
+        raise OSError(int(error), os.strerror(int(error)))
+    return pid
+
+
+def _exec(order: Spawn, rlimits: list[tuple[int, int, int]], fail: int) -> NoReturn:
+    """In the forked process, up to exec."""
+    try:
+        os.setsid()
+        for number in IGNORED_BY_PYTHON:
+            signal.signal(number, signal.SIG_DFL)
+        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR + 1)  # out of the way of the job's own
+        for descriptor, path, flags in files_of(order):
+            opened = os.open(path, flags)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+            os.set_inheritable(descriptor, True)
+        os.nice(order.limits.nice)
+        for which, soft, hard in rlimits:
+            most = resource.getrlimit(which)[1]
+            resource.setrlimit(which, (_at_most(soft, most), _at_most(hard, most)))
+        os.execve(order.program, order.argv, order.env)  # noqa: S606
+    except OSError as error:
+        os.write(fail, b"%d" % (error.errno or errno.EIO))
+    except ValueError:
+        os.write(fail, b"%d" % errno.EINVAL)
+    finally:
+        os._exit(os.EX_OSERR)
+
+
+def _at_most(value: int, hard: int) -> int:
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,349 @@
+"""The keeper's hold on its warm interpreters (`warm.py`): one process for each exec of kind python, asked to fork its jobs.
+
+An interpreter goes through these states; it is started when the worker names it, and again when it is gone:
+
+    STARTING ──ready──► READY ──its end──► ENDING ──what it had parked is gone──► STARTING     (who waits goes on waiting)
+       └──failed, its end, PRELOAD_S──► FAILED ──a job, after RETRY_S──► STARTING
+
+While it is FAILED its jobs are refused with the reason. A request that is not answered before its interpreter ends is given back
+and costs its job nothing; but one that ends like that UNANSWERED_MAX times in a row, and has forked nothing in between, is FAILED
+too, and so it costs a retry: else a job that its interpreter cannot live through would go round for ever.
+
+The keeper never waits for an interpreter: requests are written as far as the socket takes them, and one that has requests but
+answers none for FORK_S is killed. The jobs are not an interpreter's children but the keeper's, and do not end with it; nor is the
+process that an interpreter has parked for the next request.
+Runs in the keeper's one thread; touches the interpreters' processes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tasuki.worker import preforked
+from tasuki.worker.keeper.plain import IGNORED_BY_PYTHON, Begun, files_of, rlimits_of
+from tasuki.worker.keeper.proc import living, signal_checked
+from tasuki.worker.keeper.protocol import READ_BYTES, Prepare, Prepared, Spawn, Warmth
+from tasuki.worker.preforked import SERVE
+from tasuki.worker.progress import DESCRIPTOR
+
+PRELOAD_S = 120.0  # an import that takes longer hangs; a model of some gigabytes takes half a minute
+FORK_S = 10.0  # a fork takes milliseconds, of some gigabytes tenths of a second
+RETRY_S = 5.0  # between two tries to import; each costs as much as a cold start
+UNANSWERED_MAX = 3
+STEADY_S = 1.0  # one that ends sooner after it was ready is not started again at once
+PROGRAM = Path(preforked.__file__)
+CALL_AT = 3  # in the argv of a cold interpreter: python -P warm.py CALL; the job's arguments follow
+_LENGTH = struct.Struct("<I")
+
+
+class _State(enum.Enum):
+    STARTING = 1
+    READY = 2
+    ENDING = 3
+    FAILED = 4
+
+
+class _Interpreter:
+    """One exec's interpreter, over all its lives."""
+
+    def __init__(self, order: Prepare) -> None:
+        self.order = order
+        self.state = _State.FAILED
+        self.failure = ""
+        self.since = 0.0
+        """When it came into this state."""
+        self.ready_at = 0.0
+        self.pid: int | None = None
+        self.control: socket.socket | None = None
+        self.unsent = bytearray()
+        self.received = bytearray()
+        self.waiting: dict[int, bytes] = {}
+        """Requests that are not sent yet: the interpreter is not ready."""
+        self.asked: set[int] = set()
+        """Those that are sent and not answered."""
+        self.unanswered_ends = 0
+        """How often in a row it ended with such."""
+        self.moved_at = 0.0
+        """When something was said last, or asked after all had been answered."""
+
+    def enter(self, state: _State) -> None:
+        self.state, self.since = state, time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.since
+
+
+class WarmInterpreters:
+    """All of one keeper."""
+
+    def __init__(self, start: Callable[[Prepare, socket.socket], int]) -> None:
+        """`start` starts the process of an interpreter with this socket; its pid, or OSError."""
+        self._start_process = start
+        self._by_name: dict[str, _Interpreter] = {}
+        self._poll: select.poll | None = None
+        self.pids: dict[int, str] = {}
+        """Of interpreters, and of what they have parked: children of the keeper that are no job's."""
+        self.begun: list[Begun] = []
+        self.reports: list[Prepared] = []
+
+    def attach(self, poll: select.poll) -> None:
+        """Where their sockets are listened to."""
+        self._poll = poll
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def prepare(self, order: Prepare) -> None:
+        """Start the interpreter of this exec."""
+        self._by_name[order.name] = interpreter = _Interpreter(order)
+        self._start(interpreter)
+
+    def ask(self, order: Spawn, *, tag: tuple[int, int] | None, leaf: Path | None) -> None:
+        """Have a job forked; the answer is among `begun`, at once or later."""
+        interpreter = self._by_name.get(order.warm)
+        if interpreter is None:
+            raise OSError(errno.EINVAL, f"no interpreter was prepared for exec {order.warm!r}")
+        if interpreter.state is _State.FAILED and interpreter.age_s >= RETRY_S:
+            self._start(interpreter)
+        if interpreter.state is _State.FAILED:
+            self.begun.append(Begun(order.number, None, message=interpreter.failure))
+            return
+        interpreter.waiting[order.number] = _request(order, tag, leaf)
+        self._send(interpreter)
+
+    def withdraw(self, number: int) -> bool:
+        """Take back a request that is not sent yet; False: it is."""
+        return any(interpreter.waiting.pop(number, None) is not None for interpreter in self._by_name.values())
+
+    # ------------------------------------------------------------------------------------------------ lives
+
+    def _start(self, interpreter: _Interpreter) -> None:
+        with contextlib.ExitStack() as opened:
+            try:
+                ours, theirs = socket.socketpair()
+                opened.enter_context(theirs)
+                opened.callback(ours.close)
+                pid = self._start_process(interpreter.order, theirs)
+            except OSError as error:
+                self._fail(interpreter, f"{os.fsdecode(interpreter.order.program)} cannot be started: {error.strerror}")
+                return
+            opened.pop_all()
+        theirs.close()
+        ours.setblocking(False)
+        interpreter.pid, interpreter.control = pid, ours
+        interpreter.unsent.clear()
+        interpreter.received.clear()
+        interpreter.enter(_State.STARTING)
+        self.pids[pid] = interpreter.order.name
+        if self._poll is not None:
+            self._poll.register(ours, select.POLLIN)
+
+    def _fail(self, interpreter: _Interpreter, why: str) -> None:
+        """It cannot be used for now. Whoever waits is told."""
+        self._drop(interpreter, why)
+        interpreter.failure = why
+        interpreter.enter(_State.FAILED)
+        self.begun += (Begun(number, None, message=why) for number in interpreter.waiting)
+        interpreter.waiting.clear()
+        self.reports.append(Prepared(interpreter.order.name, Warmth.FAILED, why))
+
+    def _drop(self, interpreter: _Interpreter, why: str = "") -> None:
+        """End this life of it. What was asked and not answered does not happen any more."""
+        self._hang_up(interpreter)
+        self._kill(interpreter)
+        interpreter.pid = None
+        interpreter.unanswered_ends += bool(interpreter.asked)
+        told = why if interpreter.unanswered_ends >= UNANSWERED_MAX else ""
+        self.begun += (Begun(number, None, errno.EAGAIN, told) for number in interpreter.asked)
+        interpreter.asked.clear()
+
+    def _hang_up(self, interpreter: _Interpreter) -> None:
+        if interpreter.control is not None:
+            if self._poll is not None:
+                self._poll.unregister(interpreter.control)
+            interpreter.control.close()
+            interpreter.control = None
+
+    def _kill(self, interpreter: _Interpreter) -> None:
+        for pid in [pid for pid, name in self.pids.items() if name == interpreter.order.name]:
+            _kill_session(pid)
+
+    def ended(self, pid: int, exit_code: int) -> bool:
+        """A process was waited for; whether it was one of ours. Its socket was read before."""
+        name = self.pids.pop(pid, None)
+        if name is None:
+            return False
+        interpreter = self._by_name[name]
+        if interpreter.pid == pid and interpreter.state is _State.STARTING:
+            self._fail(interpreter, f"the interpreter ended while it imported ({_how(exit_code)}); its stderr is the worker's")
+        elif interpreter.pid == pid and interpreter.control is not None:
+            interpreter.enter(_State.ENDING)
+            with contextlib.suppress(OSError):
+                interpreter.control.shutdown(socket.SHUT_WR)  # what is parked ends, or takes what was sent before
+        return True
+
+    def tick(self) -> None:
+        """About once a second while jobs run: nobody waits for an interpreter that hangs."""
+        for interpreter in self._by_name.values():
+            if interpreter.state is _State.STARTING and interpreter.age_s > PRELOAD_S:
+                self._fail(interpreter, f"the import was not done after {PRELOAD_S:g} s")
+            waited_for = interpreter.asked or interpreter.state is _State.ENDING
+            if waited_for and time.monotonic() - max(interpreter.moved_at, interpreter.since) > FORK_S:
+                self._kill(interpreter)
+
+    def close(self) -> None:
+        """End them all, and wait for them."""
+        for pid in self.pids:
+            _kill_session(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self.pids.clear()
+
+    # ------------------------------------------------------------------------------------------------ sockets
+
+    def read(self) -> None:
+        """Take in what the interpreters have said by now, and send them what they have room for."""
+        for interpreter in self._by_name.values():
+            if interpreter.control is not None:
+                self._read(interpreter)
+            if interpreter.control is not None and interpreter.unsent:
+                self._send(interpreter)
+
+    def _read(self, interpreter: _Interpreter) -> None:
+        while interpreter.control is not None:
+            try:
+                data = interpreter.control.recv(READ_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data = b""
+            if not data:
+                self._over(interpreter)
+                return
+            interpreter.received += data
+            *lines, rest = interpreter.received.split(b"\n")
+            interpreter.received = bytearray(rest)
+            for line in lines:
+                if interpreter.control is not None:
+                    self._hear(interpreter, bytes(line))
+
+    def _hear(self, interpreter: _Interpreter, line: bytes) -> None:
+        interpreter.moved_at = time.monotonic()
+        try:
+            match json.loads(line):
+                case ["ready", float(took_s)]:
+                    interpreter.enter(_State.READY)
+                    interpreter.ready_at = interpreter.since
+                    self.reports.append(Prepared(interpreter.order.name, Warmth.WARM, f"{took_s:.2f} s"))
+                    self._send(interpreter)
+                case ["failed", str(why)]:
+                    self._fail(interpreter, why)
+                case ["parked", int(pid)]:
+                    self.pids[pid] = interpreter.order.name
+                case ["forked", [int(number), int(pid)]]:
+                    self.pids.pop(pid, None)
+                    interpreter.asked.remove(number)
+                    interpreter.unanswered_ends = 0
+                    self.begun.append(Begun(number, pid))
+                case ["refused", [int(number), int(error)]]:
+                    interpreter.asked.remove(number)
+                    self.begun.append(Begun(number, None, error))
+                case other:
+                    raise ValueError(f"it said {other!r}")
+        except (ValueError, KeyError) as error:  # a module has written to our socket
+            self._fail(interpreter, f"the interpreter does not keep to the protocol: {error}")
+
+    def _over(self, interpreter: _Interpreter) -> None:
+        """The end of its socket: the interpreter is gone, and what it had parked."""
+        if interpreter.state is _State.STARTING:  # how it ended is told by its exit code
+            self._hang_up(interpreter)
+        elif interpreter.asked and interpreter.unanswered_ends + 1 >= UNANSWERED_MAX:
+            times = interpreter.unanswered_ends + 1
+            self._fail(
+                interpreter, f"the interpreter ended {times} times with jobs that it was to fork; its stderr is the worker's"
+            )
+        elif time.monotonic() - interpreter.ready_at >= STEADY_S:
+            self._drop(interpreter)
+            self._start(interpreter)
+        else:
+            self._fail(interpreter, "the interpreter ended as soon as it was ready; its stderr is the worker's")
+
+    def _send(self, interpreter: _Interpreter) -> None:
+        if interpreter.state is not _State.READY or interpreter.control is None:
+            return
+        if not interpreter.asked:
+            interpreter.moved_at = time.monotonic()
+        interpreter.asked.update(interpreter.waiting)
+        interpreter.unsent += b"".join(interpreter.waiting.values())
+        interpreter.waiting.clear()
+        try:
+            del interpreter.unsent[: interpreter.control.send(interpreter.unsent)]
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # its end is read next
+            interpreter.unsent.clear()
+        if self._poll is not None:
+            self._poll.modify(interpreter.control, select.POLLIN | (select.POLLOUT if interpreter.unsent else 0))
+
+
+def check_texts(order: Spawn) -> None:
+    """What no program could be given, no function is given either: ValueError."""
+    if any(b"\0" in text for text in (*order.argv, *order.env, *order.env.values())):
+        raise ValueError("an argument or a variable has a NUL character")
+
+
+def _request(order: Spawn, tag: tuple[int, int] | None, leaf: Path | None) -> bytes:
+    request = {
+        "number": order.number,
+        "arguments": [os.fsdecode(argument) for argument in order.argv[CALL_AT + 1 :]],
+        "env": {os.fsdecode(name): os.fsdecode(value) for name, value in order.env.items()},
+        "cwd": os.fsdecode(order.cwd),
+        "files": [(descriptor, os.fsdecode(path), flags) for descriptor, path, flags in files_of(order)],
+        "nice": order.limits.nice,
+        "rlimits": rlimits_of(order.limits),
+        "tag": tag,
+        "leaf": None if leaf is None else str(leaf),
+    }
+    body = json.dumps(request).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def start_process(order: Prepare, control: socket.socket) -> int:
+    """Start an interpreter, in a session of its own; its stderr is the worker's."""
+    control.set_inheritable(True)
+    words = ["-P", str(PROGRAM), SERVE, str(control.fileno()), str(DESCRIPTOR), order.call, *order.modules]
+    nothing = os.devnull.encode()
+    return os.posix_spawn(
+        order.program,
+        [order.program, *map(os.fsencode, words)],
+        order.env,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, nothing, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, nothing, os.O_WRONLY, 0),
+        ],
+        setsid=True,
+        setsigmask=(),
+        setsigdef=IGNORED_BY_PYTHON,
+    )
+
+
+def _how(exit_code: int) -> str:
+    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+
+
+def _kill_session(pid: int) -> None:
+    """An interpreter and what its import has started, or a parked process. Jobs have sessions of their own."""
+    for seen in living():
+        if seen.pid == pid or seen.session == pid:
+            signal_checked(seen, signal.SIGKILL)

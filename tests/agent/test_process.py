@@ -1,0 +1,177 @@
+"""`tasuki agent` as a real process: what it says, how it drains, how it is stopped, what it refuses to start with; and TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tasuki.agent.settings import choose_default, read_tokens
+from tasuki.errors import ConfigError
+from tests.agent.stage import AgentStage, Started, code_of, members
+from tests.certificates import TestAuthority
+from tests.processes import TASUKI, ChildProcess, wait_until
+
+HOLD = 'while [ ! -e "{gate}" ]; do sleep 0.02; done; echo held'
+
+
+class AgentProcess(ChildProcess):
+    """`tasuki agent` with a token."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "tokens").write_text("# of the test\nsecret-one\n\nsecret-two\n")
+        command = (
+            *TASUKI,
+            "agent",
+            "--listen",
+            "127.0.0.1:0",
+            "--exec",
+            "sh=/bin/sh {file}",
+            "--slots",
+            "2",
+            "--data",
+            folder / "data",
+        )
+        super().__init__([*command, "--token-file", folder / "tokens", "--log-format", "json"], folder / "log", {})
+        output = self.wait_for_output("ready ")
+        url = next(line.split()[1] for line in output.splitlines() if line.startswith("listening "))
+        self.http = httpx.Client(base_url=url, headers={"Authorization": "Bearer secret-two"}, timeout=20.0)
+
+    def post(self, job_id: str, script: str) -> httpx.Response:
+        return self.http.post(f"/run/{job_id}", files={"file": ("job.sh", script.encode())})
+
+    def state(self, job_id: str) -> str | None:
+        answer = self.http.get(f"/jobs/{job_id}")
+        return answer.json()["state"] if answer.status_code == 200 else None
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    with AgentProcess(tmp_path) as agent:
+        yield agent
+        agent.http.close()
+
+
+def test_the_first_signal_drains(agent: AgentProcess, tmp_path: Path) -> None:
+    running = Started(lambda: agent.post("one", HOLD.format(gate=tmp_path / "gate")))
+    wait_until(lambda: agent.state("one") == "running")
+
+    agent.signal(signal.SIGTERM)
+
+    agent.wait_for_output("stopping")
+    assert code_of(agent.http.get("/health")) == (503, "DRAINING")
+    assert code_of(agent.post("two", "true")) == (503, "DRAINING")
+    assert agent.http.get("/capacity").json() == {"running": 1, "limit": 2}
+    (tmp_path / "gate").touch()
+    assert members(running.answer().content)["stdout.log"] == b"held\n"
+    assert agent.wait() == 0
+    lines = [json.loads(line) for line in agent.output().splitlines() if line.startswith("{")]
+    assert next(line["message"] for line in lines if line.get("job_id") == "one") == "job one: starts sh, attempt 1"
+    assert "secret" not in agent.output()
+
+
+def test_the_second_signal_stops_what_runs(agent: AgentProcess, tmp_path: Path) -> None:
+    running = Started(lambda: agent.post("one", f"echo $$ > {tmp_path}/pid; exec sleep 60"))
+    pid = wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+
+    agent.signal(signal.SIGTERM)
+    agent.wait_for_output("stopping")
+    agent.signal(signal.SIGTERM)
+
+    assert code_of(running.answer()) == (503, "DRAINING")
+    assert agent.wait() == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{pid}").exists()
+    assert (tmp_path / "data/jobs/one/.interrupted").exists()
+
+
+def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -> None:
+    running = Started(lambda: agent.post("one", f"echo $PPID > {tmp_path}/keeper; exec sleep 60"))
+    keeper = wait_until(lambda: (tmp_path / "keeper").exists() and (tmp_path / "keeper").read_text().strip())
+
+    os.kill(int(keeper), signal.SIGKILL)
+
+    assert running.answer().status_code == 503
+    assert agent.wait() == 1
+    assert (tmp_path / "data/jobs/one/.interrupted").exists()
+
+
+def test_programs_hear_which_execs_there_are(tmp_path: Path) -> None:
+    options = ["--listen", "127.0.0.1:0", "--exec", "b=/bin/true", "--exec", "a=/bin/true", "--slots", "2", "--json"]
+    with ChildProcess([*TASUKI, "agent", *options, "--data", tmp_path / "data"], tmp_path / "log", {}) as agent:
+        output = agent.wait_for_output('"event":"ready"')
+
+    (ready,) = (event for event in map(json.loads, output.splitlines()) if event.get("event") == "ready")
+    assert ready == {"event": "ready", "slots": 2, "execs": ["a", "b"], "data": str(tmp_path / "data")}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--listen", "0.0.0.0:0", "--exec", "x=/bin/true"], "--token-file"),
+        (["--exec", "x=/bin/true", "--slots", "0"], "--slots must be 1 or more"),
+        (["--exec", "x=/bin/true", "--timeout", "0"], "--timeout"),
+        (["--exec", "x=/bin/true", "--default-exec", "y"], "none of the execs"),
+        (["--exec", "x=/bin/true", "--tls-cert", "c"], "belong together"),
+        (["--exec", "x=/bin/true", "--node", "n1\nready"], "without control characters"),
+        (["--exec", "x=/bin/true", "--advertise", "http://n1:7090"], "--advertise is for those that share a registry"),
+        (["--exec", "x=/bin/true", "--listen", "unix:///run/x"], "address 'unix:///run/x' is none of HTTP"),
+        ([], "needs a program"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(options: list[str], words: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    from tasuki.cli.main import make
+
+    monkeypatch.delenv("TASUKI_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        make(["agent"])(args=["agent", "--data", str(tmp_path / "data"), *options], prog_name="tasuki")
+
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_beyond_this_machine_a_token_is_not_enough_without_tls(tmp_path: Path, capsys, monkeypatch) -> None:
+    from tasuki.cli.main import make
+
+    monkeypatch.setenv("TASUKI_TOKEN", "secret")
+    words = ["agent", "--listen", "0.0.0.0:0", "--exec", "x=/bin/true", "--data", str(tmp_path / "data")]
+    with pytest.raises(SystemExit):
+        make(words)(args=words, prog_name="tasuki")
+
+    assert "--tls-cert" in capsys.readouterr().err
+
+
+def test_token_files_have_a_token_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("\n# comment\n one \ntwo\n")
+    assert read_tokens(str(path)) == ("one", "two")
+    for wrong in ("", "# only\n", "two words\n", "\x01\n", "é\n", "x" * 513):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError):
+            read_tokens(str(path))
+    with pytest.raises(ConfigError, match="without spaces, of up to 512 characters"):  # the last of them
+        read_tokens(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_tokens(str(tmp_path / "missing"))
+
+
+def test_the_default_exec_is_the_only_one_or_the_one_that_was_named() -> None:
+    from tasuki.worker.execs import parse_exec_flag
+
+    one, two = parse_exec_flag("one=/bin/true"), parse_exec_flag("two=/bin/true")
+
+    assert choose_default({"one": one}, None) == "one"
+    assert choose_default({"one": one, "two": two}, None) is None
+    assert choose_default({"one": one, "two": two}, "two") == "two"
+
+
+def test_over_tls(make_stage: Callable[..., AgentStage], tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+
+    with make_stage(tls=authority.serving(), verify=authority.trusted()) as stage:
+        assert stage.url.startswith("https://")
+        assert stage.run("job", "echo over TLS").status_code == 200

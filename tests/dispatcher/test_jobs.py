@@ -1,0 +1,146 @@
+"""What a dispatcher passes to the node that knows an id, and what it tells about itself and its nodes."""
+
+from __future__ import annotations
+
+from tests.client.agent_stand_in import StandIn
+from tests.dispatcher.stage import code_of, dispatching, job, tell, two_nodes
+
+
+def test_a_result_comes_from_the_node_that_has_it_whole_or_in_part() -> None:
+    async def story() -> None:
+        async with two_nodes() as (_, two, stage):
+            two.job = job("done")
+            two.data = b"0123456789"
+
+            whole = await stage.http.get("/result/a")
+            part = await stage.http.get("/result/a", headers={"Range": "bytes=4-", "If-Range": whole.headers["etag"]})
+
+            assert (whole.status_code, whole.content) == (200, b"0123456789")
+            assert (part.status_code, part.content) == (206, b"456789")
+            assert part.headers["etag"] == whole.headers["etag"]
+            assert part.headers["tasuki-node"] == two.url
+
+    tell(story())
+
+
+def test_of_two_nodes_that_know_a_job_the_one_with_the_result_counts() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            one.job, two.job = job("failed"), job("done")
+
+            answer = await stage.http.get("/jobs/a")
+
+            assert answer.json() == two.job
+            assert answer.headers["tasuki-node"] == two.url
+
+    tell(story())
+
+
+def test_an_id_that_no_node_knows_is_not_found() -> None:
+    async def story() -> None:
+        async with two_nodes() as (_, _, stage):
+            for path in ("/jobs/a", "/result/a"):
+                assert code_of(await stage.http.get(path)) == (404, "NOT_FOUND")
+            assert code_of(await stage.http.delete("/jobs/a")) == (404, "NOT_FOUND")
+
+    tell(story())
+
+
+def test_an_id_that_a_silent_node_might_know_is_not_called_unknown() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, _, stage):
+            one.die()
+
+            answer = await stage.http.get("/jobs/a")
+
+            assert code_of(answer) == (503, "UNAVAILABLE")
+            assert list(answer.json()["error"]["details"]["nodes"]) == [one.url]
+
+    tell(story())
+
+
+def test_a_job_is_removed_at_every_node_that_has_it() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            one.job, two.job = job("running"), job("done")
+
+            answer = await stage.http.delete("/jobs/a")
+
+            assert answer.json() == {"job_id": "a", "state": "done", "removed": True}
+            assert (one.removed, two.removed) == (["/jobs/a"], ["/jobs/a"])
+
+    tell(story())
+
+
+def test_capacity_is_that_of_all_nodes_that_are_well() -> None:
+    async def story() -> None:
+        async with StandIn(running=1) as one, StandIn(running=2) as two, StandIn() as dead:
+            dead.die()
+            async with dispatching(one, two, dead) as stage:
+                nodes = {line["node"]: line for line in (await stage.http.get("/nodes")).json()}
+
+                assert (await stage.http.get("/capacity")).json() == {"running": 3, "limit": 8}
+                assert {url: line["standing"] for url, line in nodes.items()} == {
+                    one.url: "free",
+                    two.url: "free",
+                    dead.url: "left_out",
+                }
+                assert "refused" in nodes[dead.url]["said"]
+
+    tell(story())
+
+
+def test_health_is_that_of_having_a_node_and_not_going_down() -> None:
+    async def story() -> None:
+        async with StandIn() as one, dispatching(one, tokens=("secret",)) as stage:
+            stage.http.headers.pop("Authorization")
+
+            assert (await stage.http.get("/health")).json() == "ok"
+            one.well = False
+            await one.until(lambda: not stage.dispatcher.company.well)
+            assert code_of(await stage.http.get("/health")) == (503, "UNAVAILABLE")
+            await stage.dispatcher.drain()
+            assert code_of(await stage.http.get("/health")) == (503, "DRAINING")
+
+    tell(story())
+
+
+def test_no_run_is_begun_while_it_goes_down() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, _, stage):
+            await stage.dispatcher.drain()
+
+            assert code_of(await stage.post("a")) == (503, "DRAINING")
+            assert not one.posts
+
+    tell(story())
+
+
+def test_metrics_count_runs_moves_and_nodes() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, _, stage):
+            one.die()
+            await stage.post("a")
+            await stage.post("b")
+
+            text = (await stage.http.get("/metrics")).text
+
+            assert 'tasuki_dispatcher_runs_total{status="200"} 2.0' in text
+            assert 'tasuki_dispatcher_nodes{standing="left_out"} 1.0' in text
+            assert 'tasuki_dispatcher_places{kind="limit"} 4.0' in text
+
+    tell(story())
+
+
+def test_of_nodes_that_know_of_one_run_the_one_that_tells_how_far_it_is_counts() -> None:
+    async def story() -> None:
+        async with two_nodes() as (one, two, stage):
+            for mine, others in ((one, two), (two, one)):
+                mine.job, others.job = job("running", progress={"fraction": 0.5, "message": ""}), job("running")
+
+                answer = await stage.http.get("/jobs/a")
+
+                assert answer.json()["progress"] == {"fraction": 0.5, "message": ""}
+                assert answer.headers["tasuki-node"] == mine.url
+
+    tell(story())
