@@ -32,7 +32,7 @@ from store import SUBJECT
 
 from tasuki.core.ids import IdMaker
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.store_messages import Grant, Held, LeaseRequest, Report, Submission, Turn
+from tasuki.core.store_messages import Grant, HeldLease, LeaseRequest, Report, Submission, Turn
 from tasuki.stores.batching import execute
 from tasuki.stores.redis.store import RedisStore
 
@@ -64,7 +64,7 @@ def turns(store: RedisStore, batch: int, subject: str, new_ids: IdMaker, *, star
         ended = started if starts else leased
         turn = Turn(
             finish=[Report(grant.job_id, "w1", grant.lease_id, grant.attempt, OUTCOME, 1.7e9) for grant in ended],
-            start=[Held(grant.job_id, "w1", "w1/1", grant.lease_id, grant.attempt) for grant in leased] if starts else [],
+            start=[HeldLease(grant.job_id, "w1", "w1/1", grant.lease_id, grant.attempt) for grant in leased] if starts else [],
             submit=[Submission(spec, "client:bench", body_hash(spec)) for spec in specs],
             lease=[request],
         )

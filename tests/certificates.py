@@ -7,7 +7,7 @@ import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tasuki.cli.dev_cert import Authority, Files
+from tasuki.cli.dev_cert import Authority, CertificateFiles
 from tests.conftest import require
 
 DAY = timedelta(days=1)
@@ -21,7 +21,7 @@ class TestAuthority:
     def __init__(self, folder: Path) -> None:
         require("openssl", shutil.which("openssl") is not None, "certificates are made with it")
         self._folder = folder
-        self._files = Files(folder)
+        self._files = CertificateFiles(folder)
         self._authority = Authority.of(self._files)
 
     @property
@@ -35,7 +35,9 @@ class TestAuthority:
     def issue(self, *names: str, begins_days: float = -1, ends_days: float = 30) -> tuple[str, str]:
         """(certificate, key) for these names, else for 127.0.0.1; valid from and until so many days from now."""
         now = datetime.now(UTC)
-        files = Files(self._folder / f"{'-'.join(names) or 'loopback'}{begins_days:+g}{ends_days:+g}".replace(":", "."))
+        files = CertificateFiles(
+            self._folder / f"{'-'.join(names) or 'loopback'}{begins_days:+g}{ends_days:+g}".replace(":", ".")
+        )
         if not files.cert.exists():
             self._authority.issue(files, names or ("127.0.0.1",), now + begins_days * DAY, now + ends_days * DAY)
         return str(files.cert), str(files.key)

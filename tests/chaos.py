@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.testing.sim.history import Fault
+from tasuki.testing.sim.history import FaultEvent
 from tests.e2e.stage import Ledger, jobs_worker
 from tests.processes import ChildProcess, ServerProcess, start_servers, url_of, wait_until
 from tests.services import PostgresService
@@ -68,7 +68,7 @@ class Deeds:
     """What was done, for the report."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[FaultEvent] = field(default_factory=list)
     began_at: float = field(default_factory=time.monotonic)
     storm_s: float = 0.0
     whole_s: float = 0.0
@@ -77,7 +77,7 @@ class Deeds:
 
     def note(self, what: str, target: str = "") -> None:
         self.counts[what] += 1
-        self.faults.append(Fault(at=time.time(), fault=what, target=target))
+        self.faults.append(FaultEvent(at=time.time(), fault=what, target=target))
 
 
 class Scene:

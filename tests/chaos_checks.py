@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from tasuki.core.job import body_hash
 from tasuki.testing.sim import evidence as left_behind
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.evidence import Stored
-from tasuki.testing.sim.history import Answered, AnyLine, Arrived, Asked, Fault, write
+from tasuki.testing.sim.evidence import StoreEvidence
+from tasuki.testing.sim.history import AnsweredEvent, AnyLine, ArrivedEvent, AskedEvent, FaultEvent, write
 from tests.chaos import Scene
 from tests.chaos_client import GROUP, LARGE_BYTES, spec_of
 from tests.e2e.stage import Run
@@ -45,7 +45,7 @@ class JobEnd(NamedTuple):
 class Evidence(NamedTuple):
     """All that is left of a storm."""
 
-    stored: Stored
+    stored: StoreEvidence
     ends: dict[str, JobEnd]
     counters: dict[str, int]
     references: dict[str, tuple[str, int | None, int | None]]
@@ -58,7 +58,7 @@ class Evidence(NamedTuple):
     """Servers that still do."""
     healed_at: float
     ended_at: float
-    faults: Sequence[Fault] = ()
+    faults: Sequence[FaultEvent] = ()
     large_every: int = 0
 
 
@@ -139,15 +139,17 @@ def client_lines(client: str, notes: Iterable[dict[str, Any]], large_every: int)
                 calls += 1
                 ids = tuple(note["ids"])
                 bodies = tuple(_body(job_id, large_every) for job_id in ids)
-                lines.append(Asked(at=at, client=client, call=f"{client} {calls}", verb="submit", job_ids=ids, bodies=bodies))
+                lines.append(
+                    AskedEvent(at=at, client=client, call=f"{client} {calls}", verb="submit", job_ids=ids, bodies=bodies)
+                )
             case "accepted":
                 ids = tuple(note["ids"])
                 new = tuple(job_id for job_id, existed in zip(ids, note["existed"], strict=True) if not existed)
                 call = f"{client} {calls}"
-                lines.append(Answered(at=at, client=client, call=call, answer="ok", accepted=ids, created=new))
+                lines.append(AnsweredEvent(at=at, client=client, call=call, answer="ok", accepted=ids, created=new))
             case "result":
                 result = {"attempt": note["attempt"], "result_sha256": note["sha256"]}
-                lines.append(Arrived(at=at, client=client, job_id=note["id"], state="SUCCEEDED", **result))
+                lines.append(ArrivedEvent(at=at, client=client, job_id=note["id"], state="SUCCEEDED", **result))
             case _:
                 pass
     return lines

@@ -32,8 +32,8 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.sim import evidence
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.evidence import Stored, StoredIncident, StoredJob
-from tasuki.testing.sim.history import Answered, AnyLine, Asked, Fault, write
+from tasuki.testing.sim.evidence import StoredIncident, StoredJob, StoreEvidence
+from tasuki.testing.sim.history import AnsweredEvent, AnyLine, AskedEvent, FaultEvent, write
 from tests.e2e.stage import Ledger
 from tests.processes import TASUKI, ChildProcess, ServerProcess, start_server, wait_until
 from tests.services import _free_port
@@ -80,7 +80,7 @@ class Scene:
         self.ledger = Ledger(folder / "ledger")
         self.specs = list(_specs(plan))
         self.told: list[AnyLine] = []
-        self.faults: list[Fault] = []
+        self.faults: list[FaultEvent] = []
         self.healed_at = 0.0
         self._reports = folder / "reports.jsonl"
         self._chance = random.Random(plan.seed)
@@ -166,11 +166,11 @@ class Scene:
         for n, some in enumerate(_batches(self.specs)):
             ids, bodies = tuple(spec.job_id for spec in some), tuple(body_hash(spec).hex() for spec in some)
             call = f"submit {n}"
-            self.told.append(Asked(at=time.time(), client="c", call=call, verb="submit", job_ids=ids, bodies=bodies))
+            self.told.append(AskedEvent(at=time.time(), client="c", call=call, verb="submit", job_ids=ids, bodies=bodies))
             jobs = [_body(spec) for spec in some]
             answer = wait_until(lambda n=n, jobs=jobs: self._submitted(n, jobs), 60.0, f"{call} is answered")
             created = tuple(one["job_id"] for one in answer if one.get("created"))
-            self.told.append(Answered(at=time.time(), client="c", call=call, answer="ok", accepted=ids, created=created))
+            self.told.append(AnsweredEvent(at=time.time(), client="c", call=call, answer="ok", accepted=ids, created=created))
 
     def _submitted(self, n: int, jobs: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         url = self.urls[(n + self._chance.randrange(2)) % 2]
@@ -227,7 +227,7 @@ class Scene:
             victim.signal(signal.SIGCONT)
 
     def _note(self, what: str, target: str) -> None:
-        self.faults.append(Fault(at=time.time(), fault=what, target=target))
+        self.faults.append(FaultEvent(at=time.time(), fault=what, target=target))
 
     def _raise_failures(self) -> None:
         """Forget the faults that are over. A worker that a poison job killed is started again, as by whoever supervises it."""
@@ -266,7 +266,7 @@ class Scene:
         self._reports_were_answered_by_what_is_stored(jobs)
         return self._figures(jobs)
 
-    def _invariants_hold(self, stored: Stored) -> None:
+    def _invariants_hold(self, stored: StoreEvidence) -> None:
         lines = evidence.history(
             evidence.store_lines(stored),
             evidence.began_lines(self.ledger.runs()),
@@ -360,13 +360,13 @@ def _batches(specs: list[JobSpec]) -> list[list[JobSpec]]:
 # ---------------------------------------------------------------------------------------------------- the store as evidence
 
 
-def _stored(jobs: list[Job], incidents: dict[str, list[Any]], epoch: tuple[int, str]) -> Stored:
+def _stored(jobs: list[Job], incidents: dict[str, list[Any]], epoch: tuple[int, str]) -> StoreEvidence:
     stories = [
         StoredIncident(job_id, incident.at, incident.kind, incident.attempt, incident.worker_id)
         for job_id, story in incidents.items()
         for incident in story
     ]
-    return Stored([_stored_job(job) for job in jobs], stories, *epoch)
+    return StoreEvidence([_stored_job(job) for job in jobs], stories, *epoch)
 
 
 def _stored_job(job: Job) -> StoredJob:

@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.core.job import body_hash
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.evidence import Stored, StoredIncident, StoredJob
+from tasuki.testing.sim.evidence import StoredIncident, StoredJob, StoreEvidence
 from tests import chaos_checks
 from tests.chaos_checks import Evidence, JobEnd
 from tests.chaos_client import LARGE_BYTES, spec_of
@@ -63,7 +63,7 @@ ANSWERS: list[dict[str, Any]] = [
 ]
 NOTES = [SUBMIT, ACCEPTED, *ANSWERS, {"did": "all_submitted", "at": 9.95}]
 GOOD = Evidence(
-    stored=Stored([JOB, LARGE], [LOST, FENCED], epoch=4, holder="of the store"),
+    stored=StoreEvidence([JOB, LARGE], [LOST, FENCED], epoch=4, holder="of the store"),
     ends=ENDS,
     counters={"succeeded": 2, "active": 0},
     references={"c1-2": (LARGE_SHA256, 1, 0)},
@@ -80,7 +80,7 @@ GOOD = Evidence(
 
 def stored(*incidents: StoredIncident, job: StoredJob = JOB, **fields: Any) -> Evidence:
     """The first job has another row or another story."""
-    return GOOD._replace(stored=Stored([job._replace(**fields), LARGE], list(incidents or (LOST, FENCED)), epoch=4))
+    return GOOD._replace(stored=StoreEvidence([job._replace(**fields), LARGE], list(incidents or (LOST, FENCED)), epoch=4))
 
 
 def noted(*notes: dict[str, Any]) -> Evidence:
@@ -107,7 +107,7 @@ def test_no_evidence_is_a_failure_too() -> None:
 @pytest.mark.parametrize(
     ("invariant", "broken"),
     [
-        ("I1", GOOD._replace(stored=Stored([JOB], [LOST], epoch=4))),
+        ("I1", GOOD._replace(stored=StoreEvidence([JOB], [LOST], epoch=4))),
         ("I1", stored(state="RUNNING", finished_at=None)),
         ("I2", noted(SUBMIT, ACCEPTED, {**SUBMIT, "at": 2.0}, {**ACCEPTED, "at": 2.1}, *ANSWERS)),
         ("I2", noted({**SUBMIT, "ids": ["c1-1"]}, {**ACCEPTED, "ids": ["c1-1"], "existed": [False]}, *ANSWERS)),

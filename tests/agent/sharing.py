@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tasuki.agent.app import Agent
-from tasuki.agent.store_registry import SharedRegistry
+from tasuki.agent.store_registry import StoreRegistry
 from tasuki.cli.agent_registry import APP, RegistryPlace, make
 from tasuki.core.address import Address
 from tasuki.core.store_messages import Answers, Turn
@@ -21,7 +21,7 @@ from tests.agent.stage import AgentStage
 class SharingStage(AgentStage):
     """An agent with a registry."""
 
-    registry: SharedRegistry
+    registry: StoreRegistry
 
     def __init__(self, folder: Path, url: str, *, ttl_s: float = 15.0, **options: Any) -> None:
         super().__init__(folder, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tasuki.agent.retention import DAY_S, Cleaner
+from tasuki.agent.retention import DAY_S, Retention
 from tests.agent.stage import AgentStage
 from tests.processes import wait_until
 
@@ -13,7 +13,7 @@ from tests.processes import wait_until
 def clean_after(stage: AgentStage, days: float, keep_days: float = 7.0) -> int:
     import time
 
-    cleaner = Cleaner(stage.agent.desk, keep_days, lambda: time.time() + days * DAY_S)
+    cleaner = Retention(stage.agent.desk, keep_days, lambda: time.time() + days * DAY_S)
     return stage.await_(cleaner.clean())
 
 

@@ -426,12 +426,12 @@ def test_a_delete_while_a_refused_upload_is_being_given_up_is_answered_as_always
 ) -> None:
     entered, gate = threading.Event(), threading.Event()
 
-    async def discard(self: upload.Intake, real: Any = upload.Intake.discard) -> None:
+    async def discard(self: upload.Upload, real: Any = upload.Upload.discard) -> None:
         entered.set()
         await asyncio.to_thread(gate.wait, 20.0)
         await real(self)
 
-    monkeypatch.setattr(upload.Intake, "discard", discard)
+    monkeypatch.setattr(upload.Upload, "discard", discard)
     refused = Started(lambda: stage.run(job_id, exec="other"))
     assert entered.wait(20.0)
     deleting = Started(lambda: stage.http.delete(f"/jobs/{job_id}"))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tasuki.agent.multipart import HEADERS_MAX_BYTES, PARTS_MAX, MultipartParser, Part, PartEnded, boundary_of
-from tasuki.client.agent_upload import Form, read_upload
+from tasuki.client.agent_upload import RunForm, read_upload
 from tasuki.errors import InvalidInput
 from tests.agent.stage import BOUNDARY, form, part
 
@@ -53,7 +53,7 @@ def test_what_our_client_sends_is_the_name_as_it_is(tmp_path: Path) -> None:
     names = ['say "hi".txt', "100%22.csv"]
     for name in names:
         (tmp_path / name).write_bytes(b"x")
-    sent = Form(read_upload("", (), [tmp_path / name for name in names]), Mock())
+    sent = RunForm(read_upload("", (), [tmp_path / name for name in names]), Mock())
 
     async def body() -> bytes:
         return b"".join([piece async for piece in sent.pieces()])

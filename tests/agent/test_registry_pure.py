@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tasuki.agent.claim_journal import ClaimNotes
+from tasuki.agent.claim_journal import ClaimJournal
 from tasuki.cli.agent_registry import APP, place_of
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.registry_records import (
@@ -51,11 +51,11 @@ def test_a_lease_of_a_dispatcher_that_was_not_started_is_queued() -> None:
 
 
 def test_a_node_is_named_by_its_name_and_told_apart_by_its_folder(tmp_path: Path) -> None:
-    node_id = ClaimNotes(tmp_path).prepare()
+    node_id = ClaimJournal(tmp_path).prepare()
 
-    assert ClaimNotes(tmp_path).prepare() == node_id
+    assert ClaimJournal(tmp_path).prepare() == node_id
     assert node_of(worker_id_of("rack.n1", node_id)) == "rack-n1"
-    assert worker_id_of("n1", node_id) != worker_id_of("n1", ClaimNotes(_made(tmp_path / "other")).prepare())
+    assert worker_id_of("n1", node_id) != worker_id_of("n1", ClaimJournal(_made(tmp_path / "other")).prepare())
 
 
 def test_a_holder_gives_up_before_the_store_does() -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from tasuki.agent.folders import JobFolders
 from tasuki.agent.refusals import is_running
-from tasuki.agent.registry import AnsweredElsewhere, Removed
+from tasuki.agent.registry import AnsweredElsewhere, RemovalResult
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import EndedMarker, RunningMarker
 from tasuki.worker.attempt import StopReason
@@ -64,7 +64,7 @@ class OneTable:
     async def forget(self, job_id: str) -> None:
         self.told.append(("forget", job_id))
 
-    async def remove(self, job_id: str) -> Removed | None:
+    async def remove(self, job_id: str) -> RemovalResult | None:
         return None
 
     async def find(self, job_id: str) -> Response | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.agent.folder_pool import FEW_FILES, KEPT_BELOW, SPARES_MAX, WORKED_IN, Spares
+from tasuki.agent.folder_pool import FEW_FILES, KEPT_BELOW, SPARES_MAX, WORKED_IN, FolderPool
 from tasuki.agent.folders import JobFolders
 from tasuki.worker.folder import RECYCLED_LOG_MAX_BYTES
 
@@ -17,13 +17,13 @@ LOGS = ("stdout", "stderr", "progress")
 
 
 @pytest.fixture
-def spares(tmp_path: Path) -> Spares:
+def spares(tmp_path: Path) -> FolderPool:
     place = tmp_path / "spare"
     place.mkdir()
-    return Spares(place)
+    return FolderPool(place)
 
 
-def job(spares: Spares, folder: Path) -> Path:
+def job(spares: FolderPool, folder: Path) -> Path:
     """A job's folder after its program has printed something."""
     folder.mkdir()
     for name in KEPT_BELOW:
@@ -34,7 +34,7 @@ def job(spares: Spares, folder: Path) -> Path:
     return folder
 
 
-def test_what_a_job_left_as_it_was_is_the_next_ones(tmp_path: Path, spares: Spares) -> None:
+def test_what_a_job_left_as_it_was_is_the_next_ones(tmp_path: Path, spares: FolderPool) -> None:
     first = job(spares, tmp_path / "first")
     made = {name: (first / name).stat().st_ino for name in KEPT_BELOW}
 
@@ -65,7 +65,7 @@ def replace_by_a_link(part: Path) -> None:
 @pytest.mark.parametrize("name", KEPT_BELOW)
 @pytest.mark.parametrize("change", [put_a_folder, open_to_others, replace_by_a_link])
 def test_a_folder_that_a_program_has_changed_is_not_kept(
-    tmp_path: Path, spares: Spares, name: str, change: Callable[[Path], None]
+    tmp_path: Path, spares: FolderPool, name: str, change: Callable[[Path], None]
 ) -> None:
     folder = job(spares, tmp_path / "job")
     change(folder / name)
@@ -89,20 +89,22 @@ def a_great_length(log: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [a_second_name, a_link, a_great_length, Path.unlink])
-def test_logs_with_something_odd_about_them_are_not_kept(tmp_path: Path, spares: Spares, change: Callable[[Path], None]) -> None:
+def test_logs_with_something_odd_about_them_are_not_kept(
+    tmp_path: Path, spares: FolderPool, change: Callable[[Path], None]
+) -> None:
     folder = job(spares, tmp_path / "job")
     change(folder / "log" / "stderr")
 
     assert not spares.keep(str(folder), "log")
 
 
-def test_what_is_no_part_of_a_job_is_not_kept(tmp_path: Path, spares: Spares) -> None:
+def test_what_is_no_part_of_a_job_is_not_kept(tmp_path: Path, spares: FolderPool) -> None:
     (tmp_path / "job" / "cache").mkdir(parents=True)
 
     assert not spares.keep(str(tmp_path / "job"), "cache")
 
 
-def test_no_more_than_some_are_kept(tmp_path: Path, spares: Spares) -> None:
+def test_no_more_than_some_are_kept(tmp_path: Path, spares: FolderPool) -> None:
     folders = [job(spares, tmp_path / str(number)) for number in range(SPARES_MAX + 1)]
 
     kept = [spares.keep(str(folder), "out") for folder in folders]
@@ -110,7 +112,7 @@ def test_no_more_than_some_are_kept(tmp_path: Path, spares: Spares) -> None:
     assert kept == [True] * SPARES_MAX + [False]
 
 
-def test_a_job_gets_new_folders_where_somebody_has_removed_the_spare_ones(tmp_path: Path, spares: Spares) -> None:
+def test_a_job_gets_new_folders_where_somebody_has_removed_the_spare_ones(tmp_path: Path, spares: FolderPool) -> None:
     spares.keep(str(job(spares, tmp_path / "first")), "out")
     for left in spares.place.iterdir():
         left.rmdir()
@@ -121,7 +123,7 @@ def test_a_job_gets_new_folders_where_somebody_has_removed_the_spare_ones(tmp_pa
 
 
 @pytest.mark.parametrize("name", WORKED_IN)
-def test_a_file_that_a_program_has_left_is_no_spare_ones(tmp_path: Path, spares: Spares, name: str) -> None:
+def test_a_file_that_a_program_has_left_is_no_spare_ones(tmp_path: Path, spares: FolderPool, name: str) -> None:
     folder = job(spares, tmp_path / "job")
     (folder / name / "left.txt").write_text("left")
 
@@ -129,7 +131,7 @@ def test_a_file_that_a_program_has_left_is_no_spare_ones(tmp_path: Path, spares:
     assert (folder / name / "left.txt").exists()
 
 
-def test_a_few_small_inputs_are_removed_at_once_and_what_a_link_leads_to_stays(tmp_path: Path, spares: Spares) -> None:
+def test_a_few_small_inputs_are_removed_at_once_and_what_a_link_leads_to_stays(tmp_path: Path, spares: FolderPool) -> None:
     small, many, linked = (job(spares, tmp_path / name) for name in ("small", "many", "linked"))
     outside = tmp_path / "outside"
     outside.mkdir(mode=0o700)
@@ -145,7 +147,7 @@ def test_a_few_small_inputs_are_removed_at_once_and_what_a_link_leads_to_stays(t
     assert (outside / "kept").exists()
 
 
-def test_what_is_taken_back_is_given_to_nobody(tmp_path: Path, spares: Spares) -> None:
+def test_what_is_taken_back_is_given_to_nobody(tmp_path: Path, spares: FolderPool) -> None:
     folder = job(spares, tmp_path / "job")
     assert all(spares.keep(str(folder), name) for name in KEPT_BELOW)
 
@@ -157,7 +159,7 @@ def test_what_is_taken_back_is_given_to_nobody(tmp_path: Path, spares: Spares) -
 
 def test_a_start_throws_away_what_an_earlier_agent_kept(tmp_path: Path) -> None:
     with contextlib.closing(JobFolders(tmp_path)) as folders:
-        job(Spares(tmp_path / "spare"), tmp_path / "job")
+        job(FolderPool(tmp_path / "spare"), tmp_path / "job")
         (tmp_path / "spare" / "1").mkdir()
 
         folders.recover()

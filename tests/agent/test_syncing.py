@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tasuki.agent import fsync_batch
-from tasuki.agent.fsync_batch import Syncer, sync_now
+from tasuki.agent.fsync_batch import FsyncBatch, sync_now
 from tasuki.errors import DiskFull
 from tests.processes import wait_until
 
@@ -49,9 +49,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def run(test: Callable[[Syncer], Coroutine[Any, Any, None]], place: Path) -> None:
+def run(test: Callable[[FsyncBatch], Coroutine[Any, Any, None]], place: Path) -> None:
     async def main() -> None:
-        await test(Syncer(str(place)))
+        await test(FsyncBatch(str(place)))
 
     asyncio.run(main())
 
@@ -59,7 +59,7 @@ def run(test: Callable[[Syncer], Coroutine[Any, Any, None]], place: Path) -> Non
 def test_all_that_wait_go_in_one_hop_and_are_closed(tmp_path: Path, batches: list[int]) -> None:
     descriptors = [opened(tmp_path, str(number)) for number in range(20)]
 
-    async def test(syncer: Syncer) -> None:
+    async def test(syncer: FsyncBatch) -> None:
         await asyncio.gather(*(syncer.sync([descriptor]) for descriptor in descriptors))
         await syncer.sync([os.open(tmp_path, os.O_RDONLY)])
 
@@ -73,7 +73,7 @@ def test_what_comes_while_one_is_under_way_goes_in_the_next(
 ) -> None:
     monkeypatch.setattr(fsync_batch, "THREADS", 1)
 
-    async def test(syncer: Syncer) -> None:
+    async def test(syncer: FsyncBatch) -> None:
         first = syncer.sync([opened(tmp_path, "first")])
         await asyncio.to_thread(wait_until, lambda: batches, what="the first is under way")
         others = [syncer.sync([opened(tmp_path, str(number))]) for number in range(5)]
@@ -88,7 +88,7 @@ def test_what_comes_while_one_is_under_way_goes_in_the_next(
 def test_one_that_fails_is_told_so_and_the_others_are_not(tmp_path: Path) -> None:
     good, bad, after_bad = opened(tmp_path, "good"), pipe_end(), opened(tmp_path, "after")
 
-    async def test(syncer: Syncer) -> None:
+    async def test(syncer: FsyncBatch) -> None:
         ends = await asyncio.gather(syncer.sync([bad, after_bad]), syncer.sync([good]), return_exceptions=True)
         assert isinstance(ends[0], OSError)
         assert ends[0].errno == errno.EINVAL
@@ -104,7 +104,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    async def test(syncer: Syncer) -> None:
+    async def test(syncer: FsyncBatch) -> None:
         with pytest.raises(DiskFull, match=str(tmp_path)):
             await syncer.sync([descriptor])
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_who_stops_waiting_leaves_nothing_open(tmp_path: Path, batches: list[int]) -> None:
     left, other = opened(tmp_path, "left"), opened(tmp_path, "other")
 
-    async def test(syncer: Syncer) -> None:
+    async def test(syncer: FsyncBatch) -> None:
         leaving, staying = syncer.sync([left]), syncer.sync([other])
         await asyncio.to_thread(wait_until, lambda: batches, what="the first is under way")
         leaving.cancel()
@@ -135,7 +135,7 @@ def test_the_root_is_synced_after_the_others_once_for_all(tmp_path: Path, monkey
     monkeypatch.setattr(os, "fsync", synced.append)
 
     async def main() -> None:
-        syncer = Syncer(str(tmp_path), root)
+        syncer = FsyncBatch(str(tmp_path), root)
         await asyncio.gather(*(syncer.sync([descriptor]) for descriptor in descriptors))
 
     asyncio.run(main())
@@ -148,7 +148,7 @@ def test_a_root_that_fails_is_everybodys_failure(tmp_path: Path) -> None:
     root = pipe_end()
 
     async def main() -> None:
-        syncer = Syncer(str(tmp_path), root)
+        syncer = FsyncBatch(str(tmp_path), root)
         ends = await asyncio.gather(*(syncer.sync([opened(tmp_path, n)]) for n in "ab"), return_exceptions=True)
         assert [isinstance(end, OSError) for end in ends] == [True, True]
 
@@ -159,7 +159,7 @@ def test_a_root_that_fails_is_everybodys_failure(tmp_path: Path) -> None:
 def test_a_descriptor_that_is_not_open_any_more_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     gone, good = 1_000_000, opened(tmp_path, "good")
 
-    async def test(syncer: Syncer) -> None:
+    async def test(syncer: FsyncBatch) -> None:
         ends = await asyncio.gather(syncer.sync([gone]), syncer.sync([good]), return_exceptions=True)
         assert isinstance(ends[0], OSError)
         assert ends[1] is None

@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 
 from tasuki.blobs.blob import BlobRef
 from tasuki.blobs.s3 import presign as presign_module
-from tasuki.blobs.s3.presign import LINK_S, Link, S3Presign, Way
+from tasuki.blobs.s3.presign import LINK_S, PresignedUrl, S3Presign, UploadPlan
 from tasuki.blobs.s3.store import PROBE, S3Blobs
 from tasuki.errors import Corrupt, TooLarge, Unavailable
 from tests.services_s3 import BUCKET, S3Service
@@ -84,7 +84,7 @@ class Bench(NamedTuple):
     s3: S3Service
     generation: int
 
-    def way(self, data: bytes, owner: str = ME) -> Way:
+    def way(self, data: bytes, owner: str = ME) -> UploadPlan:
         return self.presign.upload(name(data), len(data), self.generation, owner)
 
     def take(self, data: bytes, owner: str = ME) -> None:
@@ -102,7 +102,7 @@ class Bench(NamedTuple):
             writer.write(data)
             return writer.commit()
 
-    def link_to(self, ref: BlobRef) -> Link:
+    def link_to(self, ref: BlobRef) -> PresignedUrl:
         return self.presign.download(ref.sha256, ref.size_bytes, self.generation)
 
     def has(self, data: bytes) -> bool:
@@ -124,15 +124,15 @@ class Bench(NamedTuple):
         return self.blobs.address.key(name(LARGE), self.generation)
 
 
-def send(link: Link, data: bytes, **headers: str) -> int:
+def send(link: PresignedUrl, data: bytes, **headers: str) -> int:
     return httpx.put(link.url, content=data, headers={**link.headers, **headers}, timeout=20.0).status_code
 
 
-def part(link: Link, data: bytes) -> bytes:
+def part(link: PresignedUrl, data: bytes) -> bytes:
     return data[link.offset : link.offset + link.size_bytes]
 
 
-def send_all(links: tuple[Link, ...], data: bytes) -> None:
+def send_all(links: tuple[PresignedUrl, ...], data: bytes) -> None:
     assert [send(link, part(link, data)) for link in links] == [200] * len(links)
 
 
@@ -229,7 +229,7 @@ def test_what_was_never_sent_cannot_be_taken(bench: Bench) -> None:
 def test_what_is_in_its_place_is_not_asked_for(bench: Bench) -> None:
     bench.put(SMALL)
 
-    assert bench.way(SMALL) == Way((), 0)
+    assert bench.way(SMALL) == UploadPlan((), 0)
     bench.take(SMALL)
 
 
@@ -345,7 +345,7 @@ def test_a_taker_that_was_killed_in_the_middle_is_gone_on_with(bench: Bench, mon
     bench.die_while_taking(LARGE, ME, monkeypatch)
 
     # when: its owner asks again
-    assert bench.way(LARGE) == Way((), 0)
+    assert bench.way(LARGE) == UploadPlan((), 0)
     bench.take(LARGE)
     bench.take(LARGE)
 

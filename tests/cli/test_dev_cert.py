@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.cli import exit_codes
 from tasuki.cli.dev_cert import LEAF_DAYS_MAX, all_names, told
-from tasuki.cli.dev_cert import Files as CertFiles
+from tasuki.cli.dev_cert import CertificateFiles as CertFiles
 from tasuki.net.tls import validity_of
 from tests.cli.inside import Inside, inside
 from tests.conftest import Require

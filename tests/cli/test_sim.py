@@ -12,7 +12,7 @@ from tasuki.cli.main import main
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.history import read
 from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.seed_workers import Order, run_order
+from tasuki.testing.sim.seed_workers import SeedOrder, run_order
 
 SMALL = ("--set", "servers=1", "--set", "jobs=16", "--set", "chaos_s=5", "--set", "faults=5")
 Sim = Callable[..., tuple[int, str]]
@@ -37,7 +37,7 @@ def sim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def broken() -> tuple[str, ...]:
     """What runs a seed that fails, because a safeguard is switched off."""
     options = SimOptions(servers=1, jobs=16, chaos_s=5.0, faults=5)
-    failing = (seed for seed in range(50) if run_order(Order(seed, options, "body_hash")).failure is not None)
+    failing = (seed for seed in range(50) if run_order(SeedOrder(seed, options, "body_hash")).failure is not None)
     return ("--seed", str(next(failing)), "--without", "body_hash", *SMALL)
 
 

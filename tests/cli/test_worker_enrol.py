@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from tasuki.cli import worker_login
-from tasuki.cli.worker_login import Admission, Wish, admitted
+from tasuki.cli.worker_login import LoginOptions, WorkerLogin, admitted
 from tasuki.config import parse_url
 from tasuki.errors import ConfigError, TasukiError, Unauthorized, Unavailable
-from tasuki.worker.credentials import Seat
+from tasuki.worker.credentials import CredentialFile
 from tests.cli.commands import DEADLINE_S, TASUKI, environment, eventually
 from tests.cli.inside import Inside, inside
 from tests.doors.http.stage import Stage
@@ -43,9 +43,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
 
 
-def come_in(url: str, data: Path, **wish: Any) -> Admission:
+def come_in(url: str, data: Path, **wish: Any) -> WorkerLogin:
     """As whom the worker would run; it has ended when this returns."""
-    with admitted(parse_url(url), Wish(data, **wish)) as found:
+    with admitted(parse_url(url), LoginOptions(data, **wish)) as found:
         return found
 
 
@@ -56,7 +56,7 @@ def refusal(url: str, data: Path, **wish: Any) -> TasukiError:
     return refused.value
 
 
-def enrolled(stage: Stage, data: Path, monkeypatch: pytest.MonkeyPatch) -> Admission:
+def enrolled(stage: Stage, data: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerLogin:
     with monkeypatch.context() as patch:
         patch.setenv("TASUKI_ENROLL", stage.enroll())
         return come_in(stage.url, data)
@@ -102,7 +102,7 @@ def test_an_enrol_token_makes_a_worker_and_is_needed_once(
 def test_the_credential_is_on_disk_before_it_is_used(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = enrolled(stage, tmp_path, monkeypatch)
 
-    with Seat(tmp_path, stage.address) as seat:
+    with CredentialFile(tmp_path, stage.address) as seat:
         credential = seat.load()
     assert credential is not None
     assert (credential.worker_id, credential.token.secret) == (found.worker_id, found.token)
@@ -158,7 +158,7 @@ def test_a_server_that_is_away_leaves_an_enrolled_worker_what_it_is(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = enrolled(stage, tmp_path, monkeypatch)
-    with Seat(tmp_path, stage.address) as seat, Seat(tmp_path, parse_url(NOBODY)[0]) as other:
+    with CredentialFile(tmp_path, stage.address) as seat, CredentialFile(tmp_path, parse_url(NOBODY)[0]) as other:
         credential = seat.load()
         assert credential is not None
         other.save(type(credential)(server=str(other.address), worker_id=credential.worker_id, token=credential.token))
@@ -236,7 +236,7 @@ def test_enrolling_is_for_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     assert "over http:// or https://" in refusal("tcp://127.0.0.1:1", tmp_path).message
     assert "over http:// or https://" in refusal("unix:///nowhere", tmp_path, enroll_file="-").message
-    assert come_in("unix:///nowhere", tmp_path) == Admission(), "the worker of `tasuki up` needs no token"
+    assert come_in("unix:///nowhere", tmp_path) == WorkerLogin(), "the worker of `tasuki up` needs no token"
 
 
 def test_another_worker_id_than_the_enrolled_one_is_an_error(
@@ -263,7 +263,7 @@ def test_a_worker_takes_only_what_it_was_enrolled_for(stage: Stage, tmp_path: Pa
 def test_a_second_process_is_told_who_is_this_worker(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enrolled(stage, tmp_path, monkeypatch)
 
-    with admitted([stage.address], Wish(tmp_path)):
+    with admitted([stage.address], LoginOptions(tmp_path)):
         error = refusal(stage.url, tmp_path)
 
     assert f"pid {os.getpid()}" in error.message
@@ -273,10 +273,10 @@ def test_a_second_process_is_told_who_is_this_worker(stage: Stage, tmp_path: Pat
 def test_a_credential_that_cannot_be_kept_is_told_with_the_way_out(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(seat: Seat, credential: Any) -> None:
+    def full(seat: CredentialFile, credential: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Seat, "save", full)
+    monkeypatch.setattr(CredentialFile, "save", full)
     monkeypatch.setenv("TASUKI_ENROLL", stage.enroll())
 
     error = refusal(stage.url, tmp_path)
@@ -352,7 +352,7 @@ def test_a_worker_with_a_token_made_by_hand_has_a_lasting_id_and_the_folder_for_
 
     first = come_in(stage.url, tmp_path)
     again = come_in(stage.url, tmp_path)
-    with admitted([stage.address], Wish(tmp_path)):
+    with admitted([stage.address], LoginOptions(tmp_path)):
         second = refusal(stage.url, tmp_path)
         named = come_in(stage.url, tmp_path, worker_id="another")
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tasuki.cli import exit_codes
-from tasuki.worker.credentials import Credential, Token
+from tasuki.worker.credentials import Credential, CredentialToken
 from tasuki.worker.status import RunningJob, StatusFile, status_folder
 from tests.cli.inside import Done, Inside, inside
 from tests.processes import ServerProcess, start_server, start_worker, wait_until
@@ -111,7 +111,7 @@ def test_results_that_were_refused_are_counted(folder: Folder) -> None:
 @pytest.mark.parametrize(("age_s", "words"), [(0.0, "valid until"), (1000.0, "it has expired")])
 def test_the_end_of_its_token_is_told_and_never_its_secret(folder: Folder, age_s: float, words: str) -> None:
     issued_at = time.time() - age_s
-    token = Token(secret="tsk_w_s3cr3t", token_id="a1b2", issued_at=issued_at, expires_at=issued_at + 600.0)
+    token = CredentialToken(secret="tsk_w_s3cr3t", token_id="a1b2", issued_at=issued_at, expires_at=issued_at + 600.0)
     credential = Credential(server="https://control.example:443", worker_id="w1", token=token)
     (folder.path / "worker").mkdir()
     path = folder.path / "worker" / "control.example-443.json"

@@ -15,7 +15,7 @@ from tasuki.client import agent_inputs, agent_node
 from tasuki.client.agent_inputs import LARGE_BYTES
 from tasuki.client.failover import AsyncAgentsClient
 from tasuki.core.failover.breaker import BreakerState
-from tasuki.core.failover.node_ranking import Standing
+from tasuki.core.failover.node_ranking import NodeState
 from tasuki.dispatcher.settings import Mode
 from tasuki.errors import Unauthorized
 from tasuki.net.event_loop import now
@@ -251,7 +251,7 @@ def test_a_dispatcher_removes_only_what_runs_if_it_is_asked_to(tmp_path: Path) -
 
 def blamed(client: AsyncAgentsClient) -> bool:
     (line,) = client.nodes.ranking(now().monotonic)
-    return (line.breaker, line.standing) != (BreakerState.CLOSED, Standing.FREE)
+    return (line.breaker, line.standing) != (BreakerState.CLOSED, NodeState.FREE)
 
 
 async def redirected(stage: DispatcherStage, folder: Path, **options: Any) -> tuple[AsyncAgentsClient, asyncio.Task[Any]]:

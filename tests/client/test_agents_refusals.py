@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.connect import Place
+from tasuki.cli.connect import Destination
 from tasuki.cli.nodes import _nodes
 from tasuki.cli.output import Output
-from tasuki.client.agent_download import Result
+from tasuki.client.agent_download import DownloadedResult
 from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClient
 from tasuki.core.failover.breaker import BreakerState
-from tasuki.core.failover.node_ranking import Standing
+from tasuki.core.failover.node_ranking import NodeState
 from tasuki.errors import InvalidInput, Unauthorized, Unavailable
 from tasuki.net.http.transport import NotTrusted
 from tests.certificates import TestAuthority
@@ -98,7 +98,7 @@ def test_a_node_that_refuses_the_token_is_shown_and_the_other_is_used(tmp_path: 
         line = next(line for line in await desk.client.ranking() if line.node == stranger.url)
 
         assert (ended.node, stranger.posts) == (ours.url, [])
-        assert (line.standing, line.breaker) == (Standing.UNWELL, BreakerState.CLOSED)
+        assert (line.standing, line.breaker) == (NodeState.UNWELL, BreakerState.CLOSED)
         assert line.said == "answered 401 UNAUTHORIZED: this token is not known"
 
     at_desk(tmp_path, 2, story)
@@ -145,7 +145,7 @@ def test_a_certificate_that_is_not_trusted_here_opens_no_breaker(tmp_path: Path,
                 await client.run("pricer", files=[tmp_path / "book.csv"], output=tmp_path / "result.zip")
         (line,) = await client.ranking()
 
-        assert (line.standing, line.breaker, line.left_out_s) == (Standing.UNWELL, BreakerState.CLOSED, 0.0)
+        assert (line.standing, line.breaker, line.left_out_s) == (NodeState.UNWELL, BreakerState.CLOSED, 0.0)
         assert line.said.startswith(f"no TLS connection to {node.url}: ")
         assert words in line.said
 
@@ -159,7 +159,7 @@ def test_a_certificate_that_changes_before_the_post_opens_no_breaker(tmp_path: P
         changed, other = desk.nodes
         message = f"no TLS connection to {changed.url}: its certificate is of another"
 
-        async def not_trusting(*args: object, **options: object) -> Result:
+        async def not_trusting(*args: object, **options: object) -> DownloadedResult:
             raise NotTrusted(message)
 
         desk.client.agent(changed.url).post = not_trusting  # type: ignore[method-assign]
@@ -177,7 +177,7 @@ def test_the_command_that_shows_nodes_says_which_want_another_token(tmp_path: Pa
     async def story(desk: Desk) -> None:
         stranger, ours = desk.nodes
         stranger._answer = refusing_the_token(stranger)  # type: ignore[method-assign]
-        place = Place(f"agents:{stranger.url},{ours.url}", tmp_path / "data", None, None)
+        place = Destination(f"agents:{stranger.url},{ours.url}", tmp_path / "data", None, None)
 
         assert await _nodes(place, Output(), None) == 0
 

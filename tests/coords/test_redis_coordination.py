@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, Locked, Member
+from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, ClusterMember, Locked
 from tasuki.coords.redis import RedisCoordination
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.stores.redis.connection import connect, name_of
@@ -25,7 +25,7 @@ from tests.services_redis import RedisService
 
 TIMEOUT_S = 2.0
 SECRET = "tasuki-test-secret"
-ME = Member(member_id="me", incarnation="1")
+ME = ClusterMember(member_id="me", incarnation="1")
 
 Open = Callable[..., RedisCoordination]
 
@@ -92,7 +92,7 @@ def test_apps_are_apart(open_coordination: Open) -> None:
     zpe.beat(ME, seen={})
     zpe.set_detached("w1", True, actor="admin")
 
-    view = other.beat(Member(member_id="another", incarnation="1"), seen={})
+    view = other.beat(ClusterMember(member_id="another", incarnation="1"), seen={})
 
     assert ([live.member_id for live in view.members], view.detached) == (["another"], frozenset())
     assert other.acquire("leader", "another", TTL_S, 0) == Locked(1)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, Locked, Member
+from tasuki.coords.coordination import FORGET_AFTER_S, FORGET_BATCH, LOCK_TTL_MAX_S, ClusterMember, Locked
 from tasuki.coords.sql import SqlCoordination
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 from tests.coords.contests import (
@@ -23,7 +23,7 @@ from tests.coords.contests import (
 from tests.processes import wait_until
 from tests.services import PASSWORD, PostgresService
 
-ME = Member(member_id="me", incarnation="1")
+ME = ClusterMember(member_id="me", incarnation="1")
 OURS = "datname = current_database() AND application_name = 'tasuki'"
 
 Open = Callable[..., SqlCoordination]
@@ -84,7 +84,7 @@ def test_many_beats_at_once_remove_the_dead_together(
     def beat(number: int) -> None:
         coordination = open_coordination()
         for _ in range(3):
-            coordination.beat(Member(member_id=f"server-{number}", incarnation="1"), seen={})
+            coordination.beat(ClusterMember(member_id=f"server-{number}", incarnation="1"), seen={})
 
     with ThreadPoolExecutor(SERVERS) as pool:
         list(pool.map(beat, range(SERVERS)))

@@ -11,21 +11,21 @@ import pytest
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import World
+from tasuki.testing.harness import Harness
 from tests.sqlite_files import with_tables
 
-MakeWorld = Callable[..., World]
+MakeWorld = Callable[..., Harness]
 
 
 @pytest.fixture(params=["memory", "sqlite"])
 def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeWorld]:
     """A function that makes a world on the store of this run; what it holds is checked and closed at the end."""
-    worlds: list[World] = []
+    worlds: list[Harness] = []
 
-    def make(**options: Any) -> World:
+    def make(**options: Any) -> Harness:
         clock = FakeClock()
         if request.param == "memory":
-            world = World(MemoryStore(clock), clock, **options)
+            world = Harness(MemoryStore(clock), clock, **options)
         else:
             world = sqlite_world(tmp_path / f"world-{len(worlds)}.sqlite3", clock, **options)
         worlds.append(world)
@@ -38,24 +38,24 @@ def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeW
 
 
 @pytest.fixture
-def world(make_world: MakeWorld) -> World:
+def world(make_world: MakeWorld) -> Harness:
     return make_world()
 
 
 @pytest.fixture
-def memory_world() -> Iterator[World]:
+def memory_world() -> Iterator[Harness]:
     """For what does not depend on the store."""
     clock = FakeClock()
-    world = World(MemoryStore(clock), clock)
+    world = Harness(MemoryStore(clock), clock)
     yield world
     world.check()
 
 
-def sqlite_world(path: Path, clock: FakeClock, **options: Any) -> World:
+def sqlite_world(path: Path, clock: FakeClock, **options: Any) -> Harness:
     from tasuki.stores.sql.store import SqlStore
 
     def restart(old: Store) -> Store:
         old.close()
         return SqlStore.open_sqlite(path, clock=clock)
 
-    return World(SqlStore.open_sqlite(with_tables(path), clock=clock), clock, restart=restart, **options)
+    return Harness(SqlStore.open_sqlite(with_tables(path), clock=clock), clock, restart=restart, **options)

@@ -10,21 +10,21 @@ from tasuki.core.failover.events import (
     Ask,
     Begin,
     Command,
-    Ended,
     Event,
+    FailoverJob,
     Fetch,
     Finish,
     GiveUp,
-    Job,
+    JobEnded,
     JobSays,
+    JobStatusHeard,
     Look,
     Lost,
     Post,
     Refusal,
     Refused,
     Saved,
-    Ticked,
-    Told,
+    TimePassed,
     Untold,
 )
 from tasuki.core.failover.node_ranking import Capacity, Nodes
@@ -44,7 +44,7 @@ class Table:
 
     def __init__(self, names: Sequence[str] = (A, B, C), **job: Any) -> None:
         self.nodes = Nodes(names, itertools.count().__next__)
-        self.plan = FailoverPlan(Job("7f3c", INPUT, **job), self.nodes)
+        self.plan = FailoverPlan(FailoverJob("7f3c", INPUT, **job), self.nodes)
         self.now = 1000.0
         self.said: list[Command] = []
         self.frozen: set[str] = set()
@@ -72,21 +72,21 @@ class Table:
             self.nodes.refused(node, Refusal(401, "UNAUTHORIZED"), self.now)
         else:
             self.nodes.seen(node, self.capacity[node], self.now)
-        self.hear(Ticked())
+        self.hear(TimePassed())
 
     def frozen_looks_time_out(self) -> Table:
         for node in self.frozen:
             self.nodes.unwell(node, "did not answer within 2 s", self.now)
-        return self.hear(Ticked())
+        return self.hear(TimePassed())
 
     def later(self, seconds: float) -> Table:
         """As a driver does it: a tick whenever one is due."""
         end = self.now + seconds
         while not self.plan.over and self.now < end and (due_at := self.plan.due_at(self.now)) < end:
             self.now = min(end, max(self.now + 1e-3, due_at))
-            self.hear(Ticked())
+            self.hear(TimePassed())
         self.now = end
-        return self.hear(Ticked())
+        return self.hear(TimePassed())
 
     # ------------------------------------------------------------------------------------------------ what was said
 
@@ -120,12 +120,12 @@ class Table:
         return self.hear(Refused(self.last.ticket, Refusal(status, code, **more)))
 
     def saved(self, ticket: int | None = None) -> Table:
-        return self.hear(Saved(ticket or self.last.ticket, Ended("succeeded", 0)))
+        return self.hear(Saved(ticket or self.last.ticket, JobEnded("succeeded", 0)))
 
     def told(self, node: str, state: str | None, input: str = INPUT, exit_code: int | None = None) -> Table:
         """The answer to the last question to this node."""
         ask = [command for command in self.all(Ask) if command.node == node][-1]
-        return self.hear(Told(ask.ticket, JobSays(state, input, exit_code) if state else None))
+        return self.hear(JobStatusHeard(ask.ticket, JobSays(state, input, exit_code) if state else None))
 
     def untold(self, node: str, *, gone: bool) -> Table:
         ask = [command for command in self.all(Ask) if command.node == node][-1]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.access import Identity, Kind, covers, identify, token_sha256
+from tasuki.core.access import Identity, PeerKind, covers, identify, token_sha256
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import matches
 from tasuki.errors import Forbidden, InvalidInput, Unauthorized
 
 
 def identity(kind: str, *scope: str) -> Identity:
-    return Identity(Kind(kind), f"token:{kind}", scope, kind)
+    return Identity(PeerKind(kind), f"token:{kind}", scope, kind)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def row(**fields: object) -> TokenRow:
 
 
 def test_a_valid_token_names_who_it_is() -> None:
-    assert identify(row(scope=("a.*",)), 100.0) == Identity(Kind.CLIENT, "token:t1", ("a.*",), "t1")
+    assert identify(row(scope=("a.*",)), 100.0) == Identity(PeerKind.CLIENT, "token:t1", ("a.*",), "t1")
     assert identify(row(expires_at=100.1), 100.0).name == "token:t1"
 
 

@@ -11,11 +11,11 @@ from tasuki.core.client_machine import (
     BEAT_QUICK_S,
     RETRY_AFTER_S,
     WATCH_MAX,
-    Answered,
-    Arrived,
     Call,
+    CallAnswered,
     ClientMachine,
     Failed,
+    ResultsArrived,
     Unsendable,
     Unwatch,
     Watch,
@@ -129,11 +129,11 @@ def test_a_hello_that_is_refused_for_good_fails_all_that_waits_and_all_that_come
     bench.do(Opened(1, Peer("tcp")))
     commands = bench.hear(ErrorMessage(0, code, "no"))
     assert [failed.error.code for failed in only(commands, Failed)] == [code]
-    assert [answered.ticket for answered in only(commands, Answered)] == [1]
+    assert [answered.ticket for answered in only(commands, CallAnswered)] == [1]
     assert [refused.job_ids for refused in only(commands, WatchRefused)] == [["b"]]
     bench.lose()
     assert only(bench.after(60.0), Connect) == []
-    [answered] = only(bench.submit(2, "c"), Answered)
+    [answered] = only(bench.submit(2, "c"), CallAnswered)
     assert answered.error is not None
     assert [refused.job_ids for refused in only(bench.do(Watch(["d"])), WatchRefused)] == [["d"]]
 
@@ -227,7 +227,7 @@ def test_a_submit_that_was_not_answered_is_said_again_with_the_same_jobs(bench: 
     assert one.specs == two.specs
     assert one.msg_id != two.msg_id
     assert bench.hear(Accepted(one.msg_id, 2)) == []
-    [answered] = only(bench.accept(again), Answered)
+    [answered] = only(bench.accept(again), CallAnswered)
     assert (answered.ticket, answered.error) == (1, None)
 
 
@@ -239,7 +239,7 @@ def test_what_was_answered_is_not_said_again(bench: Bench) -> None:
 
 def test_a_call_that_is_not_safe_to_repeat_fails_with_its_connection(bench: Bench) -> None:
     bench.do(Call(1, lambda msg_id: Request(msg_id, "once"), lasting=False))
-    [answered] = only(bench.lose(), Answered)
+    [answered] = only(bench.lose(), CallAnswered)
     assert isinstance(answered.error, Unavailable)
     assert sent(bench.connect(), Request) == []
 
@@ -256,7 +256,7 @@ def test_what_sets_something_going_again_is_said_once_and_its_outcome_is_not_kno
     # Given a call that may have been carried out, and whose job may have succeeded since
     assert len(only(bench.do(Call(1, make)), Send)) == 1
     # When the connection is lost before the answer
-    [answered] = only(bench.lose(), Answered)
+    [answered] = only(bench.lose(), CallAnswered)
     # Then the caller hears that it is not known, and it is not said again
     assert isinstance(answered.error, Unavailable)
     assert "not known" in answered.error.message
@@ -267,7 +267,7 @@ def test_what_sets_something_going_again_is_said_once_and_its_outcome_is_not_kno
 @pytest.mark.parametrize("make", ONCE.values(), ids=ONCE)
 def test_what_is_said_once_is_not_said_again_after_not_now_either(bench: Bench, make: Any) -> None:
     [call] = only(bench.do(Call(1, make)), Send)
-    [answered] = only(bench.hear(ErrorMessage(call.message.msg_id, "UNAVAILABLE", "the store is busy")), Answered)
+    [answered] = only(bench.hear(ErrorMessage(call.message.msg_id, "UNAVAILABLE", "the store is busy")), CallAnswered)
     assert "the store is busy" in answered.error.message
     assert "not known" in answered.error.message
     assert only(bench.after(RETRY_AFTER_S * 2), Send) == []
@@ -290,7 +290,7 @@ def test_a_call_that_cannot_be_sent_is_answered_with_its_error_and_not_said_agai
     [bad, good] = sent(bench.connect(), SubmitJobs)
     # When the driver cannot encode it
     error = InvalidInput("surrogates not allowed")
-    assert bench.do(Unsendable(bad.msg_id, error)) == [Answered(1, error=error)]
+    assert bench.do(Unsendable(bad.msg_id, error)) == [CallAnswered(1, error=error)]
     # Then only the others are said again
     bench.lose()
     [again] = sent(bench.connect(), SubmitJobs)
@@ -323,13 +323,13 @@ def test_a_call_that_was_refused_for_now_is_said_again_after_a_while(bench: Benc
     assert sent(bench.after(RETRY_AFTER_S / 2), SubmitJobs) == []
     again = bench.after(RETRY_AFTER_S)
     assert len(sent(again, SubmitJobs)) == 1
-    assert only(bench.accept(again), Answered)[0].error is None
+    assert only(bench.accept(again), CallAnswered)[0].error is None
 
 
 @pytest.mark.parametrize("code", ["DISK_FULL", "INVALID", "FORBIDDEN", "NOT_FOUND"])
 def test_other_errors_are_the_callers_answer(bench: Bench, code: str) -> None:
     [first] = sent(bench.submit(1, "a"), SubmitJobs)
-    [answered] = only(bench.hear(ErrorMessage(first.msg_id, code, "no")), Answered)
+    [answered] = only(bench.hear(ErrorMessage(first.msg_id, code, "no")), CallAnswered)
     assert isinstance(answered.error, TasukiError)
     assert answered.error.code == code
     assert sent(bench.after(10.0), SubmitJobs) == []
@@ -338,8 +338,8 @@ def test_other_errors_are_the_callers_answer(bench: Bench, code: str) -> None:
 def test_a_reply_goes_to_the_call_it_answers(bench: Bench) -> None:
     [one] = sent(bench.do(Call(1, lambda msg_id: Request(msg_id, "get"))), Request)
     [two] = sent(bench.do(Call(2, lambda msg_id: Request(msg_id, "find"))), Request)
-    assert bench.hear(Reply(two.msg_id, "two")) == [Answered(2, "two")]
-    assert bench.hear(Reply(one.msg_id, "one")) == [Answered(1, "one")]
+    assert bench.hear(Reply(two.msg_id, "two")) == [CallAnswered(2, "two")]
+    assert bench.hear(Reply(one.msg_id, "one")) == [CallAnswered(1, "one")]
     assert bench.hear(Reply(one.msg_id, "one")) == []
 
 
@@ -348,7 +348,7 @@ def test_a_reply_goes_to_the_call_it_answers(bench: Bench) -> None:
 
 def test_accepted_jobs_are_asked_for_after_a_reconnect_until_they_arrive(bench: Bench) -> None:
     bench.accept(bench.submit(1, "a", "b"))
-    assert only(bench.hear(Results([result("a")])), Arrived) == [Arrived([result("a")])]
+    assert only(bench.hear(Results([result("a")])), ResultsArrived) == [ResultsArrived([result("a")])]
     bench.lose()
     assert watched(bench.connect()) == [["b"]]
     bench.hear(Results([result("b")]))

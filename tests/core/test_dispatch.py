@@ -17,14 +17,14 @@ from tasuki.core.failover.dispatch_policy import (
     who_knows,
 )
 from tasuki.core.failover.events import JobSays
-from tasuki.core.failover.node_ranking import Capacity, Nodes, Ranked, Standing
+from tasuki.core.failover.node_ranking import Capacity, Nodes, NodeState, Ranked
 from tasuki.errors import InvalidInput
 
 NODES = ["http://n1:7090", "http://n2:7090", "http://n3:7090"]
 SHA256 = "ab" * 32
 
 
-def line(node: str, standing: Standing = Standing.FREE, free: int | None = 4, *, steady: bool = False) -> Ranked:
+def line(node: str, standing: NodeState = NodeState.FREE, free: int | None = 4, *, steady: bool = False) -> Ranked:
     return Ranked(node, standing, 0, 4, BreakerState.CLOSED, 0, 0.0, steady, "ok", free)
 
 
@@ -50,7 +50,7 @@ def test_a_node_that_is_gone_moves_only_its_own_jobs() -> None:
 
 
 def test_free_nodes_come_before_full_and_unknown_ones_and_more_room_before_less() -> None:
-    ranking = [line(NODES[0], Standing.FULL, 0), line(NODES[1], free=1), line(NODES[2], free=3)]
+    ranking = [line(NODES[0], NodeState.FULL, 0), line(NODES[1], free=1), line(NODES[2], free=3)]
 
     assert names(candidates(ranking, "a")) == [NODES[2], NODES[1], NODES[0]]
 
@@ -63,17 +63,17 @@ def test_among_equals_the_jobs_own_order_decides() -> None:
 
 
 def test_nodes_that_are_left_out_are_used_only_without_others_and_if_they_are_steady() -> None:
-    left_out = [line(NODES[0], Standing.LEFT_OUT, steady=True), line(NODES[1], Standing.LEFT_OUT)]
+    left_out = [line(NODES[0], NodeState.LEFT_OUT, steady=True), line(NODES[1], NodeState.LEFT_OUT)]
 
     assert names(candidates(left_out, "a")) == [NODES[0]]
-    assert names(candidates([*left_out, line(NODES[2], Standing.FULL, 0)], "a")) == [NODES[2]]
+    assert names(candidates([*left_out, line(NODES[2], NodeState.FULL, 0)], "a")) == [NODES[2]]
 
 
 def test_the_places_that_count_are_those_that_would_be_used() -> None:
-    steady = line(NODES[0], Standing.LEFT_OUT, steady=True)
+    steady = line(NODES[0], NodeState.LEFT_OUT, steady=True)
 
-    assert well([steady, line(NODES[1], Standing.LEFT_OUT)]) == [steady]
-    assert well([steady, full := line(NODES[1], Standing.FULL, 0), line(NODES[2], Standing.UNKNOWN, None)]) == [full]
+    assert well([steady, line(NODES[1], NodeState.LEFT_OUT)]) == [steady]
+    assert well([steady, full := line(NODES[1], NodeState.FULL, 0), line(NODES[2], NodeState.UNKNOWN, None)]) == [full]
 
 
 def test_a_node_that_is_asked_again_after_a_pause_counts_until_it_does_not_answer() -> None:
@@ -86,7 +86,7 @@ def test_a_node_that_is_asked_again_after_a_pause_counts_until_it_does_not_answe
     nodes.failed(NODES[0], "no answer", 6.0)
 
     assert never_asked == well(nodes.ranking(6.0)) == []
-    assert (asked_again.standing, asked_again.free) == (Standing.UNKNOWN, 3)
+    assert (asked_again.standing, asked_again.free) == (NodeState.UNKNOWN, 3)
 
 
 def test_of_several_words_about_a_job_a_result_counts_most() -> None:

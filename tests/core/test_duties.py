@@ -15,7 +15,7 @@ from tasuki.core.broker.events import (
     Met,
     Publish,
     ReceiveBlob,
-    TookOver,
+    TakeoverDone,
     TurnDone,
     TurnFailed,
     Won,
@@ -108,7 +108,7 @@ def test_an_epoch_that_was_won_is_registered_and_reported() -> None:
     desk.apply(Won(7))
     desk.turns()
     assert desk.store.epoch() == (7, "desk")
-    assert desk.others == [TookOver(7, True)]
+    assert desk.others == [TakeoverDone(7, True)]
 
 
 def test_an_epoch_that_came_too_late_is_reported_as_refused() -> None:
@@ -116,14 +116,14 @@ def test_an_epoch_that_came_too_late_is_reported_as_refused() -> None:
     desk.store.take_over("another", 9)
     desk.apply(Won(7))
     desk.turns()
-    assert desk.others == [TookOver(7, False)]
+    assert desk.others == [TakeoverDone(7, False)]
 
 
 def test_a_takeover_that_the_store_could_not_answer_is_no_takeover() -> None:
     desk = Desk(shared=True)
     desk.apply(Won(7))
     desk.apply(TurnFailed(next_duty(desk), Unavailable("gone")))
-    assert desk.others == [TookOver(7, False)]
+    assert desk.others == [TakeoverDone(7, False)]
 
 
 def test_an_elected_server_reaps_and_one_that_stepped_down_does_not() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.core.explain import Surroundings, explain, why_not
-from tasuki.core.job import Incident, Job, JobSpec, Lease, Outcome, State
+from tasuki.core.explain import ExplainContext, explain, why_not
+from tasuki.core.job import Job, JobIncident, JobSpec, Lease, Outcome, State
 
 NOW = 1_700_000_000.0
 
@@ -33,8 +33,8 @@ def lease(worker_id: str = "w1", incarnation: str = "w1-1") -> Lease:
     return Lease("lease", worker_id, incarnation, 1, 100.0)
 
 
-def told(job: Job, *workers: dict[str, Any], incidents: tuple[Incident, ...] = (), **around: Any) -> dict[str, Any]:
-    return explain(job, incidents, Surroundings(**{"workers": workers, "ahead": 0, "now_wall": NOW, **around}))
+def told(job: Job, *workers: dict[str, Any], incidents: tuple[JobIncident, ...] = (), **around: Any) -> dict[str, Any]:
+    return explain(job, incidents, ExplainContext(**{"workers": workers, "ahead": 0, "now_wall": NOW, **around}))
 
 
 def because(job: Job, *workers: dict[str, Any], **fields: Any) -> str:
@@ -218,7 +218,7 @@ def test_it_succeeded() -> None:
 
 
 def test_it_failed_why_there_is_no_further_attempt_and_how_to_set_it_going_again() -> None:
-    last = Incident(NOW, "dead_lettered", 1, "w1", "", "exit code 3; permanent")
+    last = JobIncident(NOW, "dead_lettered", 1, "w1", "", "exit code 3; permanent")
     ended = job(State.FAILED, attempt=1, finished_at=NOW, outcome=Outcome(error_code="EXIT_CODE", message="exit code 3"))
     text = because(ended, incidents=(last,))
     assert "It is FAILED: exit code 3" in text
@@ -245,8 +245,8 @@ def test_an_ending_without_a_message_tells_its_code() -> None:
 
 # ---------------------------------------------------------------------------------------------------- what came before
 
-FAILED = Incident(NOW - 40, "failed", 1, "w1", "", "exit code 3; retry 1 of 3 in 10 s")
-LOST = Incident(NOW - 20, "lost", 2, "w2", "", "worker w2 was lost (loss 1 of 3)")
+FAILED = JobIncident(NOW - 40, "failed", 1, "w1", "", "exit code 3; retry 1 of 3 in 10 s")
+LOST = JobIncident(NOW - 20, "lost", 2, "w2", "", "worker w2 was lost (loss 1 of 3)")
 
 
 def test_a_later_attempt_tells_what_became_of_each_one_before() -> None:
@@ -265,15 +265,15 @@ def test_a_later_attempt_tells_what_became_of_each_one_before() -> None:
 
 
 def test_an_attempt_that_was_resumed_is_not_told_as_one_that_ended() -> None:
-    orphaned = Incident(NOW - 20, "orphaned", 1, "w1", "", "kept")
-    resumed = Incident(NOW - 5, "resumed", 1, "w1", "", "back")
+    orphaned = JobIncident(NOW - 20, "orphaned", 1, "w1", "", "kept")
+    resumed = JobIncident(NOW - 5, "resumed", 1, "w1", "", "back")
     answer = told(job(State.RUNNING, attempt=1, lease=lease()), worker("w1"), incidents=(orphaned, resumed))
     assert answer["facts"]["attempts"] == []
     assert [entry["kind"] for entry in answer["story"]] == ["orphaned", "resumed"]
 
 
 def test_a_refused_report_is_told_with_its_reason() -> None:
-    refused = Incident(NOW - 5, "fenced", 1, "w1", "", "attempt 1 of worker w1 does not hold the lease; attempt 2 is RUNNING")
+    refused = JobIncident(NOW - 5, "fenced", 1, "w1", "", "attempt 1 of worker w1 does not hold the lease; attempt 2 is RUNNING")
     answer = told(job(State.RUNNING, attempt=2, lease=lease()), worker("w1"), incidents=(LOST, refused))
     assert f"A report of w1 on attempt 1 was refused (fenced): {refused.reason}." in answer["because"]
     assert answer["facts"]["fenced"] == [{"attempt": 1, "worker_id": "w1", "reason": refused.reason, "at": NOW - 5}]
@@ -282,14 +282,14 @@ def test_a_refused_report_is_told_with_its_reason() -> None:
 def test_a_job_of_a_restored_store_says_so_instead_of_telling_of_attempts_that_never_were() -> None:
     ended = because(job(State.SUCCEEDED, attempt=2_000_000, assigned_worker_id="w1", outcome=Outcome()))
     assert "It succeeded at worker w1. The store was restored from a backup since; its next attempt is 2000001." in ended
-    restored = Incident(NOW - 20, "restored", 3, "w1", "restore", "from a backup")
+    restored = JobIncident(NOW - 20, "restored", 3, "w1", "restore", "from a backup")
     again = told(job(State.RUNNING, attempt=1_000_001, lease=lease()), worker("w1"), incidents=(restored,))
     assert "This is attempt 1000001." in again["because"]
     assert any(sentence.startswith("Attempt 3 at w1 ran when the backup was made") for sentence in again["because"])
 
 
 def test_a_job_that_was_set_going_again_says_so() -> None:
-    requeued = Incident(NOW - 3, "requeued", 2, "w1", "operator", "disk replaced; was FAILED: exit code 3")
+    requeued = JobIncident(NOW - 3, "requeued", 2, "w1", "operator", "disk replaced; was FAILED: exit code 3")
     text = because(job(generation=2, attempt=2), worker(), incidents=(requeued,))
     assert "set going again 2 time(s)" in text
     assert "Attempt 2 at w1 was the last before it was set going again: disk replaced; was FAILED: exit code 3." in text
@@ -338,7 +338,7 @@ def test_a_job_that_still_waits_counts_until_now() -> None:
 
 
 def test_earlier_attempts_are_counted_apart_from_the_wait_after_them() -> None:
-    failed = Incident(NOW + 20, "failed", 1, "w1", "", "exit code 3; retry 1 of 3 in 10 s")
+    failed = JobIncident(NOW + 20, "failed", 1, "w1", "", "exit code 3; retry 1 of 3 in 10 s")
     second = job(
         State.SUCCEEDED,
         attempt=2,
@@ -353,8 +353,8 @@ def test_earlier_attempts_are_counted_apart_from_the_wait_after_them() -> None:
 
 
 def test_a_skipped_retry_counts_its_wait_to_the_end() -> None:
-    failed = Incident(NOW + 20, "failed", 1, "w1", "", "exit code 3; retry 1 of 3 in 0 s")
-    skipped = Incident(NOW + 50, "skipped", 1, "", "", "too late")
+    failed = JobIncident(NOW + 20, "failed", 1, "w1", "", "exit code 3; retry 1 of 3 in 0 s")
+    skipped = JobIncident(NOW + 50, "skipped", 1, "", "", "too late")
     ended = job(State.SKIPPED, attempt=1, assigned_at=NOW + 1, started_at=NOW + 1, finished_at=NOW + 50, outcome=Outcome())
     answer = told(ended, incidents=(failed, skipped), now_wall=NOW + 99)
     assert spans(answer) == {"earlier_s": 20.0, "in_line_s": 30.0, "longest": "in_line"}

@@ -14,22 +14,22 @@ from tasuki.core.failover.events import (
     Finish,
     GiveUp,
     Heard,
-    Led,
     Lost,
     Post,
+    Redirected,
     Refusal,
     Refused,
     Remove,
     Uploaded,
     not_trusted,
 )
-from tasuki.core.failover.node_ranking import Capacity, Standing
+from tasuki.core.failover.node_ranking import Capacity, NodeState
 from tasuki.core.failover.plan import TRIES_MAX
 from tasuki.errors import Conflict, DeadlineExceeded, Forbidden, InvalidInput, JobFailed, TooLarge, Unauthorized, Unavailable
 from tests.core.failover_table import INPUT, A, B, C, Table
 
 
-def standing(table: Table, node: str) -> Standing:
+def standing(table: Table, node: str) -> NodeState:
     return next(line.standing for line in table.nodes.ranking(table.now) if line.node == node)
 
 
@@ -85,7 +85,7 @@ def test_an_answer_without_an_outcome_goes_to_the_next_node_at_once_and_opens_th
 
     table.hear(Refused(table.last.ticket, refusal))
 
-    assert (table.posted, standing(table, A)) == ([A, B], Standing.LEFT_OUT)
+    assert (table.posted, standing(table, A)) == ([A, B], NodeState.LEFT_OUT)
 
 
 def test_a_lost_connection_goes_to_the_next_node_at_the_same_moment() -> None:
@@ -94,13 +94,13 @@ def test_a_lost_connection_goes_to_the_next_node_at_the_same_moment() -> None:
 
     table.lost()
 
-    assert (table.posted, table.now, standing(table, A)) == ([A, B], before, Standing.LEFT_OUT)
+    assert (table.posted, table.now, standing(table, A)) == ([A, B], before, NodeState.LEFT_OUT)
 
 
 def test_a_full_node_is_passed_over_without_opening_its_breaker() -> None:
     table = Table().begin().refused(503, "FULL", retry_after_s=1.0)
 
-    assert (table.posted, standing(table, A)) == ([A, B], Standing.FULL)
+    assert (table.posted, standing(table, A)) == ([A, B], NodeState.FULL)
 
 
 def test_when_all_are_full_the_job_waits_for_a_place() -> None:
@@ -127,7 +127,7 @@ def test_a_full_node_that_says_otherwise_is_not_asked_in_a_hot_loop() -> None:
 def test_a_time_limit_is_tried_on_another_node_and_is_no_failure_of_the_first() -> None:
     table = Table().begin().refused(504, "TIMED_OUT")
 
-    assert (table.posted, standing(table, A)) == ([A, B], Standing.FREE)
+    assert (table.posted, standing(table, A)) == ([A, B], NodeState.FREE)
 
 
 def test_a_node_that_stops_the_job_at_its_own_limit_is_heard_before_the_client_gives_up() -> None:
@@ -148,7 +148,7 @@ def test_nodes_that_we_do_not_trust_are_not_asked_again_and_are_no_worse_for_it(
     assert (table.posted, type(table.error)) == ([A, B], Unavailable)
     told = f"no TLS connection to {A}: why; no TLS connection to {B}: why"
     assert table.error.message == f"no node could run job 7f3c: {told}"
-    assert [standing(table, node) for node in (A, B)] == [Standing.FREE, Standing.FREE]
+    assert [standing(table, node) for node in (A, B)] == [NodeState.FREE, NodeState.FREE]
 
 
 def test_a_time_limit_on_every_node_is_the_outcome_with_the_last_ones_result() -> None:
@@ -171,7 +171,7 @@ def test_a_programs_failure_is_final_and_its_result_is_fetched() -> None:
 
     ended = table.finish.ended
     assert (table.posted, ended.outcome, ended.exit_code) == ([A], "failed", 3)
-    assert standing(table, A) is Standing.FREE
+    assert standing(table, A) is NodeState.FREE
 
 
 def test_a_programs_failure_is_told_although_its_result_is_lost() -> None:
@@ -191,7 +191,7 @@ def test_what_no_node_would_answer_otherwise_is_final(status: int, code: str, ki
     table = Table().begin().refused(status, code, message="because")
 
     assert isinstance(table.error, kind)
-    assert (table.posted, standing(table, A)) == ([A], Standing.FREE)
+    assert (table.posted, standing(table, A)) == ([A], NodeState.FREE)
 
 
 def test_a_strangers_refusal_is_not_final() -> None:
@@ -215,7 +215,7 @@ NOT_HERE = [
 def test_what_one_node_cannot_do_goes_to_the_next_and_opens_no_breaker(status: int, code: str, kind: type[Exception]) -> None:
     table = Table([A, B]).begin().refused(status, code)
 
-    assert (table.posted, standing(table, A)) == ([A, B], Standing.FREE)
+    assert (table.posted, standing(table, A)) == ([A, B], NodeState.FREE)
 
 
 @pytest.mark.parametrize(("status", "code", "kind"), NOT_HERE)
@@ -421,7 +421,7 @@ def test_a_node_that_falls_silent_is_left_and_its_breaker_opens() -> None:
 
     table.later(1.5)
 
-    assert (table.posted, standing(table, A)) == ([A, B], Standing.LEFT_OUT)
+    assert (table.posted, standing(table, A)) == ([A, B], NodeState.LEFT_OUT)
     assert [drop.ticket for drop in table.all(Drop)] == [table.all(Post)[0].ticket]
 
 
@@ -628,7 +628,7 @@ def test_every_plan_ends_in_time_and_keeps_its_rules(
                     running.add(ticket)
                 case "led":
                     running.add(ticket)
-                    table.hear(Led(ticket, "http://led:7090"))
+                    table.hear(Redirected(ticket, "http://led:7090"))
                 case _:
                     status, code = {
                         "full": (503, "FULL"),

@@ -6,7 +6,7 @@ from tasuki.core.job import JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.worker import machine
 from tasuki.errors import NotFound
-from tasuki.testing.harness import World
+from tasuki.testing.harness import Harness
 
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S
 PATIENCE_S = 1.0  # duties and reconnects are due within this
@@ -15,7 +15,7 @@ PATIENCE_S = 1.0  # duties and reconnects are due within this
 # ---------------------------------------------------------------------------------------------------- cancel
 
 
-def test_cancel_of_a_waiting_job_ends_it_at_once(world: World) -> None:
+def test_cancel_of_a_waiting_job_ends_it_at_once(world: Harness) -> None:
     client = world.client()
     client.submit_ids("a")
     world.settle()
@@ -28,7 +28,7 @@ def test_cancel_of_a_waiting_job_ends_it_at_once(world: World) -> None:
     assert worker.runs == []
 
 
-def test_cancel_of_a_job_that_waits_for_its_retry_tells_the_attempt_it_had(world: World) -> None:
+def test_cancel_of_a_job_that_waits_for_its_retry_tells_the_attempt_it_had(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a", backoff_s=30.0)
     world.settle()
@@ -40,7 +40,7 @@ def test_cancel_of_a_job_that_waits_for_its_retry_tells_the_attempt_it_had(world
     assert client.result("a").attempt == world.job("a").attempt == 1
 
 
-def test_cancel_of_a_running_job_stops_it_at_its_worker(world: World) -> None:
+def test_cancel_of_a_running_job_stops_it_at_its_worker(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -51,7 +51,7 @@ def test_cancel_of_a_running_job_stops_it_at_its_worker(world: World) -> None:
     assert client.result("a").state is State.CANCELED
 
 
-def test_a_cancel_that_a_cut_off_worker_did_not_hear_is_told_by_its_next_heartbeat(world: World) -> None:
+def test_a_cancel_that_a_cut_off_worker_did_not_hear_is_told_by_its_next_heartbeat(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -64,7 +64,7 @@ def test_a_cancel_that_a_cut_off_worker_did_not_hear_is_told_by_its_next_heartbe
     assert client.result("a").state is State.CANCELED
 
 
-def test_a_finish_committed_before_the_cancel_wins_and_both_learn_it(world: World) -> None:
+def test_a_finish_committed_before_the_cancel_wins_and_both_learn_it(world: Harness) -> None:
     client, worker, other = world.client(), world.worker(), world.client("other")
     client.submit_ids("a")
     world.settle()
@@ -75,7 +75,7 @@ def test_a_finish_committed_before_the_cancel_wins_and_both_learn_it(world: Worl
     assert client.result("a").state is State.SUCCEEDED
 
 
-def test_a_cancel_committed_before_a_failure_wins_over_its_retry(world: World) -> None:
+def test_a_cancel_committed_before_a_failure_wins_over_its_retry(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -91,7 +91,7 @@ def test_a_cancel_committed_before_a_failure_wins_over_its_retry(world: World) -
     assert worker.runs == [("a", 1)]
 
 
-def test_a_canceled_job_of_a_dead_worker_is_canceled_by_the_reaper_and_its_watcher_told(world: World) -> None:
+def test_a_canceled_job_of_a_dead_worker_is_canceled_by_the_reaper_and_its_watcher_told(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -101,7 +101,7 @@ def test_a_canceled_job_of_a_dead_worker_is_canceled_by_the_reaper_and_its_watch
     assert client.result("a").state is State.CANCELED
 
 
-def test_a_canceled_job_that_its_worker_gives_back_is_canceled_and_its_watcher_told(world: World) -> None:
+def test_a_canceled_job_that_its_worker_gives_back_is_canceled_and_its_watcher_told(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     worker.handlers = True
     client.submit_ids("a")
@@ -120,7 +120,7 @@ def test_a_canceled_job_that_its_worker_gives_back_is_canceled_and_its_watcher_t
 # ---------------------------------------------------------------------------------------------------- who gets what
 
 
-def test_workers_see_only_their_subjects(world: World) -> None:
+def test_workers_see_only_their_subjects(world: Harness) -> None:
     client = world.client()
     worker = world.worker(capacity=10, patterns=("a.*",))
     client.submit_ids("one", subject="b.1")
@@ -131,7 +131,7 @@ def test_workers_see_only_their_subjects(world: World) -> None:
     assert worker.runs == [("four", 1)]
 
 
-def test_each_idle_worker_gets_the_job_of_its_own_subject_in_the_same_turns(world: World) -> None:
+def test_each_idle_worker_gets_the_job_of_its_own_subject_in_the_same_turns(world: Harness) -> None:
     workers = [world.worker(f"a{number}", patterns=("a.*",)) for number in range(3)]
     lonely = world.worker("b0", capacity=2, patterns=("b.*",))  # the most loaded, so that the others are asked before it
     client = world.client()
@@ -143,7 +143,7 @@ def test_each_idle_worker_gets_the_job_of_its_own_subject_in_the_same_turns(worl
     assert sum(len(worker.jobs) for worker in workers) == 1
 
 
-def test_a_job_addressed_to_a_worker_that_left_goes_to_another(world: World) -> None:
+def test_a_job_addressed_to_a_worker_that_left_goes_to_another(world: Harness) -> None:
     client, named, other = world.client(), world.worker("named", patterns=("x.*",)), world.worker("other", patterns=("x.*",))
     client.submit_ids("busy", subject="x.named")
     world.settle()
@@ -157,7 +157,7 @@ def test_a_job_addressed_to_a_worker_that_left_goes_to_another(world: World) -> 
     assert other.jobs == ["mine"]
 
 
-def test_a_job_addressed_to_a_worker_that_drains_goes_to_another(world: World) -> None:
+def test_a_job_addressed_to_a_worker_that_drains_goes_to_another(world: Harness) -> None:
     client, named, other = world.client(), world.worker("named", patterns=("x.*",)), world.worker("other", patterns=("x.*",))
     client.submit_ids("busy", subject="x.named")
     client.submit_ids("mine", subject="x.named")
@@ -168,7 +168,7 @@ def test_a_job_addressed_to_a_worker_that_drains_goes_to_another(world: World) -
     assert (named.jobs, other.jobs) == (["busy"], ["mine"])
 
 
-def test_a_flood_in_one_group_delays_another_groups_job_by_a_few_jobs(world: World) -> None:
+def test_a_flood_in_one_group_delays_another_groups_job_by_a_few_jobs(world: Harness) -> None:
     client, worker = world.client(), world.worker(capacity=1)
     client.submit(*(JobSpec(job_id=f"flood-{number}", subject="flood.x") for number in range(200)))
     world.settle()
@@ -183,14 +183,14 @@ def test_a_flood_in_one_group_delays_another_groups_job_by_a_few_jobs(world: Wor
     assert worker.runs[-1] == ("small", 1)
 
 
-def test_new_jobs_are_shared_between_idle_workers(world: World) -> None:
+def test_new_jobs_are_shared_between_idle_workers(world: Harness) -> None:
     client, first, second = world.client(), world.worker("w1", capacity=10), world.worker("w2", capacity=10)
     client.submit_ids(*(f"job-{number}" for number in range(10)))
     world.settle()
     assert (len(first.jobs), len(second.jobs)) == (5, 5)
 
 
-def test_a_worker_changes_its_subjects_without_leaving(world: World) -> None:
+def test_a_worker_changes_its_subjects_without_leaving(world: Harness) -> None:
     from tasuki.core.worker.events import ChangePatterns
 
     client, worker = world.client(), world.worker(patterns=("a.*",))
@@ -204,7 +204,7 @@ def test_a_worker_changes_its_subjects_without_leaving(world: World) -> None:
 # ---------------------------------------------------------------------------------------------------- leaving
 
 
-def test_a_draining_worker_ends_its_job_takes_no_other_and_exits(world: World) -> None:
+def test_a_draining_worker_ends_its_job_takes_no_other_and_exits(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a", "b")
     world.settle()
@@ -220,7 +220,7 @@ def test_a_draining_worker_ends_its_job_takes_no_other_and_exits(world: World) -
     assert world.job("b").attempt == 0
 
 
-def test_an_assignment_that_crosses_a_drain_is_given_back_without_a_loss(world: World) -> None:
+def test_an_assignment_that_crosses_a_drain_is_given_back_without_a_loss(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     assert worker.link is not None
@@ -237,7 +237,7 @@ def test_an_assignment_that_crosses_a_drain_is_given_back_without_a_loss(world: 
     assert world.job("a").losses == 0
 
 
-def test_a_lease_turn_that_a_drain_overtakes_is_given_back_without_a_loss(world: World) -> None:
+def test_a_lease_turn_that_a_drain_overtakes_is_given_back_without_a_loss(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     assert client.link is not None
@@ -256,7 +256,7 @@ def test_a_lease_turn_that_a_drain_overtakes_is_given_back_without_a_loss(world:
     assert world.job("a").losses == 0
 
 
-def test_what_a_worker_gives_back_as_it_exits_is_released(world: World) -> None:
+def test_what_a_worker_gives_back_as_it_exits_is_released(world: Harness) -> None:
     client, worker, second = world.client(), world.worker("w1"), world.worker("w2", patterns=("none",))
     worker.handlers = True
     client.submit_ids("a")
@@ -269,7 +269,7 @@ def test_what_a_worker_gives_back_as_it_exits_is_released(world: World) -> None:
     assert second.runs == []
 
 
-def test_a_worker_that_leaves_while_its_lease_is_made_costs_no_loss(world: World) -> None:
+def test_a_worker_that_leaves_while_its_lease_is_made_costs_no_loss(world: Harness) -> None:
     client, worker = world.client(), world.worker("w1")
     client.submit_ids("a")
     assert client.link is not None
@@ -284,7 +284,7 @@ def test_a_worker_that_leaves_while_its_lease_is_made_costs_no_loss(world: World
     assert world.job("a").losses == 0
 
 
-def test_a_release_that_was_lost_with_the_connection_is_said_again(world: World) -> None:
+def test_a_release_that_was_lost_with_the_connection_is_said_again(world: Harness) -> None:
     client, worker = world.client(), world.worker("w1")
     worker.handlers = True
     client.submit_ids("a")
@@ -302,7 +302,7 @@ def test_a_release_that_was_lost_with_the_connection_is_said_again(world: World)
 # ---------------------------------------------------------------------------------------------------- watching
 
 
-def test_a_watch_of_an_unknown_job_is_an_error_of_its_own_and_does_not_hide_the_others(world: World) -> None:
+def test_a_watch_of_an_unknown_job_is_an_error_of_its_own_and_does_not_hide_the_others(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -316,7 +316,7 @@ def test_a_watch_of_an_unknown_job_is_an_error_of_its_own_and_does_not_hide_the_
     assert set(other.refused) == {"nobody"}
 
 
-def test_the_watcher_of_a_rerun_is_not_given_the_ending_before_it(world: World) -> None:
+def test_the_watcher_of_a_rerun_is_not_given_the_ending_before_it(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a", max_losses=0)
     world.settle()
@@ -334,7 +334,7 @@ def test_the_watcher_of_a_rerun_is_not_given_the_ending_before_it(world: World) 
     assert other.result("a").outcome.result == b"second life"
 
 
-def test_a_result_tells_the_generation_it_belongs_to(world: World) -> None:
+def test_a_result_tells_the_generation_it_belongs_to(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a", max_retries=0)
     world.settle()

@@ -18,7 +18,7 @@ from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import World
+from tasuki.testing.harness import Harness
 from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.harness_servers import ServerNode
 from tests.core.conftest import sqlite_world
@@ -31,7 +31,7 @@ SUBJECTS = ("a.1", "a.2", "b.1", "b.w1")
 class Chaos:
     """One history, wholly given by its seed."""
 
-    def __init__(self, seed: int, world: World) -> None:
+    def __init__(self, seed: int, world: Harness) -> None:
         self.random = random.Random(seed)
         self.world = world
         self.world.refuse = self._refuse
@@ -173,7 +173,7 @@ class Chaos:
             world.check()
 
 
-def live_through(seed: int, world: World) -> None:
+def live_through(seed: int, world: Harness) -> None:
     """Trouble, calm, and what must hold in both."""
     chaos = Chaos(seed, world)
     for _ in range(STEPS):
@@ -192,14 +192,14 @@ def live_through(seed: int, world: World) -> None:
 @given(seed=st.integers(0, 2**32))
 def test_the_invariants_hold_on_every_schedule_and_all_jobs_end_when_the_trouble_does(seed: int) -> None:
     clock = FakeClock()
-    live_through(seed, World(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed))
+    live_through(seed, Harness(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_they_hold_with_three_servers_that_die_freeze_and_lose_their_hints(seed: int) -> None:
     clock = FakeClock()
-    live_through(seed, World(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed, servers=3))
+    live_through(seed, Harness(MemoryStore(clock, random.Random(seed).randbytes), clock, seed=seed, servers=3))
 
 
 @pytest.mark.slow

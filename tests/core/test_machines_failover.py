@@ -12,7 +12,7 @@ from tasuki.core.machine import Closed
 from tasuki.errors import Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import LOCK_TTL_S, World
+from tasuki.testing.harness import LOCK_TTL_S, Harness
 from tasuki.testing.harness_nodes import Node
 from tasuki.testing.harness_servers import ServerNode
 
@@ -22,28 +22,28 @@ CLIENT_PATIENCE_S = 13.0
 
 
 @pytest.fixture
-def three() -> Iterator[World]:
+def three() -> Iterator[Harness]:
     """A world of three servers; one of them leads."""
     clock = FakeClock()
-    world = World(MemoryStore(clock), clock, servers=3)
+    world = Harness(MemoryStore(clock), clock, servers=3)
     world.run_for(2.0)
     assert [bool(server.leads) for server in world.servers].count(True) == 1
     yield world
     world.check()
 
 
-def others(world: World, server: ServerNode) -> list[ServerNode]:
+def others(world: Harness, server: ServerNode) -> list[ServerNode]:
     return [other for other in world.servers if other is not server]
 
 
-def moved(world: World, node: Node, away_from: ServerNode) -> bool:
+def moved(world: Harness, node: Node, away_from: ServerNode) -> bool:
     return node.link is not None and node.link.server is not away_from
 
 
 # ---------------------------------------------------------------------------------------------------- a server dies
 
 
-def test_a_client_whose_server_is_killed_has_its_answers_from_another(three: World) -> None:
+def test_a_client_whose_server_is_killed_has_its_answers_from_another(three: Harness) -> None:
     # given: a client and a worker at different servers, and one job running
     first, second, _ = three.servers
     client, worker = three.client(to=[first, second]), three.worker(to=[second])
@@ -71,7 +71,7 @@ def test_a_client_whose_server_is_killed_has_its_answers_from_another(three: Wor
     assert worker.runs[0] == ("a", 1)
 
 
-def test_a_worker_whose_server_is_killed_renews_and_reports_through_another(three: World) -> None:
+def test_a_worker_whose_server_is_killed_renews_and_reports_through_another(three: Harness) -> None:
     client, worker = three.client(), three.worker(capacity=2)
     client.submit_ids("a", "b")
     three.run_for(2.0)
@@ -91,7 +91,7 @@ def test_a_worker_whose_server_is_killed_renews_and_reports_through_another(thre
     assert client.result("b").attempt == 1
 
 
-def test_the_next_job_starts_through_another_server_within_half_a_second(three: World) -> None:
+def test_the_next_job_starts_through_another_server_within_half_a_second(three: Harness) -> None:
     client, worker = three.client(), three.worker()
     three.run_for(2.0)
     for home in {three.server_of(client), three.server_of(worker)}:
@@ -100,7 +100,7 @@ def test_the_next_job_starts_through_another_server_within_half_a_second(three: 
     three.run_until(lambda: worker.jobs == ["next"], 0.5, step_s=0.05)
 
 
-def test_with_two_of_three_servers_dead_everybody_ends_up_at_the_last(three: World) -> None:
+def test_with_two_of_three_servers_dead_everybody_ends_up_at_the_last(three: Harness) -> None:
     nodes = [three.client(f"c{number}") for number in range(3)] + [three.worker(f"w{number}") for number in range(3)]
     three.run_for(2.0)
     last = three.servers[2]
@@ -112,7 +112,7 @@ def test_with_two_of_three_servers_dead_everybody_ends_up_at_the_last(three: Wor
 
 def test_peers_spread_over_the_servers_and_over_the_rest_when_one_dies() -> None:
     clock = FakeClock()
-    world = World(MemoryStore(clock), clock, servers=3, seed=7)
+    world = Harness(MemoryStore(clock), clock, servers=3, seed=7)
     clients = [world.client(f"c{number}") for number in range(24)]
     world.run_for(2.0)
     before = [sum(world.server_of(client) is server for client in clients) for server in world.servers]
@@ -124,7 +124,7 @@ def test_peers_spread_over_the_servers_and_over_the_rest_when_one_dies() -> None
     assert min(after[1] - before[1], after[2] - before[2]) >= 1, (before, after)
 
 
-def test_a_peer_that_was_given_one_address_learns_the_others(three: World) -> None:
+def test_a_peer_that_was_given_one_address_learns_the_others(three: Harness) -> None:
     only = three.servers[0]
     client, worker = three.client(to=[only]), three.worker(to=[only])
     three.run_for(2.0)
@@ -134,7 +134,7 @@ def test_a_peer_that_was_given_one_address_learns_the_others(three: World) -> No
     assert worker.machine.online
 
 
-def test_a_peer_comes_back_when_all_servers_were_away(three: World) -> None:
+def test_a_peer_comes_back_when_all_servers_were_away(three: Harness) -> None:
     client, worker = three.client(), three.worker()
     ticket = client.submit_ids("a")
     three.run_for(2.0)
@@ -151,7 +151,7 @@ def test_a_peer_comes_back_when_all_servers_were_away(three: World) -> None:
 # ---------------------------------------------------------------------------------------------------- a server freezes
 
 
-def test_a_worker_leaves_a_frozen_server_in_time_to_renew_its_leases(three: World) -> None:
+def test_a_worker_leaves_a_frozen_server_in_time_to_renew_its_leases(three: Harness) -> None:
     client, worker = three.client(), three.worker()
     client.submit_ids("a")
     three.run_for(2.0)
@@ -170,7 +170,7 @@ def test_a_worker_leaves_a_frozen_server_in_time_to_renew_its_leases(three: Worl
     assert client.result("a").attempt == 1
 
 
-def test_a_client_leaves_a_frozen_server_and_its_calls_are_answered_elsewhere(three: World) -> None:
+def test_a_client_leaves_a_frozen_server_and_its_calls_are_answered_elsewhere(three: Harness) -> None:
     client, worker = three.client(), three.worker()
     three.run_for(2.0)
     home = three.server_of(client)
@@ -185,7 +185,7 @@ def test_a_client_leaves_a_frozen_server_and_its_calls_are_answered_elsewhere(th
     assert client.result("a").state is State.SUCCEEDED
 
 
-def test_what_is_said_once_is_not_said_again_to_another_server(three: World) -> None:
+def test_what_is_said_once_is_not_said_again_to_another_server(three: Harness) -> None:
     client = three.client()
     three.run_for(2.0)
     home = three.server_of(client)
@@ -197,7 +197,7 @@ def test_what_is_said_once_is_not_said_again_to_another_server(three: World) -> 
     assert "not known" in client.answers[ticket].error.message
 
 
-def test_a_frozen_server_is_not_chosen_for_long_by_those_who_come_new(three: World) -> None:
+def test_a_frozen_server_is_not_chosen_for_long_by_those_who_come_new(three: Harness) -> None:
     frozen = three.servers[0]
     three.freeze_server(frozen)
     clients = [three.client(f"c{number}") for number in range(6)]
@@ -205,7 +205,7 @@ def test_a_frozen_server_is_not_chosen_for_long_by_those_who_come_new(three: Wor
     assert all(client.machine.online for client in clients)
 
 
-def test_a_leader_that_was_frozen_is_refused_by_the_store_and_steps_down(three: World) -> None:
+def test_a_leader_that_was_frozen_is_refused_by_the_store_and_steps_down(three: Harness) -> None:
     [leader] = [server for server in three.servers if server.leads]
     old_epoch = leader.leads
     three.freeze_server(leader)
@@ -222,7 +222,7 @@ def test_a_leader_that_was_frozen_is_refused_by_the_store_and_steps_down(three: 
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_job_that_came_to_one_server_is_run_by_the_worker_of_another(three: World, lost: bool) -> None:
+def test_a_job_that_came_to_one_server_is_run_by_the_worker_of_another(three: Harness, lost: bool) -> None:
     first, second, _ = three.servers
     three.lose_hints = lost
     client, worker = three.client(to=[first]), three.worker(to=[second])
@@ -238,7 +238,7 @@ def test_a_job_that_came_to_one_server_is_run_by_the_worker_of_another(three: Wo
 # ---------------------------------------------------------------------------------------------------- cut off: stop and keep
 
 
-def cut_off(world: World, node: Node, seconds: float) -> None:
+def cut_off(world: Harness, node: Node, seconds: float) -> None:
     """No server can be reached for so long."""
     for server in world.servers:
         world.kill_server(server)
@@ -247,7 +247,7 @@ def cut_off(world: World, node: Node, seconds: float) -> None:
         world.restart_server(server)
 
 
-def test_stop_ends_the_job_before_anybody_else_may_have_it(memory_world: World) -> None:
+def test_stop_ends_the_job_before_anybody_else_may_have_it(memory_world: Harness) -> None:
     world = memory_world
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
@@ -256,7 +256,7 @@ def test_stop_ends_the_job_before_anybody_else_may_have_it(memory_world: World) 
     assert worker.stopped == [("a", "LEASE_LOST")]
 
 
-def test_keep_goes_on_and_its_finish_counts_if_nobody_took_the_job(memory_world: World) -> None:
+def test_keep_goes_on_and_its_finish_counts_if_nobody_took_the_job(memory_world: Harness) -> None:
     world = memory_world
     client, worker = world.client(), world.worker(on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=10.0)
     client.submit_ids("a")
@@ -270,7 +270,7 @@ def test_keep_goes_on_and_its_finish_counts_if_nobody_took_the_job(memory_world:
     assert world.job("a").attempt == 1
 
 
-def test_a_worker_that_kept_a_job_is_not_given_the_same_job_again(memory_world: World) -> None:
+def test_a_worker_that_kept_a_job_is_not_given_the_same_job_again(memory_world: Harness) -> None:
     world = memory_world
     client = world.client()
     worker = world.worker(capacity=3, on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=1.0)
@@ -296,7 +296,7 @@ def test_a_worker_that_kept_a_job_is_not_given_the_same_job_again(memory_world: 
     assert client.result("a").outcome.result == b"kept"
 
 
-def test_keep_loses_to_who_took_the_job_and_drops_its_result(memory_world: World) -> None:
+def test_keep_loses_to_who_took_the_job_and_drops_its_result(memory_world: Harness) -> None:
     world = memory_world
     kept = world.worker("kept", on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=10.0)
     client = world.client()
@@ -321,7 +321,7 @@ def test_keep_loses_to_who_took_the_job_and_drops_its_result(memory_world: World
     assert client.result("a").outcome.result == b"in time"
 
 
-def test_what_a_worker_saved_is_recorded_by_its_next_process(memory_world: World) -> None:
+def test_what_a_worker_saved_is_recorded_by_its_next_process(memory_world: Harness) -> None:
     world = memory_world
     client, worker = world.client(), world.worker(incarnation="one")
     client.submit_ids("a", "b")

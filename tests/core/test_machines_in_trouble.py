@@ -12,7 +12,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.protocol import AssignJobs, JobsFinished
 from tasuki.core.store_messages import Turn
 from tasuki.errors import DiskFull, TasukiError, Unavailable
-from tasuki.testing.harness import World
+from tasuki.testing.harness import Harness
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode
 
@@ -36,7 +36,7 @@ def nested(levels: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- lost and doubled messages
 
 
-def test_a_submit_whose_ack_was_lost_makes_one_job(world: World) -> None:
+def test_a_submit_whose_ack_was_lost_makes_one_job(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     ticket = client.submit_ids("a")
     assert client.link is not None
@@ -53,7 +53,7 @@ def test_a_submit_whose_ack_was_lost_makes_one_job(world: World) -> None:
     assert worker.runs == [("a", 1)]
 
 
-def test_a_result_that_was_lost_on_the_way_comes_after_a_reconnect(world: World) -> None:
+def test_a_result_that_was_lost_on_the_way_comes_after_a_reconnect(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -66,7 +66,7 @@ def test_a_result_that_was_lost_on_the_way_comes_after_a_reconnect(world: World)
     assert client.result("a").outcome.result == b"lost and found"
 
 
-def test_a_doubled_assignment_runs_once(world: World) -> None:
+def test_a_doubled_assignment_runs_once(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     assert worker.link is not None
@@ -82,7 +82,7 @@ def test_a_doubled_assignment_runs_once(world: World) -> None:
     assert client.result("a").state is State.SUCCEEDED
 
 
-def test_a_doubled_finish_is_recorded_once(world: World) -> None:
+def test_a_doubled_finish_is_recorded_once(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -96,7 +96,7 @@ def test_a_doubled_finish_is_recorded_once(world: World) -> None:
     assert worker.machine.held == {}
 
 
-def test_an_assignment_of_which_no_sign_comes_is_sent_again_with_growing_waits(world: World) -> None:
+def test_an_assignment_of_which_no_sign_comes_is_sent_again_with_growing_waits(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     assert worker.link is not None
     started, lost = world.clock.lease(), []
@@ -118,7 +118,7 @@ def test_an_assignment_of_which_no_sign_comes_is_sent_again_with_growing_waits(w
     assert world.job("a").losses == 0
 
 
-def test_a_half_open_link_is_left_before_the_lease_is_over(world: World) -> None:
+def test_a_half_open_link_is_left_before_the_lease_is_over(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -130,7 +130,7 @@ def test_a_half_open_link_is_left_before_the_lease_is_over(world: World) -> None
     assert world.job("a").attempt == 1
 
 
-def test_a_peer_whose_hello_is_never_answered_dials_again(world: World) -> None:
+def test_a_peer_whose_hello_is_never_answered_dials_again(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     for node in (client, worker):
         world.cut(node)
@@ -159,7 +159,7 @@ def failing(times: int, error: TasukiError, hits: list[Turn], wanted: str = "sub
     return fail
 
 
-def test_a_submit_that_the_store_refused_is_tried_again_by_the_client(world: World) -> None:
+def test_a_submit_that_the_store_refused_is_tried_again_by_the_client(world: Harness) -> None:
     client = world.client()
     hits: list[Turn] = []
     world.refuse = failing(1, Unavailable("busy"), hits)
@@ -170,7 +170,7 @@ def test_a_submit_that_the_store_refused_is_tried_again_by_the_client(world: Wor
     assert world.job("a").state is State.PENDING
 
 
-def test_a_submit_on_a_full_disk_is_told_so_and_nothing_was_stored(world: World) -> None:
+def test_a_submit_on_a_full_disk_is_told_so_and_nothing_was_stored(world: Harness) -> None:
     client = world.client()
     world.refuse = failing(1, DiskFull("no room"), [])
     ticket = client.submit_ids("a")
@@ -180,7 +180,7 @@ def test_a_submit_on_a_full_disk_is_told_so_and_nothing_was_stored(world: World)
 
 
 @pytest.mark.parametrize("error", [Unavailable("busy"), DiskFull("no room")])
-def test_an_ending_that_the_store_refused_is_recorded_once_when_it_can(world: World, error: TasukiError) -> None:
+def test_an_ending_that_the_store_refused_is_recorded_once_when_it_can(world: Harness, error: TasukiError) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -193,7 +193,7 @@ def test_an_ending_that_the_store_refused_is_recorded_once_when_it_can(world: Wo
     assert worker.forgotten == [(lease_id, "")]
 
 
-def test_an_ending_whose_commit_is_not_known_is_recorded_once(world: World) -> None:
+def test_an_ending_whose_commit_is_not_known_is_recorded_once(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -206,7 +206,7 @@ def test_an_ending_whose_commit_is_not_known_is_recorded_once(world: World) -> N
     assert worker.machine.held == {}
 
 
-def test_grants_whose_commit_is_not_known_are_read_back_and_delivered(world: World) -> None:
+def test_grants_whose_commit_is_not_known_are_read_back_and_delivered(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     hits: list[Turn] = []
     world.lose_answer = failing(1, Unavailable("the answer was lost"), hits, "lease")
@@ -221,7 +221,7 @@ def test_grants_whose_commit_is_not_known_are_read_back_and_delivered(world: Wor
     assert sorted(worker.runs) == [("a", 1), ("b", 1)]
 
 
-def test_a_watch_that_the_store_could_not_serve_is_asked_again(world: World) -> None:
+def test_a_watch_that_the_store_could_not_serve_is_asked_again(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -234,7 +234,7 @@ def test_a_watch_that_the_store_could_not_serve_is_asked_again(world: World) -> 
     assert other.result("a").state is State.SUCCEEDED
 
 
-def test_the_leases_of_workers_survive_a_store_that_is_away_for_less_than_a_ttl(world: World) -> None:
+def test_the_leases_of_workers_survive_a_store_that_is_away_for_less_than_a_ttl(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -255,7 +255,7 @@ def test_the_leases_of_workers_survive_a_store_that_is_away_for_less_than_a_ttl(
         {"message": "x" * 2**17},
     ],
 )
-def test_a_report_that_no_store_can_hold_fails_its_own_job_and_nothing_else(world: World, outcome: dict[str, Any]) -> None:
+def test_a_report_that_no_store_can_hold_fails_its_own_job_and_nothing_else(world: Harness, outcome: dict[str, Any]) -> None:
     client, bad, good = world.client(), world.worker("bad", patterns=("bad.*",)), world.worker("good", patterns=("good.*",))
     client.submit_ids("one", subject="bad.1")
     client.submit_ids("two", subject="good.1")

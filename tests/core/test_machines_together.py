@@ -7,7 +7,7 @@ import pytest
 from tasuki.core.job import JobSpec, OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.errors import InvalidInput
-from tasuki.testing.harness import World
+from tasuki.testing.harness import Harness
 from tests.core.conftest import MakeWorld
 
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S
@@ -17,7 +17,7 @@ PATIENCE_S = 1.0  # duties and reconnects are due within this
 # ---------------------------------------------------------------------------------------------------- the ordinary life
 
 
-def test_a_submitted_job_runs_once_and_its_result_arrives(world: World) -> None:
+def test_a_submitted_job_runs_once_and_its_result_arrives(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     ticket = client.submit_ids("sq-7", payload=b"7")
     world.settle()
@@ -30,7 +30,7 @@ def test_a_submitted_job_runs_once_and_its_result_arrives(world: World) -> None:
     assert world.job("sq-7").state is State.SUCCEEDED
 
 
-def test_a_finished_id_gives_its_result_again_without_a_run(world: World) -> None:
+def test_a_finished_id_gives_its_result_again_without_a_run(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -43,7 +43,7 @@ def test_a_finished_id_gives_its_result_again_without_a_run(world: World) -> Non
     assert worker.runs == [("a", 1)]
 
 
-def test_the_same_id_with_another_body_is_refused_and_the_difference_named(world: World) -> None:
+def test_the_same_id_with_another_body_is_refused_and_the_difference_named(world: Harness) -> None:
     client = world.client()
     client.submit_ids("a", payload=b"1")
     ticket = client.submit(JobSpec(job_id="a", payload=b"2"), JobSpec(job_id="b"))
@@ -54,7 +54,7 @@ def test_the_same_id_with_another_body_is_refused_and_the_difference_named(world
     assert world.job("a").spec.payload == b"1"
 
 
-def test_many_clients_that_submit_one_id_cause_one_run_and_all_get_its_result(world: World) -> None:
+def test_many_clients_that_submit_one_id_cause_one_run_and_all_get_its_result(world: Harness) -> None:
     worker = world.worker(capacity=4)
     clients = [world.client(f"client-{number}") for number in range(20)]
     for client in clients:
@@ -66,7 +66,7 @@ def test_many_clients_that_submit_one_id_cause_one_run_and_all_get_its_result(wo
     assert {client.result("one").outcome.result for client in clients} == {b"same"}
 
 
-def test_a_failed_job_is_tried_again_after_its_backoff_and_not_before(world: World) -> None:
+def test_a_failed_job_is_tried_again_after_its_backoff_and_not_before(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a", max_retries=1, backoff_s=10.0)
     world.settle()
@@ -81,7 +81,7 @@ def test_a_failed_job_is_tried_again_after_its_backoff_and_not_before(world: Wor
     assert client.result("a").outcome.message == "again"
 
 
-def test_a_retry_without_delay_goes_at_once_to_another_worker_that_has_room(world: World) -> None:
+def test_a_retry_without_delay_goes_at_once_to_another_worker_that_has_room(world: Harness) -> None:
     client, first, second = world.client(), world.worker("w1"), world.worker("w2", patterns=("b.>",))
     client.submit_ids("a", backoff_s=0.0, subject="a.1")
     world.settle()
@@ -93,7 +93,7 @@ def test_a_retry_without_delay_goes_at_once_to_another_worker_that_has_room(worl
     assert second.runs == []
 
 
-def test_heartbeats_keep_a_job_ten_times_longer_than_the_lease(world: World) -> None:
+def test_heartbeats_keep_a_job_ten_times_longer_than_the_lease(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("long")
     world.run_for(10 * LEASE_TTL_S, 0.5)
@@ -105,7 +105,7 @@ def test_heartbeats_keep_a_job_ten_times_longer_than_the_lease(world: World) -> 
     assert world.job("long").losses == 0
 
 
-def test_a_handler_that_runs_for_longer_is_reported_as_started(world: World) -> None:
+def test_a_handler_that_runs_for_longer_is_reported_as_started(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     worker.handlers = True
     client.submit_ids("a")
@@ -127,7 +127,7 @@ def test_small_ttls_do_not_make_a_worker_refuse_everything(make_world: MakeWorld
 # ---------------------------------------------------------------------------------------------------- workers that are lost
 
 
-def test_the_job_of_a_killed_worker_runs_elsewhere_within_ttl_and_margin(world: World) -> None:
+def test_the_job_of_a_killed_worker_runs_elsewhere_within_ttl_and_margin(world: Harness) -> None:
     client, first, second = world.client(), world.worker("w1"), world.worker("w2")
     client.submit_ids("a", "b")
     world.settle()
@@ -143,7 +143,7 @@ def test_the_job_of_a_killed_worker_runs_elsewhere_within_ttl_and_margin(world: 
     assert world.job(lost).losses == 1
 
 
-def test_the_late_finish_of_a_frozen_worker_is_fenced(world: World) -> None:
+def test_the_late_finish_of_a_frozen_worker_is_fenced(world: Harness) -> None:
     client, first = world.client(), world.worker("w1")
     client.submit_ids("a")
     world.settle()
@@ -160,7 +160,7 @@ def test_the_late_finish_of_a_frozen_worker_is_fenced(world: World) -> None:
     assert [incident.kind for incident in world.store.incidents("a")] == ["lost", "fenced"]
 
 
-def test_a_worker_that_is_cut_off_stops_its_job_before_the_store_gives_it_away(world: World) -> None:
+def test_a_worker_that_is_cut_off_stops_its_job_before_the_store_gives_it_away(world: Harness) -> None:
     client, first, second = world.client(), world.worker("w1"), world.worker("w2", patterns=("none",))
     client.submit_ids("a")
     world.settle()
@@ -173,7 +173,7 @@ def test_a_worker_that_is_cut_off_stops_its_job_before_the_store_gives_it_away(w
     assert second.runs == []
 
 
-def test_a_job_whose_workers_all_die_is_dead_lettered_with_a_reason(world: World) -> None:
+def test_a_job_whose_workers_all_die_is_dead_lettered_with_a_reason(world: Harness) -> None:
     client = world.client()
     client.submit_ids("poison", max_losses=1, backoff_s=0.0)
     for number in range(2):
@@ -186,7 +186,7 @@ def test_a_job_whose_workers_all_die_is_dead_lettered_with_a_reason(world: World
     assert "w1 was lost" in result.outcome.message
 
 
-def test_a_kept_job_that_nobody_took_is_finished_by_its_worker_after_the_grace(world: World) -> None:
+def test_a_kept_job_that_nobody_took_is_finished_by_its_worker_after_the_grace(world: Harness) -> None:
     client = world.client()
     worker = world.worker("far", on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=60.0)
     client.submit_ids("a")
@@ -203,7 +203,7 @@ def test_a_kept_job_that_nobody_took_is_finished_by_its_worker_after_the_grace(w
     assert worker.runs == [("a", 1)]
 
 
-def test_a_kept_job_that_somebody_took_is_not_finished_by_its_old_worker(world: World) -> None:
+def test_a_kept_job_that_somebody_took_is_not_finished_by_its_old_worker(world: Harness) -> None:
     client = world.client()
     far = world.worker("far", on_disconnect=OnDisconnect.KEEP, reconnect_grace_s=60.0)
     client.submit_ids("a")
@@ -220,7 +220,7 @@ def test_a_kept_job_that_somebody_took_is_not_finished_by_its_old_worker(world: 
     assert client.result("a").outcome.result == b"new"
 
 
-def test_a_restarted_worker_of_the_same_id_does_not_renew_its_dead_self(world: World) -> None:
+def test_a_restarted_worker_of_the_same_id_does_not_renew_its_dead_self(world: Harness) -> None:
     client, first = world.client(), world.worker("w1", incarnation="one")
     client.submit_ids("a")
     world.settle()
@@ -232,7 +232,7 @@ def test_a_restarted_worker_of_the_same_id_does_not_renew_its_dead_self(world: W
     assert second.runs == [("a", 2)]
 
 
-def test_of_two_live_workers_with_one_id_the_later_stays_and_the_earlier_is_told(world: World) -> None:
+def test_of_two_live_workers_with_one_id_the_later_stays_and_the_earlier_is_told(world: Harness) -> None:
     first = world.worker("w1", incarnation="one")
     second = world.worker("w1", incarnation="two")
     world.run_for(5.0)
@@ -245,7 +245,7 @@ def test_of_two_live_workers_with_one_id_the_later_stays_and_the_earlier_is_told
 # ---------------------------------------------------------------------------------------------------- server restarts
 
 
-def test_a_restarted_server_does_not_run_again_what_was_running(world: World) -> None:
+def test_a_restarted_server_does_not_run_again_what_was_running(world: Harness) -> None:
     client, worker = world.client(), world.worker(capacity=2)
     client.submit_ids("a", "b", "c")
     world.settle()
@@ -262,7 +262,7 @@ def test_a_restarted_server_does_not_run_again_what_was_running(world: World) ->
     assert {job_id: client.result(job_id).attempt for job_id in "abc"} == {"a": 1, "b": 1, "c": 1}
 
 
-def test_leases_count_as_renewed_when_a_server_takes_over(world: World) -> None:
+def test_leases_count_as_renewed_when_a_server_takes_over(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     world.run_for(1.0)  # what is granted in the moment of a takeover counts as renewed by that one
     client.submit_ids("a")
@@ -278,7 +278,7 @@ def test_leases_count_as_renewed_when_a_server_takes_over(world: World) -> None:
 
 
 @pytest.mark.parametrize("moment", ["drafted", "taken", "committed"])
-def test_a_submit_survives_a_server_that_dies_before_it_answered(world: World, moment: str) -> None:
+def test_a_submit_survives_a_server_that_dies_before_it_answered(world: Harness, moment: str) -> None:
     client, worker = world.client(), world.worker()
     ticket = client.submit_ids("a")
     assert client.link is not None
@@ -299,7 +299,7 @@ def test_a_submit_survives_a_server_that_dies_before_it_answered(world: World, m
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_a_finish_survives_a_server_that_dies_before_it_answered(world: World, committed: bool) -> None:
+def test_a_finish_survives_a_server_that_dies_before_it_answered(world: Harness, committed: bool) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     world.settle()
@@ -319,7 +319,7 @@ def test_a_finish_survives_a_server_that_dies_before_it_answered(world: World, c
     assert worker.runs == [("a", 1)]
 
 
-def test_an_assignment_that_died_with_the_server_is_delivered_by_the_next_one(world: World) -> None:
+def test_an_assignment_that_died_with_the_server_is_delivered_by_the_next_one(world: Harness) -> None:
     client, worker = world.client(), world.worker()
     client.submit_ids("a")
     assert client.link is not None
@@ -334,7 +334,7 @@ def test_an_assignment_that_died_with_the_server_is_delivered_by_the_next_one(wo
     assert world.job("a").losses == 0
 
 
-def test_a_delivery_after_a_restart_takes_the_place_of_credit(world: World) -> None:
+def test_a_delivery_after_a_restart_takes_the_place_of_credit(world: Harness) -> None:
     client, worker = world.client(), world.worker(capacity=1)
     client.submit_ids("a", "b")
     assert client.link is not None

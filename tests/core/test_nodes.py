@@ -3,7 +3,7 @@
 import itertools
 
 from tasuki.core.failover.breaker import BreakerState
-from tasuki.core.failover.node_ranking import Capacity, Nodes, Standing
+from tasuki.core.failover.node_ranking import Capacity, Nodes, NodeState
 
 A, B, C = "http://a:7090", "http://b:7090", "http://c:7090"
 
@@ -16,7 +16,7 @@ def order(nodes: Nodes, now: float = 0.0) -> list[str]:
     return [line.node for line in nodes.ranking(now)]
 
 
-def standings(nodes: Nodes, now: float = 0.0) -> dict[str, Standing]:
+def standings(nodes: Nodes, now: float = 0.0) -> dict[str, NodeState]:
     return {line.node: line.standing for line in nodes.ranking(now)}
 
 
@@ -42,7 +42,7 @@ def test_who_has_not_answered_stands_behind_those_that_have() -> None:
     nodes.seen(B, Capacity(1, 4), 0.0)
 
     assert order(nodes) == [B, C, A]
-    assert standings(nodes) == {A: Standing.UNKNOWN, B: Standing.FREE, C: Standing.FULL}
+    assert standings(nodes) == {A: NodeState.UNKNOWN, B: NodeState.FREE, C: NodeState.FULL}
 
 
 def test_a_failed_node_is_left_out_and_comes_last() -> None:
@@ -53,14 +53,14 @@ def test_a_failed_node_is_left_out_and_comes_last() -> None:
 
     last = nodes.ranking(1.0)[-1]
 
-    assert (last.node, last.standing, last.breaker, last.said) == (A, Standing.LEFT_OUT, BreakerState.OPEN, "hung up")
+    assert (last.node, last.standing, last.breaker, last.said) == (A, NodeState.LEFT_OUT, BreakerState.OPEN, "hung up")
 
 
 def test_a_bad_health_check_leaves_a_node_out_too() -> None:
     nodes = three()
     nodes.unwell(A, "answered 503 DRAINING", 0.0)
 
-    assert standings(nodes)[A] is Standing.LEFT_OUT
+    assert standings(nodes)[A] is NodeState.LEFT_OUT
 
 
 def test_a_full_node_is_not_left_out() -> None:
@@ -68,18 +68,18 @@ def test_a_full_node_is_not_left_out() -> None:
     nodes.seen(A, Capacity(1, 4), 0.0)
     nodes.full(A, "answered 503 FULL", 2.0, 0.0)
 
-    assert (standings(nodes, 1.9)[A], standings(nodes, 2.0)[A]) == (Standing.FULL, Standing.FREE)
+    assert (standings(nodes, 1.9)[A], standings(nodes, 2.0)[A]) == (NodeState.FULL, NodeState.FREE)
 
 
 def test_what_was_sent_counts_until_the_node_says_so_itself() -> None:
     nodes = three()
     nodes.seen(A, Capacity(0, 1), 0.0)
     nodes.taken(A)
-    assert standings(nodes)[A] is Standing.FULL
+    assert standings(nodes)[A] is NodeState.FULL
 
     nodes.seen(A, Capacity(0, 1), 1.0)
 
-    assert standings(nodes, 1.0)[A] is Standing.FREE
+    assert standings(nodes, 1.0)[A] is NodeState.FREE
 
 
 def test_a_node_that_does_not_tell_its_capacity_can_be_used_after_the_others() -> None:
@@ -88,7 +88,7 @@ def test_a_node_that_does_not_tell_its_capacity_can_be_used_after_the_others() -
     nodes.seen(B, Capacity(3, 4), 0.0)
 
     assert order(nodes)[:2] == [B, A]
-    assert standings(nodes)[A] is Standing.FREE
+    assert standings(nodes)[A] is NodeState.FREE
 
 
 def test_an_old_answer_says_nothing_while_a_new_one_is_waited_for() -> None:
@@ -96,7 +96,7 @@ def test_an_old_answer_says_nothing_while_a_new_one_is_waited_for() -> None:
     nodes.seen(A, Capacity(0, 4), 0.0)
     assert A in nodes.to_look_at(100.0, 5.0)
 
-    assert standings(nodes, 100.0)[A] is Standing.UNKNOWN
+    assert standings(nodes, 100.0)[A] is NodeState.UNKNOWN
 
 
 def test_a_node_is_not_asked_twice_at_once_nor_again_while_its_answer_is_fresh() -> None:
@@ -122,4 +122,4 @@ def test_notes_of_another_process_count_for_nodes_that_are_ours() -> None:
     other.recall(notes, 500.0)
 
     (line,) = other.ranking(500.0)
-    assert (line.standing, line.left_out_s, line.said) == (Standing.LEFT_OUT, 20.0, "hung up")
+    assert (line.standing, line.left_out_s, line.said) == (NodeState.LEFT_OUT, 20.0, "hung up")

@@ -22,8 +22,9 @@ from tasuki.core.election import (
     Awaiting,
     Busy,
     Command,
+    Election,
+    EpochFenced,
     Event,
-    Fenced,
     Following,
     Lead,
     Leading,
@@ -37,7 +38,6 @@ from tasuki.core.election import (
     StepDown,
     TakeOver,
     TakingOver,
-    Term,
     TookOver,
 )
 from tasuki.core.machine import Ticked
@@ -77,8 +77,8 @@ BUSY = Acquired(Busy("other", 0.7), ASKED_AT)
 NOT_ASKED = InvalidTransition
 
 
-def term_in(state: State) -> Term:
-    term = Term("me", TTL_S)
+def term_in(state: State) -> Election:
+    term = Election("me", TTL_S)
     term.state = state
     return term
 
@@ -90,7 +90,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (FOLLOWING, LOCKED, NOT_ASKED, FOLLOWING),
     (FOLLOWING, TookOver(EPOCH, True), NOT_ASKED, FOLLOWING),
     (FOLLOWING, Renewed(True, ASKED_AT), NOT_ASKED, FOLLOWING),
-    (FOLLOWING, Fenced(EPOCH), [], FOLLOWING),
+    (FOLLOWING, EpochFenced(EPOCH), [], FOLLOWING),
     (FOLLOWING, Resign(), [], RESIGNED),
     (ACQUIRING, Ticked(), [], ACQUIRING),
     (ACQUIRING, LOCKED, [TakeOver(EPOCH)], TAKING_OVER),
@@ -100,7 +100,7 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (ACQUIRING, Acquired(None, ASKED_AT), [], PAUSE),
     (ACQUIRING, TookOver(EPOCH, True), NOT_ASKED, ACQUIRING),
     (ACQUIRING, Renewed(True, ASKED_AT), NOT_ASKED, ACQUIRING),
-    (ACQUIRING, Fenced(EPOCH), [], ACQUIRING),
+    (ACQUIRING, EpochFenced(EPOCH), [], ACQUIRING),
     (ACQUIRING, Resign(), [], ACQUIRING),
     (TAKING_OVER, Ticked(), [], TAKING_OVER),
     (TAKING_OVER, LOCKED, NOT_ASKED, TAKING_OVER),
@@ -111,16 +111,16 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (TAKING_OVER_LATE, Ticked(), [], TAKING_OVER_LATE),
     (TAKING_OVER_LATE, TookOver(EPOCH, True), [Release(EPOCH)], PAUSE),
     (TAKING_OVER, Renewed(True, ASKED_AT), NOT_ASKED, TAKING_OVER),
-    (TAKING_OVER, Fenced(EPOCH), [Release(EPOCH)], PAUSE),
-    (TAKING_OVER, Fenced(EPOCH - 1), [], TAKING_OVER),
+    (TAKING_OVER, EpochFenced(EPOCH), [Release(EPOCH)], PAUSE),
+    (TAKING_OVER, EpochFenced(EPOCH - 1), [], TAKING_OVER),
     (TAKING_OVER, Resign(), [], TAKING_OVER),
     (LEADING, Ticked(), [], LEADING),
     (LEADING_DUE, Ticked(), [Renew(EPOCH)], Leading(EPOCH, UNTIL, NOW, renewing=True)),
     (LEADING, LOCKED, NOT_ASKED, LEADING),
     (LEADING, TookOver(EPOCH, True), NOT_ASKED, LEADING),
     (LEADING, Renewed(True, ASKED_AT), NOT_ASKED, LEADING),
-    (LEADING, Fenced(EPOCH), [StepDown(EPOCH, NEWER), Release(EPOCH)], PAUSE),
-    (LEADING, Fenced(EPOCH - 1), [], LEADING),
+    (LEADING, EpochFenced(EPOCH), [StepDown(EPOCH, NEWER), Release(EPOCH)], PAUSE),
+    (LEADING, EpochFenced(EPOCH - 1), [], LEADING),
     (LEADING, Resign(), [StepDown(EPOCH, GOING), Release(EPOCH)], RESIGNED),
     (RENEWING, Ticked(), [], RENEWING),
     (RENEWING, LOCKED, NOT_ASKED, RENEWING),
@@ -128,11 +128,11 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (RENEWING, Renewed(True, NOW - 0.5), [], Leading(EPOCH, NOW - 0.5 + TTL_S - MARGIN_S, NOW - 0.5 + TTL_S / 3)),
     (RENEWING, Renewed(False, ASKED_AT), [StepDown(EPOCH, NOT_OURS)], PAUSE),
     (RENEWING, Renewed(None, ASKED_AT), [], Leading(EPOCH, UNTIL, NOW + MARGIN_S)),
-    (RENEWING, Fenced(EPOCH), [StepDown(EPOCH, NEWER)], AWAITING),
-    (RENEWING, Fenced(EPOCH + 1), [], RENEWING),
+    (RENEWING, EpochFenced(EPOCH), [StepDown(EPOCH, NEWER)], AWAITING),
+    (RENEWING, EpochFenced(EPOCH + 1), [], RENEWING),
     (RENEWING, Resign(), [StepDown(EPOCH, GOING)], AWAITING),
     (OVER, Ticked(), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
-    (OVER, Fenced(EPOCH), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
+    (OVER, EpochFenced(EPOCH), [StepDown(EPOCH, NOT_RENEWED)], PAUSE),
     (OVER, Resign(), [StepDown(EPOCH, NOT_RENEWED)], RESIGNED),
     (OVER_RENEWING, Ticked(), [StepDown(EPOCH, NOT_RENEWED)], AWAITING),
     (OVER_RENEWING, Renewed(True, ASKED_AT), [StepDown(EPOCH, NOT_RENEWED), Release(EPOCH)], PAUSE),
@@ -144,13 +144,13 @@ TABLE: list[tuple[State, Event, list[Command] | type[Exception], State]] = [
     (AWAITING, Renewed(True, ASKED_AT), [Release(EPOCH)], PAUSE),
     (AWAITING, Renewed(False, ASKED_AT), [], PAUSE),
     (AWAITING, Renewed(None, ASKED_AT), [Release(EPOCH)], PAUSE),
-    (AWAITING, Fenced(EPOCH), [], AWAITING),
+    (AWAITING, EpochFenced(EPOCH), [], AWAITING),
     (AWAITING, Resign(), [], AWAITING),
     (RESIGNED, Ticked(), [], RESIGNED),
     (RESIGNED, LOCKED, NOT_ASKED, RESIGNED),
     (RESIGNED, TookOver(EPOCH, True), NOT_ASKED, RESIGNED),
     (RESIGNED, Renewed(True, ASKED_AT), NOT_ASKED, RESIGNED),
-    (RESIGNED, Fenced(EPOCH), [], RESIGNED),
+    (RESIGNED, EpochFenced(EPOCH), [], RESIGNED),
     (RESIGNED, Resign(), [], RESIGNED),
 ]
 
@@ -224,7 +224,7 @@ def test_the_driver_is_told_when_to_tick_and_whether_an_answer_is_out(state: Sta
 
 
 def test_a_new_term_asks_at_once() -> None:
-    assert Term("me").apply(Ticked(), 0.0) == [Acquire()]
+    assert Election("me").apply(Ticked(), 0.0) == [Acquire()]
 
 
 def test_the_epoch_may_be_used_only_while_the_time_lasts() -> None:
@@ -261,13 +261,13 @@ def test_renewals_that_fail_do_not_prolong_and_are_tried_again_calmly() -> None:
 
 
 def test_the_margin_is_a_tenth_of_a_short_ttl() -> None:
-    assert [Term("me", ttl_s).margin_s for ttl_s in (1.0, 10.0, 60.0)] == [0.1, 1.0, 1.0]
+    assert [Election("me", ttl_s).margin_s for ttl_s in (1.0, 10.0, 60.0)] == [0.1, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, LOCK_TTL_MAX_S + 1, float("nan")])
 def test_a_ttl_that_cannot_work_is_refused(ttl_s: float) -> None:
     with pytest.raises(ConfigError):
-        Term("me", ttl_s)
+        Election("me", ttl_s)
 
 
 # ------------------------------------------------------------------------------------------------------- a world
@@ -294,7 +294,7 @@ class Server:
 
     def __init__(self, world: World, name: str, rate: float, offset_s: float) -> None:
         self.world = world
-        self.term = Term(name, TTL_S)
+        self.term = Election(name, TTL_S)
         self.rate = rate
         self.offset_s = offset_s
         self.frozen_until = 0.0
@@ -417,7 +417,7 @@ class World:
         if epoch == self.epochs[-1]:
             self.written.append(epoch)
         else:
-            server.apply(Fenced(epoch))
+            server.apply(EpochFenced(epoch))
 
     def leaders(self) -> list[Server]:
         return [server for server in self.servers if server.term.leads(server.now())]

@@ -14,7 +14,7 @@ from tasuki.core.protocol import (
     JobsReleased,
     JobsStarted,
 )
-from tasuki.core.worker.events import Drain, Ended, Exit, Forget, GaveBack, Run, Started, Stop
+from tasuki.core.worker.events import AttemptEnded, Drain, Exit, Forget, GaveBack, Run, Started, Stop
 from tasuki.core.worker.machine import STARTED_AFTER_S, TOGETHER_S
 from tasuki.core.worker.slots import AHEAD_WAIT_S, SHORT_S
 from tests.core.worker_bench import TTL_S, Bench, assign, grant, only, sent
@@ -28,7 +28,7 @@ def run_of(commands: list[object]) -> list[str]:
 
 def end(bench: Bench, job_id: str, *, after_s: float = 0.001) -> list[object]:
     bench.time += after_s
-    return bench.do(Ended(f"lease-{job_id}-1", DONE))
+    return bench.do(AttemptEnded(f"lease-{job_id}-1", DONE))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasuki.core.job import Outcome, Progress
 from tasuki.core.protocol import PROGRESS_MAX, AssignJobs, Heartbeat, ReadLog
-from tasuki.core.worker.events import Ended, Tail
+from tasuki.core.worker.events import AttemptEnded, Tail
 from tests.core.test_worker_machine import TTL_S, Bench, grant, only, sent
 
 
@@ -58,7 +58,7 @@ def test_one_heartbeat_tells_only_so_much_and_the_next_one_the_rest() -> None:
 def test_of_a_job_that_is_not_held_any_more_nothing_is_told() -> None:
     bench = with_jobs(1)
     bench.machine.progressed("lease-job0-1", Progress(0.5))
-    bench.do(Ended("lease-job0-1", Outcome(error_code="LEASE_LOST")))
+    bench.do(AttemptEnded("lease-job0-1", Outcome(error_code="LEASE_LOST")))
     bench.machine.progressed("lease-job0-1", Progress(0.9))
 
     beats = sent(bench.run_answered(TTL_S / 3), Heartbeat)

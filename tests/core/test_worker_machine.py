@@ -24,13 +24,13 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reconnect import HELLO_QUICK_S, Connect
 from tasuki.core.worker.events import (
+    AttemptEnded,
     ChangePatterns,
     Drain,
-    Ended,
+    EndingSaved,
     Exit,
     Forget,
     GaveBack,
-    Kept,
     Restored,
     Run,
     Save,
@@ -182,7 +182,7 @@ def test_a_worker_that_cannot_renew_stops_at_the_deadline(bench: Bench) -> None:
     bench.lose()
     assert only(bench.after(TTL_S - LEASE_MARGIN_S - 0.1), Stop) == []
     assert only(bench.after(0.2), Stop) == [Stop("lease-a-1", "LEASE_LOST")]
-    commands = bench.do(Ended("lease-a-1", Outcome(error_code="LEASE_LOST")))
+    commands = bench.do(AttemptEnded("lease-a-1", Outcome(error_code="LEASE_LOST")))
     assert only(commands, Forget) == [Forget("lease-a-1", "the lease was lost")]
     assert bench.machine.held == {}
 
@@ -191,7 +191,7 @@ def test_what_the_keeper_ended_while_the_worker_hung_is_dropped_and_not_reported
     bench.hear(assign())
     bench.time += TTL_S
 
-    commands = bench.do(Ended("lease-a-1", Outcome(error_code="LEASE_LOST")))
+    commands = bench.do(AttemptEnded("lease-a-1", Outcome(error_code="LEASE_LOST")))
 
     assert only(commands, Forget) == [Forget("lease-a-1", "the lease was lost")]
     assert sent(commands, JobsFinished) == []
@@ -244,7 +244,7 @@ def test_the_server_says_lost_or_cancel_once_and_the_attempt_is_stopped_once(ben
 def test_a_canceled_attempt_reports_how_it_ended(bench: Bench) -> None:
     bench.hear(assign())
     assert only(bench.hear(CancelLeases(["lease-a-1"])), Stop) == [Stop("lease-a-1", "CANCELED")]
-    [report] = sent(bench.do(Ended("lease-a-1", Outcome(error_code="CANCELED"))), JobsFinished)
+    [report] = sent(bench.do(AttemptEnded("lease-a-1", Outcome(error_code="CANCELED"))), JobsFinished)
     assert report.endings[0].outcome.error_code == "CANCELED"
 
 
@@ -252,7 +252,7 @@ def test_a_lost_lease_outweighs_a_cancel(bench: Bench) -> None:
     bench.hear(assign())
     bench.hear(CancelLeases(["lease-a-1"]))
     bench.hear(HeartbeatAnswer(-1, [], ["lease-a-1"]))
-    commands = bench.do(Ended("lease-a-1", Outcome(error_code="CANCELED")))
+    commands = bench.do(AttemptEnded("lease-a-1", Outcome(error_code="CANCELED")))
     assert sent(commands, JobsFinished) == []
     assert only(commands, Forget) == [Forget("lease-a-1", "the lease was lost")]
 
@@ -276,7 +276,7 @@ def test_an_attempt_that_is_still_held_is_not_run_again_however_long_it_takes(be
 
 def test_an_ended_attempt_that_is_assigned_again_is_reported_again(bench: Bench) -> None:
     bench.hear(assign())
-    bench.do(Ended("lease-a-1", Outcome(result=b"x")))
+    bench.do(AttemptEnded("lease-a-1", Outcome(result=b"x")))
     [again] = sent(bench.hear(assign()), JobsFinished)
     assert again.endings[0].outcome.result == b"x"
 
@@ -284,7 +284,7 @@ def test_an_ended_attempt_that_is_assigned_again_is_reported_again(bench: Bench)
 def test_an_id_that_retention_has_freed_runs_again(bench: Bench) -> None:
     """A new job of the old id begins with attempt 1 as well; only its lease is another one."""
     bench.hear(assign(grant("a", lease_id="old")))
-    bench.do(Ended("old", Outcome(exit_code=0)))
+    bench.do(AttemptEnded("old", Outcome(exit_code=0)))
     bench.hear(JobsRecorded(["old"]))
 
     assert only(bench.hear(assign(grant("a", lease_id="new"))), Run) == [Run(grant("a", lease_id="new"))]
@@ -294,7 +294,7 @@ def test_what_was_let_go_on_an_older_connection_is_given_back_when_it_is_offered
     bench.hear(assign())
     bench.lose()
     bench.after(TTL_S)
-    bench.do(Ended("lease-a-1", Outcome(error_code="LEASE_LOST")))
+    bench.do(AttemptEnded("lease-a-1", Outcome(error_code="LEASE_LOST")))
     bench.connect()
     commands = bench.hear(assign())
     assert only(commands, Run) == []
@@ -306,7 +306,7 @@ def test_what_was_let_go_on_an_older_connection_is_given_back_when_it_is_offered
 def test_an_ending_is_kept_and_offered_again_until_the_server_has_spoken(bench: Bench) -> None:
     bench.hear(assign())
     bench.lose()
-    assert sent(bench.do(Ended("lease-a-1", Outcome(result=b"x"))), JobsFinished) == []
+    assert sent(bench.do(AttemptEnded("lease-a-1", Outcome(result=b"x"))), JobsFinished) == []
     for _ in range(2):
         [offered] = sent(bench.connect(), JobsFinished)
         assert [ending.lease_id for ending in offered.endings] == ["lease-a-1"]
@@ -319,7 +319,7 @@ def test_an_ending_is_kept_and_offered_again_until_the_server_has_spoken(bench: 
 
 def test_a_fenced_ending_is_forgotten_with_its_reason(bench: Bench) -> None:
     bench.hear(assign())
-    bench.do(Ended("lease-a-1", Outcome()))
+    bench.do(AttemptEnded("lease-a-1", Outcome()))
     assert only(bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")])), Forget) == [
         Forget("lease-a-1", "attempt 2 runs")
     ]
@@ -341,7 +341,7 @@ def test_a_run_that_was_kept_past_its_deadline_is_shown_before_credit_could_run_
 def test_an_ending_that_nobody_takes_is_saved_once_and_forgotten_when_it_is_recorded(bench: Bench) -> None:
     bench.hear(assign())
     bench.lose()
-    bench.do(Ended("lease-a-1", Outcome(result=b"x")))
+    bench.do(AttemptEnded("lease-a-1", Outcome(result=b"x")))
     assert only(bench.after(SAVE_AFTER_S - 0.1), Save) == []
     [save] = only(bench.after(0.2), Save)
     assert (save.ending.lease_id, save.ending.outcome.result) == ("lease-a-1", b"x")
@@ -352,7 +352,7 @@ def test_an_ending_that_nobody_takes_is_saved_once_and_forgotten_when_it_is_reco
 
 def test_an_ending_that_is_recorded_soon_is_never_saved(bench: Bench) -> None:
     bench.hear(assign())
-    bench.do(Ended("lease-a-1", Outcome()))
+    bench.do(AttemptEnded("lease-a-1", Outcome()))
     bench.after(SAVE_AFTER_S / 2)
     bench.hear(JobsRecorded(["lease-a-1"]))
     assert only([*bench.after(SAVE_AFTER_S), *bench.after(SAVE_AFTER_S)], Save) == []
@@ -374,7 +374,7 @@ def test_an_ending_of_an_earlier_process_is_offered_but_its_lease_not_renewed(on
 
 def test_a_refused_ending_is_set_aside_before_it_is_forgotten(bench: Bench) -> None:
     bench.hear(assign())
-    bench.do(Ended("lease-a-1", Outcome(result=b"dear")))
+    bench.do(AttemptEnded("lease-a-1", Outcome(result=b"dear")))
     commands = bench.hear(JobsRecorded([], [("lease-a-1", "attempt 2 runs")]))
     [aside] = only(commands, SetAside)
     assert (aside.ending.outcome.result, aside.reason) == (b"dear", "attempt 2 runs")
@@ -384,7 +384,7 @@ def test_a_refused_ending_is_set_aside_before_it_is_forgotten(bench: Bench) -> N
 def test_a_result_that_came_when_the_lease_was_lost_already_is_set_aside(bench: Bench) -> None:
     bench.hear(assign())
     bench.answer_beats(bench.after(TTL_S / 3), lost=["lease-a-1"])
-    [aside] = only(bench.do(Ended("lease-a-1", Outcome(result=b"dear"))), SetAside)
+    [aside] = only(bench.do(AttemptEnded("lease-a-1", Outcome(result=b"dear"))), SetAside)
     assert (aside.ending.outcome.result, aside.reason) == (b"dear", "the lease was lost")
 
 
@@ -399,19 +399,19 @@ def test_while_a_result_of_an_earlier_process_is_brought_nothing_new_is_asked_fo
 def test_an_ended_attempt_is_not_stopped_at_its_deadline(bench: Bench) -> None:
     bench.hear(assign())
     bench.lose()
-    bench.do(Ended("lease-a-1", Outcome()))
+    bench.do(AttemptEnded("lease-a-1", Outcome()))
     assert only(bench.after(2 * TTL_S), Stop) == []
 
 
 def test_each_ending_gives_credit_once(bench: Bench) -> None:
     bench.hear(assign())
-    assert sent(bench.do(Ended("lease-a-1", Outcome())), GiveCredit) == [GiveCredit(1)]
-    assert sent(bench.do(Ended("lease-a-1", Outcome())), GiveCredit) == []
+    assert sent(bench.do(AttemptEnded("lease-a-1", Outcome())), GiveCredit) == [GiveCredit(1)]
+    assert sent(bench.do(AttemptEnded("lease-a-1", Outcome())), GiveCredit) == []
 
 
 def test_endings_that_are_not_recorded_do_not_take_places_after_a_reconnect(bench: Bench) -> None:
     bench.hear(assign(grant("a"), grant("b")))
-    bench.do(Ended("lease-a-1", Outcome()))
+    bench.do(AttemptEnded("lease-a-1", Outcome()))
     bench.lose()
     assert sent(bench.connect(), GiveCredit) == [GiveCredit(1)]
 
@@ -427,7 +427,7 @@ def test_the_start_of_what_has_ended_in_the_same_turn_of_the_loop_is_told_by_its
     bench.hear(assign(grant("a"), grant("b")))
     bench.machine.apply(Started("lease-a-1"), bench.now)
     bench.machine.apply(Started("lease-b-1"), bench.now)
-    commands = bench.do(Ended("lease-a-1", Outcome()))
+    commands = bench.do(AttemptEnded("lease-a-1", Outcome()))
     assert [claim.lease_id for told in sent(commands, JobsStarted) for claim in told.claims] == ["lease-b-1"]
     [report] = sent(commands, JobsFinished)
     assert report.endings[0].started_at == bench.now.wall
@@ -438,14 +438,14 @@ def test_the_start_of_a_handler_is_told_only_if_it_takes_longer(bench: Bench) ->
     bench.machine.handler_started("lease-a-1", bench.now.wall)
     assert sent(bench.after(STARTED_AFTER_S / 2), JobsStarted) == []
     assert len(sent(bench.after(STARTED_AFTER_S), JobsStarted)) == 1
-    [report] = sent(bench.do(Ended("lease-a-1", Outcome())), JobsFinished)
+    [report] = sent(bench.do(AttemptEnded("lease-a-1", Outcome())), JobsFinished)
     assert report.endings[0].started_at is not None
 
 
 def test_everything_of_one_turn_of_the_loop_goes_in_one_message(bench: Bench) -> None:
     bench.hear(assign(grant("a"), grant("b")))
     for lease_id in ("lease-a-1", "lease-b-1"):
-        bench.machine.apply(Ended(lease_id, Outcome()), bench.now)
+        bench.machine.apply(AttemptEnded(lease_id, Outcome()), bench.now)
     commands = bench.machine.flush(bench.now)
     assert [len(message.endings) for message in sent(commands, JobsFinished)] == [2]
     assert sent(commands, GiveCredit) == [GiveCredit(2)]
@@ -466,7 +466,7 @@ def test_a_draining_worker_waits_for_its_last_ending_to_be_recorded(bench: Bench
     bench.hear(assign())
     [subscribe] = sent(bench.do(Drain()), Subscribe)
     bench.hear(Reply(subscribe.msg_id, {}))
-    commands = bench.do(Ended("lease-a-1", Outcome()))
+    commands = bench.do(AttemptEnded("lease-a-1", Outcome()))
     assert only(commands, Exit) == []
     assert sent(commands, GiveCredit) == []
     assert only(bench.hear(JobsRecorded(["lease-a-1"])), Exit) == [Exit()]
@@ -524,8 +524,8 @@ def alone(bench: Bench, seconds: float) -> list[Exit]:
 def test_who_is_told_to_end_leaves_what_is_on_disk_to_the_next_process_if_no_server_is_there(bench: Bench) -> None:
     bench.hear(assign())
     bench.lose()
-    bench.do(Ended("lease-a-1", Outcome(result=b"x")))
-    bench.do(Kept("lease-a-1"))
+    bench.do(AttemptEnded("lease-a-1", Outcome(result=b"x")))
+    bench.do(EndingSaved("lease-a-1"))
     assert alone(bench, ALONE_S - 1.0) == []
     assert alone(bench, 1.5) == [Exit()]
 
@@ -533,7 +533,7 @@ def test_who_is_told_to_end_leaves_what_is_on_disk_to_the_next_process_if_no_ser
 def test_it_does_the_same_for_a_run_that_is_over_and_whose_result_could_not_be_brought(bench: Bench) -> None:
     bench.hear(assign())
     bench.lose()
-    bench.do(Kept("lease-a-1"))
+    bench.do(EndingSaved("lease-a-1"))
     assert alone(bench, ALONE_S + 1.0) == [Exit()]
 
 
@@ -541,10 +541,10 @@ def test_it_does_the_same_for_a_run_that_is_over_and_whose_result_could_not_be_b
 def test_who_is_told_to_end_stays_while_something_runs_or_is_not_on_disk(bench: Bench, ended: bool) -> None:
     bench.hear(assign(grant("a"), grant("b")))
     bench.lose()
-    bench.do(Ended("lease-a-1", Outcome()))
-    bench.do(Kept("lease-a-1"))
+    bench.do(AttemptEnded("lease-a-1", Outcome()))
+    bench.do(EndingSaved("lease-a-1"))
     if ended:
-        bench.do(Ended("lease-b-1", Outcome()))
+        bench.do(AttemptEnded("lease-b-1", Outcome()))
     assert alone(bench, ALONE_S / 2) == []
     bench.machine.held["lease-b-1"].deadline += 60.0
     assert alone(bench, ALONE_S) == []
@@ -552,8 +552,8 @@ def test_who_is_told_to_end_stays_while_something_runs_or_is_not_on_disk(bench: 
 
 def test_who_is_told_to_end_waits_for_the_word_of_a_server_that_is_there(bench: Bench) -> None:
     bench.hear(assign())
-    bench.do(Ended("lease-a-1", Outcome()))
-    bench.do(Kept("lease-a-1"))
+    bench.do(AttemptEnded("lease-a-1", Outcome()))
+    bench.do(EndingSaved("lease-a-1"))
     [told] = sent(bench.do(Drain()), Subscribe)
     bench.hear(Reply(told.msg_id, {}))
     assert only(bench.run_answered(2 * ALONE_S), Exit) == []

@@ -18,7 +18,7 @@ from tasuki.blobs.folder import FolderBlobs
 from tasuki.blobs.s3.store import S3Blobs
 from tasuki.client.failover import AsyncAgentsClient
 from tasuki.dispatcher import input_retention
-from tasuki.dispatcher.input_retention import DAY_S, Keeping
+from tasuki.dispatcher.input_retention import DAY_S, InputRetention
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, sha256_of, tell, two_nodes
@@ -34,7 +34,7 @@ def later(days: float) -> Callable[[], float]:
     return lambda: time.time() + days * DAY_S
 
 
-def turn_clock(stage: DispatcherStage, days: float) -> Keeping:
+def turn_clock(stage: DispatcherStage, days: float) -> InputRetention:
     """What the dispatcher keeps inputs by, so many days from now."""
     inputs = stage.dispatcher._inputs
     assert inputs is not None
@@ -111,7 +111,7 @@ class CountedBlobs(FolderBlobs):
 def test_of_many_uses_one_a_day_is_noted(tmp_path: Path) -> None:
     async def story() -> None:
         blobs = CountedBlobs(tmp_path, max_blob_bytes=100, floor_free_bytes=0)
-        today = Keeping(blobs, KEEP_DAYS, DispatcherMetrics())
+        today = InputRetention(blobs, KEEP_DAYS, DispatcherMetrics())
 
         await asyncio.gather(*(today.used(SHA256) for _ in range(50)))
         assert blobs.notes == 1
@@ -120,7 +120,7 @@ def test_of_many_uses_one_a_day_is_noted(tmp_path: Path) -> None:
             await today.used(SHA256)
             assert blobs.notes == notes, days
 
-        hours = Keeping(blobs, 0.04, DispatcherMetrics())  # an hour: a note a day would be too late
+        hours = InputRetention(blobs, 0.04, DispatcherMetrics())  # an hour: a note a day would be too late
         await hours.used(SHA256)
         hours._clock = later(0.02)
         await hours.used(SHA256)
@@ -133,7 +133,7 @@ def test_a_use_that_cannot_be_noted_is_told_and_refuses_nobody(tmp_path: Path, c
     async def story() -> None:
         blobs = CountedBlobs(tmp_path, max_blob_bytes=100, floor_free_bytes=0)
         blobs.broken = True
-        kept = Keeping(blobs, KEEP_DAYS, DispatcherMetrics())
+        kept = InputRetention(blobs, KEEP_DAYS, DispatcherMetrics())
 
         await kept.used(SHA256)
         await kept.used(SHA256)
@@ -148,7 +148,7 @@ def test_how_many_uses_are_remembered_is_limited(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(input_retention, "NOTED_MAX", 10)
 
     async def story() -> None:
-        kept = Keeping(CountedBlobs(tmp_path, max_blob_bytes=100, floor_free_bytes=0), KEEP_DAYS, DispatcherMetrics())
+        kept = InputRetention(CountedBlobs(tmp_path, max_blob_bytes=100, floor_free_bytes=0), KEEP_DAYS, DispatcherMetrics())
         for number in range(30):
             await kept.used(sha256_of(b"%d" % number))
         assert len(kept._noted) == 10
@@ -235,7 +235,7 @@ def test_dispatchers_that_clean_at_once_remove_everything_once(tmp_path: Path) -
         blobs = open_at(str(tmp_path))
         for number in range(40):
             blobs.put_bytes(b"%d" % number)
-        kept = [Keeping(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(8)) for _ in range(2)]
+        kept = [InputRetention(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(8)) for _ in range(2)]
 
         removed = await asyncio.gather(*(one.clean() for one in kept))
 
@@ -254,7 +254,7 @@ def test_nothing_that_lies_beside_the_inputs_is_touched(tmp_path: Path) -> None:
         (tmp_path / "inputs").mkdir()
         (tmp_path / "inputs/README").write_text("by a person")
 
-        assert await Keeping(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(100)).clean() == 0
+        assert await InputRetention(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(100)).clean() == 0
 
         assert others.has(ref.sha256)
         assert (tmp_path / "inputs/README").exists()
@@ -264,7 +264,7 @@ def test_nothing_that_lies_beside_the_inputs_is_touched(tmp_path: Path) -> None:
 
 def test_nothing_is_removed_any_more_once_a_dispatcher_closes(tmp_path: Path) -> None:
     async def story() -> None:
-        kept = Keeping(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(8))
+        kept = InputRetention(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(8))
         open_at(str(tmp_path)).put_bytes(BOOK)
         kept.close()
         assert await kept.clean() == 0
@@ -274,7 +274,7 @@ def test_nothing_is_removed_any_more_once_a_dispatcher_closes(tmp_path: Path) ->
 
 def test_with_0_days_inputs_are_kept_for_ever(tmp_path: Path) -> None:
     async def story() -> None:
-        await Keeping(open_at(str(tmp_path)), 0.0, DispatcherMetrics()).daily()  # it returns: there is nothing to do, ever
+        await InputRetention(open_at(str(tmp_path)), 0.0, DispatcherMetrics()).daily()  # it returns: there is nothing to do, ever
 
     tell(story())
 
@@ -287,7 +287,7 @@ def test_cleaning_goes_on_after_a_failure_and_begins_soon_after_the_start(
 
     async def story() -> None:
         ended = asyncio.Event()
-        kept = Keeping(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(8))
+        kept = InputRetention(open_at(str(tmp_path)), KEEP_DAYS, DispatcherMetrics(), later(8))
         failures = [OSError(5, "Input/output error"), OSError(5, "Input/output error")]
 
         async def clean() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.failover.breaker import BreakerRules
-from tasuki.core.failover.node_ranking import Standing
+from tasuki.core.failover.node_ranking import NodeState
 from tasuki.dispatcher import dispatch, node_pool
 from tests.agent.stage import form, head, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
@@ -112,7 +112,7 @@ def test_what_one_node_cannot_run_goes_to_the_next_and_leaves_no_node_out(status
             answers(one, refusal(status, code))
 
             assert (await stage.post("a")).content == two.data
-            assert {line.standing for line in stage.dispatcher.company.ranking()} == {Standing.FREE}
+            assert {line.standing for line in stage.dispatcher.company.ranking()} == {NodeState.FREE}
 
             answers(two, refusal(status, code, "as well"))
             answer = await stage.post("b")
@@ -120,7 +120,7 @@ def test_what_one_node_cannot_run_goes_to_the_next_and_leaves_no_node_out(status
             assert code_of(answer) == (status, code)
             assert set(answer.json()["error"]["details"]["nodes"]) == {one.url, two.url}
             assert "as well" in answer.json()["error"]["message"]
-            assert {line.standing for line in stage.dispatcher.company.ranking()} == {Standing.FREE}
+            assert {line.standing for line in stage.dispatcher.company.ranking()} == {NodeState.FREE}
 
     tell(story())
 
@@ -169,7 +169,7 @@ def test_a_2xx_that_is_no_result_counts_as_a_failure_and_the_next_node_gets_the_
 
             assert (answer.status_code, answer.content) == (200, two.data)
             standing = {line.node: line.standing for line in stage.dispatcher.company.ranking()}
-            assert standing[one.url] is Standing.LEFT_OUT
+            assert standing[one.url] is NodeState.LEFT_OUT
 
     tell(story())
 

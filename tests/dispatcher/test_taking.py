@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.doors.http.limits import LimitedProtocol
-from tasuki.doors.http.uvicorn_server import Serving
+from tasuki.doors.http.uvicorn_server import UvicornServer
 from tests.agent.stage import AgentStage
 from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, result
@@ -40,7 +40,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentStage]:
         yield stage
 
 
-def little_is_taken_over(serving: Serving | None) -> None:
+def little_is_taken_over(serving: UvicornServer | None) -> None:
     """By the system, of what nobody reads."""
     assert serving is not None
     serving._server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

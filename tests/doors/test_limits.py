@@ -20,7 +20,7 @@ from tasuki.doors import listening
 from tasuki.doors.tcp import TcpDoor
 from tasuki.net import tcp_link
 from tasuki.server import server as server_module
-from tasuki.server.assembly import Places, make_server, prepare_folder
+from tasuki.server.assembly import StorageLocations, make_server, prepare_folder
 from tasuki.server.server import Server, ServerConfig
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer, bomb
@@ -46,7 +46,7 @@ class Door:
 async def opened(root: Path) -> AsyncIterator[Door]:
     folder = DataFolder(root / "data")
     prepare_folder(folder)
-    server = make_server(Places(folder), ServerConfig(server_id="here", data=folder.root))
+    server = make_server(StorageLocations(folder), ServerConfig(server_id="here", data=folder.root))
     await server.start()
     door = TcpDoor(server)
     address = await door.listen_tcp(Address("tcp", "127.0.0.1", 0))

@@ -8,13 +8,13 @@ from typing import Any
 
 from tasuki.config import Address
 from tasuki.core.protocol import Message
-from tasuki.net.http.base_link import HttpChannel
+from tasuki.net.http.base_link import BaseHttpLink
 
 
 class LinkOwner:
     """Of a link of one `kind`."""
 
-    kind: type[HttpChannel]
+    kind: type[BaseHttpLink]
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None = None) -> None:
         self.heard: asyncio.Queue[Message] = asyncio.Queue()

@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, TooLarge, Unavailable
-from tasuki.net.blob_files import Source
+from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
 from tasuki.net.http import blobs
 from tasuki.net.http.blobs import HttpBlobs
@@ -80,7 +80,7 @@ def run(answer: Answer, test: Callable[[OddServer, HttpBlobs], Coroutine[Any, An
 
 
 async def put(blobs: HttpBlobs, progress: Callable[[int], None] | None = None, data: bytes = DATA) -> None:
-    async with Source(io.BytesIO(data)) as source:
+    async with FileSource(io.BytesIO(data)) as source:
         await blobs.put(source, REF, progress)
 
 

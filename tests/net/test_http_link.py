@@ -30,7 +30,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.errors import InvalidInput
 from tasuki.net.http import result_polls
-from tasuki.net.http.client_link import REQUESTS_AT_ONCE, HttpLink
+from tasuki.net.http.client_link import REQUESTS_AT_ONCE, HttpClientLink
 from tests.conftest import Require
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http, welcome
 from tests.net.owners import LinkOwner
@@ -42,7 +42,7 @@ HELLO = HelloClient(msg_id=1, client_id="me", token="tsk_c_secret", version=2)
 class Owner(LinkOwner):
     """What a machine would hear of a link."""
 
-    kind = HttpLink
+    kind = HttpClientLink
 
     async def greet(self) -> Owner:
         self.link.say(HELLO)

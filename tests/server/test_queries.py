@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.access import Identity, Kind
+from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker.events import Query
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import LeaseRequest, Report, Submission
@@ -15,10 +15,10 @@ from tasuki.server.queries import GET_MAX, GET_RESULTS_MAX, PAGE_MAX, answer_que
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 
-ALICE = Identity(Kind.CLIENT, "token:alice", (), "alice")
-BOB = Identity(Kind.CLIENT, "token:bob", (), "bob")
-EU = Identity(Kind.CLIENT, "token:eu", ("render.eu",), "eu")
-ADMIN = Identity(Kind.ADMIN, "token:root", (), "root")
+ALICE = Identity(PeerKind.CLIENT, "token:alice", (), "alice")
+BOB = Identity(PeerKind.CLIENT, "token:bob", (), "bob")
+EU = Identity(PeerKind.CLIENT, "token:eu", ("render.eu",), "eu")
+ADMIN = Identity(PeerKind.ADMIN, "token:root", (), "root")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
-from tasuki.core.store_messages import Answer
+from tasuki.core.store_messages import ReportStatus
 from tasuki.errors import ConfigError, Corrupt, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable
 from tasuki.server.archive import ArchiveWriter
 from tasuki.server.assembly import prepare_folder
@@ -59,7 +59,7 @@ def assert_whole(folder: DataFolder, made: Made) -> None:
     }
     stage = opened(folder.database)
     assert stage.epoch > EPOCH_STEP
-    assert stage.finish(made.running).answer is Answer.FENCED
+    assert stage.finish(made.running).answer is ReportStatus.FENCED
     assert stage.job("done").outcome.message == "all good"
     stage.store.close()
     assert bytes_by_generation == {0: LARGE, 2: AGAIN}

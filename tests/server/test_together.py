@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.coords.coordination import Coordination, Locked, Member
+from tasuki.coords.coordination import ClusterMember, Coordination, Locked
 from tasuki.coords.memory import MemoryCoordination
 from tasuki.core.hints import everything
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import AssignJobs, GiveCredit, Reply, Request, SubmitJobs
 from tasuki.core.server_info import ServerInfo
 from tasuki.errors import Unavailable
-from tasuki.server.cluster import Together
+from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.clock import SystemClock
 from tasuki.stores.memory.store import MemoryStore
@@ -104,7 +104,7 @@ class World:
         blobs = FolderBlobs(self.folder / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
         config = ServerConfig(server_id=name, data=self.folder, disk_floor_bytes=0, disk_floor_inodes=0)
         coordination: Coordination = self.coordination
-        company = Together(
+        company = Cluster(
             lambda: coordination,
             LocalWakeups(self.grapevine),
             incarnation=f"{name}-1",
@@ -265,7 +265,7 @@ def test_what_is_no_hint_and_what_is_no_server_does_no_harm(world: World, caplog
     async def work() -> None:
         async with world.servers("a") as [server]:
             await until(lambda: server.broker.duties.epoch)
-            strange = Member(member_id="future", incarnation="x", version=1, info=b"\xc1 not msgpack")
+            strange = ClusterMember(member_id="future", incarnation="x", version=1, info=b"\xc1 not msgpack")
             world.coordination.beat(strange, seen={})
             for listener in world.grapevine.listeners:
                 listener(b"{ this is no hint")

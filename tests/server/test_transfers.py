@@ -13,13 +13,13 @@ import pytest
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.folder import FolderBlobs, FolderWriter
 from tasuki.blobs.s3.store import S3Blobs
-from tasuki.core.access import Identity, Kind
+from tasuki.core.access import Identity, PeerKind
 from tasuki.core.broker.events import SendBlob
 from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, State
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
-from tasuki.server.transfers import Transfers
+from tasuki.server.transfers import BlobTransfers
 from tasuki.server.uploads import UPLOADS_PER_CONNECTION_MAX
 from tests.processes import wait_until
 from tests.server.peers import FakeConnection
@@ -29,9 +29,9 @@ DATA = b"0123456789" * 1000
 SHA256 = hashlib.sha256(DATA).hexdigest()
 PLACE = BlobPlace(SHA256, len(DATA))
 STORED = BlobPlace(SHA256, len(DATA), stored=True)
-ALICE = Identity(Kind.CLIENT, "token:alice", (), "alice")
-BOB = Identity(Kind.CLIENT, "token:bob", (), "bob")
-WORKER = Identity(Kind.WORKER, "token:w", (), "w")
+ALICE = Identity(PeerKind.CLIENT, "token:alice", (), "alice")
+BOB = Identity(PeerKind.CLIENT, "token:bob", (), "bob")
+WORKER = Identity(PeerKind.WORKER, "token:w", (), "w")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def blobs(tmp_path: Path) -> FolderBlobs:
     return FolderBlobs(tmp_path / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
 
 
-def run(blobs: BlobStore, work: Callable[[Transfers, FakeConnection], Awaitable[None]]) -> FakeConnection:
+def run(blobs: BlobStore, work: Callable[[BlobTransfers, FakeConnection], Awaitable[None]]) -> FakeConnection:
     """What arrived is recorded at once, as a broker's store would."""
 
     async def main() -> FakeConnection:
@@ -48,7 +48,7 @@ def run(blobs: BlobStore, work: Callable[[Transfers, FakeConnection], Awaitable[
         def arrived(conn: int, put: BlobPut, place: BlobPlace) -> None:
             link.send(Reply(put.msg_id, {"arrived": conn, "place": place}))
 
-        transfers = Transfers(blobs, arrived)
+        transfers = BlobTransfers(blobs, arrived)
         try:
             await work(transfers, link)
         finally:
@@ -58,7 +58,7 @@ def run(blobs: BlobStore, work: Callable[[Transfers, FakeConnection], Awaitable[
     return asyncio.run(main())
 
 
-async def upload(transfers: Transfers, link: FakeConnection, put: BlobPut, place: BlobPlace, data: bytes = DATA) -> None:
+async def upload(transfers: BlobTransfers, link: FakeConnection, put: BlobPut, place: BlobPlace, data: bytes = DATA) -> None:
     """All of it, and until it has arrived or was refused."""
     transfers.begin(1, link, put, place)
     await link.wait_for(Reply)
@@ -90,7 +90,7 @@ def test_what_arrived_has_the_size_that_came_whatever_was_claimed_before(blobs: 
 def test_a_blob_that_is_stored_is_not_sent_again(blobs: FolderBlobs) -> None:
     blobs.put_bytes(DATA)
 
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), STORED)
         await link.wait_for(Reply)
 
@@ -110,7 +110,7 @@ def test_bytes_that_are_recorded_but_gone_are_taken_again(blobs: FolderBlobs) ->
 
 
 def test_bytes_that_are_not_the_announced_ones_are_refused(blobs: FolderBlobs) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.begin(1, link, BlobPut(5, SHA256, 4), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, b"evil", last=True))
@@ -122,14 +122,14 @@ def test_bytes_that_are_not_the_announced_ones_are_refused(blobs: FolderBlobs) -
 
 @pytest.mark.parametrize("put", [BlobPut(5, "../../etc/passwd", 1), BlobPut(5, SHA256, -1)])
 def test_a_blob_that_cannot_be_is_refused_at_once(blobs: FolderBlobs, put: BlobPut) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.begin(1, link, put, PLACE)
 
     assert replies(run(blobs, work)) == [InvalidInput.code]
 
 
 def test_a_chunk_out_of_order_ends_the_connection(blobs: FolderBlobs) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 100, b"x"))
@@ -138,7 +138,7 @@ def test_a_chunk_out_of_order_ends_the_connection(blobs: FolderBlobs) -> None:
 
 
 def test_chunks_of_an_upload_that_failed_are_dropped(blobs: FolderBlobs) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.piece(1, link, Chunk(77, 0, b"late"))
 
     link = run(blobs, work)
@@ -147,7 +147,7 @@ def test_chunks_of_an_upload_that_failed_are_dropped(blobs: FolderBlobs) -> None
 
 
 def test_uploads_of_one_connection_are_bounded(blobs: FolderBlobs) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         for number in range(UPLOADS_PER_CONNECTION_MAX + 1):
             sha256 = hashlib.sha256(bytes([number])).hexdigest()
             transfers.begin(1, link, BlobPut(number + 1, sha256, 1), BlobPlace(sha256, 1))
@@ -160,7 +160,7 @@ def test_uploads_of_one_connection_are_bounded(blobs: FolderBlobs) -> None:
 
 
 def test_a_peer_that_sends_faster_than_the_disk_takes_is_not_read_from(blobs: FolderBlobs) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         big = bytes(3 * 1024 * 1024)
         transfers.begin(1, link, BlobPut(5, SHA256, 10**6), PLACE)
         await link.wait_for(Reply)
@@ -173,7 +173,7 @@ def test_a_peer_that_sends_faster_than_the_disk_takes_is_not_read_from(blobs: Fo
 
 
 def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp_path: Path) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
         await link.wait_for(Reply)
         transfers.piece(1, link, Chunk(5, 0, DATA[:10]))
@@ -261,7 +261,7 @@ def test_a_blob_that_was_damaged_never_comes_to_its_end(blobs: FolderBlobs) -> N
     path.write_bytes(b"x" + DATA[1:])
     links: list[FakeConnection] = []
 
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         links.append(link)
         await transfers.send(link, job(result=True), wanted(ALICE), STORED)
 
@@ -279,7 +279,7 @@ def test_deleted_bytes_are_gone_and_those_of_other_places_are_not(blobs: FolderB
     blobs.put_bytes(DATA, generation=7)
     gone: list[BlobPlace] = []
 
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         gone.extend(await transfers.delete([STORED, BlobPlace("a" * 64, 1)]))
 
     run(blobs, work)
@@ -323,7 +323,7 @@ def test_what_could_not_be_deleted_is_left_for_another_time(stubborn: StubbornBl
     stubborn.errors = {"b" * 64: ConfigError("no right to delete"), "c" * 64: Unavailable("it does not answer")}
     gone: list[BlobPlace] = []
 
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         gone.extend(await transfers.delete(places))
 
     run(stubborn, work)
@@ -336,7 +336,7 @@ def test_uploads_that_stand_still_keep_nobody_from_reading(stubborn: StubbornBlo
     (stubborn.root / SHA256[:2]).mkdir()
     (stubborn.root / SHA256[:2] / SHA256[2:]).write_bytes(DATA)
 
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         for number in range(UPLOADS_PER_CONNECTION_MAX):
             transfers.begin(2, FakeConnection(), BlobPut(number, "a" * 64, 1), BlobPlace("a" * 64, 1))
         for _ in range(stubborn.threads):
@@ -348,7 +348,7 @@ def test_uploads_that_stand_still_keep_nobody_from_reading(stubborn: StubbornBlo
 
 
 def test_a_writer_that_comes_when_its_peer_is_gone_is_given_back(stubborn: StubbornBlobs) -> None:
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.begin(1, link, BlobPut(5, SHA256, len(DATA)), PLACE)
         await asyncio.to_thread(stubborn.held.acquire, timeout=10)
         transfers.forget(1)
@@ -366,7 +366,7 @@ def test_an_s3_server_that_is_away_in_mid_upload_is_waited_for(s3: S3Service, s3
     place = BlobPlace(sha256, len(data))
     blobs = S3Blobs(s3_url, max_blob_bytes=10**9)
 
-    async def work(transfers: Transfers, link: FakeConnection) -> None:
+    async def work(transfers: BlobTransfers, link: FakeConnection) -> None:
         transfers.begin(1, link, BlobPut(5, sha256, len(data)), place)
         await link.wait_for(Reply)
         for start in range(0, len(data), 10**6):

@@ -18,7 +18,7 @@ from tasuki.core.protocol import BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ProtocolError
 from tasuki.server import uploads
-from tasuki.server.transfers import Transfers
+from tasuki.server.transfers import BlobTransfers
 from tests.processes import wait_until
 from tests.server.peers import FakeConnection
 
@@ -34,7 +34,7 @@ class Scene:
 
     def __init__(self, blobs: FolderBlobs) -> None:
         self.blobs = blobs
-        self.transfers = Transfers(blobs, self._arrived)
+        self.transfers = BlobTransfers(blobs, self._arrived)
         self.arrived: list[BlobPlace] = []
         self._links: dict[int, FakeConnection] = {}
 

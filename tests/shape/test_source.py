@@ -8,7 +8,7 @@ import pytest
 from tests.shape.source import Module, length, modules, syntax_errors, touched
 
 
-def module(text: str, path: str = "stores/sql/store.py") -> Module:
+def module(text: str, path: str = "stores/store.py") -> Module:
     return Module(path, textwrap.dedent(text))
 
 
@@ -18,7 +18,7 @@ def module(text: str, path: str = "stores/sql/store.py") -> Module:
         ("import a.b", "a.b", False),
         ("import a.b as c", "a.b", False),
         ("from a.b import c", "a.b.c", False),
-        ("from . import memory", "tasuki.stores.memory.store", False),
+        ("from . import memory", "tasuki.stores.memory", False),
         ("from ..core import job", "tasuki.core.job", False),
         ("def f():\n    import a", "a", True),
         ("async def f():\n    from a import b", "a.b", True),
@@ -48,7 +48,7 @@ def test_an_attribute_is_found_under_any_alias(text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "name", "part"),
     [
-        ("stores/sql/store.py", "stores.sql", "stores"),
+        ("stores/sql/store.py", "stores.sql.store", "stores"),
         ("stores/__init__.py", "stores", "stores"),
         ("errors.py", "errors", "errors"),
         ("__init__.py", "", ""),

@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from tasuki.core.broker import broker
-from tasuki.core.election import Term
+from tasuki.core.election import Election
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.sql.statement_files import load
-from tasuki.testing.sim.ablations import ABLATIONS, SEEDS_MAX, UNSEEN, Ablation, Found, hunt, table
+from tasuki.testing.sim.ablations import ABLATIONS, SEEDS_MAX, UNSEEN, Ablation, AblationFinding, hunt, table
 from tasuki.testing.sim.checker import INVARIANTS, Violation
 from tasuki.testing.sim.patches import Instead, Reworded
 from tasuki.testing.sim.run import check_seed
@@ -63,13 +63,13 @@ def test_every_invariant_is_broken_by_something() -> None:
 
 
 def test_what_was_switched_off_is_there_again() -> None:
-    before = (vars(MemoryStore)["_check_epoch"], vars(Term)["_follow"], broker.LOOK_INTERVAL_S, dict(load("sqlite").one))
+    before = (vars(MemoryStore)["_check_epoch"], vars(Election)["_follow"], broker.LOOK_INTERVAL_S, dict(load("sqlite").one))
 
     for ablation in ABLATIONS.values():
         with ablation.switch_off():
             pass
 
-    after = (vars(MemoryStore)["_check_epoch"], vars(Term)["_follow"], broker.LOOK_INTERVAL_S, dict(load("sqlite").one))
+    after = (vars(MemoryStore)["_check_epoch"], vars(Election)["_follow"], broker.LOOK_INTERVAL_S, dict(load("sqlite").one))
     assert after == before
 
 
@@ -99,7 +99,7 @@ def test_a_function_that_is_gone_is_an_error() -> None:
 
 def test_the_table_names_what_was_found_and_what_was_not() -> None:
     fence, lease, doubles = ABLATIONS["epoch_fence"], ABLATIONS["one_lease"], ABLATIONS["doubles_dropped"]
-    found = Found(seed=3, tries=4, violation=Violation("I8", "written under epoch 2 after epoch 3"))
+    found = AblationFinding(seed=3, tries=4, violation=Violation("I8", "written under epoch 2 after epoch 3"))
 
     told = table(
         {"epoch_fence": {"memory": found, "sqlite": None}, "one_lease": {"memory": None}, "doubles_dropped": {"memory": found}}

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from tasuki.testing.sim.scale import BigOptions, BigSystem, main, run_big
+from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, main, run_big
 from tasuki.testing.sim.scale_report import figures, percentiles, text
 from tasuki.testing.sim.scale_tally import Followed, Tally
 
-CALM = BigOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
-ROUGH = BigOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, minutes=1.0)
+CALM = ScaleOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
+ROUGH = ScaleOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, minutes=1.0)
 
 
 @functools.cache
-def figures_of(options: BigOptions) -> dict[str, Any]:
+def figures_of(options: ScaleOptions) -> dict[str, Any]:
     return run_big(options)
 
 
@@ -75,7 +75,7 @@ def test_the_report_is_for_people_and_the_file_for_programs(tmp_path: Path, caps
 
 
 def test_figures_can_be_had_while_it_runs() -> None:
-    system = BigSystem(ROUGH)
+    system = ScaleSystem(ROUGH)
     system.start()
 
     found = figures(system, 0.0)

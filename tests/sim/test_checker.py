@@ -12,25 +12,25 @@ from msgspec.structs import replace
 
 from tasuki.testing.sim.checker import INVARIANTS, Broken, Checker
 from tasuki.testing.sim.history import (
-    Answered,
+    AnsweredEvent,
     AnyLine,
-    Arrived,
-    Began,
-    Drifted,
-    Ended,
-    Gone,
-    Granted,
-    Healed,
-    Led,
-    Process,
-    Reaped,
-    Removed,
-    Reported,
-    Row,
-    Shown,
-    Submitted,
-    TookOver,
-    Watching,
+    ArrivedEvent,
+    BeganEvent,
+    DriftedEvent,
+    EndedEvent,
+    GoneEvent,
+    GrantedEvent,
+    HealedEvent,
+    LedEvent,
+    ProcessEvent,
+    ReapedEvent,
+    RemovedEvent,
+    ReportedEvent,
+    RowEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
+    WatchingEvent,
     read,
     write,
 )
@@ -38,7 +38,7 @@ from tests.sim.generated import Model
 from tests.sim.stories import HEALED, broken, ended, finished, reaped, row, submitted, told
 
 seeds = st.integers(0, 1 << 32)
-EXCUSES = (Removed, Drifted, Process, Healed, Ended)
+EXCUSES = (RemovedEvent, DriftedEvent, ProcessEvent, HealedEvent, EndedEvent)
 """Without them a history says something else, and not merely less."""
 
 
@@ -109,8 +109,10 @@ def doubled(kind: type[AnyLine], wanted: Callable[[AnyLine], bool]) -> Damage:
 
 def answered_too_early(lines: Lines) -> Lines | None:
     for n, line in enumerate(lines):
-        if isinstance(line, Submitted) and line.created:
-            m = next(m for m, other in enumerate(lines) if isinstance(other, Answered) and other.call == f"submit {line.job_id}")
+        if isinstance(line, SubmittedEvent) and line.created:
+            m = next(
+                m for m, other in enumerate(lines) if isinstance(other, AnsweredEvent) and other.call == f"submit {line.job_id}"
+            )
             if lines[m].accepted:  # type: ignore[union-attr]
                 return [*lines[:n], lines[m], *lines[n:m], *lines[m + 1 :]]
     return None
@@ -119,65 +121,65 @@ def answered_too_early(lines: Lines) -> Lines | None:
 def not_gone(lines: Lines) -> Lines | None:
     """An attempt goes on, and the next one begins."""
     for n, line in enumerate(lines):
-        if isinstance(line, Gone):
-            later = [other for other in lines[n:] if isinstance(other, Began) and other.job_id == line.job_id]
+        if isinstance(line, GoneEvent):
+            later = [other for other in lines[n:] if isinstance(other, BeganEvent) and other.job_id == line.job_id]
             elsewhere = bool(later) and later[0].worker_id != line.worker_id
-            if elsewhere and any(isinstance(other, Gone) for other in lines[:n]):
+            if elsewhere and any(isinstance(other, GoneEvent) for other in lines[:n]):
                 return [*lines[:n], *lines[n + 1 :]]
     return None
 
 
 def still_there(lines: Lines) -> Lines | None:
     """The last attempt of all never ends."""
-    n = max((n for n, line in enumerate(lines) if isinstance(line, Gone)), default=None)
+    n = max((n for n, line in enumerate(lines) if isinstance(line, GoneEvent)), default=None)
     return None if n is None else [*lines[:n], *lines[n + 1 :]]
 
 
 def never_answered(lines: Lines) -> Lines | None:
-    n = _one(lines, lambda line: isinstance(line, Answered))
+    n = _one(lines, lambda line: isinstance(line, AnsweredEvent))
     return None if n is None else [*lines[:n], *lines[n + 1 :]]
 
 
 def lost(lines: Lines) -> Lines | None:
     """An acknowledged job is not among the rows of the end."""
-    answers = [line for line in lines if isinstance(line, Answered) and line.call.startswith("submit")]
+    answers = [line for line in lines if isinstance(line, AnsweredEvent) and line.call.startswith("submit")]
     acked = {job_id for line in answers for job_id in line.accepted}
-    rows = [n for n, line in enumerate(lines) if isinstance(line, Row) and line.at_end]
+    rows = [n for n, line in enumerate(lines) if isinstance(line, RowEvent) and line.at_end]
     n = next((n for n in rows if len(rows) > 1 and lines[n].job_id in acked), None)  # type: ignore[union-attr]
     return None if n is None else [*lines[:n], *lines[n + 1 :]]
 
 
 def reaped_too_early(lines: Lines) -> Lines | None:
-    over = next((line for line in lines if isinstance(line, Reaped)), None)
+    over = next((line for line in lines if isinstance(line, ReapedEvent)), None)
     if over is None:
         return None
     lease = (over.job_id, over.attempt)
-    n = next(n for n, line in enumerate(lines) if isinstance(line, Granted) and (line.job_id, line.attempt) == lease)
+    n = next(n for n, line in enumerate(lines) if isinstance(line, GrantedEvent) and (line.job_id, line.attempt) == lease)
     return [*lines[:n], replace(lines[n], ttl_s=9e9), *lines[n + 1 :]]
 
 
 DAMAGES: list[tuple[str, Damage]] = [
     ("I1", answered_too_early),
     ("I1", lost),
-    ("I2", doubled(Submitted, lambda line: line.created)),
-    ("I2", changed(Submitted, lambda line: not line.created, body="other")),
-    ("I3", doubled(Reported, lambda line: line.accepted)),
-    ("I4", changed(Row, lambda line: line.at_end, state="PENDING")),
-    ("I5", changed(Granted, lambda line: line.attempt > 1, attempt=99)),
-    ("I5", doubled(Began, lambda line: True)),
-    ("I6", changed(Reported, lambda line: line.accepted, lease_id="stale")),
-    ("I7", doubled(TookOver, lambda line: True)),
-    ("I8", changed(Led, lambda line: line.epoch > 1, epoch=1)),
+    ("I2", doubled(SubmittedEvent, lambda line: line.created)),
+    ("I2", changed(SubmittedEvent, lambda line: not line.created, body="other")),
+    ("I3", doubled(ReportedEvent, lambda line: line.accepted)),
+    ("I4", changed(RowEvent, lambda line: line.at_end, state="PENDING")),
+    ("I5", changed(GrantedEvent, lambda line: line.attempt > 1, attempt=99)),
+    ("I5", doubled(BeganEvent, lambda line: True)),
+    ("I6", changed(ReportedEvent, lambda line: line.accepted, lease_id="stale")),
+    ("I7", doubled(TookOverEvent, lambda line: True)),
+    ("I8", changed(LedEvent, lambda line: line.epoch > 1, epoch=1)),
     ("I9", not_gone),
     ("I10", still_there),
-    ("I11", changed(Row, lambda line: line.state == "PENDING", losses=4)),
-    ("I11", changed(Row, lambda line: line.state == "RUNNING", failures=9)),
-    ("I12", changed(Granted, lambda line: True, not_before=9e9)),
-    ("I13", changed(Row, lambda line: line.state == "SUCCEEDED", result_sha256="another")),
-    ("I13", changed(Arrived, lambda line: line.state == "SUCCEEDED", result_sha256="another")),
-    ("I14", changed(Answered, lambda line: line.states == ("CANCELED",), states=("TIMED_OUT",))),
-    ("I17", changed(Shown, lambda line: True, worker_id="stranger")),
-    ("I17", changed(Led, lambda line: True, server_id="stranger")),
+    ("I11", changed(RowEvent, lambda line: line.state == "PENDING", losses=4)),
+    ("I11", changed(RowEvent, lambda line: line.state == "RUNNING", failures=9)),
+    ("I12", changed(GrantedEvent, lambda line: True, not_before=9e9)),
+    ("I13", changed(RowEvent, lambda line: line.state == "SUCCEEDED", result_sha256="another")),
+    ("I13", changed(ArrivedEvent, lambda line: line.state == "SUCCEEDED", result_sha256="another")),
+    ("I14", changed(AnsweredEvent, lambda line: line.states == ("CANCELED",), states=("TIMED_OUT",))),
+    ("I17", changed(ShownEvent, lambda line: True, worker_id="stranger")),
+    ("I17", changed(LedEvent, lambda line: True, server_id="stranger")),
     ("lease", reaped_too_early),
     ("liveness", never_answered),
 ]
@@ -219,7 +221,7 @@ def test_nothing_is_evidence_for_nothing() -> None:
     assert not Checker().check([]).evidence
 
 
-WATCHING = Watching(at=0.0, kinds=("reported", "reaped", "shown"))
+WATCHING = WatchingEvent(at=0.0, kinds=("reported", "reaped", "shown"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.history import AnyLine, Drifted
+from tasuki.testing.sim.history import AnyLine, DriftedEvent
 from tests.sim.stories import (
     HEALED,
     UNSTAMPED,
@@ -38,7 +38,7 @@ from tests.sim.stories import (
 Story = Sequence[AnyLine]
 ONCE: Story = (asked(), submitted(), answered(), granted(), finished(), row("SUCCEEDED"))
 OVER: Story = (HEALED, ended())
-W1_DRIFTED = Drifted(at=UNSTAMPED, name="w1")
+W1_DRIFTED = DriftedEvent(at=UNSTAMPED, name="w1")
 KEPT = granted(on_disconnect="keep")
 SECOND: Story = (granted(attempt=2, worker="w2"), began(attempt=2, worker="w2"))
 """The job runs once more, elsewhere."""
@@ -141,7 +141,7 @@ BAD: dict[str, list[Story]] = {
     "I9": [
         (granted(), began(), gone_first(), reaped(), *SECOND),
         (granted(), granted("k"), gone_first(), reaped(), *SECOND, began()),
-        (granted(), began(), gone_first(), Drifted(at=UNSTAMPED, name="w2"), reaped(), *SECOND),
+        (granted(), began(), gone_first(), DriftedEvent(at=UNSTAMPED, name="w2"), reaped(), *SECOND),
         (process("crashed", "w1/keeper"), granted(), began(), gone_first(), reaped(), *SECOND),
     ],
     "I10": [

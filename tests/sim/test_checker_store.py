@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.history import AnyLine, Drifted, Due, Fired
+from tasuki.testing.sim.history import AnyLine, DriftedEvent, DueEvent, FiredEvent
 from tests.sim.stories import (
     HEALED,
     UNSTAMPED,
@@ -39,15 +39,15 @@ Story = Sequence[AnyLine]
 ONCE: Story = (submitted(), granted(), finished(), row("SUCCEEDED"))
 ALL_STATES: Story = (failed("k1"), reaped("k2"), shown("start", "k3"), canceled("k4"))
 """From here on an observer that tells rows as well has told every state there was."""
-STORE_DRIFTED = Drifted(at=UNSTAMPED, name="store")
+STORE_DRIFTED = DriftedEvent(at=UNSTAMPED, name="store")
 
 
-def due(nominal: float) -> Due:
-    return Due(at=UNSTAMPED, definition="nightly", nominal=nominal)
+def due(nominal: float) -> DueEvent:
+    return DueEvent(at=UNSTAMPED, definition="nightly", nominal=nominal)
 
 
-def fired(nominal: float, job_id: str) -> Fired:
-    return Fired(at=UNSTAMPED, definition="nightly", nominal=nominal, job_id=job_id)
+def fired(nominal: float, job_id: str) -> FiredEvent:
+    return FiredEvent(at=UNSTAMPED, definition="nightly", nominal=nominal, job_id=job_id)
 
 
 GOOD: dict[str, list[Story]] = {

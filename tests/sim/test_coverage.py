@@ -4,25 +4,25 @@ from collections import Counter
 
 import pytest
 
-from tasuki.core.election import Term
+from tasuki.core.election import Election
 from tasuki.core.job import State
 from tasuki.testing.sim.coverage import EXPECTED, Coverage, cover_seed, missing
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import (
     AnyLine,
-    Canceled,
-    Granted,
-    Leading,
-    Led,
-    Process,
-    Reaped,
-    Reported,
-    Requeued,
-    Row,
-    Settled,
-    Shown,
-    Submitted,
-    TookOver,
+    CanceledEvent,
+    GrantedEvent,
+    LeadingEvent,
+    LedEvent,
+    ProcessEvent,
+    ReapedEvent,
+    ReportedEvent,
+    RequeuedEvent,
+    RowEvent,
+    SettledEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
 )
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import check_seed
@@ -31,24 +31,24 @@ SEEDS = range(1, 16)
 MOST = 0.8  # of all that is expected of a run of many seeds
 SMALL = SimOptions(jobs=12, chaos_s=6.0, faults=4)
 
-GRANTED = Granted(
+GRANTED = GrantedEvent(
     at=0.0, job_id="j", attempt=1, generation=0, lease_id="l", worker_id="w", incarnation="w-1", wall=0.0, on_disconnect="keep"
 )
-ORPHANED = Reaped(at=1.0, job_id="j", attempt=1, worker_id="w", state=State.ORPHANED)
-RENEWED = Shown(at=2.0, verb="renew", job_id="j", attempt=1, lease_id="l", worker_id="w", incarnation="w-1", held=True)
-STARTED = Process(at=0.0, name="w", what="started")
-CANCEL = Canceled(at=1.0, job_id="j", state=State.RUNNING, requested=True)
+ORPHANED = ReapedEvent(at=1.0, job_id="j", attempt=1, worker_id="w", state=State.ORPHANED)
+RENEWED = ShownEvent(at=2.0, verb="renew", job_id="j", attempt=1, lease_id="l", worker_id="w", incarnation="w-1", held=True)
+STARTED = ProcessEvent(at=0.0, name="w", what="started")
+CANCEL = CanceledEvent(at=1.0, job_id="j", state=State.RUNNING, requested=True)
 
 
-def report(verb: str, state: str = "", *, repeated: bool = False) -> Reported:
+def report(verb: str, state: str = "", *, repeated: bool = False) -> ReportedEvent:
     accepted = bool(state)
-    return Reported(
+    return ReportedEvent(
         at=2.0, verb=verb, job_id="j", attempt=1, lease_id="l", worker_id="w", accepted=accepted, state=state, repeated=repeated
     )
 
 
-def row(state: str, error_code: str = "") -> Row:
-    return Row(
+def row(state: str, error_code: str = "") -> RowEvent:
+    return RowEvent(
         at=3.0,
         job_id="j",
         state=state,
@@ -62,8 +62,8 @@ def row(state: str, error_code: str = "") -> Row:
     )
 
 
-def settled(*, recorded: bool) -> Settled:
-    return Settled(at=3.0, worker_id="w", lease_id="l", recorded=recorded)
+def settled(*, recorded: bool) -> SettledEvent:
+    return SettledEvent(at=3.0, worker_id="w", lease_id="l", recorded=recorded)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def settled(*, recorded: bool) -> Settled:
         ("report repeated", [report("finish", repeated=True)]),
         (
             "lease lost",
-            [Shown(at=0.0, verb="renew", job_id="j", attempt=1, lease_id="l", worker_id="w", incarnation="", held=False)],
+            [ShownEvent(at=0.0, verb="renew", job_id="j", attempt=1, lease_id="l", worker_id="w", incarnation="", held=False)],
         ),
         ("orphan resumed", [GRANTED, ORPHANED, RENEWED]),
         ("orphan finished", [GRANTED, ORPHANED, report("finish", State.SUCCEEDED)]),
@@ -83,15 +83,21 @@ def settled(*, recorded: bool) -> Settled:
         ("skipped", [row(State.SKIPPED)]),
         ("finish wins", [CANCEL, report("finish", State.SUCCEEDED)]),
         ("cancel wins", [CANCEL, report("fail", State.CANCELED)]),
-        ("cancel too late", [row(State.SUCCEEDED), Canceled(at=4.0, job_id="j", state=State.SUCCEEDED)]),
-        ("cancel of a waiting job", [Canceled(at=0.0, job_id="j", state=State.CANCELED)]),
-        ("requeue refused", [Requeued(at=0.0, job_id="j", done=False)]),
-        ("conflict", [Submitted(at=0.0, job_id="j", body="b", refused="CONFLICT")]),
-        ("rerun", [Submitted(at=0.0, job_id="j", body="b", created=True), Submitted(at=1.0, job_id="j", body="b", generation=1)]),
-        ("epoch refused", [Led(at=0.0, server_id="s", epoch=1, done=False)]),
-        ("takeover refused", [TookOver(at=0.0, server_id="s", epoch=1, done=False)]),
-        ("another leader", [Leading(at=0.0, server_id="s", epoch=1), Leading(at=1.0, server_id="t", epoch=2)]),
-        ("the same leader again", [Leading(at=0.0, server_id="s", epoch=1), Leading(at=1.0, server_id="s", epoch=2)]),
+        ("cancel too late", [row(State.SUCCEEDED), CanceledEvent(at=4.0, job_id="j", state=State.SUCCEEDED)]),
+        ("cancel of a waiting job", [CanceledEvent(at=0.0, job_id="j", state=State.CANCELED)]),
+        ("requeue refused", [RequeuedEvent(at=0.0, job_id="j", done=False)]),
+        ("conflict", [SubmittedEvent(at=0.0, job_id="j", body="b", refused="CONFLICT")]),
+        (
+            "rerun",
+            [
+                SubmittedEvent(at=0.0, job_id="j", body="b", created=True),
+                SubmittedEvent(at=1.0, job_id="j", body="b", generation=1),
+            ],
+        ),
+        ("epoch refused", [LedEvent(at=0.0, server_id="s", epoch=1, done=False)]),
+        ("takeover refused", [TookOverEvent(at=0.0, server_id="s", epoch=1, done=False)]),
+        ("another leader", [LeadingEvent(at=0.0, server_id="s", epoch=1), LeadingEvent(at=1.0, server_id="t", epoch=2)]),
+        ("the same leader again", [LeadingEvent(at=0.0, server_id="s", epoch=1), LeadingEvent(at=1.0, server_id="s", epoch=2)]),
         ("saved ending recorded", [STARTED, GRANTED, STARTED, settled(recorded=True)]),
         ("saved ending fenced", [STARTED, GRANTED, STARTED, settled(recorded=False)]),
     ],
@@ -112,7 +118,7 @@ def test_a_branch_is_seen_in_the_history(branch: str, lines: list[AnyLine]) -> N
         ("orphan resumed", [GRANTED, RENEWED]),
         ("finish wins", [report("finish", State.SUCCEEDED)]),
         ("saved ending recorded", [STARTED, GRANTED, settled(recorded=True)]),
-        ("another leader", [Leading(at=0.0, server_id="s", epoch=1)]),
+        ("another leader", [LeadingEvent(at=0.0, server_id="s", epoch=1)]),
         ("skipped", [row(State.SUCCEEDED)]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -135,12 +141,12 @@ def test_to_look_changes_nothing() -> None:
 
 def test_nothing_is_counted_any_more_when_it_is_over() -> None:
     coverage = Coverage()
-    before = vars(Term)["_step_down"]
+    before = vars(Election)["_step_down"]
 
     with coverage.watching():
-        assert vars(Term)["_step_down"] is not before
+        assert vars(Election)["_step_down"] is not before
 
-    assert vars(Term)["_step_down"] is before
+    assert vars(Election)["_step_down"] is before
 
 
 def test_what_never_came_is_named() -> None:

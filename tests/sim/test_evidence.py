@@ -12,16 +12,16 @@ from tasuki.testing.clocks import FakeClock
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.evidence import (
     Query,
-    Stored,
     StoredIncident,
     StoredJob,
+    StoreEvidence,
     history,
     leading_lines,
     read_store,
     sqlite_query,
     store_lines,
 )
-from tasuki.testing.sim.history import AnyLine, Asked
+from tasuki.testing.sim.history import AnyLine, AskedEvent
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage
 from tests.services import PostgresService
 
@@ -128,11 +128,11 @@ LIVES: tuple[Callable[[Stage, str], None], ...] = (
 )
 
 
-def judged(stored: Stored, *parts: list[AnyLine]) -> Checker:
+def judged(stored: StoreEvidence, *parts: list[AnyLine]) -> Checker:
     return Checker().check(history(store_lines(stored), *parts, stored=stored, healed_at=9e9, ended_at=9e9))
 
 
-def broken(stored: Stored, *parts: list[AnyLine]) -> set[str]:
+def broken(stored: StoreEvidence, *parts: list[AnyLine]) -> set[str]:
     return {violation.invariant for violation in judged(stored, *parts).violations}
 
 
@@ -187,7 +187,7 @@ LOST = StoredIncident("j", 5.0, "lost", 1, "w1")
 
 
 def test_a_life_that_fits_its_story_passes() -> None:
-    assert broken(Stored([JOB], [LOST], epoch=1)) == set()
+    assert broken(StoreEvidence([JOB], [LOST], epoch=1)) == set()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_life_that_fits_its_story_passes() -> None:
     ],
 )
 def test_a_row_that_does_not_fit_its_story_is_found(invariant: str, fields: dict[str, Any]) -> None:
-    assert invariant in broken(Stored([JOB._replace(**fields)], [LOST], epoch=1))
+    assert invariant in broken(StoreEvidence([JOB._replace(**fields)], [LOST], epoch=1))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_row_that_does_not_fit_its_story_is_found(invariant: str, fields: dict
 def test_a_story_that_cannot_be_is_found(invariant: str, story: list[tuple[str, int]]) -> None:
     incidents = [LOST._replace(kind=kind, attempt=attempt) for kind, attempt in story]
 
-    assert invariant in broken(Stored([JOB], incidents, epoch=1))
+    assert invariant in broken(StoreEvidence([JOB], incidents, epoch=1))
 
 
 @pytest.mark.parametrize(
@@ -236,12 +236,12 @@ def test_a_story_that_cannot_be_is_found(invariant: str, story: list[tuple[str, 
 def test_leaders_by_their_own_words_are_compared_with_the_registered_epoch(
     led: dict[str, list[int]], leads: list[str], expected: set[str]
 ) -> None:
-    stored = Stored([], [], epoch=3, holder="of the store")
+    stored = StoreEvidence([], [], epoch=3, holder="of the store")
 
     assert broken(stored, leading_lines(led, leads, 1.0)) == expected
 
 
 def test_a_job_that_nobody_asked_for_is_found() -> None:
-    asked = Asked(at=0.0, client="c1", call="1", verb="submit", job_ids=("another",))
+    asked = AskedEvent(at=0.0, client="c1", call="1", verb="submit", job_ids=("another",))
 
-    assert "I2" in broken(Stored([JOB], [LOST], epoch=1), [asked])
+    assert "I2" in broken(StoreEvidence([JOB], [LOST], epoch=1), [asked])

@@ -3,7 +3,7 @@
 import pytest
 
 from tasuki.testing.sim.faults import KINDS
-from tasuki.testing.sim.history import Began, Drifted, Gone, Process, Settled
+from tasuki.testing.sim.history import BeganEvent, DriftedEvent, GoneEvent, ProcessEvent, SettledEvent
 from tasuki.testing.sim.load import Operation
 from tasuki.testing.sim.options import SimOptions, derived
 from tasuki.testing.sim.run import check_seed, plan_of
@@ -56,7 +56,7 @@ def test_without_faults_a_job_runs_and_its_client_hears_of_it(stage: Stage) -> N
     stage.run_for(1.0)
 
     assert stage.states("job-1") == ["SUCCEEDED"]
-    assert [line.job_id for line in stage.lines_of(Began)] == ["job-1"]
+    assert [line.job_id for line in stage.lines_of(BeganEvent)] == ["job-1"]
     assert not stage.client.waiting
 
 
@@ -68,7 +68,7 @@ def test_a_half_open_connection_delivers_nothing_until_its_peer_gives_up(stage: 
     stage.submit("job-1")
     stage.run_for(0.9)
 
-    assert not stage.lines_of(Began)
+    assert not stage.lines_of(BeganEvent)
     stage.run_for(6.0)
     assert stage.worker.link is not link
     stage.run_until(lambda: not stage.client.waiting)
@@ -89,12 +89,12 @@ def test_the_keeper_ends_the_attempts_of_a_paused_worker_at_their_deadline(stage
     stage.lasting_attempts(60.0)
     stage.submit("job-1")
     stage.run_for(0.5)
-    began = stage.lines_of(Began)[0].at
+    began = stage.lines_of(BeganEvent)[0].at
 
     stage.fault("pause", "worker-1", for_s=20.0)
     stage.run_for(6.0)
 
-    [gone] = stage.lines_of(Gone)
+    [gone] = stage.lines_of(GoneEvent)
     assert gone.how == "stopped"
     assert began + 2.0 < gone.at < began + 3.0 + 1.0
     assert stage.worker.paused
@@ -107,9 +107,9 @@ def test_the_attempts_of_a_crashed_worker_are_gone_at_once(stage: Stage) -> None
 
     stage.fault("crash", "worker-1", for_s=1.0)
 
-    assert [(line.how, line.at) for line in stage.lines_of(Gone)] == [("killed", stage.world.at)]
+    assert [(line.how, line.at) for line in stage.lines_of(GoneEvent)] == [("killed", stage.world.at)]
     stage.run_for(2.0)
-    assert [line.what for line in stage.lines_of(Process) if line.name == "worker-1"] == ["started", "crashed", "started"]
+    assert [line.what for line in stage.lines_of(ProcessEvent) if line.name == "worker-1"] == ["started", "crashed", "started"]
 
 
 def test_an_ending_that_was_saved_is_offered_by_the_next_process(stage: Stage) -> None:
@@ -123,7 +123,7 @@ def test_an_ending_that_was_saved_is_offered_by_the_next_process(stage: Stage) -
     stage.fault("crash", "worker-1", for_s=0.1)
     stage.run_until(lambda: not stage.worker.disk)
 
-    assert [line.recorded for line in stage.lines_of(Settled)] == [True]
+    assert [line.recorded for line in stage.lines_of(SettledEvent)] == [True]
     assert stage.states("job-1") == ["SUCCEEDED"]
 
 
@@ -171,7 +171,7 @@ def test_clocks_differ_and_drift_only_where_they_were_told_to(stage: Stage) -> N
 
     assert worker.monotonic() - before[0] == pytest.approx(1.0)
     assert store.monotonic() - before[1] == pytest.approx(2.0)
-    assert [line.name for line in stage.lines_of(Drifted)] == ["worker-1"]
+    assert [line.name for line in stage.lines_of(DriftedEvent)] == ["worker-1"]
 
 
 def test_a_wall_clock_that_jumps_moves_no_deadline(stage: Stage) -> None:

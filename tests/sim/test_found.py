@@ -6,12 +6,12 @@ from tasuki.core.store_messages import Turn
 from tasuki.errors import Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness import World
+from tasuki.testing.harness import Harness
 from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.harness_servers import ServerNode
 
 
-def everything_but_the_answers_of(world: World, slow: ServerNode, worker: WorkerNode) -> None:
+def everything_but_the_answers_of(world: Harness, slow: ServerNode, worker: WorkerNode) -> None:
     """Until the worker runs something; the slow server does not hear of its turn."""
     for _ in range(200):
         worker.flush()
@@ -29,7 +29,7 @@ def test_a_grant_that_another_server_has_delivered_is_not_given_back() -> None:
     gave back what the worker 'never saw': another worker ran the job at the same time (I9)."""
     # given
     clock = FakeClock()
-    world = World(MemoryStore(clock), clock, servers=2)
+    world = Harness(MemoryStore(clock), clock, servers=2)
     first, second = world.servers
     client, worker = world.client(to=[first]), world.worker("w1", to=[first])
     world.run_for(1.0)
@@ -58,7 +58,7 @@ def test_a_client_hears_of_an_end_whose_commit_its_lone_server_did_not_hear_of()
     """The answer to a leader's turn was lost after its commit. Only servers that share a store looked for such ends again."""
     # given
     clock = FakeClock()
-    world = World(MemoryStore(clock), clock)
+    world = Harness(MemoryStore(clock), clock)
     client = world.client()
     client.submit_ids("job", not_after=clock.wall() + 5.0)
     world.settle()
@@ -75,7 +75,7 @@ def test_a_client_hears_of_an_end_whose_commit_its_lone_server_did_not_hear_of()
     assert client.result("job").state is State.SKIPPED
 
 
-def prune(world: World) -> None:
+def prune(world: Harness) -> None:
     with world.store.turn():
         assert world.store.prune(before=world.clock.wall() + 1.0, epoch=world.store.epoch()[0])
 
@@ -84,7 +84,7 @@ def test_whoever_watches_a_job_that_retention_deletes_hears_that_it_is_gone() ->
     """A job was deleted after its end and before its watcher was told: what was read for it was no row, and nobody spoke."""
     # given
     clock = FakeClock()
-    world = World(MemoryStore(clock), clock)
+    world = Harness(MemoryStore(clock), clock)
     client = world.client()
     client.submit_ids("late", not_after=clock.wall() + 1.0)
     world.settle()

@@ -11,9 +11,9 @@ import pytest
 
 from tasuki.testing.sim import seed_workers
 from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.run import Outcome
-from tasuki.testing.sim.seed_runner import Many, Summary, options_for, run_many
-from tasuki.testing.sim.seed_workers import Order, Ran, run_order
+from tasuki.testing.sim.run import SeedOutcome
+from tasuki.testing.sim.seed_runner import SeedRunner, Summary, options_for, run_many
+from tasuki.testing.sim.seed_workers import SeedOrder, SeedReport, run_order
 from tests.processes import wait_until
 
 SMALL = SimOptions(servers=1, workers=2, clients=2, jobs=10, chaos_s=4.0, faults=4)
@@ -33,7 +33,7 @@ HANGING = (sys.executable, "-c", UNLUCKY.format(grief="signal.pause()"))
 
 
 def test_what_came_of_all_seeds_is_added_up() -> None:
-    wanted = Many(count=4, options=SMALL)
+    wanted = SeedRunner(count=4, options=SMALL)
     outcomes = [outcome for order in wanted.orders(range(1, 5)) if (outcome := run_order(order).outcome) is not None]
 
     summary = run_many(wanted, processes=2)
@@ -46,7 +46,7 @@ def test_what_came_of_all_seeds_is_added_up() -> None:
 
 
 def test_a_failing_seed_is_listed_with_the_command_that_repeats_it() -> None:
-    summary = run_many(Many(count=4, options=SMALL, without="body_hash"), processes=1)
+    summary = run_many(SeedRunner(count=4, options=SMALL, without="body_hash"), processes=1)
 
     assert not summary.good
     assert {ran.failure.what for ran in summary.failures if ran.failure is not None} == {"I2"}
@@ -58,7 +58,7 @@ def test_a_failing_seed_is_listed_with_the_command_that_repeats_it() -> None:
 
 
 def test_a_process_that_dies_is_its_seeds_failure_and_is_replaced() -> None:
-    summary = run_many(Many(count=5), processes=1, program=DYING)
+    summary = run_many(SeedRunner(count=5), processes=1, program=DYING)
 
     [failed] = summary.failures
     assert failed.order.seed == 2
@@ -71,7 +71,7 @@ def test_a_seed_that_never_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(seed_workers, "SEED_LIMIT_S", 1.5)
     monkeypatch.setattr(seed_workers, "LOOK_S", 0.05)
 
-    summary = run_many(Many(count=3), processes=2, program=HANGING)
+    summary = run_many(SeedRunner(count=3), processes=2, program=HANGING)
 
     assert [ran.order.seed for ran in summary.failures] == [2]
     assert summary.seeds == 3
@@ -84,16 +84,16 @@ def test_every_so_many_seeds_run_on_sqlite() -> None:
     assert options_for(3, SMALL, 0) == SMALL
 
 
-def ran(seed: int, verbs: int) -> Ran:
-    counts = Outcome(seed=seed, options=SMALL, verbs=Counter(lease=verbs), faults=Counter(crash=10))
-    return Ran(order=Order(seed), outcome=counts)
+def ran(seed: int, verbs: int) -> SeedReport:
+    counts = SeedOutcome(seed=seed, options=SMALL, verbs=Counter(lease=verbs), faults=Counter(crash=10))
+    return SeedReport(order=SeedOrder(seed), outcome=counts)
 
 
 def test_for_each_seed_that_does_not_count_one_more_is_run() -> None:
     summary = Summary()
     asked: list[list[int]] = []
 
-    for orders in Many(first=100, count=50).rounds(summary):
+    for orders in SeedRunner(first=100, count=50).rounds(summary):
         asked.append([order.seed for order in orders])
         for seed in asked[-1]:
             summary.add(ran(seed, verbs=299 if seed in (103, 149, 151) else 300))
@@ -106,7 +106,7 @@ def test_there_is_an_end_to_it_if_none_counts() -> None:
     summary = Summary()
     asked = 0
 
-    for orders in Many(count=50).rounds(summary):
+    for orders in SeedRunner(count=50).rounds(summary):
         for order in orders:
             asked += 1
             summary.add(ran(order.seed, verbs=0))
@@ -116,7 +116,7 @@ def test_there_is_an_end_to_it_if_none_counts() -> None:
 
 
 def test_what_never_came_is_named() -> None:
-    wanted = Many(count=1, options=SimOptions(kinds=("crash", "pause"), jobs=20), cover=True)
+    wanted = SeedRunner(count=1, options=SimOptions(kinds=("crash", "pause"), jobs=20), cover=True)
 
     summary = run_many(wanted, processes=1)
 
@@ -126,7 +126,7 @@ def test_what_never_came_is_named() -> None:
 
 
 def test_to_count_what_is_rare_changes_nothing() -> None:
-    plain, counted = run_order(Order(1, SMALL)), run_order(Order(1, SMALL, cover=True))
+    plain, counted = run_order(SeedOrder(1, SMALL)), run_order(SeedOrder(1, SMALL, cover=True))
 
     assert plain.outcome == counted.outcome
     assert counted.covered

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tasuki.core.store_messages import Reaped, Submission
 from tasuki.errors import InvalidInput
 from tasuki.stores.memory.store import Answered, MemoryStore
-from tasuki.testing.sim.cases import Case, Failure, case_of, try_case
+from tasuki.testing.sim.cases import Case, CaseFailure, case_of, try_case
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import Plan
 from tasuki.testing.sim.shrink import StillFails, same_failure, shrink
@@ -34,7 +34,7 @@ class NeverReaps(MemoryStore):
         return []
 
 
-def first_failing(make_store: type[MemoryStore], options: SimOptions) -> tuple[Case, Failure]:
+def first_failing(make_store: type[MemoryStore], options: SimOptions) -> tuple[Case, CaseFailure]:
     for seed in range(30):
         case = case_of(seed, options)
         failure = try_case(case, make_store=make_store).failure
@@ -82,10 +82,10 @@ def needing(*needed: object) -> tuple[StillFails, list[Plan]]:
     """Fails whenever these faults, operations or jobs are all there."""
     tried: list[Plan] = []
 
-    def still_fails(options: SimOptions, plan: Plan) -> Failure | None:
+    def still_fails(options: SimOptions, plan: Plan) -> CaseFailure | None:
         tried.append(plan)
         there = {*plan.faults, *(spec.job_id for operation in plan.operations for spec in operation.specs)}
-        return Failure(what="I1", message="it is lost") if there.issuperset(needed) else None
+        return CaseFailure(what="I1", message="it is lost") if there.issuperset(needed) else None
 
     return still_fails, tried
 
@@ -113,10 +113,10 @@ def test_operations_go_before_faults() -> None:
 def test_where_much_is_left_faults_are_tried_first_as_well() -> None:
     """Without the first fault one operation is enough; with it the plan fails only as a whole."""
 
-    def still_fails(options: SimOptions, plan: Plan) -> Failure | None:
+    def still_fails(options: SimOptions, plan: Plan) -> CaseFailure | None:
         is_whole = len(plan.operations) == len(CASE.plan.operations)
         enough = plan.operations if CASE.plan.faults[0] not in plan.faults else is_whole
-        return Failure(what="I1", message="it is lost") if enough else None
+        return CaseFailure(what="I1", message="it is lost") if enough else None
 
     small = shrink(CASE.seed, CASE.options, CASE.plan, still_fails)
 
@@ -127,9 +127,9 @@ def test_what_was_planned_for_after_the_failure_goes_first() -> None:
     at = CASE.plan.faults[3].at
     tried: list[Plan] = []
 
-    def still_fails(options: SimOptions, plan: Plan) -> Failure | None:
+    def still_fails(options: SimOptions, plan: Plan) -> CaseFailure | None:
         tried.append(plan)
-        return Failure(what="I1", message="it is lost", at=at)
+        return CaseFailure(what="I1", message="it is lost", at=at)
 
     shrink(CASE.seed, CASE.options, CASE.plan, still_fails)
 
@@ -151,7 +151,7 @@ def test_the_same_is_not_tried_twice() -> None:
     still_fails, _ = needing(CASE.plan.faults[1], CASE.plan.faults[4], "job-003")
     tried: list[bytes] = []
 
-    def noted(options: SimOptions, plan: Plan) -> Failure | None:
+    def noted(options: SimOptions, plan: Plan) -> CaseFailure | None:
         tried.append(msgspec.msgpack.encode((options, plan)))
         return still_fails(options, plan)
 
@@ -174,7 +174,7 @@ def test_a_fault_that_hits_somebody_who_is_gone_goes_with_him() -> None:
 def _all_but_without(enough: Callable[[SimOptions], bool]) -> StillFails:
     """Fails with the whole plan, or in a world that is small enough."""
     return lambda options, plan: (
-        Failure(what="I1", message="") if len(plan.faults) == len(CASE.plan.faults) or enough(options) else None
+        CaseFailure(what="I1", message="") if len(plan.faults) == len(CASE.plan.faults) or enough(options) else None
     )
 
 

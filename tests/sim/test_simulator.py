@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from tasuki.core.job import Lease, State
 from tasuki.core.lifecycle import Event
-from tasuki.core.store_messages import Answer, Recorded, Report, Submission
-from tasuki.stores.memory.records import Record
+from tasuki.core.store_messages import Report, ReportAnswer, ReportStatus, Submission
+from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import Answered, MemoryStore
-from tasuki.testing.sim.history import AnyLine, Ended, Fault, Healed, Row
+from tasuki.testing.sim.history import AnyLine, EndedEvent, FaultEvent, HealedEvent, RowEvent
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import check_seed, plan_of, run_plan, run_seed
 from tasuki.testing.sim.world import HotLoop, World
@@ -75,11 +75,11 @@ def test_the_chaos_ends_and_then_everything_comes_to_its_end() -> None:
 
     outcome = run_seed(5, None, lines.append)
 
-    [healed] = [place for place, line in enumerate(lines) if isinstance(line, Healed)]
-    assert not [line for line in lines[healed:] if isinstance(line, Fault)]
-    assert isinstance(lines[-1], Ended)
+    [healed] = [place for place, line in enumerate(lines) if isinstance(line, HealedEvent)]
+    assert not [line for line in lines[healed:] if isinstance(line, FaultEvent)]
+    assert isinstance(lines[-1], EndedEvent)
     assert lines[-1].quiet
-    last = {line.job_id: line for line in lines if isinstance(line, Row)}
+    last = {line.job_id: line for line in lines if isinstance(line, RowEvent)}
     assert {row.state for row in last.values()} <= {"SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED"}
     assert len(last) == outcome.options.jobs
 
@@ -117,11 +117,11 @@ class AcceptsAnyBody(MemoryStore):
 class TakesLateFinishes(MemoryStore):
     """Forgets to look at the lease of a finish."""
 
-    def _repeated_or_fenced(self, record: Record, report: Report, verb: Event) -> Recorded:
+    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
         if verb is not Event.SUCCEED or record.job.state.terminal:
             return super()._repeated_or_fenced(record, report, verb)
         ended = self._end(record, replace(record.job, state=State.RUNNING, lease=record.job.lease or _NONE), verb, report.outcome)
-        return Recorded(Answer.RECORDED, ended.job.state)
+        return ReportAnswer(ReportStatus.RECORDED, ended.job.state)
 
 
 _NONE = Lease(lease_id="", worker_id="", incarnation="", attempt=0, expires_at=0.0)
@@ -130,7 +130,7 @@ _NONE = Lease(lease_id="", worker_id="", incarnation="", attempt=0, expires_at=0
 class LosesJobs(MemoryStore):
     """Answers that a job is stored, and forgets every tenth."""
 
-    def _put(self, job_id: str, new: Record | None) -> None:
+    def _put(self, job_id: str, new: MemoryJob | None) -> None:
         if job_id.endswith("7") and job_id not in self._records:
             return
         super()._put(job_id, new)

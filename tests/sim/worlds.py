@@ -10,7 +10,7 @@ from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Received
 from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.faults import KINDS, Faults, PlannedFault
-from tasuki.testing.sim.history import AnyLine, Line
+from tasuki.testing.sim.history import AnyLine, HistoryLine
 from tasuki.testing.sim.load import Operation
 from tasuki.testing.sim.options import SimOptions, derived
 from tasuki.testing.sim.servers import SimServer
@@ -21,7 +21,7 @@ from tasuki.testing.sim.world import World
 SETTLED_S = 0.5  # by then everybody is connected
 STEP_S = 0.1
 
-Kind = TypeVar("Kind", bound=Line)
+Kind = TypeVar("Kind", bound=HistoryLine)
 
 
 class Stage:

@@ -7,7 +7,7 @@ import pytest
 
 from tasuki.core.job import State
 from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.store_messages import Answer, Standing
+from tasuki.core.store_messages import LeaseStatus, ReportStatus
 from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.store_stage import Stage
@@ -39,8 +39,8 @@ def test_a_database_that_was_set_back_takes_nothing_from_the_life_that_was_lost(
 
     # then
     assert new.epoch > EPOCH_STEP
-    assert new.store.renew([new.claim(running)]) == [Standing.LOST]
-    assert [new.finish(grant).answer for grant in (running, canceled)] == [Answer.FENCED] * 2
+    assert new.store.renew([new.claim(running)]) == [LeaseStatus.LOST]
+    assert [new.finish(grant).answer for grant in (running, canceled)] == [ReportStatus.FENCED] * 2
     assert new.take("waits").attempt == ATTEMPT_STEP + 1
     job = new.job("runs")
     assert (job.state, job.losses) == (State.PENDING, 0)

@@ -15,13 +15,13 @@ import pytest
 
 from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import (
-    Answer,
     BlobClaim,
     BlobPlace,
     CondemnOrder,
     LeaseRequest,
     MissingBlobs,
     Report,
+    ReportStatus,
     Submission,
     Submitted,
 )
@@ -64,7 +64,7 @@ class Side:
         [[grant]] = self.store.lease([LeaseRequest(worker_id="w", incarnation="1", job_ids=(job_id,))])
         return Report(job_id, "w", grant.lease_id, grant.attempt, Outcome(result_ref=BlobRef(sha256, 3)))
 
-    def finish(self, report: Report) -> Answer:
+    def finish(self, report: Report) -> ReportStatus:
         [recorded] = self.store.finish([report])
         return recorded.answer
 
@@ -78,7 +78,7 @@ class Refer:
 
     def __call__(self) -> bool:
         if self._report is not None:
-            return self._side.finish(self._report) is Answer.RECORDED
+            return self._side.finish(self._report) is ReportStatus.RECORDED
         return isinstance(self._side.submit("submitted"), Submitted)
 
 
@@ -235,7 +235,9 @@ def test_at_random_no_recorded_job_has_lost_its_blob(postgres_url: str, postgres
         try:
             if chance.random() < 0.7:
                 side.bring(sha256)
-            answer = side.finish(report) is Answer.RECORDED if report else isinstance(side.submit(job_id, sha256), Submitted)
+            answer = (
+                side.finish(report) is ReportStatus.RECORDED if report else isinstance(side.submit(job_id, sha256), Submitted)
+            )
         except Interrupted:  # the others were in the way: the whole turn was taken back
             return
         tally["referred" if answer else "missing"] += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.store_messages import Grant, LeaseRequest, Standing
+from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import GRACE_S, PAST_LEASE_S, Stage
@@ -52,7 +52,7 @@ def test_a_worker_that_is_back_loses_to_a_grant_that_is_under_way(
         renewing = Background(lambda: here.renew(kept))
         wait_until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the renewal waits for the grant")
 
-    assert renewing.result() is Standing.LOST
+    assert renewing.result() is LeaseStatus.LOST
     job = here.job("a")
     assert (job.state, job.attempt, job.assigned_worker_id) == (State.ASSIGNED, new.attempt, "w2")
     assert here.kinds("a") == ["orphaned"]
@@ -60,7 +60,7 @@ def test_a_worker_that_is_back_loses_to_a_grant_that_is_under_way(
 
 def test_a_grant_steps_over_a_job_whose_worker_is_just_coming_back(here: Stage, there: SqlStore, kept: Grant) -> None:
     with here.store.turn():
-        assert here.renew(kept) is Standing.GO_ON
+        assert here.renew(kept) is LeaseStatus.GO_ON
         assert lease(there) == []
 
     assert (here.job("a").state, here.job("a").attempt) == (State.RUNNING, 1)
@@ -70,7 +70,7 @@ def test_a_grant_steps_over_a_job_whose_worker_is_just_coming_back(here: Stage, 
 def test_skipping_leaves_a_job_whose_worker_is_just_coming_back(here: Stage, there: SqlStore, kept: Grant) -> None:
     here.clock.advance(0.5)
     with here.store.turn():
-        assert here.renew(kept) is Standing.GO_ON
+        assert here.renew(kept) is LeaseStatus.GO_ON
         assert there.skip(epoch=here.epoch) == []
 
     assert there.skip(epoch=here.epoch) == []

@@ -12,7 +12,7 @@ import redis
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.store_messages import Grant, Held, LeaseRequest, Report, Standing, Submission
+from tasuki.core.store_messages import Grant, HeldLease, LeaseRequest, LeaseStatus, Report, Submission
 from tasuki.stores.redis.codec import INSIDE_MAX_BYTES
 from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.clocks import FakeClock
@@ -105,9 +105,9 @@ def test_new_jobs_beside_known_ones_are_created(zpe: Zpe) -> None:
 def test_of_two_renewals_of_one_lease_in_one_batch_the_later_counts(zpe: Zpe) -> None:
     zpe.submit(JobSpec(job_id="a", subject=OTHER))
     [grant] = zpe.lease(1)
-    claims = [Held("a", "w", "1", grant.lease_id, grant.attempt, ttl_s) for ttl_s in (60.0, 5.0)]
+    claims = [HeldLease("a", "w", "1", grant.lease_id, grant.attempt, ttl_s) for ttl_s in (60.0, 5.0)]
 
-    assert zpe.store.renew(claims) == [Standing.GO_ON, Standing.GO_ON]
+    assert zpe.store.renew(claims) == [LeaseStatus.GO_ON, LeaseStatus.GO_ON]
 
     [job] = zpe.store.get(["a"])
     assert job is not None

@@ -13,7 +13,7 @@ import redis
 from tasuki.core.app import template_of
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.store_messages import Answer, Grant, LeaseRequest, Report, Standing, Submission, Submitted
+from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus, Report, ReportStatus, Submission, Submitted
 from tasuki.errors import Conflict
 from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.clocks import FakeClock
@@ -91,7 +91,7 @@ def test_a_finished_job_leaves_result_and_status_and_their_time_to_live_begins(z
 
     answer = zpe.stage.finish(grant, result=b'{"zpe": 0.27}', meta={"summary_text": "0.27 eV", "freqs_csv": "1,2", "host": "n1"})
 
-    assert answer.answer is Answer.RECORDED
+    assert answer.answer is ReportStatus.RECORDED
     assert zpe.raw.mget("zpe:result:j1", "zpe:summary:j1", "zpe:freqs:j1") == ['{"zpe": 0.27}', "0.27 eV", "1,2"]
     assert zpe.status("j1")["status"] == "finished"
     for name in ("result", "summary", "freqs", "status", "payload"):
@@ -314,7 +314,7 @@ def test_a_lease_whose_key_was_deleted_is_reaped_all_the_same(zpe: Zpe) -> None:
     zpe.clock.advance(PAST_LEASE_S)
 
     assert [reaped.job_id for reaped in zpe.stage.reap()] == ["j1"]
-    assert zpe.stage.renew(grant) is Standing.LOST
+    assert zpe.stage.renew(grant) is LeaseStatus.LOST
 
 
 def test_tokens_are_kept_by_their_hash_and_revoked_ones_are_listed(zpe: Zpe) -> None:

@@ -9,15 +9,15 @@ import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import (
-    Answer,
     Answers,
     BlobClaim,
     Collection,
-    Held,
+    HeldLease,
     LeaseRequest,
+    LeaseStatus,
     Report,
+    ReportStatus,
     RequeueOrder,
-    Standing,
     Submission,
     Submitted,
     Turn,
@@ -82,7 +82,7 @@ def story(store: Store, epoch: int) -> list[Answers]:
         execute(store, Turn(blobs_stored=told[-1].place_blobs, revoke_token=[("t", "x"), ("t", "x")], lease=[request(4)]))
     )
     grants = {grant.job_id: grant for grant in told[-1].lease[0]}
-    held = {c: Held(c, "w", "w/1", grant.lease_id, 1) for c, grant in grants.items()}
+    held = {c: HeldLease(c, "w", "w/1", grant.lease_id, 1) for c, grant in grants.items()}
     reports = {c: Report(c, "w", grant.lease_id, 1, Outcome(error_code="X", message="m")) for c, grant in grants.items()}
     told.append(
         execute(store, Turn(start=[held["a"]], renew=[held["b"]], release=[held["d"]], held=[("w", "w/1")], get=["a", "?"]))
@@ -154,7 +154,7 @@ def test_a_turn_that_another_server_overtook_is_a_conflict_and_leaves_nothing(st
         with store.turn():
             [[grant]] = store.lease([request()])
             other.lease([request()])
-            store.start([Held("a", "w", "w/1", grant.lease_id, 1)])
+            store.start([HeldLease("a", "w", "w/1", grant.lease_id, 1)])
 
     try:
         with pytest.raises(Interrupted) as raised:
@@ -194,7 +194,7 @@ def test_a_turn_whose_answer_was_lost_is_done_once(cut_store: RedisStore, proxy:
     assert (grant.job_id, grant.attempt, bool(grant.spec)) == ("a", 1, True)
     assert [job and job.state for job in answers.get] == [State.ASSIGNED]
     assert [job and job.attempt for job in cut_store.get(["a", "b"])] == [1, 0]
-    assert cut_store.finish([Report("a", "w", grant.lease_id, 1, Outcome())])[0].answer is Answer.RECORDED
+    assert cut_store.finish([Report("a", "w", grant.lease_id, 1, Outcome())])[0].answer is ReportStatus.RECORDED
 
 
 def test_a_call_that_comes_late_does_nothing_any_more(cut_store: RedisStore, proxy: RedisProxy) -> None:
@@ -260,7 +260,7 @@ def test_nothing_acknowledged_is_lost_when_redis_is_killed() -> None:
         after = execute_surely(store, turn, lambda wait_s: True)
         store.close()
 
-    assert after.finish[0].answer is Answer.RECORDED
+    assert after.finish[0].answer is ReportStatus.RECORDED
     assert [job and job.state for job in after.get] == [State.SUCCEEDED, State.PENDING]
 
 
@@ -289,7 +289,7 @@ def test_a_redis_that_forgot_the_script_is_told_it_again(store: RedisStore, redi
 
     [[grant]] = store.lease([request()])
 
-    assert store.renew([Held("a", "w", "w/1", grant.lease_id, 1)]) == [Standing.GO_ON]
+    assert store.renew([HeldLease("a", "w", "w/1", grant.lease_id, 1)]) == [LeaseStatus.GO_ON]
 
 
 def test_several_stores_grant_every_job_once(redis_url: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.job import State
 from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.store_messages import Answer, Standing
+from tasuki.core.store_messages import LeaseStatus, ReportStatus
 from tasuki.errors import Corrupt, InvalidInput, StaleEpoch
 from tasuki.stores.sql.sqlite_backup import (
     EPOCH_STEP,
@@ -114,8 +114,8 @@ def test_an_attempt_from_before_the_copy_is_fenced(lives: Lives) -> None:
 
     new = lives.lose_and_restore()
 
-    assert new.store.renew([new.claim(grant)]) == [Standing.LOST]
-    assert new.finish(grant, result=b"late").answer is Answer.FENCED
+    assert new.store.renew([new.claim(grant)]) == [LeaseStatus.LOST]
+    assert new.finish(grant, result=b"late").answer is ReportStatus.FENCED
     assert new.job("job").state is State.PENDING
 
 
@@ -127,8 +127,8 @@ def test_an_attempt_from_after_the_copy_is_fenced(lives: Lives) -> None:
     new = lives.lose_and_restore()
     again = new.take("job")
 
-    assert new.finish(grant, result=b"late").answer is Answer.FENCED
-    assert new.finish(again, result=b"new").answer is Answer.RECORDED
+    assert new.finish(grant, result=b"late").answer is ReportStatus.FENCED
+    assert new.finish(again, result=b"new").answer is ReportStatus.RECORDED
     assert new.job("job").outcome.result == b"new"
 
 
@@ -186,7 +186,7 @@ def test_an_orphaned_job_waits_for_nobody_and_its_late_finish_is_fenced(lives: L
 
     new = lives.lose_and_restore()
 
-    assert new.finish(grant).answer is Answer.FENCED
+    assert new.finish(grant).answer is ReportStatus.FENCED
     assert [again.job_id for again in new.lease()] == ["job"]
 
 

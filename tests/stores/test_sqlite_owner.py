@@ -11,7 +11,7 @@ import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.store_messages import Answer, Filter, Held, LeaseRequest, Report, Standing, Submission
+from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, LeaseStatus, Report, ReportStatus, Submission
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.stores.sql.sqlite import file_system_of
 from tasuki.stores.sql.store import SqlStore
@@ -141,8 +141,8 @@ def test_live_leases_outlive_a_restart_on_a_clock_that_began_again(path: Path) -
 
     assert store.next_due() == (10.0 + 15.0 + LEASE_MARGIN_S, None)
     assert store.reap(epoch=2) == []
-    claim = Held("a", "w1", "w1/1", grant.lease_id, grant.attempt)
-    assert store.start([claim]) == [Standing.GO_ON]
+    claim = HeldLease("a", "w1", "w1/1", grant.lease_id, grant.attempt)
+    assert store.start([claim]) == [LeaseStatus.GO_ON]
     clock.advance(15.0 + LEASE_MARGIN_S)
     assert [reaped.job_id for reaped in store.reap(epoch=2)] == ["a"]
     store.close()
@@ -154,7 +154,7 @@ def test_results_and_counters_are_there_after_a_restart(path: Path) -> None:
     [[grant]] = store.lease([request()])
     outcome = Outcome(exit_code=0, result=b"zip", meta={"host": "n1", "seconds": 0.5}, message="fine")
     [recorded] = store.finish([Report("a", "w1", grant.lease_id, 1, outcome, started_at=5.0)])
-    assert recorded.answer is Answer.RECORDED
+    assert recorded.answer is ReportStatus.RECORDED
     before = (store.get(["a", "b"]), store.counts())
     store.close()
 

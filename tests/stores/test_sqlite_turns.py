@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
-from tasuki.core.store_messages import Filter, Held, LeaseRequest, Report, Submission, Turn
+from tasuki.core.store_messages import Filter, HeldLease, LeaseRequest, Report, Submission, Turn
 from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
 from tasuki.stores.batching import execute_surely
 from tasuki.stores.sql.store import FAULT_POINTS, SqlStore
@@ -268,7 +268,7 @@ def test_only_a_turn_of_starts_alone_does_not_wait_for_the_disk(path: Path) -> N
     store = SqlStore.open_sqlite(path, fault=note)
     store.submit([submission("a"), submission("b")])
     grants = store.lease([request(2)])[0]
-    first, second = (Held(grant.job_id, "w1", "w1/1", grant.lease_id, grant.attempt, 15.0) for grant in grants)
+    first, second = (HeldLease(grant.job_id, "w1", "w1/1", grant.lease_id, grant.attempt, 15.0) for grant in grants)
     ending = Report(first.job_id, "w1", first.lease_id, 1, Outcome())
     levels.clear()
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tasuki.core.lifecycle import Event
-from tasuki.core.store_messages import Grant, Held, LeaseRequest, Recorded, Report, Standing
-from tasuki.stores.memory.records import Record
+from tasuki.core.store_messages import Grant, HeldLease, LeaseRequest, LeaseStatus, Report, ReportAnswer
+from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
@@ -92,7 +92,7 @@ def test_the_memory_store_keeps_the_invariants() -> None:
 class AcceptsAnyLease(MemoryStore):
     """Records the finish of whoever names the job."""
 
-    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         jobs = self.get([report.job_id for report in reports])
         leases = [job.lease if job else None for job in jobs]
         forged = [
@@ -107,7 +107,7 @@ class AcceptsAnyLease(MemoryStore):
 class ForgetsTheIncarnation(MemoryStore):
     """Renews the lease of a worker's dead self."""
 
-    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         jobs = self.get([claim.job_id for claim in claims])
         return super().renew(
             [
@@ -122,7 +122,7 @@ class ForgetsTheIncarnation(MemoryStore):
 class RetriesForEver(MemoryStore):
     """Never counts a failure."""
 
-    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         answers = super().fail(reports)
         for report in reports:
             if (record := self._records.get(report.job_id)) is not None and not record.job.state.terminal:
@@ -140,14 +140,14 @@ class PromotesTooEarly(MemoryStore):
 class GrantsTooLate(MemoryStore):
     """Leaves it to the leader to keep jobs from starting after their time."""
 
-    def _is_late(self, record: Record) -> bool:
+    def _is_late(self, record: MemoryJob) -> bool:
         return False
 
 
 class LeavesOrphansOpen(MemoryStore):
     """Tells a worker that came back to go on, and gives its job to others all the same."""
 
-    def _resume(self, record: Record, claim: Held) -> Record:
+    def _resume(self, record: MemoryJob, claim: HeldLease) -> MemoryJob:
         return record
 
 
@@ -169,7 +169,7 @@ class KeepsHalfATurn(MemoryStore):
 class FencesARepeatAfterARequeue(MemoryStore):
     """Compares the repeat of a finish with a failure that a cancel replaced before the requeue."""
 
-    def _repeated_or_fenced(self, record: Record, report: Report, verb: Event) -> Recorded:
+    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
         kinds = iter(incident.kind for incident in record.incidents)
         if all(kind in kinds for kind in ("failed", "canceled", "requeued")):
             record = msgspec.structs.replace(record, said=None)

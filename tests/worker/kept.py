@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasuki.worker.keeper.client import Keeper, Kept
+from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.keeper.keeper import now
 from tests.worker.runs import DEADLINE_S, alive, until
 
@@ -27,7 +27,7 @@ class Stage:
         self.folder.mkdir(exist_ok=True)
         self.pids.touch()
 
-    def spawn(self, program: str, *arguments: str, **fields: Any) -> Kept:
+    def spawn(self, program: str, *arguments: str, **fields: Any) -> KeptAttempt:
         for name in ("stdout", "stderr"):
             (self.folder / name).touch()
         given = {
@@ -44,13 +44,13 @@ class Stage:
         }
         return self.keeper.spawn(**{**given, **fields})
 
-    def shell(self, script: str, **fields: Any) -> Kept:
+    def shell(self, script: str, **fields: Any) -> KeptAttempt:
         return self.spawn("/bin/sh", "-c", script, **fields)
 
-    def python(self, script: str, *arguments: str, **fields: Any) -> Kept:
+    def python(self, script: str, *arguments: str, **fields: Any) -> KeptAttempt:
         return self.spawn(sys.executable, "-I", "-S", "-c", script, *arguments, **fields)
 
-    async def escape(self, *words: str, **fields: Any) -> tuple[Kept, list[int]]:
+    async def escape(self, *words: str, **fields: Any) -> tuple[KeptAttempt, list[int]]:
         """A job that hides, once it is hidden, and its two process numbers."""
         kept = self.spawn(sys.executable, "-I", "-S", str(ESCAPE), str(self.pids), *words, **fields)
         await until(lambda: len(self.numbers()) == 2, "the job has hidden its second process")

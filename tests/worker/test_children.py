@@ -16,7 +16,7 @@ import uvloop
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.errors import Unavailable
 from tasuki.worker.attempt import HandlerJob, StopReason
-from tasuki.worker.function_processes import Children
+from tasuki.worker.function_processes import FunctionProcesses
 from tests.worker.runs import DEADLINE_S, alive, until
 
 
@@ -72,8 +72,8 @@ FUNCTIONS = {function.__name__: function for function in (
 
 
 @pytest.fixture
-def children() -> Iterator[Children]:
-    started = Children.start(FUNCTIONS)
+def children() -> Iterator[FunctionProcesses]:
+    started = FunctionProcesses.start(FUNCTIONS)
     yield started
     started.kill_all()
     try:
@@ -90,7 +90,7 @@ Meanwhile = Callable[["asyncio.Future[StopReason]"], Awaitable[None]]
 
 
 async def call(
-    children: Children, name: str, job: HandlerJob, timeout_s: float | None = None, meanwhile: Meanwhile | None = None
+    children: FunctionProcesses, name: str, job: HandlerJob, timeout_s: float | None = None, meanwhile: Meanwhile | None = None
 ) -> Outcome:
     stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
     running = asyncio.ensure_future(children.run(name, job, timeout_s, stop))
@@ -99,7 +99,7 @@ async def call(
     return await asyncio.wait_for(running, DEADLINE_S)
 
 
-def run(children: Children, name: str, payload: bytes = b"", timeout_s: float | None = None) -> Outcome:
+def run(children: FunctionProcesses, name: str, payload: bytes = b"", timeout_s: float | None = None) -> Outcome:
     return asyncio.run(call(children, name, job_of(payload), timeout_s))
 
 
@@ -107,7 +107,7 @@ def pids_in(note: Path) -> list[int]:
     return [int(number) for number in note.read_text().split()] if note.exists() else []
 
 
-def test_bytes_go_in_and_out(children: Children) -> None:
+def test_bytes_go_in_and_out(children: FunctionProcesses) -> None:
     payload = os.urandom(1_000_000)
 
     outcome = run(children, "echo", payload)
@@ -115,13 +115,13 @@ def test_bytes_go_in_and_out(children: Children) -> None:
     assert (outcome.result, outcome.error_code) == (payload, None)
 
 
-def test_children_work_on_uvloop_too(children: Children) -> None:
+def test_children_work_on_uvloop_too(children: FunctionProcesses) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         assert loop.run(call(children, "echo", job_of(b"x"))).result == b"x"
         assert loop.run(call(children, "killed", job_of(b"x"))).error_code == "SIGNAL"
 
 
-def test_the_function_gets_the_whole_job(children: Children) -> None:
+def test_the_function_gets_the_whole_job(children: FunctionProcesses) -> None:
     job = job_of(subject="a.b", args=("x",), headers={"h": "1"}, env={"E": "2"})
 
     outcome = asyncio.run(call(children, "describe", job))
@@ -129,18 +129,18 @@ def test_the_function_gets_the_whole_job(children: Children) -> None:
     assert outcome.result == b"job-1 a.b 3 ('x',) {'h': '1'} {'E': '2'}"
 
 
-def test_nothing_returned_is_an_empty_result(children: Children) -> None:
+def test_nothing_returned_is_an_empty_result(children: FunctionProcesses) -> None:
     assert run(children, "nothing").result == b""
 
 
-def test_another_type_is_the_handlers_mistake(children: Children) -> None:
+def test_another_type_is_the_handlers_mistake(children: FunctionProcesses) -> None:
     outcome = run(children, "wrong_type")
 
     assert (outcome.error_code, outcome.permanent) == ("HANDLER_ERROR", True)
     assert "int" in outcome.message
 
 
-def test_an_exception_comes_back_with_type_message_and_traceback(children: Children) -> None:
+def test_an_exception_comes_back_with_type_message_and_traceback(children: FunctionProcesses) -> None:
     outcome = run(children, "raises")
 
     assert outcome.error_code == "HANDLER_ERROR"
@@ -149,18 +149,18 @@ def test_an_exception_comes_back_with_type_message_and_traceback(children: Child
     assert "in raises" in outcome.meta["traceback"]
 
 
-def test_sys_exit_is_a_failure_of_the_handler(children: Children) -> None:
+def test_sys_exit_is_a_failure_of_the_handler(children: FunctionProcesses) -> None:
     assert run(children, "exits").message == "SystemExit: 3"
 
 
-def test_a_child_that_exits_is_named_with_its_code(children: Children) -> None:
+def test_a_child_that_exits_is_named_with_its_code(children: FunctionProcesses) -> None:
     outcome = run(children, "dies")
 
     assert (outcome.error_code, outcome.exit_code) == ("EXIT_CODE", 5)
     assert "'dies'" in outcome.message
 
 
-def test_a_child_that_is_killed_is_named_with_the_signal(children: Children) -> None:
+def test_a_child_that_is_killed_is_named_with_the_signal(children: FunctionProcesses) -> None:
     outcome = run(children, "killed")
 
     assert outcome.error_code == "SIGNAL"
@@ -168,28 +168,28 @@ def test_a_child_that_is_killed_is_named_with_the_signal(children: Children) -> 
     assert "SIGKILL" in outcome.message
 
 
-def test_a_child_is_kept_warm_for_the_next_job(children: Children) -> None:
+def test_a_child_is_kept_warm_for_the_next_job(children: FunctionProcesses) -> None:
     async def scenario() -> list[bytes | None]:
         return [(await call(children, "pid", job_of())).result for _ in range(3)]
 
     assert len(set(asyncio.run(scenario()))) == 1
 
 
-def test_jobs_at_the_same_time_have_children_of_their_own(children: Children) -> None:
+def test_jobs_at_the_same_time_have_children_of_their_own(children: FunctionProcesses) -> None:
     async def scenario() -> list[Outcome]:
         return await asyncio.gather(*(call(children, "echo", job_of(b"%d" % n)) for n in range(20)))
 
     assert [outcome.result for outcome in asyncio.run(scenario())] == [b"%d" % n for n in range(20)]
 
 
-def test_after_a_death_the_next_job_has_a_new_child(children: Children) -> None:
+def test_after_a_death_the_next_job_has_a_new_child(children: FunctionProcesses) -> None:
     async def scenario() -> tuple[str | None, bytes | None]:
         return (await call(children, "dies", job_of())).error_code, (await call(children, "echo", job_of(b"x"))).result
 
     assert asyncio.run(scenario()) == ("EXIT_CODE", b"x")
 
 
-def test_an_idle_child_that_died_is_not_used(children: Children) -> None:
+def test_an_idle_child_that_died_is_not_used(children: FunctionProcesses) -> None:
     async def scenario() -> bytes | None:
         first = int((await call(children, "pid", job_of())).result or b"")
         os.kill(first, signal.SIGKILL)
@@ -199,7 +199,7 @@ def test_an_idle_child_that_died_is_not_used(children: Children) -> None:
     assert asyncio.run(scenario()) == b"x"
 
 
-def test_a_time_limit_kills_a_function_that_computes_and_what_it_started(children: Children, tmp_path: Path) -> None:
+def test_a_time_limit_kills_a_function_that_computes_and_what_it_started(children: FunctionProcesses, tmp_path: Path) -> None:
     note = tmp_path / "note"
 
     outcome = run(children, "spins", str(note).encode(), timeout_s=1.0)
@@ -210,7 +210,7 @@ def test_a_time_limit_kills_a_function_that_computes_and_what_it_started(childre
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
-def test_a_stop_kills_a_function_that_computes(children: Children, tmp_path: Path, reason: StopReason) -> None:
+def test_a_stop_kills_a_function_that_computes(children: FunctionProcesses, tmp_path: Path, reason: StopReason) -> None:
     note = tmp_path / "note"
 
     async def end(stop: "asyncio.Future[StopReason]") -> None:
@@ -223,7 +223,7 @@ def test_a_stop_kills_a_function_that_computes(children: Children, tmp_path: Pat
     assert not alive(pids_in(note)[0])
 
 
-def test_a_canceled_task_leaves_no_child_at_work(children: Children, tmp_path: Path) -> None:
+def test_a_canceled_task_leaves_no_child_at_work(children: FunctionProcesses, tmp_path: Path) -> None:
     note = tmp_path / "note"
 
     async def scenario() -> None:
@@ -237,7 +237,7 @@ def test_a_canceled_task_leaves_no_child_at_work(children: Children, tmp_path: P
     asyncio.run(scenario())
 
 
-def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(children: Children) -> None:
+def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(children: FunctionProcesses) -> None:
     async def scenario() -> None:
         await call(children, "echo", job_of())
         children.kill_all()
@@ -248,7 +248,7 @@ def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(childre
     asyncio.run(scenario())
 
 
-def test_a_template_that_died_a_moment_ago_is_noticed_in_time(children: Children) -> None:
+def test_a_template_that_died_a_moment_ago_is_noticed_in_time(children: FunctionProcesses) -> None:
     os.kill(children.template_pid, signal.SIGKILL)
     os.waitid(os.P_PID, children.template_pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has heard of it
 
@@ -256,7 +256,7 @@ def test_a_template_that_died_a_moment_ago_is_noticed_in_time(children: Children
         run(children, "echo")
 
 
-def test_children_die_with_their_template(children: Children, tmp_path: Path) -> None:
+def test_children_die_with_their_template(children: FunctionProcesses, tmp_path: Path) -> None:
     note = tmp_path / "note"
 
     async def kill(_: "asyncio.Future[StopReason]") -> None:
@@ -271,7 +271,7 @@ def test_children_die_with_their_template(children: Children, tmp_path: Path) ->
     asyncio.run(until(lambda: not alive(child), "the child is dead"))
 
 
-def test_close_ends_the_template_and_its_children(children: Children) -> None:
+def test_close_ends_the_template_and_its_children(children: FunctionProcesses) -> None:
     async def scenario() -> int:
         number = int((await call(children, "pid", job_of())).result or b"")
         children.close()
@@ -282,7 +282,7 @@ def test_close_ends_the_template_and_its_children(children: Children) -> None:
     assert not alive(children.template_pid)
 
 
-def test_close_works_after_the_loop_is_closed(children: Children) -> None:
+def test_close_works_after_the_loop_is_closed(children: FunctionProcesses) -> None:
     run(children, "echo")
 
     children.close()
@@ -293,7 +293,7 @@ def test_close_works_after_the_loop_is_closed(children: Children) -> None:
 def test_children_cannot_be_started_inside_a_loop() -> None:
     async def scenario() -> None:
         with pytest.raises(RuntimeError, match="before the event loop"):
-            Children.start(FUNCTIONS)
+            FunctionProcesses.start(FUNCTIONS)
 
     asyncio.run(scenario())
 
@@ -326,7 +326,7 @@ def test_children_die_with_the_worker(tmp_path: Path) -> None:
     asyncio.run(until(lambda: not [number for number in involved if alive(number)], "all of them are dead"))
 
 
-def test_waiting_for_children_needs_no_thread(children: Children, tmp_path: Path) -> None:
+def test_waiting_for_children_needs_no_thread(children: FunctionProcesses, tmp_path: Path) -> None:
     note = tmp_path / "note"
     threads = threading.active_count()
 

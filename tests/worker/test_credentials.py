@@ -14,27 +14,27 @@ import pytest
 from tasuki.config import parse_url
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, Unavailable
-from tasuki.worker.credentials import Credential, Seat, Token, file_name, read_credential
+from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken, file_name, read_credential
 from tests.processes import SOURCE
 
 SERVER = parse_url("https://control.example")[0]
-TOKEN = Token(secret="tsk_w_secret", token_id="t1", issued_at=1000.0, expires_at=1700.0)
+TOKEN = CredentialToken(secret="tsk_w_secret", token_id="t1", issued_at=1000.0, expires_at=1700.0)
 CREDENTIAL = Credential(server=str(SERVER), worker_id="w-1", scope=("job.assign.zpe",), token=TOKEN)
 
 
 def saved(data: Path, credential: Credential = CREDENTIAL) -> Path:
     """The file of a worker that is enrolled, and does not run."""
-    with Seat(data, SERVER) as seat:
+    with CredentialFile(data, SERVER) as seat:
         seat.save(credential)
         return seat.path
 
 
 def test_what_was_saved_is_found_by_the_next_process(tmp_path: Path) -> None:
-    with Seat(tmp_path, SERVER) as seat:
+    with CredentialFile(tmp_path, SERVER) as seat:
         assert seat.load() is None
     saved(tmp_path)
 
-    with Seat(tmp_path, SERVER) as seat:
+    with CredentialFile(tmp_path, SERVER) as seat:
         assert seat.load() == CREDENTIAL
         assert seat.credential == CREDENTIAL
 
@@ -64,7 +64,7 @@ def test_a_credential_that_others_can_read_is_not_used(tmp_path: Path, mode: int
     path = saved(tmp_path)
     path.chmod(mode)
 
-    with Seat(tmp_path, SERVER) as seat, pytest.raises(ConfigError, match=f"mode {mode:o}.*chmod 600") as refused:
+    with CredentialFile(tmp_path, SERVER) as seat, pytest.raises(ConfigError, match=f"mode {mode:o}.*chmod 600") as refused:
         seat.load()
 
     assert TOKEN.secret not in refused.value.message
@@ -83,7 +83,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     elsewhere = path.rename(tmp_path / "elsewhere")
     path.symlink_to(elsewhere)
 
-    with Seat(tmp_path, SERVER) as seat, pytest.raises(ConfigError, match="cannot be read"):
+    with CredentialFile(tmp_path, SERVER) as seat, pytest.raises(ConfigError, match="cannot be read"):
         seat.load()
 
 
@@ -93,7 +93,7 @@ def test_a_torn_credential_is_an_error_that_shows_the_way_out(tmp_path: Path, ke
     path.write_bytes(path.read_bytes()[:kept])
 
     with (
-        Seat(tmp_path, SERVER) as seat,
+        CredentialFile(tmp_path, SERVER) as seat,
         pytest.raises(ConfigError, match=r"not a whole credential; remove it.*token enroll") as torn,
     ):
         seat.load()
@@ -107,7 +107,7 @@ def test_a_credential_for_another_server_is_not_shown_to_this_one(tmp_path: Path
     path.rename(path.with_name(f"{file_name(other)}.json"))
 
     with (
-        Seat(tmp_path, other) as seat,
+        CredentialFile(tmp_path, other) as seat,
         pytest.raises(ConfigError, match=r"for https://control\.example:443, not for https://other"),
     ):
         seat.load()
@@ -116,7 +116,10 @@ def test_a_credential_for_another_server_is_not_shown_to_this_one(tmp_path: Path
 def test_a_token_that_came_over_tls_is_not_shown_without_it(tmp_path: Path) -> None:
     saved(tmp_path)
 
-    with Seat(tmp_path, parse_url("http://control.example:443")[0]) as seat, pytest.raises(ConfigError, match="not for http://"):
+    with (
+        CredentialFile(tmp_path, parse_url("http://control.example:443")[0]) as seat,
+        pytest.raises(ConfigError, match="not for http://"),
+    ):
         seat.load()
 
 
@@ -144,14 +147,14 @@ def test_a_long_address_makes_a_name_that_a_disk_can_hold() -> None:
 
 
 def test_the_second_process_is_told_who_has_it(tmp_path: Path) -> None:
-    with Seat(tmp_path, SERVER), pytest.raises(Unavailable, match=rf"pid {os.getpid()}\) is the worker.*--data"):
-        Seat(tmp_path, SERVER)
+    with CredentialFile(tmp_path, SERVER), pytest.raises(Unavailable, match=rf"pid {os.getpid()}\) is the worker.*--data"):
+        CredentialFile(tmp_path, SERVER)
 
-    Seat(tmp_path, SERVER).close()
+    CredentialFile(tmp_path, SERVER).close()
 
 
 def test_the_worker_of_another_server_may_share_the_folder(tmp_path: Path) -> None:
-    with Seat(tmp_path, SERVER), Seat(tmp_path, parse_url("https://other.example")[0]):
+    with CredentialFile(tmp_path, SERVER), CredentialFile(tmp_path, parse_url("https://other.example")[0]):
         pass
 
 
@@ -169,7 +172,7 @@ def test_what_a_killed_process_had_is_free(tmp_path: Path) -> None:
     )
     assert ended.returncode == -9
 
-    Seat(tmp_path, SERVER).close()
+    CredentialFile(tmp_path, SERVER).close()
 
 
 @pytest.mark.parametrize("point", ["fsync", "replace"])
@@ -179,7 +182,7 @@ def test_a_save_that_is_cut_short_leaves_what_was_there(tmp_path: Path, monkeypa
     def cut(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with Seat(tmp_path, SERVER) as seat:
+    with CredentialFile(tmp_path, SERVER) as seat:
         with monkeypatch.context() as patch:
             patch.setattr(os if point == "fsync" else Path, point, cut)
             with pytest.raises(OSError, match="No space"):
@@ -191,11 +194,11 @@ def test_a_save_that_is_cut_short_leaves_what_was_there(tmp_path: Path, monkeypa
 
 
 def test_a_worker_without_a_credential_has_the_same_id_at_every_start(tmp_path: Path) -> None:
-    with Seat(tmp_path, SERVER) as seat:
+    with CredentialFile(tmp_path, SERVER) as seat:
         first = seat.worker_id("lab3")
-    with Seat(tmp_path, SERVER) as seat:
+    with CredentialFile(tmp_path, SERVER) as seat:
         again = seat.worker_id("renamed")
-    with Seat(tmp_path / "other", SERVER) as seat:
+    with CredentialFile(tmp_path / "other", SERVER) as seat:
         other = seat.worker_id("lab3")
 
     assert first.startswith("lab3-")
@@ -204,7 +207,7 @@ def test_a_worker_without_a_credential_has_the_same_id_at_every_start(tmp_path: 
 
 
 def test_an_id_that_cannot_be_one_is_an_error(tmp_path: Path) -> None:
-    with Seat(tmp_path, SERVER) as seat:
+    with CredentialFile(tmp_path, SERVER) as seat:
         seat.worker_id("lab3")
         [path] = seat.path.parent.glob("*.id")
         path.write_text("../../etc")

@@ -18,7 +18,7 @@ from tasuki.errors import TasukiError, Unauthorized
 from tasuki.net.enrol import is_good, register
 from tasuki.net.event_loop import now
 from tasuki.worker import Worker, rotation
-from tasuki.worker.credentials import Credential, Seat, Token
+from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tests.doors.http.stage import Stage
 from tests.worker.runs import until
 
@@ -43,7 +43,7 @@ class Enrolled:
 
     def __init__(self, stage: Stage, url: str, data: Path) -> None:
         self.stage = stage
-        self.seat = Seat(data, parse_url(url)[0])
+        self.seat = CredentialFile(data, parse_url(url)[0])
         self.credential = enrol(stage, self.seat)
         self.worker = Worker(
             url,
@@ -78,10 +78,10 @@ class Enrolled:
         return found
 
 
-def enrol(stage: Stage, seat: Seat) -> Credential:
+def enrol(stage: Stage, seat: CredentialFile) -> Credential:
     told = asyncio.run(register([stage.address], None, stage.enroll(), "test"))
     at = now().wall
-    token = Token(secret=told.worker_token, token_id=told.token_id, issued_at=at, expires_at=at + told.ttl_seconds)
+    token = CredentialToken(secret=told.worker_token, token_id=told.token_id, issued_at=at, expires_at=at + told.ttl_seconds)
     seat.save(Credential(server=str(seat.address), worker_id=told.worker_id, scope=told.scope, token=token))
     found = seat.load()
     assert found is not None

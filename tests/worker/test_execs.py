@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.core.job import InputFile
 from tasuki.errors import ConfigError
-from tasuki.worker.attempt import Refused
+from tasuki.worker.attempt import JobRefused
 from tasuki.worker.commands import build_command
 from tasuki.worker.execs import Exec, load_execs, parse_exec_flag, parse_execs
 from tasuki.worker.folder import RunFolder
@@ -39,7 +39,7 @@ def test_a_flag_without_placeholder_takes_the_jobs_arguments_at_its_end(tmp_path
 
 @pytest.mark.parametrize("flag", ["render=echo {file}", "render=echo --in={file}"])
 def test_a_flag_with_a_placeholder_but_no_args_takes_none(tmp_path: Path, flag: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(JobRefused) as refused:
         argv_of(parse_exec_flag(flag), tmp_path, args=("--mode",), files=files("a"))
 
     assert refused.value.error_code == "ARGS_NOT_ALLOWED"
@@ -68,7 +68,7 @@ def test_files_become_one_element_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [(), ("a", "b")])
 def test_file_needs_exactly_one_input(tmp_path: Path, given: tuple[str, ...]) -> None:
-    with pytest.raises(Refused, match=f"{len(given)} were given") as refused:
+    with pytest.raises(JobRefused, match=f"{len(given)} were given") as refused:
         argv_of(parse_exec_flag("tool=echo {file}"), tmp_path, files=files(*given))
 
     assert refused.value.error_code == "BAD_INPUT"
@@ -126,7 +126,7 @@ def test_each_argument_must_match_a_pattern_whole(tmp_path: Path, argument: str,
     if allowed:
         assert argv_of(tool, tmp_path, args=("-v", argument)) == ["echo", "-v", argument]
     else:
-        with pytest.raises(Refused, match="matches none") as refused:
+        with pytest.raises(JobRefused, match="matches none") as refused:
             argv_of(tool, tmp_path, args=("-v", argument))
         assert refused.value.error_code == "ARGS_NOT_ALLOWED"
 
@@ -196,7 +196,7 @@ def test_a_program_is_not_found_in_the_jobs_own_folder(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     exec_ = parse_exec_flag("tool=evil")
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(JobRefused) as refused:
         build_command(exec_, attempt_of(exec="tool"), RunFolder(tmp_path), environment={"PATH": ":.:/usr/bin"}, incarnation="i")
 
     assert refused.value.error_code == "PROGRAM_NOT_FOUND"

@@ -14,11 +14,11 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, DiskFull, NotFound, TasukiError
-from tasuki.net.blob_files import Source
+from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
-from tasuki.worker.input_downloads import Incoming
+from tasuki.worker.input_downloads import InputDownloads
 from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
-from tasuki.worker.transfers import Transfers
+from tasuki.worker.transfers import WorkerTransfers
 from tests.processes import wait_until
 
 CONTENT = os.urandom(64 * 1024) * (2 * RESUMED_INPUT_MIN_BYTES // (64 * 1024))
@@ -37,7 +37,7 @@ class Server:
         self.sent_bytes = 0
         self.reached = asyncio.Event()
 
-    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
         raise NotImplementedError
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
@@ -59,7 +59,7 @@ def line_to(server: Server) -> BlobLine:
 
 async def fetch(data: Path, server: Server, target: Path) -> None:
     async with asyncio.timeout(10):
-        await Transfers(line_to(server), Incoming(data)).fetch("job", REF.sha256, REF.size_bytes, target)
+        await WorkerTransfers(line_to(server), InputDownloads(data)).fetch("job", REF.sha256, REF.size_bytes, target)
 
 
 async def half_fetched(data: Path) -> None:
@@ -163,7 +163,7 @@ def test_two_attempts_that_need_the_same_blob_at_once_do_not_disturb_each_other(
 
 def test_a_small_input_goes_straight_to_its_place(tmp_path: Path) -> None:
     small = b"x" * (RESUMED_INPUT_MIN_BYTES - 1)
-    transfers = Transfers(line_to(Server(small)), Incoming(tmp_path))
+    transfers = WorkerTransfers(line_to(Server(small)), InputDownloads(tmp_path))
     asyncio.run(transfers.fetch("job", hashlib.sha256(small).hexdigest(), len(small), tmp_path / "target"))
     assert (tmp_path / "target").read_bytes() == small
     assert parts(tmp_path) == []
@@ -209,14 +209,14 @@ def part_of(data: Path, name: str, *, size_bytes: int = 10, age_s: float = 0.0) 
 def test_a_start_removes_what_nobody_came_back_for(tmp_path: Path) -> None:
     part_of(tmp_path, "old", age_s=100.0)
     new = part_of(tmp_path, "new", age_s=10.0)
-    Incoming(tmp_path, max_age_s=50.0).sweep()
+    InputDownloads(tmp_path, max_age_s=50.0).sweep()
     assert parts(tmp_path) == [new]
 
 
 def test_a_start_removes_the_oldest_of_what_is_too_much(tmp_path: Path) -> None:
     part_of(tmp_path, "older", size_bytes=60, age_s=20.0)
     new = part_of(tmp_path, "new", size_bytes=60, age_s=10.0)
-    Incoming(tmp_path, max_bytes=100).sweep()
+    InputDownloads(tmp_path, max_bytes=100).sweep()
     assert parts(tmp_path) == [new]
 
 
@@ -224,5 +224,5 @@ def test_a_start_removes_nothing_that_another_worker_fetches_into(tmp_path: Path
     used = part_of(tmp_path, "used", age_s=100.0)
     with used.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        Incoming(tmp_path, max_age_s=50.0).sweep()
+        InputDownloads(tmp_path, max_age_s=50.0).sweep()
     assert parts(tmp_path) == [used]

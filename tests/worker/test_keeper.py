@@ -20,7 +20,7 @@ from tasuki.worker.keeper.cgroup import NoCgroup, delegated
 from tasuki.worker.keeper.client import Keeper, KeeperLost
 from tasuki.worker.keeper.linux import _read_whole
 from tasuki.worker.keeper.plain import PlainSystem
-from tasuki.worker.keeper.protocol import Ended, Reason
+from tasuki.worker.keeper.protocol import EndReason, TreeEnded
 from tasuki.worker.keeper.sweep import sweep
 from tests.conftest import Require
 from tests.processes import open_files, wait_until
@@ -75,7 +75,7 @@ def test_it_says_how_well_it_holds_on_to_what_it_starts(stage: Stage, level: str
 
 
 def test_a_program_runs_and_its_exit_code_comes_back(simple: Stage) -> None:
-    async def scenario() -> tuple[int, Ended]:
+    async def scenario() -> tuple[int, TreeEnded]:
         kept = simple.shell("pwd; cat; echo on stderr >&2; exit 3")
         return await kept.started, await kept.ended
 
@@ -100,7 +100,7 @@ def test_a_program_has_a_session_of_its_own_ordinary_signals_and_no_descriptor_o
 
 
 def test_what_cannot_be_started_says_why_and_the_next_one_can(simple: Stage) -> None:
-    async def scenario() -> Ended:
+    async def scenario() -> TreeEnded:
         for program, arguments, error in [("/no/such", (), FileNotFoundError), ("/bin/echo", ("a\0b",), OSError)]:
             with pytest.raises(error):
                 await simple.spawn(program, *arguments).started
@@ -143,7 +143,7 @@ def test_the_first_start_of_a_turn_leaves_at_once_and_the_others_in_one_write(
             writes.append(len(data))
             return self._inner.send(data)  # type: ignore[attr-defined]
 
-    async def scenario() -> list[Ended]:
+    async def scenario() -> list[TreeEnded]:
         monkeypatch.setattr(simple.keeper, "_control", Counting(simple.keeper._control))
         kept = [simple.shell("exit 0") for _ in range(20)]
         return [await one.ended for one in kept]
@@ -161,16 +161,21 @@ def test_nothing_is_left_of_a_tree_that_hides(stage: Stage, how: str, words: tup
     fields = {"time limit": {"timeout_s": 0.3}, "lease": {"lease_deadline": in_s(0.3)}}.get(how, {})
     leave = ("leave",) if how == "its own end" else ()
 
-    async def scenario() -> tuple[Ended, list[int]]:
+    async def scenario() -> tuple[TreeEnded, list[int]]:
         kept, _ = await stage.escape(*words, *leave, **fields)
         if how == "canceled":
-            stage.keeper.stop(kept, Reason.CANCELED, 0.2)
+            stage.keeper.stop(kept, EndReason.CANCELED, 0.2)
         return await kept.ended, stage.living()
 
     ended, living = play(scenario)
 
     assert living == []
-    reasons = {"canceled": Reason.CANCELED, "time limit": Reason.TIMED_OUT, "lease": Reason.LEASE_LOST, "its own end": None}
+    reasons = {
+        "canceled": EndReason.CANCELED,
+        "time limit": EndReason.TIMED_OUT,
+        "lease": EndReason.LEASE_LOST,
+        "its own end": None,
+    }
     assert ended.reason is reasons[how]
 
 
@@ -179,7 +184,7 @@ def test_the_end_of_one_job_leaves_the_hidden_processes_of_another_alone(stage: 
         other, _ = await stage.escape()
         await stage.shell("setsid sleep 0.01 & exit 0").ended
         living = stage.living()
-        stage.keeper.stop(other, Reason.CANCELED, 0.0)
+        stage.keeper.stop(other, EndReason.CANCELED, 0.0)
         await other.ended
         return living
 
@@ -191,46 +196,46 @@ def test_term_reaches_the_whole_tree_and_it_has_its_grace_although_the_first_pro
     setsid sh -c 'trap "sleep 0.1; echo bye; exit 0" TERM; echo $$ >> {simple.pids}; while :; do sleep 0.01; done' & wait
     """
 
-    async def scenario() -> Ended:
+    async def scenario() -> TreeEnded:
         kept = simple.shell(script)
         await until(lambda: simple.numbers(), "the second session is ready")
-        simple.keeper.stop(kept, Reason.CANCELED, 5.0)
+        simple.keeper.stop(kept, EndReason.CANCELED, 5.0)
         return await kept.ended
 
     ended = play(scenario)
 
-    assert (ended.exit_code, ended.reason) == (-signal.SIGTERM, Reason.CANCELED)
+    assert (ended.exit_code, ended.reason) == (-signal.SIGTERM, EndReason.CANCELED)
     assert simple.output() == "bye\n"
 
 
 def test_a_later_reason_may_shorten_the_grace_but_not_replace_the_first(simple: Stage) -> None:
-    async def scenario() -> Ended:
+    async def scenario() -> TreeEnded:
         kept = simple.shell(f"trap '' TERM; echo $$ >> {simple.pids}; while :; do sleep 0.01; done")
         await until(lambda: simple.numbers(), "the job is deaf")
-        simple.keeper.stop(kept, Reason.CANCELED, 60.0)
-        simple.keeper.stop(kept, Reason.LEASE_LOST, 0.0)
+        simple.keeper.stop(kept, EndReason.CANCELED, 60.0)
+        simple.keeper.stop(kept, EndReason.LEASE_LOST, 0.0)
         return await kept.ended
 
-    assert play(scenario).reason is Reason.CANCELED
+    assert play(scenario).reason is EndReason.CANCELED
 
 
 def test_no_grace_is_longer_than_the_lease(simple: Stage) -> None:
-    async def scenario() -> tuple[Ended, float]:
+    async def scenario() -> tuple[TreeEnded, float]:
         deaf = f"trap '' TERM; echo $$ >> {simple.pids}; while :; do sleep 0.01; done"
         kept = simple.shell(deaf, lease_deadline=in_s(0.5))
         await until(lambda: simple.numbers(), "the job is deaf")
         began = time.monotonic()
-        simple.keeper.stop(kept, Reason.CANCELED, 60.0)
+        simple.keeper.stop(kept, EndReason.CANCELED, 60.0)
         return await kept.ended, time.monotonic() - began
 
     ended, took_s = play(scenario)
 
-    assert ended.reason is Reason.CANCELED
+    assert ended.reason is EndReason.CANCELED
     assert took_s < 5
 
 
 def test_a_renewed_lease_moves_the_keepers_own_timer(simple: Stage) -> None:
-    async def scenario() -> tuple[Ended, float]:
+    async def scenario() -> tuple[TreeEnded, float]:
         kept = simple.shell("exec sleep 60", lease_deadline=in_s(0.2))
         await kept.started
         began = time.monotonic()
@@ -239,7 +244,7 @@ def test_a_renewed_lease_moves_the_keepers_own_timer(simple: Stage) -> None:
 
     ended, took_s = play(scenario)
 
-    assert ended.reason is Reason.LEASE_LOST
+    assert ended.reason is EndReason.LEASE_LOST
     assert took_s > 0.5
 
 
@@ -343,7 +348,7 @@ def test_a_sweep_leaves_other_incarnations_alone(simple: Stage) -> None:
         kept, _ = await simple.escape()
         await asyncio.to_thread(sweep, "somebody-else", simple.folder / "elsewhere")
         living = simple.living()
-        simple.keeper.stop(kept, Reason.CANCELED, 0.0)
+        simple.keeper.stop(kept, EndReason.CANCELED, 0.0)
         await kept.ended
         return living
 
@@ -415,7 +420,7 @@ def test_closing_the_keeper_ends_its_jobs_and_those_who_wait_for_them(tmp_path: 
 
 
 def test_the_signals_that_end_a_service_are_left_to_the_worker(simple: Stage) -> None:
-    async def scenario() -> Ended:
+    async def scenario() -> TreeEnded:
         await simple.keeper.ready()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(simple.keeper.pid, number)
@@ -433,7 +438,7 @@ def test_without_linux_it_works_by_group_and_says_so(tmp_path: Path, incarnation
     with keeper_for(incarnation, cgroup=False) as keeper:
         stage = Stage(tmp_path, keeper)
 
-        async def scenario() -> tuple[str, Ended, Ended]:
+        async def scenario() -> tuple[str, TreeEnded, TreeEnded]:
             own_end = await stage.shell("exit 4").ended
             deaf = stage.shell(f"trap '' TERM; echo $$ >> {stage.pids}; exec sleep 60", timeout_s=0.1)
             return (await keeper.ready()).detail, own_end, await deaf.ended
@@ -442,7 +447,7 @@ def test_without_linux_it_works_by_group_and_says_so(tmp_path: Path, incarnation
 
     assert "what calls setsid is not found" in detail
     assert own_end.exit_code == 4
-    assert deaf.reason is Reason.TIMED_OUT
+    assert deaf.reason is EndReason.TIMED_OUT
     wait_until(lambda: not stage.living(), what="the group is gone")
 
 

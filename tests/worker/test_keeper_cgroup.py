@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.worker.keeper import cgroup
-from tasuki.worker.keeper.cgroup import Group, Leaf, NoCgroup, delegated, kill_group_of, lacking
+from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup, delegated, kill_group_of, lacking
 from tasuki.worker.keeper.linux import LinuxSystem
-from tasuki.worker.keeper.protocol import Limits, Reason, Spawn
+from tasuki.worker.keeper.protocol import EndReason, Limits, Spawn
 
 CORE_FILES = ("cgroup.procs", "cgroup.subtree_control", "cgroup.kill", "cgroup.events")
 LIMIT_FILES = ("memory.max", "memory.oom.group", "memory.swap.max", "memory.events", "pids.max", "pids.events")
@@ -74,7 +74,7 @@ def hierarchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hierarchy:
 
 
 def test_the_keeper_moves_into_a_group_of_its_own_and_makes_room_for_the_controllers(hierarchy: Hierarchy) -> None:
-    group = Group.join("inc", WORKER_PID)
+    group = ControlGroup.join("inc", WORKER_PID)
 
     assert group.has_limits
     assert hierarchy.groups() == ["tasuki-inc", "tasuki-inc/keeper", "tasuki-inc/worker"]
@@ -85,7 +85,7 @@ def test_the_keeper_moves_into_a_group_of_its_own_and_makes_room_for_the_control
 
 
 def test_at_its_end_all_go_back_and_nothing_is_left(hierarchy: Hierarchy) -> None:
-    group = Group.join("inc", WORKER_PID)
+    group = ControlGroup.join("inc", WORKER_PID)
 
     group.close()
 
@@ -97,7 +97,7 @@ def test_where_others_live_in_the_cgroup_its_controllers_are_left_alone(hierarch
     (hierarchy.root / "cgroup.procs").write_text(f"{WORKER_PID}\n{os.getppid()}\n")
     (hierarchy.root / "cgroup.subtree_control").unlink()  # the kernel's EBUSY: a write that fails
 
-    group = Group.join("inc", WORKER_PID)
+    group = ControlGroup.join("inc", WORKER_PID)
 
     assert not group.has_limits
     assert hierarchy.groups() == ["tasuki-inc", "tasuki-inc/keeper"]
@@ -109,14 +109,14 @@ def test_which_controllers_are_not_handed_on(hierarchy: Hierarchy, controllers: 
     (hierarchy.root / "cgroup.controllers").write_text(controllers)
 
     assert lacking(hierarchy.root) == lacks
-    assert Group.join("inc", WORKER_PID).has_limits == (not lacks)
+    assert ControlGroup.join("inc", WORKER_PID).has_limits == (not lacks)
 
 
 def test_without_cgroup_kill_there_is_no_group_and_nothing_is_left(hierarchy: Hierarchy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.CORE_FILES", ("cgroup.procs", "cgroup.subtree_control"))
 
     with pytest.raises(NoCgroup, match=r"no cgroup\.kill"):
-        Group.join("inc", WORKER_PID)
+        ControlGroup.join("inc", WORKER_PID)
 
     assert hierarchy.groups() == []
 
@@ -130,7 +130,7 @@ def test_without_cgroup_kill_there_is_no_group_and_nothing_is_left(hierarchy: Hi
     ],
 )
 def test_a_leaf_has_the_limits_of_its_job(hierarchy: Hierarchy, limits: Limits, written: dict[str, str]) -> None:
-    leaf = Group.join("inc", WORKER_PID).leaf(7, limits)
+    leaf = ControlGroup.join("inc", WORKER_PID).leaf(7, limits)
 
     assert leaf.path.name == "job-7"
     assert {name: hierarchy.of(leaf.path, name) for name in written} == written
@@ -139,13 +139,13 @@ def test_a_leaf_has_the_limits_of_its_job(hierarchy: Hierarchy, limits: Limits, 
 def test_a_kernel_without_swap_accounting_has_the_other_limits(hierarchy: Hierarchy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.LIMIT_FILES", ("memory.max", "memory.oom.group"))
 
-    leaf = Group.join("inc", WORKER_PID).leaf(1, Limits(memory_mb=1))
+    leaf = ControlGroup.join("inc", WORKER_PID).leaf(1, Limits(memory_mb=1))
 
     assert hierarchy.of(leaf.path, "memory.max") == str(1 << 20)
 
 
 def test_what_is_started_in_a_leaf_is_born_there_and_the_keeper_comes_back(hierarchy: Hierarchy) -> None:
-    group = Group.join("inc", WORKER_PID)
+    group = ControlGroup.join("inc", WORKER_PID)
     keeper = group.path / "keeper"
     (keeper / "cgroup.procs").write_text("")
 
@@ -157,14 +157,14 @@ def test_what_is_started_in_a_leaf_is_born_there_and_the_keeper_comes_back(hiera
 
 
 def test_the_keeper_does_not_count_as_a_process_of_the_job(hierarchy: Hierarchy) -> None:
-    with Group.join("inc", WORKER_PID).leaf(1, Limits(processes=1)) as leaf:
+    with ControlGroup.join("inc", WORKER_PID).leaf(1, Limits(processes=1)) as leaf:
         assert hierarchy.of(leaf.path, "pids.max") == "2", "with 1 nothing could be started while the keeper is in there"
 
     assert hierarchy.of(leaf.path, "pids.max") == "1"
 
 
 def test_a_leaf_that_is_killed_and_removed(hierarchy: Hierarchy) -> None:
-    group = Group.join("inc", WORKER_PID)
+    group = ControlGroup.join("inc", WORKER_PID)
     leaf = group.leaf(1, Limits(processes=5))
 
     leaf.kill()
@@ -197,18 +197,18 @@ def _spawned(tmp_path: Path, limits: Limits) -> Spawn:
 @pytest.mark.parametrize(
     ("file", "events", "exit_code", "trouble"),
     [
-        ("memory.events", "low 0\noom 1\noom_kill 1\n", -9, (Reason.OOM, "it needed more than its limit of 64 MB")),
+        ("memory.events", "low 0\noom 1\noom_kill 1\n", -9, (EndReason.OOM, "it needed more than its limit of 64 MB")),
         ("pids.events", "max 3\n", 1, (None, "its limit of 5 processes was reached")),
         ("memory.events", "low 0\noom 0\noom_kill 0\n", 1, (None, "")),
     ],
 )
 def test_why_a_job_ended_is_read_from_its_leaf(
-    hierarchy: Hierarchy, tmp_path: Path, file: str, events: str, exit_code: int, trouble: tuple[Reason | None, str]
+    hierarchy: Hierarchy, tmp_path: Path, file: str, events: str, exit_code: int, trouble: tuple[EndReason | None, str]
 ) -> None:
     """In the keeper's hands, as `keeper.py` asks for it; the process itself is not started."""
     order = _spawned(tmp_path, Limits(memory_mb=64, processes=5))
     system = LinuxSystem.__new__(LinuxSystem)
-    leaf = Group.join("inc", WORKER_PID).leaf(1, order.limits)
+    leaf = ControlGroup.join("inc", WORKER_PID).leaf(1, order.limits)
     system._orders, system._leaves, system._oom_kills = {1: order}, {1: leaf}, 1 << 60
     (leaf.path / file).write_text(events)
 
@@ -218,7 +218,7 @@ def test_why_a_job_ended_is_read_from_its_leaf(
 def test_a_job_in_a_leaf_is_not_watched_as_well(hierarchy: Hierarchy, tmp_path: Path) -> None:
     system = LinuxSystem.__new__(LinuxSystem)
     order = _spawned(tmp_path, Limits(processes=5))
-    system._orders, system._leaves = {1: order}, {1: Group.join("inc", WORKER_PID).leaf(1, order.limits)}
+    system._orders, system._leaves = {1: order}, {1: ControlGroup.join("inc", WORKER_PID).leaf(1, order.limits)}
 
     assert system.usage() == {}
 
@@ -271,7 +271,7 @@ def test_a_cgroup_of_systemds_own_is_left_alone_by_root(
 
 
 def test_a_leaf_without_its_files_is_refused_and_not_half_limited(hierarchy: Hierarchy) -> None:
-    group = Group.join("inc", WORKER_PID)
+    group = ControlGroup.join("inc", WORKER_PID)
     (group.path / "cgroup.subtree_control").write_text("")  # somebody has taken the controllers back
 
     with pytest.raises(OSError, match=r"memory\.max"):
@@ -282,7 +282,7 @@ def test_a_leaf_without_its_files_is_refused_and_not_half_limited(hierarchy: Hie
 
 def test_a_job_whose_leaf_cannot_be_made_is_watched_instead(hierarchy: Hierarchy, tmp_path: Path) -> None:
     system = LinuxSystem.__new__(LinuxSystem)
-    system._group = Group.join("inc", WORKER_PID)
+    system._group = ControlGroup.join("inc", WORKER_PID)
     (system._group.path / "cgroup.subtree_control").write_text("")
 
     assert system._leaf_for(_spawned(tmp_path, Limits(memory_mb=1))) is None

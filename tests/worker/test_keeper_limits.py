@@ -13,7 +13,7 @@ import pytest
 
 from tasuki.core.job import Outcome
 from tasuki.worker.attempt import ended_outcome
-from tasuki.worker.keeper.protocol import Ended, Limits, Reason
+from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 from tests.conftest import Require
 from tests.worker.runs import alive, attempt_of, exec_of, opened, run, runner_in, text_of
 
@@ -164,15 +164,15 @@ def test_in_a_namespace_of_its_own_a_job_sees_only_itself(tmp_path: Path, requir
 @pytest.mark.parametrize(
     ("ended", "limits", "error_code", "says"),
     [
-        (Ended(1, -9, Reason.OOM, "it had 70 MB, its limit is 64 MB"), Limits(memory_mb=64), "OOM", "ran out of memory"),
-        (Ended(1, 1, None, "its limit of 5 processes was reached"), Limits(processes=5), "EXIT_CODE", "; its limit of 5"),
-        (Ended(1, -9), Limits(), "SIGNAL", "SIGKILL"),
-        (Ended(1, -signal.SIGXCPU), Limits(), "SIGNAL", "SIGXCPU"),
-        (Ended(1, 0, Reason.TIMED_OUT), Limits(), "TIMED_OUT", "3 s"),
-        (Ended(1, 0, Reason.LEASE_LOST), Limits(), "LEASE_LOST", "lease"),
+        (TreeEnded(1, -9, EndReason.OOM, "it had 70 MB, its limit is 64 MB"), Limits(memory_mb=64), "OOM", "ran out of memory"),
+        (TreeEnded(1, 1, None, "its limit of 5 processes was reached"), Limits(processes=5), "EXIT_CODE", "; its limit of 5"),
+        (TreeEnded(1, -9), Limits(), "SIGNAL", "SIGKILL"),
+        (TreeEnded(1, -signal.SIGXCPU), Limits(), "SIGNAL", "SIGXCPU"),
+        (TreeEnded(1, 0, EndReason.TIMED_OUT), Limits(), "TIMED_OUT", "3 s"),
+        (TreeEnded(1, 0, EndReason.LEASE_LOST), Limits(), "LEASE_LOST", "lease"),
     ],
 )
-def test_the_outcome_names_the_reason(ended: Ended, limits: Limits, error_code: str, says: str) -> None:
+def test_the_outcome_names_the_reason(ended: TreeEnded, limits: Limits, error_code: str, says: str) -> None:
     outcome = ended_outcome(ended, "exec 'tool'", 3.0, limits)
 
     assert outcome.error_code == error_code
@@ -180,6 +180,8 @@ def test_the_outcome_names_the_reason(ended: Ended, limits: Limits, error_code: 
 
 
 def test_a_program_that_ends_well_although_a_limit_was_reached_has_succeeded() -> None:
-    outcome = ended_outcome(Ended(1, 0, None, "its limit of 5 processes was reached"), "exec 'tool'", None, Limits(processes=5))
+    outcome = ended_outcome(
+        TreeEnded(1, 0, None, "its limit of 5 processes was reached"), "exec 'tool'", None, Limits(processes=5)
+    )
 
     assert (outcome.exit_code, outcome.error_code) == (0, None)

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from tasuki.errors import ProtocolError
 from tasuki.worker.keeper.protocol import (
     FRAME_MAX_BYTES,
-    Ended,
+    EndReason,
     Frames,
     Limits,
     NotSpawned,
     Order,
     Ready,
-    Reason,
-    Renew,
+    RenewDeadlines,
     Report,
     Spawn,
     Spawned,
-    Stop,
+    StopAttempt,
+    TreeEnded,
     frame,
 )
 
@@ -44,8 +44,13 @@ SPAWN = Spawn(
     grace_s=0.5,
     limits=Limits(memory_mb=10, nice=3),
 )
-ORDERS: list[Order] = [SPAWN, Renew([(7, 20.25), (8, 21.0)]), Stop(7, Reason.CANCELED, 5.0)]
-REPORTS: list[Report] = [Ready("cgroup", "d", "watched"), Spawned(7, 123), NotSpawned(8, 2), Ended(7, -9, Reason.OOM, "why")]
+ORDERS: list[Order] = [SPAWN, RenewDeadlines([(7, 20.25), (8, 21.0)]), StopAttempt(7, EndReason.CANCELED, 5.0)]
+REPORTS: list[Report] = [
+    Ready("cgroup", "d", "watched"),
+    Spawned(7, 123),
+    NotSpawned(8, 2),
+    TreeEnded(7, -9, EndReason.OOM, "why"),
+]
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=6))

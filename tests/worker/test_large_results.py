@@ -12,25 +12,25 @@ import pytest
 
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
-from tasuki.core.worker.events import Event, Kept, Restored
+from tasuki.core.worker.events import EndingSaved, Event, Restored
 from tasuki.errors import TooLarge, Unauthorized
-from tasuki.net.blob_files import Source
+from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.attempt import StopReason
-from tasuki.worker.outbox import Endings
-from tasuki.worker.outbox_files import Record, Unreported
-from tasuki.worker.rejected_results import KeptAside
+from tasuki.worker.outbox import Outbox
+from tasuki.worker.outbox_files import OutboxRecord, Unreported
+from tasuki.worker.rejected_results import RejectedResults
 from tasuki.worker.settings import SAVE_AT_ONCE_BYTES
-from tasuki.worker.transfers import Transfers
+from tasuki.worker.transfers import WorkerTransfers
 
 SMALLER, LARGE = b"x" * 100_000, b"y" * SAVE_AT_ONCE_BYTES
 
 
-def record(result: Path | bytes) -> Record:
+def record(result: Path | bytes) -> OutboxRecord:
     content = result if isinstance(result, bytes) else result.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     outcome = Outcome(result_ref=BlobRef(sha256, len(content)), result_sha256=sha256)
-    return Record(Ending("job", "lease", 1, outcome), "a.job", 1.0, result)
+    return OutboxRecord(Ending("job", "lease", 1, outcome), "a.job", 1.0, result)
 
 
 class Scene:
@@ -44,14 +44,14 @@ class Scene:
         self.stopped: StopReason | None = None
         self.stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self.unreported = None if data is None else Unreported(data, "w1")
-        aside = None if data is None else KeptAside(data)
-        transfers = Transfers(self.line)
-        self.endings = Endings(transfers, self.unreported, aside, tell=self.told.append, closing=lambda: self.ends)
+        aside = None if data is None else RejectedResults(data)
+        transfers = WorkerTransfers(self.line)
+        self.endings = Outbox(transfers, self.unreported, aside, tell=self.told.append, closing=lambda: self.ends)
 
-    def bring(self, one: Record) -> asyncio.Task[Outcome | None]:
+    def bring(self, one: OutboxRecord) -> asyncio.Task[Outcome | None]:
         return asyncio.ensure_future(self.endings.bring(one, self.stop, lambda: self.stopped))
 
-    def on_disk(self) -> list[Record]:
+    def on_disk(self) -> list[OutboxRecord]:
         """What the next process would find."""
         return [] if self.unreported is None else self.unreported.load()
 
@@ -63,10 +63,10 @@ class Server:
         self.scene = scene
         self.refuses = refuses
         self.got: list[bytes] = []
-        self.seen: list[list[Record]] = []
+        self.seen: list[list[OutboxRecord]] = []
         self.told_before: list[Event] = []
 
-    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
         self.seen.append(self.scene.on_disk())
         self.told_before += self.scene.told
         if self.refuses is not None:
@@ -106,7 +106,7 @@ def test_a_large_result_is_on_disk_before_its_first_byte_is_sent(tmp_path: Path,
         [[saved]] = server.seen
         assert (saved.ending, saved.subject, saved.ended_at) == (one.ending, "a.job", 1.0)
         assert server.got == [LARGE]
-        assert scene.told == [Kept("lease")]
+        assert scene.told == [EndingSaved("lease")]
         # and: it stays until a server has spoken on the ending
         assert len(scene.on_disk()) == 1
         scene.endings.forget("lease")
@@ -135,7 +135,7 @@ def test_a_smaller_one_is_saved_if_nobody_takes_it_for_a_while_and_brought_all_t
     async def act(scene: Scene) -> None:
         (tmp_path / "result.zip").write_bytes(SMALLER)
         bringing = scene.bring(record(tmp_path / "result.zip"))
-        await until(lambda: scene.told == [Kept("lease")])
+        await until(lambda: scene.told == [EndingSaved("lease")])
         assert len(scene.on_disk()) == 1
         server = Server(scene)
         scene.line.carried_by(server)
@@ -150,7 +150,7 @@ def test_one_that_was_brought_but_not_told_is_saved_with_its_bytes(tmp_path: Pat
         scene.line.carried_by(Server(scene))
         one = record(SMALLER)
         await scene.bring(one)
-        scene.endings.save(Record(one.ending, "a.job", 1.0))
+        scene.endings.save(OutboxRecord(one.ending, "a.job", 1.0))
         await scene.endings.written()
         [saved] = scene.on_disk()
         assert isinstance(saved.result, Path)
@@ -248,7 +248,7 @@ def test_a_result_whose_lease_was_lost_is_kept_aside(tmp_path: Path, result: byt
         ended = await bringing
         assert ended is not None
         # when: the machine says what follows from a lost lease
-        scene.endings.set_aside(Record(Ending("job", "lease", 1, ended)), "the lease was lost")
+        scene.endings.set_aside(OutboxRecord(Ending("job", "lease", 1, ended)), "the lease was lost")
         scene.endings.forget("lease")
         await scene.endings.written()
         assert (tmp_path / "data" / "kept-aside" / "job-1" / "result").read_bytes() == result
@@ -262,7 +262,9 @@ def test_a_result_whose_lease_was_lost_is_kept_aside(tmp_path: Path, result: byt
 def test_a_fenced_inline_result_is_kept_aside_and_an_empty_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def act(scene: Scene) -> None:
         for job_id, result in (("full", b"dear"), ("empty", b"")):
-            scene.endings.set_aside(Record(Ending(job_id, job_id, 1, Outcome(result=result)), "a.job", 1.0), "attempt 2 runs")
+            scene.endings.set_aside(
+                OutboxRecord(Ending(job_id, job_id, 1, Outcome(result=result)), "a.job", 1.0), "attempt 2 runs"
+            )
             scene.endings.forget(job_id)
 
     play(tmp_path / "data", act)
@@ -287,7 +289,7 @@ def test_a_result_that_the_server_will_never_take_is_a_failure_that_says_so_and_
 # ---------------------------------------------------------------------------------------------------- the next process
 
 
-def saved_before(data: Path) -> Record:
+def saved_before(data: Path) -> OutboxRecord:
     one = record(LARGE)
     Unreported(data, "w1").save(one)
     return one
@@ -312,7 +314,7 @@ def test_an_ending_of_an_earlier_process_that_is_fenced_is_kept_aside_with_its_r
 
     async def act(scene: Scene) -> None:
         await scene.endings.load()
-        scene.endings.set_aside(Record(one.ending), "attempt 2 runs")
+        scene.endings.set_aside(OutboxRecord(one.ending), "attempt 2 runs")
         scene.endings.forget("lease")
 
     play(tmp_path, act)

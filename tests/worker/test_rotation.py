@@ -16,7 +16,7 @@ from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import TasukiError
 from tasuki.net.event_loop import now
 from tasuki.worker import rotation as module
-from tasuki.worker.credentials import Credential, Seat, Token
+from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.rotation import Rotation, new_token
 from tests.worker.runs import until
 
@@ -31,16 +31,16 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-def aged(token_id: str, part: float) -> Token:
+def aged(token_id: str, part: float) -> CredentialToken:
     """A token of which this part of its life is over."""
     issued_at = now().wall - WEEK_S * part
-    return Token(secret=f"tsk_w_{token_id}", token_id=token_id, issued_at=issued_at, expires_at=issued_at + WEEK_S)
+    return CredentialToken(secret=f"tsk_w_{token_id}", token_id=token_id, issued_at=issued_at, expires_at=issued_at + WEEK_S)
 
 
 class Control:
     """The server: knows which tokens are good, and exchanges them."""
 
-    def __init__(self, *tokens: Token) -> None:
+    def __init__(self, *tokens: CredentialToken) -> None:
         self.good = {token_sha256(token.secret): token.token_id for token in tokens}
         self.requests: list[dict[str, str]] = []
 
@@ -56,7 +56,7 @@ class Worker:
 
     def __init__(self, control: Control, data: Path) -> None:
         self.control = control
-        self.seat = Seat(data, ADDRESS)
+        self.seat = CredentialFile(data, ADDRESS)
         self.seat.load()
         self.rotation = Rotation(self.seat, ask=self._ask, use=self._use, hang_up=self._hang_up, jitter=lambda: 0.0)
         self.next_secret = self.shown = self.rotation.token
@@ -127,8 +127,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_MIN_S", 0.001)
 
 
-def enrolled(data: Path, token: Token, pending: Token | None = None) -> None:
-    with Seat(data, ADDRESS) as seat:
+def enrolled(data: Path, token: CredentialToken, pending: CredentialToken | None = None) -> None:
+    with CredentialFile(data, ADDRESS) as seat:
         seat.save(Credential(server=str(ADDRESS), worker_id="w-1", token=token, pending=pending))
 
 
@@ -200,7 +200,7 @@ def test_workers_of_one_day_do_not_rotate_in_one_moment(tmp_path: Path) -> None:
     enrolled(tmp_path, aged("t", 0.0))
     waits = []
     for chance in (0.0, 0.5, 1.0):
-        with Seat(tmp_path, ADDRESS) as seat:
+        with CredentialFile(tmp_path, ADDRESS) as seat:
             seat.load()
             made = Rotation(seat, ask=lambda *_: 0, use=lambda _: None, hang_up=lambda _: None, jitter=lambda now=chance: now)
             waits.append(made._wait_s() / WEEK_S)
@@ -213,7 +213,7 @@ def test_nothing_is_told_to_the_server_before_it_is_on_disk(tmp_path: Path) -> N
     enrolled(tmp_path, old)
     control = Control(old)
     worker = Worker(control, tmp_path)
-    on_disk: list[Token | None] = []
+    on_disk: list[CredentialToken | None] = []
 
     def answer(params: dict[str, str]) -> Message:
         on_disk.append(worker.kept.pending)

@@ -19,7 +19,7 @@ import uvloop
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, InputFile, body_hash
 from tasuki.errors import DiskFull, Unavailable
 from tasuki.worker.attempt import Attempt, StopReason
-from tasuki.worker.keeper.client import Keeper, Kept
+from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.runner import CommandRunner, RunLimits
 from tests.worker.runs import (
@@ -625,8 +625,8 @@ class RefusingKeeper(Keeper):
         """There is no process to end."""
         self._control.close()
 
-    def spawn(self, **_: object) -> Kept:
-        kept = Kept(1, asyncio.get_running_loop())
+    def spawn(self, **_: object) -> KeptAttempt:
+        kept = KeptAttempt(1, asyncio.get_running_loop())
         kept.fail(OSError(self._number, os.strerror(self._number)))
         return kept
 

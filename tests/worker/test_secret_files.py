@@ -16,7 +16,7 @@ from tasuki.worker.attempt import RunResult
 from tasuki.worker.commands import build_command
 from tasuki.worker.execs import Exec, parse_execs
 from tasuki.worker.folder import RunFolder
-from tasuki.worker.log_follow import LogTails
+from tasuki.worker.log_follow import LogFollow
 from tasuki.worker.secret_files import SECRET_MAX_BYTES, SecretProblem, problem_of, read_secrets
 from tests.worker.runs import alive, archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of, until
 
@@ -131,7 +131,7 @@ def test_progress_that_names_a_value_is_masked(tmp_path: Path, secret: Path) -> 
 
 def test_a_value_that_the_job_prints_is_masked_for_those_who_follow_it(tmp_path: Path, secret: Path) -> None:
     pieces: list[LogPiece] = []
-    tails = LogTails(pieces.append)
+    tails = LogFollow(pieces.append)
     gone_on = tmp_path / "go-on"
     script = f'printf "%s" "key: ${{API_KEY%password}}"; until [ -e {gone_on} ]; do :; done; echo password'
     runner = runner_in(tmp_path, tool_with(secret, script), tails=tails)

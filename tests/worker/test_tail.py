@@ -14,7 +14,7 @@ import pytest
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LogPiece, ReadLog
 from tasuki.worker import log_follow
 from tasuki.worker.attempt import StopReason
-from tasuki.worker.log_follow import WAITING_MAX, LogTails
+from tasuki.worker.log_follow import WAITING_MAX, LogFollow
 from tasuki.worker.logs import CappedLog, LogCaps, LogRead
 from tasuki.worker.runner import CommandRunner
 from tests.worker.runs import run, runner_in, shell, text_of, until
@@ -27,7 +27,7 @@ class Desk:
 
     def __init__(self, tmp_path: Path) -> None:
         self.sent: list[LogPiece] = []
-        self.tails = LogTails(self.sent.append)
+        self.tails = LogFollow(self.sent.append)
         self.log = CappedLog(tmp_path / "stdout", LogCaps(head_bytes=100, tail_bytes=100))
 
     def write(self, data: bytes) -> None:
@@ -156,7 +156,7 @@ def test_a_log_that_cannot_be_read_has_ended(tmp_path: Path) -> None:
             return 100
 
     sent: list[LogPiece] = []
-    tails = log_follow.LogTails(sent.append)
+    tails = log_follow.LogFollow(sent.append)
     with tails.of("lease", {"stdout": Broken()}):
         tails.ask(ReadLog(1, "lease", "stdout", 10, wait_s=20.0))
 
@@ -175,7 +175,7 @@ def test_a_log_that_cannot_be_read_or_cut_does_not_change_the_outcome(tmp_path: 
 
     sent: list[LogPiece] = []
     cut: list[object] = []
-    tails = LogTails(sent.append)
+    tails = LogFollow(sent.append)
     monkeypatch.setattr(CappedLog, "read", broken)
     monkeypatch.setattr(CappedLog, "due", lambda log: True)
     monkeypatch.setattr(CappedLog, "trim", lambda log: (cut.append(log), broken()))

@@ -16,15 +16,15 @@ import pytest
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
 from tasuki.errors import InvalidInput
-from tasuki.worker.outbox_files import Record, Unreported
+from tasuki.worker.outbox_files import OutboxRecord, Unreported
 
 ENDING = Ending("job-1", "lease/../1", 3, Outcome(exit_code=0, result=b"bytes \x00", meta={"n": 1}), 12.5)
-SMALL = Record(ENDING, "a.job", 1_700_000_000.0)
-LARGE = Record(Ending("job-2", "lease-2", 1, Outcome(exit_code=0, result_ref=BlobRef("a" * 64, 5), result_sha256="a" * 64)))
+SMALL = OutboxRecord(ENDING, "a.job", 1_700_000_000.0)
+LARGE = OutboxRecord(Ending("job-2", "lease-2", 1, Outcome(exit_code=0, result_ref=BlobRef("a" * 64, 5), result_sha256="a" * 64)))
 RESULT = b"12345"
 
 
-def large(tmp_path: Path) -> Record:
+def large(tmp_path: Path) -> OutboxRecord:
     """A record whose result is a file of its run."""
     (tmp_path / "result.zip").write_bytes(RESULT)
     return msgspec.structs.replace(LARGE, result=tmp_path / "result.zip")

@@ -24,16 +24,16 @@ from tasuki.agent import refusals
 from tasuki.agent.correlation import on_behalf_of
 from tasuki.agent.folders import AgentRunFolders, JobFolders
 from tasuki.agent.guard import is_over, surely_answered
-from tasuki.agent.input_sources import Inputs, PullingIntake
-from tasuki.agent.jobs import Desk
+from tasuki.agent.input_sources import InputSource, PullingIntake
+from tasuki.agent.jobs import AgentJobs
 from tasuki.agent.metrics import AgentMetrics
 from tasuki.agent.multipart import boundary_of
 from tasuki.agent.registry import AnsweredElsewhere, Registry
-from tasuki.agent.result_response import EarlyAnswer, ResultAnswer
-from tasuki.agent.retention import Cleaner
+from tasuki.agent.result_response import EarlyResponse, ResultResponse
+from tasuki.agent.retention import Retention
 from tasuki.agent.settings import AgentConfig, Tokens
-from tasuki.agent.slot import Held, state_of
-from tasuki.agent.upload import Intake
+from tasuki.agent.slot import SlotJob, state_of
+from tasuki.agent.upload import Upload
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (
     AgentOutcome,
@@ -47,7 +47,7 @@ from tasuki.core.failover.agent_protocol import (
 from tasuki.core.ids import check_job_id
 from tasuki.doors.http.answers import json_answer
 from tasuki.doors.http.limits import REQUESTS_MAX
-from tasuki.doors.http.uvicorn_server import Handler, Serving, application
+from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.listening import bound
 from tasuki.errors import NotFound, Overloaded, TooLarge
 from tasuki.worker.folder import remove_tree
@@ -73,7 +73,7 @@ class Agent:
         *,
         keeper: Keeper | None = None,
         registry: Registry | None = None,
-        inputs: Inputs | None = None,
+        inputs: InputSource | None = None,
         fault: Callable[[str], None] = lambda point: None,
         on_lost: Callable[[KeeperLost], None] = lambda error: None,
     ) -> None:
@@ -96,10 +96,10 @@ class Agent:
             on_progress=lambda lease_id, progress: self.desk.progressed(lease_id, progress),
             folders=AgentRunFolders(config.data, incarnation, self.folders),
         )
-        self.desk = Desk(config, incarnation, self.folders, self._runner, self._metrics, registry)
-        self.cleaner = Cleaner(self.desk, config.keep_days)
+        self.desk = AgentJobs(config, incarnation, self.folders, self._runner, self._metrics, registry)
+        self.cleaner = Retention(self.desk, config.keep_days)
         self._under_way = 0
-        self._serving: Serving | None = None
+        self._serving: UvicornServer | None = None
         self._cleaning: asyncio.Task[None] | None = None
         self.app = self._application()
 
@@ -117,7 +117,7 @@ class Agent:
         here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
         if self.desk.registry is not None:
             await self.desk.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
-        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
+        self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
         await self._serving.open(sock)
         self._cleaning = asyncio.create_task(self.cleaner.daily())
         return here
@@ -189,7 +189,7 @@ class Agent:
             if request.method != "POST" or code is None:
                 return answer
             self._metrics.refused.labels(code).inc()
-            return answer if is_over(request) else EarlyAnswer(answer, LINGER_S)
+            return answer if is_over(request) else EarlyResponse(answer, LINGER_S)
 
         return endpoint
 
@@ -223,7 +223,7 @@ class Agent:
         if answer.ended.outcome is not AgentOutcome.SUCCEEDED:
             raise refusals.program_failed(answer.ended)
         if answer.small is not None:
-            return ResultAnswer(answer.ended, answer.small, self._metrics.sent.inc, "miss")
+            return ResultResponse(answer.ended, answer.small, self._metrics.sent.inc, "miss")
         return self._stored(job_id, cache="miss")
 
     def _max_upload_bytes(self) -> int:
@@ -231,7 +231,7 @@ class Agent:
             return self._config.max_upload_bytes
         return self.folders.free_bytes() // FREE_SHARE
 
-    async def _compare(self, ended: EndedMarker, intake: Intake, request: Request) -> None:
+    async def _compare(self, ended: EndedMarker, intake: Upload, request: Request) -> None:
         """Is it the same input as that of the job that is done? Nothing is written for it."""
         order = self.desk.order_of(await intake.receive(request.stream()))
         found = input_hash(order.exec.name, order.form.args, await intake.finish())
@@ -248,7 +248,7 @@ class Agent:
         if cache == "hit":
             self._metrics.stored.inc()
             logger.info("job %s: answered with the stored result", job_id)
-        return ResultAnswer(*opened, self._metrics.sent.inc, cache)
+        return ResultResponse(*opened, self._metrics.sent.inc, cache)
 
     async def _result(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
@@ -333,7 +333,7 @@ def _described(marker: Marker) -> dict[str, Any]:
     return facts
 
 
-def _described_held(held: Held, node: str) -> dict[str, Any]:
+def _described_held(held: SlotJob, node: str) -> dict[str, Any]:
     progress = held.progress
     return {
         "job_id": held.job_id,

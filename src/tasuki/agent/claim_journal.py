@@ -20,7 +20,7 @@ from tasuki.core.ids import check_job_id
 from tasuki.errors import InvalidInput
 
 
-class ClaimNotes:
+class ClaimJournal:
     """Of one data folder."""
 
     def __init__(self, data: Path) -> None:

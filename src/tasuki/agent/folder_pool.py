@@ -22,7 +22,7 @@ FEW_FILES, FEW_BYTES = 4, 64 * 1024
 SPARES_MAX = 64  # of each
 
 
-class Spares:
+class FolderPool:
     """All of one agent."""
 
     def __init__(self, place: Path) -> None:

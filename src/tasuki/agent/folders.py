@@ -32,9 +32,9 @@ from typing import TypeVar
 
 import msgspec
 
-from tasuki.agent.folder_pool import INPUTS, WORKED_IN, Spares
+from tasuki.agent.folder_pool import INPUTS, WORKED_IN, FolderPool
 from tasuki.agent.fsync_batch import Unsynced, sync_now
-from tasuki.agent.upload import Place
+from tasuki.agent.upload import UploadFolder
 from tasuki.blobs.disk import disk_full_as_error
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.ids import check_job_id
@@ -71,7 +71,7 @@ class JobFolders:
         self._root = str(self.root)
         self._incoming = data / "incoming"
         self._trash = data / "trash"
-        self._spares = Spares(data / "spare")
+        self._spares = FolderPool(data / "spare")
         self._rubbish: deque[str] = deque()
         self.on_rubbish: Callable[[], None] = lambda: None
         """Called, in any thread, when there is something for `remove_rubbish`."""
@@ -97,9 +97,9 @@ class JobFolders:
     def result(self, job_id: str) -> Path:
         return Path(self.at(job_id), RESULT)
 
-    def new_place(self) -> Place:
+    def new_place(self) -> UploadFolder:
         """Where an upload may put its folder."""
-        return Place(f"{self._incoming}/{self._name}-{next(self._numbers)}", self._make_place)
+        return UploadFolder(f"{self._incoming}/{self._name}-{next(self._numbers)}", self._make_place)
 
     def are_there(self) -> bool:
         """False: somebody has removed them, or their disk has failed."""

@@ -28,7 +28,7 @@ def sync_now(descriptors: Unsynced) -> None:
         raise problem
 
 
-class Syncer:
+class FsyncBatch:
     """Of one agent. Made inside the running loop."""
 
     def __init__(self, place: str, root: int | None = None) -> None:

@@ -21,19 +21,21 @@ BODY_OVER = "tasuki.body_over"
 """In a request's scope: its body was read to the end, though not through the request."""
 
 
-class Answered(NamedTuple):
+class GuardedResponse(NamedTuple):
     """An answer; the code of a refusal."""
 
     response: Response
     code: str | None = None
 
 
-async def surely_answered(handler: Handler, request: Request, tokens: Tokens, who: str, logger: logging.Logger) -> Answered:
+async def surely_answered(
+    handler: Handler, request: Request, tokens: Tokens, who: str, logger: logging.Logger
+) -> GuardedResponse:
     """`who` asks for the token, in words."""
     try:
         if tokens and not tokens.admit(secret_of(request)):
             raise Unauthorized(f"this token is not one of this {who}'s")
-        return Answered(await handler(request))
+        return GuardedResponse(await handler(request))
     except TasukiError as error:
         told = error if isinstance(error, refusals.AgentRefusal) else discreet(error)
         if told is not error:
@@ -41,7 +43,7 @@ async def surely_answered(handler: Handler, request: Request, tokens: Tokens, wh
     except Exception:
         logger.exception("%s %s failed", request.method, request.url.path[:200])
         told = discreet(InternalError(""))
-    return Answered(refusals.refusal_answer(told), refusals.code_of(told))
+    return GuardedResponse(refusals.refusal_answer(told), refusals.code_of(told))
 
 
 def is_over(request: Request) -> bool:

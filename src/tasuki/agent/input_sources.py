@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from tasuki.agent.refusals import AgentRefusal
-from tasuki.agent.upload import Form, Intake, Place
+from tasuki.agent.upload import Upload, UploadFolder, UploadForm
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.address import Address, parse_url
@@ -37,7 +37,7 @@ INPUT_NOT_FOUND = "INPUT_NOT_FOUND"
 T = TypeVar("T")
 
 
-def open_inputs(where: str, token: str, tls_ca: str | None) -> Inputs:
+def open_inputs(where: str, token: str, tls_ca: str | None) -> InputSource:
     """What --inputs names: dispatchers, which are shown the token, or the store that they share."""
     if where.startswith(("http://", "https://")):
         return DispatcherInputs(parse_url(where), token, client_tls(tls_ca))
@@ -64,7 +64,7 @@ def missing(sha256: str) -> AgentRefusal:
     return AgentRefusal(404, INPUT_NOT_FOUND, message, sha256=sha256)
 
 
-class Inputs(Protocol):
+class InputSource(Protocol):
     """Where stored inputs are fetched from."""
 
     def pieces(self, sha256: str) -> AsyncGenerator[bytes, None]:
@@ -143,15 +143,15 @@ class DispatcherInputs:
             await transport.close()
 
 
-class PullingIntake(Intake):
+class PullingIntake(Upload):
     """An upload whose form may name stored inputs; they are fetched when the form is whole."""
 
-    def __init__(self, boundary: bytes, place: Place | None, max_bytes: int, inputs: Inputs | None) -> None:
+    def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, inputs: InputSource | None) -> None:
         super().__init__(boundary, place, max_bytes)
         self._source = inputs
         self._refs: tuple[InputRef, ...] = ()
 
-    async def receive(self, stream: AsyncIterable[bytes]) -> Form:
+    async def receive(self, stream: AsyncIterable[bytes]) -> UploadForm:
         form = await super().receive(stream)
         self._refs = form.inputs
         if form.inputs and self._source is None:

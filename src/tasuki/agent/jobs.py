@@ -21,23 +21,23 @@ from msgspec.structs import replace
 from tasuki.agent import refusals
 from tasuki.agent.correlation import on_behalf_of
 from tasuki.agent.folders import JobFolders
-from tasuki.agent.fsync_batch import Syncer
+from tasuki.agent.fsync_batch import FsyncBatch
 from tasuki.agent.metrics import AgentMetrics
-from tasuki.agent.registry import Registry, Removed
+from tasuki.agent.registry import Registry, RemovalResult
 from tasuki.agent.settings import AgentConfig
-from tasuki.agent.slot import Answer, Held, no_result, outcome_of, state_of
-from tasuki.agent.upload import Form, Intake
+from tasuki.agent.slot import FinishedRun, SlotJob, no_result, outcome_of, state_of
+from tasuki.agent.upload import Upload, UploadForm
 from tasuki.blobs.disk import check_free
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.failover.agent_protocol import (
     EXEC_NOT_ALLOWED,
     AgentState,
     EndedMarker,
+    IdDecision,
     InputRecord,
     InterruptedMarker,
     Marker,
     RunningMarker,
-    Verdict,
     input_hash,
     judge,
 )
@@ -57,15 +57,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INTERRUPTED = frozenset({StopReason.SHUTDOWN.value, StopReason.LEASE_LOST.value})
 
 
-class _Order(NamedTuple):
+class _StartOrder(NamedTuple):
     """What an upload asks for, checked."""
 
     exec: Exec
-    form: Form
+    form: UploadForm
     timeout_s: float
 
 
-class Desk:
+class AgentJobs:
     """All jobs of one agent."""
 
     def __init__(
@@ -85,10 +85,10 @@ class Desk:
         self.metrics = metrics
         self.registry = registry
         self._loop = asyncio.get_running_loop()
-        self._syncer = Syncer(str(folders.root), folders.root_descriptor)
+        self._syncer = FsyncBatch(str(folders.root), folders.root_descriptor)
         self._tidies = False
         folders.on_rubbish = self._tidy_soon
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, SlotJob] = {}
         self.draining = False
         self._free = asyncio.Event()
         self._free.set()
@@ -103,7 +103,7 @@ class Desk:
     def limit(self) -> int:
         return self._config.slots
 
-    def held(self, job_id: str) -> Held | None:
+    def held(self, job_id: str) -> SlotJob | None:
         return self._held.get(job_id)
 
     def look(self, job_id: str) -> Marker | None:
@@ -140,7 +140,7 @@ class Desk:
         if self.registry is not None and job_id not in self._held and not self.is_done(job_id):
             await self.registry.look(job_id, sent_input)
 
-    def arrive(self, job_id: str, sent_input: str | None, size_bytes: int) -> Held | EndedMarker:
+    def arrive(self, job_id: str, sent_input: str | None, size_bytes: int) -> SlotJob | EndedMarker:
         """Before the upload is read: a slot for it, or the end of the job that has this id. Refusals are raised.
 
         With an end, and without `sent_input`, the upload is still to be compared.
@@ -150,11 +150,11 @@ class Desk:
         state = AgentState.RUNNING if held is not None else state_of(marker)
         known = held or marker
         verdict = judge(state, known.input if known is not None else None, sent_input)
-        if verdict is Verdict.CONFLICT:
+        if verdict is IdDecision.CONFLICT:
             raise refusals.other_input(job_id)
         if held is not None:
             raise refusals.is_running(job_id, self._config.node, held.since)
-        if verdict in (Verdict.STORED, Verdict.COMPARE):
+        if verdict in (IdDecision.STORED, IdDecision.COMPARE):
             assert isinstance(marker, EndedMarker)
             return marker
         if self.draining:
@@ -163,13 +163,13 @@ class Desk:
             raise refusals.is_full(len(self._held), self.limit)
         awaited_bytes = sum(other.awaited_bytes for other in self._held.values())
         check_free(self.folders.root, size_bytes + awaited_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
-        held = self._held[job_id] = Held(job_id, marker.attempt + 1 if marker is not None else 1, time.time(), self._loop)
+        held = self._held[job_id] = SlotJob(job_id, marker.attempt + 1 if marker is not None else 1, time.time(), self._loop)
         held.announced_bytes = size_bytes
         self._free.clear()
         self.metrics.running.set(len(self._held))
         return held
 
-    async def run(self, held: Held, intake: Intake, place: str, stream: AsyncIterable[bytes], sent: str | None) -> Answer:
+    async def run(self, held: SlotJob, intake: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> FinishedRun:
         """Receive the upload, run it, wait for its end. Whoever waits may leave; the run goes on."""
         held.receiving, held.intake = asyncio.current_task(), intake
         try:
@@ -185,7 +185,7 @@ class Desk:
             self.metrics.received.inc(intake.received_bytes)
         return await asyncio.shield(held.ended)
 
-    async def _take_in(self, held: Held, intake: Intake, place: str, stream: AsyncIterable[bytes], sent: str | None) -> None:
+    async def _take_in(self, held: SlotJob, intake: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> None:
         order = self.order_of(await intake.receive(stream))
         held.exec = order.exec.name
         files = await intake.finish()
@@ -201,7 +201,7 @@ class Desk:
         held.running = marker
         held.task = self._loop.create_task(self._carry_out(held, self._attempt(held, order, marker, files)))
 
-    def order_of(self, form: Form) -> _Order:
+    def order_of(self, form: UploadForm) -> _StartOrder:
         exec_ = self._config.exec_of(form.exec)
         if exec_ is None:
             there = ", ".join(sorted(self._config.execs))
@@ -210,9 +210,9 @@ class Desk:
             )
             raise refusals.AgentRefusal(400, EXEC_NOT_ALLOWED, f"{asked}; there are: {there}")
         limits = (self._config.timeout_s, exec_.timeout_s, form.timeout_s)
-        return _Order(exec_, form, min(limit for limit in limits if limit is not None))
+        return _StartOrder(exec_, form, min(limit for limit in limits if limit is not None))
 
-    def _marker(self, held: Held, order: _Order, files: Sequence[InputRecord], sent: str | None) -> RunningMarker:
+    def _marker(self, held: SlotJob, order: _StartOrder, files: Sequence[InputRecord], sent: str | None) -> RunningMarker:
         found = input_hash(order.exec.name, order.form.args, files)
         if sent is not None and sent != found:
             raise InvalidInput(f"the upload has the input hash {found}, the request says {sent}; it came in otherwise than sent")
@@ -228,7 +228,7 @@ class Desk:
             started_at=time.time(),
         )
 
-    async def _give_up(self, held: Held, intake: Intake) -> None:
+    async def _give_up(self, held: SlotJob, intake: Upload) -> None:
         """The upload does not become a job: nothing of it stays."""
         try:
             await intake.discard()
@@ -241,7 +241,7 @@ class Desk:
             finally:
                 self._let_go(held)
 
-    def _attempt(self, held: Held, order: _Order, marker: RunningMarker, files: Sequence[InputRecord]) -> Attempt:
+    def _attempt(self, held: SlotJob, order: _StartOrder, marker: RunningMarker, files: Sequence[InputRecord]) -> Attempt:
         argv = order.exec.argv
         if FILES not in argv and any(FILE in element for element in argv):
             files = files[:1]  # {file} is the first one; the others lie beside it
@@ -261,7 +261,7 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    async def _carry_out(self, held: Held, attempt: Attempt) -> None:
+    async def _carry_out(self, held: SlotJob, attempt: Attempt) -> None:
         with on_behalf_of(held.job_id):
             try:
                 answer = await self._run_to_end(held, attempt)
@@ -276,7 +276,7 @@ class Desk:
             finally:
                 self._let_go(held)
 
-    async def _run_to_end(self, held: Held, attempt: Attempt) -> Answer:
+    async def _run_to_end(self, held: SlotJob, attempt: Attempt) -> FinishedRun:
         def started() -> None:
             held.started = True
 
@@ -308,14 +308,14 @@ class Desk:
             raise refusals.claim_lost(held.job_id)
         return answer
 
-    def _mark(self, held: Held) -> None:
+    def _mark(self, held: SlotJob) -> None:
         """It runs for longer than it takes to make that durable."""
         try:
             held.marked = self._syncer.sync(self.folders.marked(held.job_id))
         except OSError as error:  # its program did that; the folder is taken back at the end
             logger.warning("job %s: its marker cannot be read any more: %s", held.job_id, error)
 
-    async def _ended(self, held: Held, running: RunningMarker, result: RunResult) -> Answer:
+    async def _ended(self, held: SlotJob, running: RunningMarker, result: RunResult) -> FinishedRun:
         """Write down how it ended; an error if there is nothing to write down."""
         outcome = result.outcome
         if outcome.error_code == StopReason.LEASE_LOST:  # the keeper saw it before we did
@@ -347,7 +347,7 @@ class Desk:
             self.folders.has_ended()
         else:
             await asyncio.to_thread(self.folders.conclude, marker, archive)
-        return Answer(marker, archive if isinstance(archive, bytes) else None)
+        return FinishedRun(marker, archive if isinstance(archive, bytes) else None)
 
     def _tidy_soon(self) -> None:
         """What is thrown away in the next moment is removed by one thread; nobody waits for that."""
@@ -359,7 +359,7 @@ class Desk:
         self._tidies = False
         self._loop.run_in_executor(None, self.folders.remove_rubbish)
 
-    async def _end_without_result(self, held: Held, running: RunningMarker) -> None:
+    async def _end_without_result(self, held: SlotJob, running: RunningMarker) -> None:
         """A job that the agent's own end cut off is interrupted; any other one that has no result is none."""
         if self.registry is not None:
             await self.registry.release(held.job_id)
@@ -368,7 +368,7 @@ class Desk:
         else:
             self.folders.discard(held.job_id)
 
-    def _stopped(self, held: Held) -> TasukiError:
+    def _stopped(self, held: SlotJob) -> TasukiError:
         match held.stop.result() if held.stop.done() else StopReason.SHUTDOWN:
             case StopReason.CANCELED:
                 return refusals.was_canceled(held.job_id)
@@ -377,7 +377,7 @@ class Desk:
             case StopReason.SHUTDOWN:
                 return refusals.is_draining()
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, held: SlotJob) -> None:
         if self._held.get(held.job_id) is held:
             del self._held[held.job_id]
         if not held.ended.done():
@@ -388,7 +388,7 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------------ removing, ending
 
-    async def delete(self, job_id: str, *, only_running: bool = False) -> Removed:
+    async def delete(self, job_id: str, *, only_running: bool = False) -> RemovalResult:
         """Stop it if it runs, and remove it; how it stood. With a registry, if it does not run here: wherever it is. NotFound.
 
         `only_running`: what has ended stays, also if that was just before it could be stopped.
@@ -400,7 +400,7 @@ class Desk:
         if only_running and (held is None or held.ended.exception() is None):
             raise NotFound(f"job {job_id} does not run at this node")
         state = AgentState.RUNNING if held is not None else state_of(self.look(job_id))
-        removed = None if state is None else Removed(state)
+        removed = None if state is None else RemovalResult(state)
         if self.registry is not None and held is not None:
             await self.registry.forget(job_id)
         elif self.registry is not None:

@@ -29,7 +29,7 @@ class AgentRefusal(TasukiError):
         return self._details
 
 
-class RegistryAway(AgentRefusal):
+class RegistryUnavailable(AgentRefusal):
     """What agents or dispatchers share does not answer."""
 
 
@@ -80,9 +80,9 @@ def claim_lost(job_id: str) -> AgentRefusal:
     return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id)
 
 
-def registry_away() -> RegistryAway:
+def registry_away() -> RegistryUnavailable:
     message = "the registry of this agent does not answer; jobs that run go on, new ones are not taken: try again later"
-    return RegistryAway(503, "UNAVAILABLE", message, retry=True)
+    return RegistryUnavailable(503, "UNAVAILABLE", message, retry=True)
 
 
 def result_away(job_id: str, node: str, why: TasukiError) -> AgentRefusal:

@@ -22,7 +22,7 @@ class AnsweredElsewhere(Exception):
         self.answer = answer
 
 
-class Removed(NamedTuple):
+class RemovalResult(NamedTuple):
     """What became of a job that was to be removed, wherever it was."""
 
     state: AgentState
@@ -66,7 +66,7 @@ class Registry(Protocol):
     async def forget(self, job_id: str) -> None:
         """Its run here was stopped, to be removed: if it had ended here before, its result is none any more."""
 
-    async def remove(self, job_id: str) -> Removed | None:
+    async def remove(self, job_id: str) -> RemovalResult | None:
         """It does not run here: stop it wherever it does, and let its result be none any more; None: nobody knows it."""
 
     async def find(self, job_id: str) -> Response | None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from tasuki.agent.correlation import on_behalf_of
 from tasuki.core.failover.registry_records import lease_deadline
 from tasuki.core.job import Outcome
-from tasuki.core.store_messages import Answers, Grant, Held, Report, Standing, Turn
+from tasuki.core.store_messages import Answers, Grant, HeldLease, LeaseStatus, Report, Turn
 from tasuki.errors import TasukiError
 from tasuki.worker.attempt import StopReason
 
@@ -31,10 +31,10 @@ def boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Claim:
+class RegistryLease:
     """One lease in our hands."""
 
-    def __init__(self, held: Held, deadline: float, lost: Lost = lambda reason: None) -> None:
+    def __init__(self, held: HeldLease, deadline: float, lost: Lost = lambda reason: None) -> None:
         self.held = held
         self.deadline = deadline
         self._lost = lost
@@ -64,24 +64,24 @@ class Leases:
         self.ttl_s = ttl_s
         self.renewed: Callable[[], None] = lambda: None
         """Called when deadlines have moved."""
-        self._claims: dict[str, Claim] = {}
+        self._claims: dict[str, RegistryLease] = {}
         self._renew_at = 0.0
         self._wake = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self._answers = True
 
-    def get(self, job_id: str) -> Claim | None:
+    def get(self, job_id: str) -> RegistryLease | None:
         return self._claims.get(job_id)
 
-    def held_of(self, grant: Grant) -> Held:
-        return Held(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
+    def held_of(self, grant: Grant) -> HeldLease:
+        return HeldLease(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
 
-    def add(self, grant: Grant, asked_at: float, lost: Lost) -> Claim:
-        claim = self._claims[grant.job_id] = Claim(self.held_of(grant), lease_deadline(asked_at, self.ttl_s), lost)
+    def add(self, grant: Grant, asked_at: float, lost: Lost) -> RegistryLease:
+        claim = self._claims[grant.job_id] = RegistryLease(self.held_of(grant), lease_deadline(asked_at, self.ttl_s), lost)
         self._wake.set()
         return claim
 
-    def drop(self, job_id: str) -> Claim | None:
+    def drop(self, job_id: str) -> RegistryLease | None:
         """It is renewed no more."""
         return self._claims.pop(job_id, None)
 
@@ -118,7 +118,7 @@ class Leases:
         if fresh or due:
             self._asking = asyncio.ensure_future(self._tell(fresh, due, now))
 
-    async def _tell(self, fresh: list[Claim], due: list[Claim], asked_at: float) -> None:
+    async def _tell(self, fresh: list[RegistryLease], due: list[RegistryLease], asked_at: float) -> None:
         turn = Turn(start=[claim.held for claim in fresh], renew=[claim.held for claim in due])
         try:
             answers = await self._execute(turn)
@@ -130,7 +130,7 @@ class Leases:
             claim.is_started = True
             _heed(claim, standing)
         for claim, standing in zip(due, answers.renew, strict=True):
-            if standing is Standing.GO_ON:
+            if standing is LeaseStatus.GO_ON:
                 claim.deadline = lease_deadline(asked_at, self.ttl_s)
             _heed(claim, standing)
         if due:
@@ -145,11 +145,11 @@ class Leases:
                 logger.warning("the registry does not answer, running jobs go on while their leases last: %s", why)
 
 
-def _heed(claim: Claim, standing: Standing) -> None:
+def _heed(claim: RegistryLease, standing: LeaseStatus) -> None:
     match standing:
-        case Standing.LOST:
+        case LeaseStatus.LOST:
             claim.lose("its lease is not ours any more")
-        case Standing.CANCEL:
+        case LeaseStatus.CANCEL:
             claim.lose("it was canceled in the registry", StopReason.CANCELED)
-        case Standing.GO_ON:
+        case LeaseStatus.GO_ON:
             pass

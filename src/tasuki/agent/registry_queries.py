@@ -19,15 +19,15 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.registry_leases import boot_time
-from tasuki.agent.remote_results import BlobSource, ElsewhereAnswer, Source
-from tasuki.agent.result_response import ResultAnswer
+from tasuki.agent.remote_results import BlobSource, RemoteResultResponse, ResultSource
+from tasuki.agent.result_response import ResultResponse
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentState, EndedMarker
 from tasuki.core.failover.registry_records import Stand, attempt_of, held_of, place_of, stand_of
 from tasuki.core.job import Job, Outcome
-from tasuki.core.store_messages import Answers, BlobClaim, Grant, Held, LeaseRequest, Report, RequeueOrder, Submission, Turn
+from tasuki.core.store_messages import Answers, BlobClaim, Grant, HeldLease, LeaseRequest, Report, RequeueOrder, Submission, Turn
 from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
-from tasuki.server.store_client import Share
+from tasuki.server.store_client import StoreClient
 
 logger = logging.getLogger("tasuki.agent")
 ANSWER_S = 5.0  # of a registry that somebody waits for
@@ -39,7 +39,7 @@ STOP_LOOK_S = 0.1
 Sent = Callable[[int], None]
 
 
-class Granted(NamedTuple):
+class RegistryGrant(NamedTuple):
     """A job that is ours. `asked_at`: when the request was made that got it (CLOCK_BOOTTIME)."""
 
     grant: Grant
@@ -58,17 +58,17 @@ class Holder(NamedTuple):
     def request(self, job_id: str) -> LeaseRequest:
         return LeaseRequest(worker_id=self.worker_id, incarnation=self.incarnation, job_ids=(job_id,), limit=1, ttl_s=self.ttl_s)
 
-    def held(self, grant: Grant) -> Held:
-        return Held(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
+    def held(self, grant: Grant) -> HeldLease:
+        return HeldLease(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
 
     def report(self, grant: Grant, outcome: Outcome) -> Report:
         return Report(grant.job_id, self.worker_id, grant.lease_id, grant.attempt, outcome)
 
 
-class Records:
+class RegistryQueries:
     """What one agent or dispatcher asks of the registry."""
 
-    def __init__(self, share: Share, holder: Holder, given_up: Outcome, sent: Sent, answer_s: float | None = None) -> None:
+    def __init__(self, share: StoreClient, holder: Holder, given_up: Outcome, sent: Sent, answer_s: float | None = None) -> None:
         """`given_up`: how an attempt ends that nobody waits for any more. `sent` hears how many bytes of results go out."""
         self._share = share
         self.holder = holder
@@ -118,21 +118,21 @@ class Records:
 
     # ------------------------------------------------------------------------------------------------ results
 
-    async def stored(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, Source] | Response | None:
+    async def stored(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, ResultSource] | Response | None:
         """Its result, if it is where it outlives its node: small ones in the registry itself, others among the blobs."""
         place, outcome = place_of(job), job.outcome
         if place is None or outcome is None:
             return None
         if outcome.result is not None:
-            return ResultAnswer(place.ended, outcome.result, self.sent, cache)
+            return ResultResponse(place.ended, outcome.result, self.sent, cache)
         if outcome.result_ref is None or self._share.blobs is None:
             return None
         claims = [BlobClaim(place.ended.result_sha256, place.ended.result_bytes)]
         return place.ended, BlobSource(self._share.blobs, (await self.ask(Turn(place_blobs=claims))).place_blobs[0])
 
-    async def opened(self, ended: EndedMarker, source: Source, cache: str | None) -> Response | None:
+    async def opened(self, ended: EndedMarker, source: ResultSource, cache: str | None) -> Response | None:
         """The result, once it is sure that it can be had; None if it is not there any more."""
-        answer = ElsewhereAnswer(ended, source, self.sent, cache)
+        answer = RemoteResultResponse(ended, source, self.sent, cache)
         try:
             await answer.open()
         except NotFound as error:
@@ -145,7 +145,7 @@ class Records:
 
     # ------------------------------------------------------------------------------------------------ claims
 
-    async def claim(self, submission: Submission, requeue: RequeueOrder | None = None) -> Granted | Job:
+    async def claim(self, submission: Submission, requeue: RequeueOrder | None = None) -> RegistryGrant | Job:
         """Take it, if it is free or only waits at a dispatcher; else how it stands, HELD or DONE. Other input and a cancel are
         raised. `requeue`: set it going again first, as nobody has its result."""
         job_id, waits = submission.spec.job_id, None
@@ -166,7 +166,7 @@ class Records:
                 if waits is not None and found.release[0] and job.generation != waits.generation:
                     await self.ask(Turn(fail=[self.holder.report(grant, registry_records.removed(self.holder.name))]))
                     raise refusals.was_canceled(job_id)  # while we were asking: what was released had been canceled
-                return Granted(grant, attempt_of(job), asked_at)
+                return RegistryGrant(grant, attempt_of(job), asked_at)
             match stand_of(job, None):
                 case Stand.HELD | Stand.DONE:
                     assert job is not None

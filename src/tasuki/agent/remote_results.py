@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from tasuki.agent import refusals
-from tasuki.agent.result_response import ResultAnswer
+from tasuki.agent.result_response import ResultResponse
 from tasuki.blobs.blob import BlobReader, BlobStore
 from tasuki.core.address import parse_url
 from tasuki.core.failover.agent_protocol import EndedMarker
@@ -37,7 +37,7 @@ READ_CHUNKS = 4
 Pieces = AsyncIterator[bytes]
 
 
-class Source(Protocol):
+class ResultSource(Protocol):
     """Where a result can be read."""
 
     async def open(self, stack: AsyncExitStack, offset: int) -> Pieces:
@@ -122,10 +122,10 @@ class PeerSource:
         return response.aiter_bytes()
 
 
-class ElsewhereAnswer(ResultAnswer):
+class RemoteResultResponse(ResultResponse):
     """One result from a source."""
 
-    def __init__(self, ended: EndedMarker, source: Source, sent: Callable[[int], None], cache: str | None = None) -> None:
+    def __init__(self, ended: EndedMarker, source: ResultSource, sent: Callable[[int], None], cache: str | None = None) -> None:
         super().__init__(ended, b"", sent, cache)
         self._ended = ended
         self._from = source

@@ -23,7 +23,7 @@ READ_BYTES = 512 * 1024
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII).fullmatch
 
 
-class ResultAnswer(Response):
+class ResultResponse(Response):
     """One result."""
 
     media_type = "application/zip"
@@ -100,7 +100,7 @@ class ResultAnswer(Response):
                 return
 
 
-class EarlyAnswer(Response):
+class EarlyResponse(Response):
     """An answer to a request whose body was not read. What still comes is thrown away for a moment before the connection ends:
     a peer that is cut off while it sends may never look at the answer."""
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from tasuki.agent.jobs import Desk
+from tasuki.agent.jobs import AgentJobs
 from tasuki.core.failover.agent_protocol import EndedMarker, InterruptedMarker, Marker, RunningMarker
 
 logger = logging.getLogger("tasuki.agent")
@@ -28,10 +28,10 @@ def is_old(marker: Marker, wall: float, keep_days: float) -> bool:
             return wall - marker.started_at > min(INTERRUPTED_DAYS, keep_days) * DAY_S
 
 
-class Cleaner:
+class Retention:
     """Of one desk."""
 
-    def __init__(self, desk: Desk, keep_days: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, desk: AgentJobs, keep_days: float, clock: Callable[[], float] = time.time) -> None:
         self._desk = desk
         self._keep_days = keep_days
         self._clock = clock

@@ -14,20 +14,20 @@ from tasuki.worker.attempt import StopReason
 _SENDERS_MISTAKES = frozenset({"BAD_INPUT", "ARGS_NOT_ALLOWED", "ENV_NOT_ALLOWED", "EXEC_NOT_ALLOWED"})
 
 
-class Answer(NamedTuple):
+class FinishedRun(NamedTuple):
     """How a job ended; a small result also stands in memory, for the one who waits for it."""
 
     ended: EndedMarker
     small: bytes | None = None
 
 
-class Received(Protocol):
+class ReceivedUpload(Protocol):
     """An upload on its way."""
 
     received_bytes: int
 
 
-class Held:
+class SlotJob:
     """A job that has a slot: being received, or running."""
 
     def __init__(self, job_id: str, attempt: int, since: float, loop: asyncio.AbstractEventLoop) -> None:
@@ -38,7 +38,7 @@ class Held:
         self.input: str | None = None
         """None: it is being received."""
         self.announced_bytes = 0
-        self.intake: Received | None = None
+        self.intake: ReceivedUpload | None = None
         self.running: RunningMarker | None = None
         self.progress: Progress | None = None
         self.begun = False
@@ -48,7 +48,7 @@ class Held:
         self.started = False
         """The program was started."""
         self.stop: asyncio.Future[StopReason] = loop.create_future()
-        self.ended: asyncio.Future[Answer] = loop.create_future()
+        self.ended: asyncio.Future[FinishedRun] = loop.create_future()
         self.ended.add_done_callback(_look_at)  # nobody may be waiting for it
         self.receiving: asyncio.Task[Any] | None = None
         self.task: asyncio.Task[None] | None = None
@@ -103,6 +103,6 @@ def no_result(outcome: Outcome, *, started: bool) -> TasukiError:
     return AgentRefusal(500, outcome.error_code or "INTERNAL", outcome.message)
 
 
-def _look_at(ended: asyncio.Future[Answer]) -> None:
+def _look_at(ended: asyncio.Future[FinishedRun]) -> None:
     if not ended.cancelled():
         ended.exception()

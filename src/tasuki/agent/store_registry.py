@@ -1,6 +1,7 @@
 """The registry that agents share, in a store of tasuki's (Redis or PostgreSQL): a run is a lease, fenced as everywhere.
 
-Theory of operation. What is written is in `core/failover/registry_records.py`, what is asked in `records.py`. A claim is one turn: submit the
+Theory of operation. What is written is in `core/failover/registry_records.py`, what is asked in
+`registry_queries.py`. A claim is one turn: submit the
 job, or set it going again, and lease exactly it. Its end is a `finish` or `fail` with that lease, which counts only if the lease
 is still the current one; until the store has said so, nobody is shown the result. Before a claim is asked for, a note of it is on
 this node's disk; a node that was killed settles its notes at its next start, before its port opens.
@@ -22,22 +23,22 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.claim_journal import ClaimNotes
+from tasuki.agent.claim_journal import ClaimJournal
 from tasuki.agent.correlation import on_behalf_of
 from tasuki.agent.folders import JobFolders
-from tasuki.agent.registry import AnsweredElsewhere, Removed
-from tasuki.agent.registry_leases import Claim, Leases, Lost, boot_time
-from tasuki.agent.registry_queries import Granted, Holder, Records, described, done_or_refused, is_held
-from tasuki.agent.remote_results import ElsewhereAnswer, Peers, PeerSource, Source
+from tasuki.agent.registry import AnsweredElsewhere, RemovalResult
+from tasuki.agent.registry_leases import Leases, Lost, RegistryLease, boot_time
+from tasuki.agent.registry_queries import Holder, RegistryGrant, RegistryQueries, described, done_or_refused, is_held
+from tasuki.agent.remote_results import Peers, PeerSource, RemoteResultResponse, ResultSource
 from tasuki.blobs.blob import BlobStore
 from tasuki.core.address import Address
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RunningMarker
-from tasuki.core.failover.registry_records import Place, Stand, attempt_of, interrupted, outcome_of, place_of, stand_of
+from tasuki.core.failover.registry_records import ResultLocation, Stand, attempt_of, interrupted, outcome_of, place_of, stand_of
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome
-from tasuki.core.store_messages import Answer, BlobClaim, BlobPlace, RequeueOrder, Turn
+from tasuki.core.store_messages import BlobClaim, BlobPlace, ReportStatus, RequeueOrder, Turn
 from tasuki.errors import ConfigError, InternalError, TasukiError, Unavailable
-from tasuki.server.store_client import Share
+from tasuki.server.store_client import StoreClient
 
 logger = logging.getLogger("tasuki.agent")
 ANSWER_S = 5.0  # of a registry that is told something
@@ -49,15 +50,15 @@ BLOB_TRIES = 3
 WRITE_BYTES = 1024 * 1024
 
 
-class SharedRegistry:
+class StoreRegistry:
     """One agent's part in it. Made inside the running loop."""
 
-    _records: Records
+    _records: RegistryQueries
 
     def __init__(
         self,
-        share: Share,
-        notes: ClaimNotes,
+        share: StoreClient,
+        notes: ClaimJournal,
         *,
         node: str,
         incarnation: str,
@@ -86,7 +87,7 @@ class SharedRegistry:
         leases.worker_id = registry_records.worker_id_of(self._node, await asyncio.to_thread(self._notes.prepare))
         leases.renewed = renewed
         holder = Holder(leases.worker_id, leases.incarnation, leases.ttl_s, self._node)
-        self._records = Records(self._share, holder, interrupted(self._node), sent)
+        self._records = RegistryQueries(self._share, holder, interrupted(self._node), sent)
         self._share.on_cancel(lambda worker_id: leases.hurry() if worker_id == leases.worker_id else None)
         await self._share.open()
         self._is_open = True
@@ -119,7 +120,7 @@ class SharedRegistry:
         ended = await asyncio.to_thread(folders.read, job_id)
         counts = True
         if job is not None and job.lease is not None and job.lease.worker_id == self._leases.worker_id:
-            claim = Claim(registry_records.held_of(job), boot_time())
+            claim = RegistryLease(registry_records.held_of(job), boot_time())
             if isinstance(ended, EndedMarker) and ended.attempt == attempt_of(job):
                 counts = await self._report(claim, ended, await self._outcome(ended, folders.result(job_id)))
             else:
@@ -159,7 +160,7 @@ class SharedRegistry:
         if found is None or isinstance(found, Response):
             return found
         ended, source = found
-        return ElsewhereAnswer(ended, source, self._records.sent)
+        return RemoteResultResponse(ended, source, self._records.sent)
 
     async def describe(self, job_id: str) -> dict[str, Any] | None:
         job = await self._records.get(job_id)
@@ -174,7 +175,7 @@ class SharedRegistry:
             return found
         return await self._records.opened(*found, cache)
 
-    async def _source(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, Source] | Response | None:
+    async def _source(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, ResultSource] | Response | None:
         """Where the result is; what is small is there at once. None: at this node, if anywhere."""
         found = await self._records.stored(job, cache)
         place = place_of(job)
@@ -182,7 +183,7 @@ class SharedRegistry:
             return found
         return place.ended, PeerSource(self._peers, place.address, place.ended)
 
-    def _is_ours(self, job: Job, place: Place) -> bool:
+    def _is_ours(self, job: Job, place: ResultLocation) -> bool:
         return place.address == self._address or job.assigned_worker_id == self._leases.worker_id
 
     # ------------------------------------------------------------------------------------------------ claims
@@ -199,13 +200,13 @@ class SharedRegistry:
         self._leases.add(granted.grant, granted.asked_at, lost)
         return granted.attempt
 
-    async def _granted(self, running: RunningMarker) -> Granted:
+    async def _granted(self, running: RunningMarker) -> RegistryGrant:
         job_id = running.job_id
         submission = registry_records.submission_of(job_id, running.exec, running.input)
         again: RequeueOrder | None = None
         for _ in range(AGAIN_TRIES):
             found = await self._records.claim(submission, again)
-            if isinstance(found, Granted):
+            if isinstance(found, RegistryGrant):
                 return found
             if stand_of(found, None) is Stand.HELD:
                 raise is_held(found)
@@ -233,7 +234,7 @@ class SharedRegistry:
         await asyncio.to_thread(self._notes.remove, ended.job_id)
         return counts
 
-    async def _report(self, claim: Claim, ended: EndedMarker, outcome: Outcome) -> bool:
+    async def _report(self, claim: RegistryLease, ended: EndedMarker, outcome: Outcome) -> bool:
         """Until the store has answered; whether it counts. A store that refuses us (its password was just changed) may come to
         its senses; if it does not, that is raised, and the lease is over in time."""
         reports = [claim.report(outcome, ended.started_at)]
@@ -250,13 +251,13 @@ class SharedRegistry:
                 await self._pause()
                 continue
             [recorded] = told.finish or told.fail
-            if recorded.answer is Answer.BLOB_MISSING:
+            if recorded.answer is ReportStatus.BLOB_MISSING:
                 outcome = outcome_of(ended, self._address)
                 reports = [claim.report(outcome, ended.started_at)]
                 continue
-            if recorded.answer is Answer.FENCED:
+            if recorded.answer is ReportStatus.FENCED:
                 logger.warning("job %s: its lease was lost before its end was recorded: %s", ended.job_id, recorded.reason)
-            return recorded.answer in (Answer.RECORDED, Answer.REPEATED)
+            return recorded.answer in (ReportStatus.RECORDED, ReportStatus.REPEATED)
 
     async def _pause(self) -> None:
         try:
@@ -285,19 +286,19 @@ class SharedRegistry:
         if job is not None and job.assigned_worker_id == self._leases.worker_id:
             await self._records.forget(job)
 
-    async def remove(self, job_id: str) -> Removed | None:
+    async def remove(self, job_id: str) -> RemovalResult | None:
         job = await self._records.remove(job_id)
         if job is None:
             return None
         state, place = registry_records.state_of(job), place_of(job)
         if place is None or self._is_ours(job, place):
-            return Removed(state)
+            return RemovalResult(state)
         try:
             await self._peers.remove(place.address, job_id)
         except TasukiError as error:
             logger.warning("job %s: %s keeps its folder until it is started again: %s", job_id, place.ended.node, error.message)
-            return Removed(state, left_at=place.ended.node)
-        return Removed(state)
+            return RemovalResult(state, left_at=place.ended.node)
+        return RemovalResult(state)
 
     async def _outcome(self, ended: EndedMarker, result: Path) -> Outcome:
         """With the result where it outlives this node, if there is such a place."""

@@ -43,7 +43,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RESERVED = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE).fullmatch
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
+class UploadForm(msgspec.Struct, frozen=True, kw_only=True):
     """What the fields say besides the files."""
 
     exec: str | None = None
@@ -53,14 +53,14 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     """Files that do not come with the form."""
 
 
-class Place(NamedTuple):
+class UploadFolder(NamedTuple):
     """A folder that does not exist yet, and what makes it, with `in` in it."""
 
     path: str
     make: Callable[[str], None]
 
 
-class Files(Protocol):
+class UploadFiles(Protocol):
     """Where the files of an upload go. In threads, one at a time."""
 
     made: bool
@@ -73,13 +73,13 @@ class Files(Protocol):
     def remove(self) -> None: ...
 
 
-class Intake:
+class Upload:
     """One upload. Belongs to one task."""
 
-    def __init__(self, boundary: bytes, place: Place | None, max_bytes: int, files: Files | None = None) -> None:
+    def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, files: UploadFiles | None = None) -> None:
         """Without a place the files are only hashed. `files`: they go elsewhere."""
         self._parser = MultipartParser(boundary)
-        self._files: Files = files or _Files(place)
+        self._files: UploadFiles = files or _Files(place)
         self._max_bytes = max_bytes
         self.received_bytes = 0
         self._names = _Names()
@@ -92,7 +92,7 @@ class Intake:
         self._pending_bytes = 0
         self._writing: asyncio.Future[Any] | None = None
 
-    async def receive(self, stream: AsyncIterable[bytes]) -> Form:
+    async def receive(self, stream: AsyncIterable[bytes]) -> UploadForm:
         """Read to the end."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -185,7 +185,7 @@ class Intake:
             raise InvalidInput(f"the field {part.name} must be there once, and not as a file")
         self._open = self._fields[part.name] = bytearray()
 
-    def _form(self) -> Form:
+    def _form(self) -> UploadForm:
         try:
             fields = {name: value.decode("utf-8") for name, value in self._fields.items()}
             inputs = tuple(parse_input(value.decode("utf-8")) for value in self._inputs)
@@ -193,7 +193,7 @@ class Intake:
             raise InvalidInput("a field of the form is not UTF-8") from None
         for ref in inputs:
             self._names.add(ref.name)
-        return Form(
+        return UploadForm(
             exec=fields.get("exec") or None,
             args=parse_args(fields["args"]) if "args" in fields else (),
             timeout_s=parse_timeout(fields["timeout_s"]) if "timeout_s" in fields else None,
@@ -232,7 +232,7 @@ class _Names:
 class _Files:
     """The files of one upload on disk. In threads, one at a time."""
 
-    def __init__(self, place: Place | None) -> None:
+    def __init__(self, place: UploadFolder | None) -> None:
         self._place = place
         self.made = False
         self.records: list[InputRecord] = []

@@ -27,7 +27,7 @@ from typing import Self
 from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
 from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
 from tasuki.blobs.resumable_uploads import PREFIX, Partials, is_named
-from tasuki.blobs.stream_check import Intake, WholeBlobs
+from tasuki.blobs.stream_check import StreamCheck, WholeBlobs
 from tasuki.errors import Corrupt, DiskFull, InvalidInput, NotFound
 
 __all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]
@@ -86,7 +86,7 @@ class FolderBlobs(WholeBlobs):
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
     ) -> FolderWriter:
-        intake = Intake(sha256, size_bytes, self.max_blob_bytes)
+        intake = StreamCheck(sha256, size_bytes, self.max_blob_bytes)
         if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
             taken = self._partials.take(resume_key, intake)
             if taken is not None:
@@ -273,7 +273,7 @@ class FolderWriter:
     def __init__(
         self,
         store: FolderBlobs,
-        intake: Intake,
+        intake: StreamCheck,
         generation: int,
         descriptor: int,
         path: Path,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tasuki.blobs.disk import disk_full_as_error
-from tasuki.blobs.stream_check import Intake
+from tasuki.blobs.stream_check import StreamCheck
 
 __all__ = ["PARTIAL_GRACE_S", "PREFIX", "Partials"]
 
@@ -28,13 +28,13 @@ READ_BYTES = 1024 * 1024
 KNOWN_MAX = 256  # put aside by this process, and not to be read again; a hash takes a few hundred bytes
 
 
-class _Known(NamedTuple):
+class _PartFile(NamedTuple):
     """What a file held when it was put aside, and how to tell that nobody has touched it since."""
 
     inode: int
     size_bytes: int
     written_ns: int
-    intake: Intake
+    intake: StreamCheck
 
 
 class Partials:
@@ -43,9 +43,9 @@ class Partials:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()  # for the table; never held over I/O
-        self._known: OrderedDict[Path, _Known] = OrderedDict()
+        self._known: OrderedDict[Path, _PartFile] = OrderedDict()
 
-    def take(self, resume_key: str, intake: Intake) -> tuple[int, Path] | None:
+    def take(self, resume_key: str, intake: StreamCheck) -> tuple[int, Path] | None:
         """(descriptor, path) of the file, locked, with `intake` told what it holds; None while another writes it."""
         name = hashlib.sha256(f"{resume_key}\0{intake.sha256}".encode(errors="backslashreplace")).hexdigest()
         path = self._folder / (PREFIX + name)
@@ -59,12 +59,12 @@ class Partials:
             raise
         return descriptor, path
 
-    def put_aside(self, descriptor: int, path: Path, intake: Intake) -> None:
+    def put_aside(self, descriptor: int, path: Path, intake: StreamCheck) -> None:
         """Its writer stops here. Gives the lock back."""
         try:
             status = os.fstat(descriptor)
             with self._lock:
-                self._known[path] = _Known(status.st_ino, status.st_size, status.st_mtime_ns, intake)
+                self._known[path] = _PartFile(status.st_ino, status.st_size, status.st_mtime_ns, intake)
                 if len(self._known) > KNOWN_MAX:
                     self._known.popitem(last=False)
         finally:
@@ -109,7 +109,7 @@ class Partials:
                 raise
             os.close(descriptor)  # who had it before has published or dropped it since it was opened
 
-    def _take_in(self, descriptor: int, path: Path, intake: Intake) -> None:
+    def _take_in(self, descriptor: int, path: Path, intake: StreamCheck) -> None:
         status = os.fstat(descriptor)
         if status.st_size > (intake.announced_bytes or 0) or not stat.S_ISREG(status.st_mode):
             os.ftruncate(descriptor, 0)
@@ -131,6 +131,6 @@ def is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _read(descriptor: int, intake: Intake) -> None:
+def _read(descriptor: int, intake: StreamCheck) -> None:
     while chunk := os.pread(descriptor, READ_BYTES, intake.size_bytes):
         intake.take(memoryview(chunk))

@@ -7,10 +7,10 @@ import hashlib
 from tasuki.blobs.blob import BlobReader, BlobRef, BlobWriter, check_sha256
 from tasuki.errors import Corrupt, InvalidInput, TooLarge
 
-__all__ = ["Intake", "WholeBlobs"]
+__all__ = ["StreamCheck", "WholeBlobs"]
 
 
-class Intake:
+class StreamCheck:
     """Counts and hashes what comes in, and holds it against the announcement and the limit."""
 
     def __init__(self, sha256: str | None, size_bytes: int | None, max_blob_bytes: int) -> None:
@@ -32,7 +32,7 @@ class Intake:
         if self.announced_bytes is not None and size_bytes > self.announced_bytes:
             raise Corrupt(f"a blob announced with {self.announced_bytes} bytes has {size_bytes} or more")
 
-    def go_on(self, before: Intake) -> None:
+    def go_on(self, before: StreamCheck) -> None:
         """From where another one was, of the same bytes."""
         self.size_bytes = before.size_bytes
         self._hash = before._hash

@@ -166,7 +166,7 @@ async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate
     from tasuki.agent.app import Agent
     from tasuki.agent.input_sources import open_inputs
     from tasuki.cli import exit_codes
-    from tasuki.cli.server_process import Events, Stop, renew_on_hangup
+    from tasuki.cli.server_process import Events, StopSignals, renew_on_hangup
     from tasuki.config import fault_point
 
     lost = asyncio.Event()
@@ -176,7 +176,7 @@ async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate
     agent = Agent(
         config, incarnation, keeper=keeper, registry=registry, inputs=inputs, fault=fault, on_lost=lambda error: lost.set()
     )
-    events, stop = Events(json=door.json), Stop(hurry=agent.hurry)
+    events, stop = Events(json=door.json), StopSignals(hurry=agent.hurry)
     try:
         address = await agent.start(door.address, certificate.context if certificate is not None else None)
         if certificate is not None:

@@ -11,7 +11,7 @@ from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.agent.settings import AgentConfig
-    from tasuki.agent.store_registry import SharedRegistry
+    from tasuki.agent.store_registry import StoreRegistry
     from tasuki.dispatcher.registry import DispatcherRegistry
 
 APP = "tasuki-agents"  # not that of servers, whose Redis it may be
@@ -91,16 +91,16 @@ def place_of(url: str | None, results: str | None, app: str, advertise: str | No
     return RegistryPlace(url, results or "", app, advertise or "", lease_ttl_s)
 
 
-def make(place: RegistryPlace, config: AgentConfig, incarnation: str, tls_ca: str | None) -> SharedRegistry:
+def make(place: RegistryPlace, config: AgentConfig, incarnation: str, tls_ca: str | None) -> StoreRegistry:
     """One agent's part in the registry; nothing is opened yet."""
-    from tasuki.agent.claim_journal import ClaimNotes
+    from tasuki.agent.claim_journal import ClaimJournal
     from tasuki.agent.remote_results import Peers
-    from tasuki.agent.store_registry import SharedRegistry
+    from tasuki.agent.store_registry import StoreRegistry
     from tasuki.cli.server_process import new_server_id
     from tasuki.cli.store_client import StoreAddress, guest_places
     from tasuki.net.tls import client_tls
     from tasuki.server.server import ServerConfig
-    from tasuki.server.store_client import Share
+    from tasuki.server.store_client import StoreClient
 
     server = ServerConfig(
         server_id=new_server_id(),
@@ -110,9 +110,9 @@ def make(place: RegistryPlace, config: AgentConfig, incarnation: str, tls_ca: st
         host=config.node,
     )
     places = guest_places(StoreAddress(place.url, place.app, place.results), config.data / "registry")
-    return SharedRegistry(
-        Share(places, server),
-        ClaimNotes(config.data),
+    return StoreRegistry(
+        StoreClient(places, server),
+        ClaimJournal(config.data),
         node=config.node,
         incarnation=incarnation,
         ttl_s=place.lease_ttl_s,
@@ -127,13 +127,13 @@ def make_for_dispatcher(place: RegistryPlace) -> DispatcherRegistry:
     from tasuki.cli.store_client import StoreAddress, guest_places
     from tasuki.dispatcher.registry import DispatcherRegistry
     from tasuki.server.server import ServerConfig
-    from tasuki.server.store_client import Share
+    from tasuki.server.store_client import StoreClient
 
     nowhere = Path()  # a dispatcher has no folder, and without duties nothing is kept in one
     places = guest_places(StoreAddress(place.url, place.app, place.results), nowhere)
 
-    def share() -> Share:
+    def share() -> StoreClient:
         server = ServerConfig(server_id=new_server_id(), data=nowhere, lease_ttl_s=place.lease_ttl_s, host=host_name())
-        return Share(places, server, duties=False)
+        return StoreClient(places, server, duties=False)
 
     return DispatcherRegistry(share, name=host_name(), ttl_s=place.lease_ttl_s)

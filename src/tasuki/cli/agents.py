@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tasuki.cli import exit_codes
-from tasuki.cli.connect import Place, read_token
+from tasuki.cli.connect import Destination, read_token
 from tasuki.cli.output import Output
 from tasuki.core.address import AGENTS
 from tasuki.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
-    from tasuki.client.failover import AgentResult, AsyncAgentsClient, Progress
+    from tasuki.client.failover import AgentResult, AsyncAgentsClient, RunProgress
 
 # Fields of a job that need a server, with their options.
 NEEDS_A_SERVER = {
@@ -38,14 +38,14 @@ NEEDS_A_SERVER = {
 USUAL_PRIORITY = 5
 
 
-def address_of(place: Place) -> str:
+def address_of(place: Destination) -> str:
     """--to, else TASUKI_URL."""
     from tasuki.config import default_url
 
     return place.to or default_url() or ""
 
 
-def meant(place: Place, hedge: float | None, give_up_after: float | None) -> bool:
+def meant(place: Destination, hedge: float | None, give_up_after: float | None) -> bool:
     """Whether the command goes to node agents; options that are theirs alone go nowhere else."""
     if address_of(place).startswith(AGENTS):
         return True
@@ -55,7 +55,7 @@ def meant(place: Place, hedge: float | None, give_up_after: float | None) -> boo
     return False
 
 
-def open_client(place: Place) -> AsyncAgentsClient:
+def open_client(place: Destination) -> AsyncAgentsClient:
     """Its breakers are remembered in the data folder."""
     from tasuki.client.failover import AsyncAgentsClient
     from tasuki.config import data_folder
@@ -67,7 +67,12 @@ def open_client(place: Place) -> AsyncAgentsClient:
 
 
 def run_on_agents(
-    place: Place, fields: dict[str, Any], output_file: Path | None, output: Output, hedge_s: float | None, limit_s: float | None
+    place: Destination,
+    fields: dict[str, Any],
+    output_file: Path | None,
+    output: Output,
+    hedge_s: float | None,
+    limit_s: float | None,
 ) -> int:
     """The exit code of `tasuki run`."""
     _check(fields)
@@ -84,7 +89,12 @@ def _check(fields: dict[str, Any]) -> None:
 
 
 async def _run(
-    place: Place, fields: dict[str, Any], output_file: Path | None, output: Output, hedge_s: float | None, limit_s: float | None
+    place: Destination,
+    fields: dict[str, Any],
+    output_file: Path | None,
+    output: Output,
+    hedge_s: float | None,
+    limit_s: float | None,
 ) -> int:
     from tasuki.cli import archive
 
@@ -164,7 +174,7 @@ async def _cancel(client: AsyncAgentsClient, job_id: str, output: Output) -> Non
         output.hint(f"the job may go on at {'; '.join(unsure)}")
 
 
-def _words(progress: Progress) -> str:
+def _words(progress: RunProgress) -> str:
     if progress.stage == "run":
         done = "" if progress.fraction is None else f" {progress.fraction:.0%}"
         return f"runs at {progress.node}{done} {progress.message}".rstrip()

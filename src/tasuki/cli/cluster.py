@@ -8,7 +8,7 @@ import typer
 
 from tasuki.cli import options
 from tasuki.cli.command import command
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.output import Output, table
 
 WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="As tasuki workers shows it.")]
@@ -30,7 +30,7 @@ def servers(
     json: options.Json = False,
 ) -> None:
     """The servers that are alive on this store."""
-    rows = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("servers"))
+    rows = with_client(Destination(to, data, token_file, tls_ca), lambda client: client.request("servers"))
     head = ("SERVER", "LEADS", "WORKERS", "ADDRESSES")
     Output(json=json).show(
         rows,
@@ -57,7 +57,7 @@ def workers(
     json: options.Json = False,
 ) -> None:
     """The workers that are connected, to whichever server."""
-    rows = with_client(Place(to, data, token_file, tls_ca), lambda client: client.workers())
+    rows = with_client(Destination(to, data, token_file, tls_ca), lambda client: client.workers())
     Output(json=json).show(rows, lambda: worker_lines(rows))
 
 
@@ -92,7 +92,7 @@ def detach(
     json: options.Json = False,
 ) -> None:
     """Give a worker no more work. What it runs goes on."""
-    _set("detach", worker_id, reason, Place(to, data, token_file, tls_ca), json=json)
+    _set("detach", worker_id, reason, Destination(to, data, token_file, tls_ca), json=json)
 
 
 def attach(
@@ -104,10 +104,10 @@ def attach(
     json: options.Json = False,
 ) -> None:
     """Give a detached worker work again."""
-    _set("attach", worker_id, "", Place(to, data, token_file, tls_ca), json=json)
+    _set("attach", worker_id, "", Destination(to, data, token_file, tls_ca), json=json)
 
 
-def _set(verb: str, worker_id: str, reason: str, place: Place, *, json: bool) -> None:
+def _set(verb: str, worker_id: str, reason: str, place: Destination, *, json: bool) -> None:
     answer = with_client(place, lambda client: client.request(verb, worker_id=worker_id, reason=reason))
     word = "detached" if verb == "detach" else "attached"
     told = f"worker {worker_id} is {word}" if answer["changed"] else f"worker {worker_id} was {word} before"

@@ -27,7 +27,7 @@ LISTENING_NAME = "listening"
 STDIN = "-"
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a command goes, as the user said it."""
 
     to: str | None = None
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     tls_ca: str | None = None
 
 
-def with_client(place: Place, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
+def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """Connect, do the work, leave."""
     from tasuki.cli.store_client import guest, is_store, store_of
     from tasuki.client import AsyncClient
@@ -55,7 +55,7 @@ def with_client(place: Place, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     return asyncio.run(main())
 
 
-def find_server(place: Place) -> tuple[str | None, str]:
+def find_server(place: Destination) -> tuple[str | None, str]:
     """The address, if one was given, and the token for it (empty for the unix socket of the same user)."""
     from tasuki.config import data_folder, default_url
 

@@ -11,7 +11,7 @@ import typer
 
 from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command, make_app
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.job import ASK_MAX, PAGE, UNSUCCESSFUL, explain_lines, find_all
 from tasuki.cli.output import Output, plain, table, when
 from tasuki.errors import InvalidInput, NotFound
@@ -63,7 +63,7 @@ def list_dead(
         raise InvalidInput(f"--limit must be at least 1, got {limit}")
     filter = _filter(subject, app)
     views, following = with_client(
-        Place(to, data, token_file, tls_ca), lambda client: find_all(client, filter, limit=limit, cursor=cursor)
+        Destination(to, data, token_file, tls_ca), lambda client: find_all(client, filter, limit=limit, cursor=cursor)
     )
     letters = [_letter(view) for view in views]
     output = Output(json=json, quiet=quiet)
@@ -88,7 +88,7 @@ def show(
             raise NotFound(f"job {job_id[:128]!r} is {view['state']}, not a dead letter; see: tasuki explain {job_id[:128]}")
         return _letter(view) | await client.explain(job_id)
 
-    told = with_client(Place(to, data, token_file, tls_ca), work)
+    told = with_client(Destination(to, data, token_file, tls_ca), work)
 
     def human() -> Iterable[str]:
         head, *rest = explain_lines(told)
@@ -140,7 +140,7 @@ def retry(
             output.progress(f"{len(done)} job(s)")
         return done, left
 
-    done, left = with_client(Place(to, data, token_file, tls_ca), work)
+    done, left = with_client(Destination(to, data, token_file, tls_ca), work)
 
     def human() -> Iterable[str]:
         yield from done if dry_run else ()

@@ -104,7 +104,7 @@ def dev_cert(
     if not 1 <= days <= LEAF_DAYS_MAX:
         raise ConfigError(f"--days must be 1 to {LEAF_DAYS_MAX}, got {days}")
     wanted = all_names(names or ())
-    files = Files(out)
+    files = CertificateFiles(out)
     if not force:
         files.refuse_existing()
     authority = Authority.of(files)
@@ -127,7 +127,7 @@ def dev_cert(
     output.hint("for development: whoever has ca-key.pem can stand for any server, to those who trust ca.pem")
 
 
-def told(files: Files, names: Sequence[str], ends: datetime) -> list[str]:
+def told(files: CertificateFiles, names: Sequence[str], ends: datetime) -> list[str]:
     """What a person reads: the files, and how they are used."""
     ca, cert, key = (shlex.quote(str(path)) for path in (files.ca, files.cert, files.key))
     host = next((name for name in names if name not in OWN_NAMES and "*" not in name), OWN_NAMES[0])
@@ -141,7 +141,7 @@ def told(files: Files, names: Sequence[str], ends: datetime) -> list[str]:
     ]
 
 
-class Files(NamedTuple):
+class CertificateFiles(NamedTuple):
     """What lies in the folder."""
 
     folder: Path
@@ -177,7 +177,7 @@ class Authority(NamedTuple):
     new: bool = False
 
     @classmethod
-    def of(cls, files: Files) -> Authority:
+    def of(cls, files: CertificateFiles) -> Authority:
         """The one that is there, else a new one."""
         there = [path for path in (files.ca, files.ca_key) if path.exists()]
         if len(there) == 1:
@@ -201,7 +201,7 @@ class Authority(NamedTuple):
                 "which all who trust the old one must be given"
             )
 
-    def issue(self, files: Files, names: Sequence[str], begins: datetime, ends: datetime) -> None:
+    def issue(self, files: CertificateFiles, names: Sequence[str], begins: datetime, ends: datetime) -> None:
         """Sign a new key for these names. Both files are replaced."""
         with _workshop(files.folder, f"tasuki {names[0]}"[:SUBJECT_MAX_CHARACTERS], names) as place:
             Path(place, "issued").touch()

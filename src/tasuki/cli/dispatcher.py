@@ -156,13 +156,13 @@ def _config(
 
 
 async def _main(config: DispatcherConfig, door: _Door) -> int:
-    from tasuki.cli.server_process import Events, Stop, renew_on_hangup
+    from tasuki.cli.server_process import Events, StopSignals, renew_on_hangup
     from tasuki.dispatcher.app import Dispatcher
 
     certificate = door.certificate
     registry = agent_registry.make_for_dispatcher(door.registry) if door.registry is not None else None
     dispatcher = Dispatcher(config, registry)
-    events, stop = Events(json=door.json), Stop(hurry=dispatcher.hurry)
+    events, stop = Events(json=door.json), StopSignals(hurry=dispatcher.hurry)
     try:
         address = await dispatcher.start(door.address, certificate.context if certificate is not None else None)
         if certificate is not None:

@@ -15,7 +15,7 @@ import typer
 
 from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
-from tasuki.cli.connect import Place, find_server, listening, owner_of
+from tasuki.cli.connect import Destination, find_server, listening, owner_of
 from tasuki.cli.output import Output, table
 from tasuki.errors import TasukiError
 
@@ -83,7 +83,7 @@ def doctor(
     from tasuki.config import data_folder
 
     folder = data_folder(data)
-    place = Place(to, data, token_file, tls_ca)
+    place = Destination(to, data, token_file, tls_ca)
     checks: list[Callable[[], Finding]] = [
         _python,
         _sqlite,
@@ -243,7 +243,7 @@ def _as_whom(kind: str) -> str:
     return "as its own user, without a token" if kind == "node" else f"with a token of kind {kind}"
 
 
-def _server(place: Place, folder: DataFolder) -> Finding:
+def _server(place: Destination, folder: DataFolder) -> Finding:
     """Connect as a client would, but never start a server for it."""
     import asyncio
 

@@ -23,7 +23,7 @@ from tasuki.errors import InvalidInput, Unavailable
 if TYPE_CHECKING:
     from tasuki.cli.store_client import StoreAddress
     from tasuki.config import DataFolder
-    from tasuki.server.cluster import Together
+    from tasuki.server.cluster import Cluster
     from tasuki.server.server import Server
 
 LOOK_S = 0.02
@@ -108,7 +108,7 @@ async def _alone(folder: DataFolder, blobs: str, retention_s: float, timeout_s: 
     """SQLite: whoever owns the folder leads it."""
     from tasuki.cli.connect import owner_of
     from tasuki.cli.server_process import host_name, new_server_id
-    from tasuki.server.assembly import Places, make_server
+    from tasuki.server.assembly import StorageLocations, make_server
     from tasuki.server.server import ServerConfig
 
     if not folder.database.exists():
@@ -116,10 +116,10 @@ async def _alone(folder: DataFolder, blobs: str, retention_s: float, timeout_s: 
     if owner := owner_of(folder):
         return {"led": False, "leader": f"the server of {folder.root} ({owner})"}
     config = ServerConfig(server_id=new_server_id(), data=folder.root, retention_s=retention_s, host=host_name())
-    return await _lead_once(make_server(Places(folder, blobs=blobs), config), None, timeout_s)
+    return await _lead_once(make_server(StorageLocations(folder, blobs=blobs), config), None, timeout_s)
 
 
-async def _lead_once(server: Server, company: Together | None, timeout_s: float) -> dict[str, Any]:
+async def _lead_once(server: Server, company: Cluster | None, timeout_s: float) -> dict[str, Any]:
     await server.start()
     try:
         async with asyncio.timeout(timeout_s):

@@ -9,7 +9,7 @@ import typer
 
 from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.output import Output, plain, table, when
 from tasuki.errors import InvalidInput, NotFound
 
@@ -61,7 +61,7 @@ def status(
 
     Shows those that are found; exit 3 if others are not.
     """
-    views, unknown = with_client(Place(to, data, token_file, tls_ca), lambda client: _statuses(client, job_ids))
+    views, unknown = with_client(Destination(to, data, token_file, tls_ca), lambda client: _statuses(client, job_ids))
     output = Output(json=json)
 
     def human() -> Iterable[str]:
@@ -130,7 +130,7 @@ def list_jobs(
         raise InvalidInput(f"--limit must be at least 1, got {limit}")
     filter = _filter(states=_states(state), subject=subject, array_id=array, worker_id=worker, text=text)
     jobs, following = with_client(
-        Place(to, data, token_file, tls_ca), lambda client: find_all(client, filter, limit=limit, cursor=cursor)
+        Destination(to, data, token_file, tls_ca), lambda client: find_all(client, filter, limit=limit, cursor=cursor)
     )
     output = Output(json=json, quiet=quiet)
     head = ("JOB", "STATE", "SUBJECT", "EXEC", "ATTEMPT", "PROGRESS", "CREATED", "ERROR")
@@ -196,7 +196,7 @@ def cancel(
 
     Waiting ones are canceled at once, running ones when their worker has stopped them; one that has ended stays as it is.
     """
-    answer = with_client(Place(to, data, token_file, tls_ca), lambda client: client.cancel(job_ids, reason))
+    answer = with_client(Destination(to, data, token_file, tls_ca), lambda client: client.cancel(job_ids, reason))
 
     def human() -> Iterable[str]:
         for job_id, what in answer.items():
@@ -221,7 +221,7 @@ def explain(
     json: options.Json = False,
 ) -> None:
     """Why a job stands where it stands, and what befell it."""
-    told = with_client(Place(to, data, token_file, tls_ca), lambda client: client.explain(job_id))
+    told = with_client(Destination(to, data, token_file, tls_ca), lambda client: client.explain(job_id))
 
     Output(json=json).show(told, lambda: explain_lines(told))
 
@@ -273,7 +273,7 @@ def retry(
         return answers
 
     output = Output(json=json, quiet=quiet)
-    answers = with_client(Place(to, data, token_file, tls_ca), work)
+    answers = with_client(Destination(to, data, token_file, tls_ca), work)
     done = [job_id for job_id, what in answers.items() if what["done"]]
 
     def human() -> Iterable[str]:

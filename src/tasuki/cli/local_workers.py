@@ -39,7 +39,7 @@ def worker_options(
     )
 
 
-class Workforce:
+class LocalWorkers:
     """Keeps `count` workers alive between `start` and `drain`."""
 
     def __init__(self, count: int, options: Sequence[str], events: Events) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from tasuki.cli import options
 from tasuki.cli.command import command
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.output import Output, encode_json, write_line
 from tasuki.errors import InvalidInput
 
@@ -66,14 +66,14 @@ def logs(
     async def work(client: AsyncClient) -> None:
         from tasuki.client.logs import LogFollower
 
-        told = Told(output)
+        told = LogPrinter(output)
         first = functools.partial(LogFollower, offset=offset or 0, tail_bytes=tail, on_progress=told.progress)
         await show([first(client, job_id, name) for name in streams], follow, told)
 
-    with_client(Place(to, data, token_file, tls_ca), work)
+    with_client(Destination(to, data, token_file, tls_ca), work)
 
 
-class Told:
+class LogPrinter:
     """Puts parts of logs where they belong, and says beside them what a reader should know."""
 
     def __init__(self, output: Output) -> None:
@@ -105,7 +105,7 @@ def _write(stream: str, data: bytes) -> None:
     target.flush()
 
 
-async def _show(followers: list[LogFollower], follow: bool, told: Told) -> None:
+async def _show(followers: list[LogFollower], follow: bool, told: LogPrinter) -> None:
     async def one(follower: LogFollower) -> None:
         async for part in follower.parts(follow=follow):
             if told.output.json:
@@ -125,7 +125,7 @@ async def _show(followers: list[LogFollower], follow: bool, told: Told) -> None:
             await one(follower)
 
 
-async def _show_all(followers: list[LogFollower], follow: bool, told: Told) -> None:
+async def _show_all(followers: list[LogFollower], follow: bool, told: LogPrinter) -> None:
     texts: dict[str, str] = dict.fromkeys(BOTH, "")
     for follower in followers:
         pieces = [part.text async for part in follower.parts(follow=follow)]

@@ -11,7 +11,7 @@ import typer
 
 from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
-from tasuki.cli.connect import Place
+from tasuki.cli.connect import Destination
 from tasuki.cli.output import Output, table
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def nodes(
     A node that failed is left out for 30 s, and until three health checks in a row were good; each look of this command is one.
     Exits with 5 if no node takes jobs.
     """
-    place = Place(to, data, token_file, tls_ca)
+    place = Destination(to, data, token_file, tls_ca)
     return asyncio.run(_nodes(place, Output(json=json), interval if watch else None))
 
 
-async def _nodes(place: Place, output: Output, interval: float | None) -> int:
+async def _nodes(place: Destination, output: Output, interval: float | None) -> int:
     from tasuki.cli.agents import open_client
     from tasuki.core.failover.events import WAY_IN
 

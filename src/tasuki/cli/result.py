@@ -11,7 +11,7 @@ import typer
 
 from tasuki.cli import exit_codes, options
 from tasuki.cli.command import command
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.output import Output
 from tasuki.errors import InvalidInput
 
@@ -62,7 +62,7 @@ def result(
     if stdout and json:
         raise InvalidInput("--stdout writes the result itself; it cannot stand with --json")
     output = Output(json=json)
-    place = Place(to, data, token_file, tls_ca)
+    place = Destination(to, data, token_file, tls_ca)
     return with_client(place, lambda client: _result(client, job_id, output_file, extract, stdout, timeout, output))
 
 

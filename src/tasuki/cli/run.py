@@ -17,7 +17,7 @@ import typer
 
 from tasuki.cli import exit_codes, options
 from tasuki.cli.command import TAKES_A_COMMAND, command
-from tasuki.cli.connect import STDIN, Place, with_client
+from tasuki.cli.connect import STDIN, Destination, with_client
 from tasuki.cli.output import Output
 from tasuki.errors import TasukiError, Unavailable
 
@@ -124,7 +124,7 @@ def run(
         retry_exit=retry_exit,
     )
     fields.update(job_id=job_id, files=check_files(files))
-    place = Place(to, data, token_file, tls_ca)
+    place = Destination(to, data, token_file, tls_ca)
     if agents.meant(place, hedge, give_up_after):
         return agents.run_on_agents(place, fields, output_file, output, hedge, give_up_after)
     if payload_file is None and token_file != STDIN:
@@ -191,10 +191,10 @@ class _Streaming:
     def __init__(
         self, client: AsyncClient, job_id: str, ending: asyncio.Future[JobResult], stop: _Interrupts, output: Output
     ) -> None:
-        from tasuki.cli.logs import BOTH, Told
+        from tasuki.cli.logs import BOTH, LogPrinter
         from tasuki.client.logs import LogFollower
 
-        self._told = Told(output)
+        self._told = LogPrinter(output)
         self._stop = stop
         self._followers = [LogFollower(client, job_id, name, on_progress=self._told.progress) for name in BOTH]
         self._tasks = [asyncio.ensure_future(self._follow(follower, ending)) for follower in self._followers]

@@ -185,11 +185,11 @@ def server(
 
 
 async def _main(listen: Listen) -> int:
-    from tasuki.cli.server_process import Events, Opened, Stop, hosted
+    from tasuki.cli.server_process import Events, RunningServer, StopSignals, hosted
 
-    events, stop = Events(json=listen.json), Stop()
+    events, stop = Events(json=listen.json), StopSignals()
 
-    async def until_stopped(opened: Opened) -> None:
+    async def until_stopped(opened: RunningServer) -> None:
         opened.renew_on_hangup()
         root = str(listen.folder.root)
         events.tell("ready", f"data {root}", data=root, token_file=str(listen.folder.token_file))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tasuki.config import Address, DataFolder
     from tasuki.doors.http.door import HttpDoor
     from tasuki.doors.tls import ServerCertificate
-    from tasuki.server.presigned import Direct
+    from tasuki.server.presigned import PresignedTransfers
     from tasuki.server.server import Server
 
 logger = logging.getLogger("tasuki.server")
@@ -82,7 +82,7 @@ class Events:
             write_line(text)
 
 
-class Stop:
+class StopSignals:
     """Signals. The first asks for an orderly end; the second hurries what is still under way, or ends the process at once if
     there is nothing to hurry; after HURRY_S, or at a third, the process is gone in any case.
     """
@@ -191,11 +191,11 @@ def _check_places(listen: Listen) -> None:
         check_redis_driver()
 
 
-class Opened:
+class RunningServer:
     """A server whose listeners are open."""
 
     def __init__(
-        self, server: Server, listen: Listen, certificate: ServerCertificate | None, direct: Direct | None = None
+        self, server: Server, listen: Listen, certificate: ServerCertificate | None, direct: PresignedTransfers | None = None
     ) -> None:
         from tasuki.doors.tcp import TcpDoor
 
@@ -262,7 +262,7 @@ def _renew(certificate: ServerCertificate) -> None:
         logger.error("the certificate stays as it was: %s", error.message)
 
 
-def _http_door(server: Server, listen: Listen, direct: Direct | None) -> HttpDoor | None:
+def _http_door(server: Server, listen: Listen, direct: PresignedTransfers | None) -> HttpDoor | None:
     """FastAPI is imported here, not before: it takes longer than all the rest."""
     try:
         import fastapi  # noqa: F401
@@ -297,12 +297,12 @@ async def _check_ports(addresses: tuple[Address, ...]) -> None:
         await probe.wait_closed()
 
 
-async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], Awaitable[None]]) -> None:
+async def hosted(listen: Listen, events: Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:
     """A server that is open while `while_open` lasts."""
     from tasuki.config import fault_point
     from tasuki.doors.tls import ServerCertificate
     from tasuki.errors import ConfigError
-    from tasuki.server.assembly import Places, kill_at, make_server, open_direct, prepare_folder
+    from tasuki.server.assembly import StorageLocations, kill_at, make_server, open_direct, prepare_folder
     from tasuki.server.server import ServerConfig
 
     check(listen)
@@ -319,7 +319,7 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
         blob_budget_bytes=listen.blob_budget_bytes,
         host=host_name(),
     )
-    places = Places(
+    places = StorageLocations(
         listen.folder,
         listen.store,
         listen.blobs,
@@ -343,7 +343,7 @@ async def hosted(listen: Listen, events: Events, while_open: Callable[[Opened], 
     try:
         if direct is not None:
             await direct.check()
-        opened = Opened(server, listen, certificate, direct)
+        opened = RunningServer(server, listen, certificate, direct)
         await opened.reopen()
         for address in (*opened.addresses, *([opened.http_address] if opened.http_address is not None else ())):
             events.tell("listening", str(address), address=str(address), pid=os.getpid())

@@ -16,10 +16,10 @@ from tasuki.cli.output import Output
 from tasuki.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from tasuki.testing.sim.cases import Case, Failure, Tried
+    from tasuki.testing.sim.cases import Case, CaseFailure, Tried
     from tasuki.testing.sim.history import AnyLine
     from tasuki.testing.sim.options import SimOptions
-    from tasuki.testing.sim.seed_runner import Many, Summary
+    from tasuki.testing.sim.seed_runner import SeedRunner, Summary
     from tasuki.testing.sim.shrink import Shrunk
 
 STORES = ("memory", "sqlite", "mixed")
@@ -72,7 +72,7 @@ def sim(
 ) -> int:
     """Whole systems under faults, simulated and judged."""
     from tasuki.testing.sim.cases import switched_off
-    from tasuki.testing.sim.seed_runner import Many
+    from tasuki.testing.sim.seed_runner import SeedRunner
 
     if [seed is None, seeds is None, case is None].count(False) != 1:
         raise InvalidInput("give --seed N for one seed, --seeds N for many, or --case FILE for a saved one")
@@ -82,7 +82,7 @@ def sim(
         if trace or shrink or history or save:
             raise InvalidInput("--trace, --shrink, --history and --save are for one seed: use --seed or --case")
         every = SQLITE_EVERY if store == "mixed" else 0
-        wanted = Many(first=from_, count=seeds, options=chosen, sqlite_every=every, without=without, cover=cover)
+        wanted = SeedRunner(first=from_, count=seeds, options=chosen, sqlite_every=every, without=without, cover=cover)
         return _many(wanted, processes, output)
     one = _One(_case(seed, case, chosen, mixed=store == "mixed"), output, trace=trace)
     with switched_off(without):
@@ -186,12 +186,12 @@ class _One:
         write(self.lines, file)
         _write(path, file.getvalue())
 
-    def _shrink(self, failure: Failure) -> Shrunk:
+    def _shrink(self, failure: CaseFailure) -> Shrunk:
         from tasuki.testing.sim.shrink import same_failure, shrink
 
         still_fails, runs = same_failure(self.case, failure.what), 0
 
-        def counted(options: Any, plan: Any) -> Failure | None:
+        def counted(options: Any, plan: Any) -> CaseFailure | None:
             nonlocal runs
             runs += 1
             left = f"{len(plan.faults)} faults and {len(plan.operations)} operations"
@@ -253,7 +253,7 @@ def _write(path: Path, data: bytes) -> None:
 # ---------------------------------------------------------------------------------------------------- many
 
 
-def _many(wanted: Many, processes: int | None, output: Output) -> int:
+def _many(wanted: SeedRunner, processes: int | None, output: Output) -> int:
     from tasuki.testing.sim.seed_runner import run_many
 
     def heard(summary: Summary) -> None:

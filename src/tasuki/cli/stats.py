@@ -12,7 +12,7 @@ import typer
 from tasuki.cli import options
 from tasuki.cli.cluster import worker_lines
 from tasuki.cli.command import command
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.output import Output, table
 from tasuki.errors import InvalidInput
 
@@ -59,7 +59,7 @@ def stats(
                 return
             await asyncio.sleep(interval)
 
-    with_client(Place(to, data, token_file, tls_ca), work)
+    with_client(Destination(to, data, token_file, tls_ca), work)
 
 
 async def _progress(client: AsyncClient) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.server.assembly import Places
+    from tasuki.server.assembly import StorageLocations
     from tasuki.server.server import Server
 
 logger = logging.getLogger("tasuki.direct")
@@ -51,17 +51,17 @@ def store_of(url: str) -> StoreAddress:
     return StoreAddress(url, wanted("TASUKI_APP"), wanted("TASUKI_BLOBS", ""), wanted("TASUKI_COORDINATION", ""))
 
 
-def guest_places(address: StoreAddress, folder: Path) -> Places:
+def guest_places(address: StoreAddress, folder: Path) -> StorageLocations:
     from tasuki.config import DataFolder, check_app
     from tasuki.core.app import DEFAULT_APP
-    from tasuki.server.assembly import Places
+    from tasuki.server.assembly import StorageLocations
 
     if not is_store(address.url):
         scheme = address.url.partition("://")[0][:40]
         raise ConfigError(
             f"{scheme}://… is no store that servers share; use redis://host:6379/0 or postgresql://user@host/database"
         )
-    return Places(
+    return StorageLocations(
         DataFolder(folder),
         address.url,
         address.blobs,

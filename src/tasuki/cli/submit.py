@@ -11,7 +11,7 @@ import typer
 
 from tasuki.cli import exit_codes, options
 from tasuki.cli.command import TAKES_A_COMMAND, command
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.output import Output
 from tasuki.errors import InvalidInput
 
@@ -93,7 +93,7 @@ def submit(
     )
     inputs = check_files(files)
     output = Output(json=json, quiet=quiet)
-    place = Place(to, data, token_file, tls_ca)
+    place = Destination(to, data, token_file, tls_ca)
     if array:
         elements = array_elements(parse_array(array), fields["args"])
         return with_client(place, lambda client: _submit_many(client, fields, inputs, job_id, elements, wait, output))

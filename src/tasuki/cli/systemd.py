@@ -14,14 +14,14 @@ SYSTEMCTL_TIMEOUT_S = 60.0
 _plain = re.compile(r"[A-Za-z0-9_@+=:,./\[\]>*~-]+").fullmatch
 
 
-class Said(NamedTuple):
+class SystemctlResult(NamedTuple):
     """How systemctl ended."""
 
     code: int
     text: str
 
 
-def systemctl(*arguments: str) -> Said | None:
+def systemctl(*arguments: str) -> SystemctlResult | None:
     """`systemctl --user …`; None where there is no such program."""
     program = shutil.which("systemctl")
     if program is None:
@@ -37,8 +37,8 @@ def systemctl(*arguments: str) -> Said | None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Said(-1, str(error))
-    return Said(done.returncode, (done.stdout or done.stderr).strip())
+        return SystemctlResult(-1, str(error))
+    return SystemctlResult(done.returncode, (done.stdout or done.stderr).strip())
 
 
 def version() -> int:

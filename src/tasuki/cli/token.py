@@ -9,7 +9,7 @@ import typer
 
 from tasuki.cli import options
 from tasuki.cli.command import command, make_app
-from tasuki.cli.connect import Place, with_client
+from tasuki.cli.connect import Destination, with_client
 from tasuki.cli.output import Output, table, when
 from tasuki.errors import InvalidInput
 
@@ -81,7 +81,7 @@ def create(
         "created_at": now,
         "expires_at": expires_at,
     }
-    with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.create", **row))
+    with_client(Destination(to, data, token_file, tls_ca), lambda client: client.request("token.create", **row))
     output = Output(json=json)
     output.show({"token_id": token_id, "kind": kind, "token": secret, "expires_at": expires_at}, lambda: [secret])
     output.hint(f"token {token_id} ({kind}) made; this is the only time that it is shown")
@@ -124,7 +124,7 @@ def enroll(
         "created_at": now,
         "expires_at": now + ENROL_TOKEN_S,
     }
-    with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.create", **row))
+    with_client(Destination(to, data, token_file, tls_ca), lambda client: client.request("token.create", **row))
     output = Output(json=json)
     output.show({"token_id": token_id, "kind": "enrol", "token": secret, "expires_at": row["expires_at"]}, lambda: [secret])
     output.hint(f"token {token_id} (enrol, for {' '.join(scopes)}) made; it is good for one registration within 15 minutes")
@@ -148,7 +148,7 @@ def list_tokens(
     json: options.Json = False,
 ) -> None:
     """All tokens, without their secrets."""
-    rows = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.list"))
+    rows = with_client(Destination(to, data, token_file, tls_ca), lambda client: client.request("token.list"))
     head = ("ID", "KIND", "STATE", "EXPIRES", "WORKER", "SCOPE", "LABEL")
 
     def cells(row: dict[str, Any]) -> tuple[object, ...]:
@@ -181,7 +181,7 @@ def revoke(
     if (token_id is None) == (worker_id is None):
         raise InvalidInput("say which: a token's ID, or --worker-id ID")
     verb, params = ("token.revoke", {"token_id": token_id}) if token_id else ("worker.revoke", {"worker_id": worker_id})
-    answer = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request(verb, **params))
+    answer = with_client(Destination(to, data, token_file, tls_ca), lambda client: client.request(verb, **params))
     ended = [token_id] if token_id else answer["revoked"]
     Output(json=json).show(answer, lambda: [f"token {one} is revoked" for one in ended])
 
@@ -195,7 +195,7 @@ def audit(
     json: options.Json = False,
 ) -> None:
     """Who made and revoked which token, and when. The newest first."""
-    rows = with_client(Place(to, data, token_file, tls_ca), lambda client: client.request("token.audit", limit=limit))
+    rows = with_client(Destination(to, data, token_file, tls_ca), lambda client: client.request("token.audit", limit=limit))
     head = ("WHEN", "WHO", "DID", "TOKEN", "DETAIL")
 
     def human() -> list[str]:

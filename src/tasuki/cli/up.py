@@ -20,8 +20,8 @@ from tasuki.cli.server import DEFAULT_TCP, App, Insecure, NoTcp, Tcp, TlsCert, T
 from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from tasuki.cli.local_workers import Workforce
-    from tasuki.cli.server_process import Events, Listen, Opened, Stop
+    from tasuki.cli.local_workers import LocalWorkers
+    from tasuki.cli.server_process import Events, Listen, RunningServer, StopSignals
     from tasuki.config import DataFolder
     from tasuki.server.server import Server
 
@@ -109,16 +109,16 @@ def up(
 
 
 async def _main(listen: Listen, workers: int, words: tuple[str, ...], until_idle: bool) -> int:
-    from tasuki.cli.local_workers import Workforce
-    from tasuki.cli.server_process import Events, Stop, hosted
+    from tasuki.cli.local_workers import LocalWorkers
+    from tasuki.cli.server_process import Events, StopSignals, hosted
 
     events = Events(json=listen.json)
     socket = f"unix://{listen.folder.socket}"
     place = ("--to", socket, "--data", str(listen.folder.root), "--log-level", "warning")
-    workforce = Workforce(workers, (*place, "--subject", ">", "--any-program", *words), events)
-    stop = Stop(hurry=workforce.hurry)
+    workforce = LocalWorkers(workers, (*place, "--subject", ">", "--any-program", *words), events)
+    stop = StopSignals(hurry=workforce.hurry)
 
-    async def work(opened: Opened) -> None:
+    async def work(opened: RunningServer) -> None:
         await _work(opened, listen.folder, workforce, stop, events, until_idle)
 
     deadline = asyncio.get_running_loop().time() + (OWNER_WAIT_S if until_idle else 0.0)
@@ -146,7 +146,9 @@ async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
     return False
 
 
-async def _work(opened: Opened, folder: DataFolder, workforce: Workforce, stop: Stop, events: Events, until_idle: bool) -> None:
+async def _work(
+    opened: RunningServer, folder: DataFolder, workforce: LocalWorkers, stop: StopSignals, events: Events, until_idle: bool
+) -> None:
     """Between the moment when all listeners are open and the moment when the server may close."""
     workforce.start()
     _greet(events, folder, opened, until_idle)
@@ -163,7 +165,7 @@ async def _work(opened: Opened, folder: DataFolder, workforce: Workforce, stop: 
     await workforce.drain()
 
 
-async def _idle(opened: Opened) -> None:
+async def _idle(opened: RunningServer) -> None:
     """Returns when there has been neither a client nor a running job for IDLE_S, with the door shut.
 
     Who comes later finds no socket and starts a server of their own, which waits until we have left the folder.
@@ -196,7 +198,7 @@ def _busy(server: Server) -> bool:
     return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)
 
 
-def _greet(events: Events, folder: DataFolder, opened: Opened, until_idle: bool) -> None:
+def _greet(events: Events, folder: DataFolder, opened: RunningServer, until_idle: bool) -> None:
     events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
     if until_idle:
         return

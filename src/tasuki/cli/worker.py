@@ -20,7 +20,7 @@ from tasuki.cli.store_client import StoreAddress, is_store
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.cli.worker_login import Admission
+    from tasuki.cli.worker_login import WorkerLogin
     from tasuki.config import Address, DataFolder
     from tasuki.worker import Worker
     from tasuki.worker.execs import Exec
@@ -165,7 +165,7 @@ def worker(
     """
     from tasuki.cli import log
     from tasuki.cli.app_worker import AppWorker
-    from tasuki.cli.worker_login import Wish, admitted, unadmitted
+    from tasuki.cli.worker_login import LoginOptions, admitted, unadmitted
     from tasuki.config import data_folder
 
     log.configure(log_level, json=json)
@@ -174,7 +174,7 @@ def worker(
     url, addresses, over_http = where_to(to, folder)
     execs = allowed_execs(config, exec_ or [])
     patterns = wanted_patterns(app, subject or [], execs, any_program=any_program, over_http=over_http)
-    wish = Wish(folder.root, token_file, enroll_file, worker_id, tls_ca, patterns)
+    wish = LoginOptions(folder.root, token_file, enroll_file, worker_id, tls_ca, patterns)
     with unadmitted(wish) if only_check == OPTIONS else admitted(addresses, wish) as admission:
         made = AppWorker(
             url,
@@ -208,7 +208,7 @@ def where_to(to: str | None, folder: DataFolder) -> tuple[str, list[Address], bo
     return url, addresses, any(address.http for address in addresses)
 
 
-def run_admitted(made: Worker, admission: Admission, *, until_stdin_ends: bool) -> None:
+def run_admitted(made: Worker, admission: WorkerLogin, *, until_stdin_ends: bool) -> None:
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, args=(made,), name="tasuki-stdin", daemon=True).start()
     with admission.way_back():

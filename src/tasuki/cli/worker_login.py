@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from tasuki.cli.connect import STDIN, read_token
 from tasuki.config import enrol_variable
-from tasuki.core.access import TOKEN_PREFIXES, Kind, covers
+from tasuki.core.access import TOKEN_PREFIXES, PeerKind, covers
 from tasuki.core.address import Address
 from tasuki.core.subject import app_subject
 from tasuki.errors import ConfigError, Unauthorized, Unavailable
-from tasuki.worker.credentials import Credential, Seat, Token
+from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.outbox_files import FOLDER as ENDINGS_FOLDER
 
 SECRET_MAX_CHARS = 512
@@ -34,7 +34,7 @@ WAYS = "TASUKI_ENROLL or --enroll-file for an enrol token (tasuki token enroll),
 logger = logging.getLogger("tasuki.worker")
 
 
-class Wish(NamedTuple):
+class LoginOptions(NamedTuple):
     """What the command line says of who the worker is."""
 
     data: Path
@@ -46,12 +46,12 @@ class Wish(NamedTuple):
     """What it is to take; none: whatever its credential is for."""
 
 
-class Admission(NamedTuple):
+class WorkerLogin(NamedTuple):
     """As whom it comes in. With a `seat` that has a credential, the token is renewed in time."""
 
     token: str = ""
     worker_id: str | None = None
-    seat: Seat | None = None
+    seat: CredentialFile | None = None
     patterns: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -81,40 +81,40 @@ def _scope_flags(scope: Sequence[str]) -> str:
 
 
 @contextmanager
-def admitted(addresses: Sequence[Address], wish: Wish) -> Iterator[Admission]:
+def admitted(addresses: Sequence[Address], wish: LoginOptions) -> Iterator[WorkerLogin]:
     """For as long as the worker runs: nobody else on this data folder is the same worker meanwhile."""
     with ExitStack() as stack:
         if not addresses:  # straight from a store, which asks for no token
-            yield Admission("", wish.worker_id, None, wish.patterns)
+            yield WorkerLogin("", wish.worker_id, None, wish.patterns)
             return
         token = read_token(wish.token_file)
         if not addresses[0].http:
             by_variable = enrol_variable() and not token and addresses[0].scheme != "unix"  # there nobody needs a token
             if wish.enroll_file is not None or by_variable:
                 raise ConfigError(f"a worker enrols over http:// or https://, not over {addresses[0].scheme}://; use {WAYS}")
-            yield Admission(token, wish.worker_id, None, wish.patterns)
+            yield WorkerLogin(token, wish.worker_id, None, wish.patterns)
             return
         enrol_token = _enrol_token(wish.enroll_file)
         if token and enrol_token:
             raise ConfigError("there are an enrol token and a worker token; give one: an enrolled worker gets a token of its own")
         if token and wish.worker_id:
-            yield Admission(token, wish.worker_id, None, wish.patterns)
+            yield WorkerLogin(token, wish.worker_id, None, wish.patterns)
             return
-        seat = stack.enter_context(Seat(wish.data, addresses[0]))
+        seat = stack.enter_context(CredentialFile(wish.data, addresses[0]))
         yield _by_hand(seat, token, wish) if token else _enrolled(seat, enrol_token, addresses, wish)
 
 
 @contextmanager
-def unadmitted(wish: Wish) -> Iterator[Admission]:
+def unadmitted(wish: LoginOptions) -> Iterator[WorkerLogin]:
     """For a worker that is not going to run: no token is looked for, and none is spent."""
-    yield Admission("", wish.worker_id, None, wish.patterns)
+    yield WorkerLogin("", wish.worker_id, None, wish.patterns)
 
 
-def _by_hand(seat: Seat, token: str, wish: Wish) -> Admission:
+def _by_hand(seat: CredentialFile, token: str, wish: LoginOptions) -> WorkerLogin:
     """Its results that wait on disk are offered by its next start: so its id lasts, though nobody has chosen one."""
     if seat.path.exists():
         logger.warning("the token of TASUKI_TOKEN or --token-file is used, and not the credential in %s", seat.path)
-    return Admission(token, seat.worker_id(_host()), seat, wish.patterns)
+    return WorkerLogin(token, seat.worker_id(_host()), seat, wish.patterns)
 
 
 def _host() -> str:
@@ -124,7 +124,7 @@ def _host() -> str:
 # ---------------------------------------------------------------------------------------------------- enrolled
 
 
-def _enrolled(seat: Seat, enrol_token: str, addresses: Sequence[Address], wish: Wish) -> Admission:
+def _enrolled(seat: CredentialFile, enrol_token: str, addresses: Sequence[Address], wish: LoginOptions) -> WorkerLogin:
     credential = seat.load()
     if credential is None:
         credential = _enrol(seat, enrol_token or _asked(addresses[0]), addresses, wish)
@@ -139,10 +139,10 @@ def _enrolled(seat: Seat, enrol_token: str, addresses: Sequence[Address], wish: 
             "leave --worker-id out, or give that worker a folder of its own with --data"
         )
     _check_scope(seat, credential, wish.patterns)
-    return Admission(credential.token.secret, credential.worker_id, seat, wish.patterns or credential.scope)
+    return WorkerLogin(credential.token.secret, credential.worker_id, seat, wish.patterns or credential.scope)
 
 
-def _enrol(seat: Seat, enrol_token: str, addresses: Sequence[Address], wish: Wish) -> Credential:
+def _enrol(seat: CredentialFile, enrol_token: str, addresses: Sequence[Address], wish: LoginOptions) -> Credential:
     """Spend the enrol token; what comes of it is on disk when this returns."""
     from tasuki.net import client_tls
     from tasuki.net.enrol import register
@@ -151,7 +151,7 @@ def _enrol(seat: Seat, enrol_token: str, addresses: Sequence[Address], wish: Wis
     asked_at = time.time()
     told = asyncio.run(register(addresses, client_tls(wish.tls_ca), enrol_token, socket.gethostname()[:200]))
     expires_at = asked_at + told.ttl_seconds
-    token = Token(secret=told.worker_token, token_id=told.token_id, issued_at=asked_at, expires_at=expires_at)
+    token = CredentialToken(secret=told.worker_token, token_id=told.token_id, issued_at=asked_at, expires_at=expires_at)
     credential = Credential(server=str(seat.address), worker_id=told.worker_id, scope=told.scope, token=token)
     try:
         seat.save(credential)
@@ -164,7 +164,7 @@ def _enrol(seat: Seat, enrol_token: str, addresses: Sequence[Address], wish: Wis
     return credential
 
 
-def _is_over(credential: Credential, addresses: Sequence[Address], wish: Wish) -> bool:
+def _is_over(credential: Credential, addresses: Sequence[Address], wish: LoginOptions) -> bool:
     """Whether none of its tokens is good any more. If nobody can be asked, it stays what it is."""
     from tasuki.net import client_tls
     from tasuki.net.enrol import is_good
@@ -194,7 +194,7 @@ def _miss_results(data: Path, worker_id: str) -> None:
         )
 
 
-def _check_scope(seat: Seat, credential: Credential, patterns: Sequence[str]) -> None:
+def _check_scope(seat: CredentialFile, credential: Credential, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if credential.scope and not any(covers(allowed, pattern) for allowed in credential.scope):
             raise ConfigError(
@@ -233,7 +233,7 @@ def _asked(address: Address) -> str:
 def _check_kind(enrol_token: str) -> None:
     if len(enrol_token) > SECRET_MAX_CHARS or not enrol_token.isascii() or not enrol_token.isprintable():
         raise ConfigError("what was given as an enrol token is none; make one at the server with: tasuki token enroll")
-    prefix = TOKEN_PREFIXES[Kind.ENROL]
+    prefix = TOKEN_PREFIXES[PeerKind.ENROL]
     if not enrol_token.startswith(prefix):
         other = next((kind for kind, start in TOKEN_PREFIXES.items() if enrol_token.startswith(start)), "unknown")
         raise ConfigError(f"an enrol token begins with {prefix}, and this is one of kind {other}; use {WAYS}")

@@ -69,7 +69,7 @@ def add_to(below: typer.Typer, worker: Callable[..., Any]) -> None:
         no credential yet enrols first. A password is never written: see EnvironmentFile in the unit.
         """
         told = options_of(context, COMMAND_LINE, ENVIRONMENT)
-        wish = Wish(name, force, dry_run, _flags(context), told, {**given, "json": False}, bool(given.get("json")))
+        wish = InstallOptions(name, force, dry_run, _flags(context), told, {**given, "json": False}, bool(given.get("json")))
         raise typer.Exit(run_framed(lambda: install(wish, worker), wish.json))
 
     take_parameters(install_command, worker)
@@ -77,7 +77,7 @@ def add_to(below: typer.Typer, worker: Callable[..., Any]) -> None:
     command(below, "uninstall", examples=["tasuki worker uninstall", "tasuki worker uninstall --name render"])(uninstall)
 
 
-class Wish(NamedTuple):
+class InstallOptions(NamedTuple):
     """What the command line says."""
 
     name: str | None
@@ -99,7 +99,7 @@ def _flags(context: typer.Context) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------- install
 
 
-def install(wish: Wish, worker: Callable[..., Any]) -> None:
+def install(wish: InstallOptions, worker: Callable[..., Any]) -> None:
     """Check, enrol, write, start."""
     from tasuki.config import data_folder
 
@@ -171,7 +171,7 @@ def _check_secrets(told: Mapping[str, Any], file: Path) -> None:
             )
 
 
-def _is_new(wish: Wish, folder: DataFolder) -> bool:
+def _is_new(wish: InstallOptions, folder: DataFolder) -> bool:
     """Whether it has to be let in first: then it is better to ask now, while a person is here."""
     from tasuki.cli.store_client import is_store
     from tasuki.config import default_url, enrol_variable, parse_url
@@ -209,7 +209,7 @@ def _write(path: Path, text: str) -> bool:
 # ---------------------------------------------------------------------------------------------------- the unit
 
 
-def unit_text(wish: Wish, folder: DataFolder, path: Path) -> str:
+def unit_text(wish: InstallOptions, folder: DataFolder, path: Path) -> str:
     """The unit file."""
     drain_s = float(wish.told.get("drain_timeout", DRAIN_S))
     words = [sys.executable, "-P", "-m", "tasuki", "worker", *_arguments(wish, folder, drain_s)]
@@ -249,7 +249,7 @@ def unit_text(wish: Wish, folder: DataFolder, path: Path) -> str:
     )
 
 
-def _arguments(wish: Wish, folder: DataFolder, drain_s: float) -> Iterator[str]:
+def _arguments(wish: InstallOptions, folder: DataFolder, drain_s: float) -> Iterator[str]:
     """The options as the service gives them: paths absolute, and named what a shell's environment said."""
     told = {name: value for name, value in wish.told.items() if name not in NOT_IN_THE_UNIT}
     told["data"] = folder.root

@@ -30,7 +30,7 @@ def add_to(below: typer.Typer) -> None:
     command(below, "status", examples=examples)(status)
 
 
-class Found(NamedTuple):
+class WorkerReport(NamedTuple):
     """One worker. `said` is None if only its results are left."""
 
     worker_id: str
@@ -70,13 +70,13 @@ def status(data: options.Data = None, json: options.Json = False) -> int:
 # ---------------------------------------------------------------------------------------------------- what there is
 
 
-def workers_of(root: Path) -> list[Found]:
+def workers_of(root: Path) -> list[WorkerReport]:
     """Those that have said something, and those whose results wait."""
     from tasuki.worker.status import read_all
 
     waiting = _results_waiting(root)
-    said = [Found(one.worker_id, one, waiting.pop(one.worker_id, 0)) for one in read_all(root)]
-    return [*said, *(Found(worker_id, None, count) for worker_id, count in waiting.items() if count)]
+    said = [WorkerReport(one.worker_id, one, waiting.pop(one.worker_id, 0)) for one in read_all(root)]
+    return [*said, *(WorkerReport(worker_id, None, count) for worker_id, count in waiting.items() if count)]
 
 
 def _results_waiting(root: Path) -> dict[str, int]:
@@ -130,7 +130,7 @@ def services_here() -> Iterator[dict[str, str]]:
 # ---------------------------------------------------------------------------------------------------- how it is told
 
 
-def _described(found: Found) -> dict[str, Any]:
+def _described(found: WorkerReport) -> dict[str, Any]:
     import msgspec
 
     said: dict[str, Any] = {} if found.said is None else msgspec.to_builtins(found.said)
@@ -138,7 +138,7 @@ def _described(found: Found) -> dict[str, Any]:
 
 
 def _told(
-    root: Path, found: list[Found], aside: int, tokens: list[dict[str, Any]], services: list[dict[str, str]]
+    root: Path, found: list[WorkerReport], aside: int, tokens: list[dict[str, Any]], services: list[dict[str, str]]
 ) -> Iterator[str]:
     if not found:
         yield f"no worker has run on {root}; --data says another folder"
@@ -153,7 +153,7 @@ def _told(
         yield f"service {service['unit']}: {service['active']} ({service['sub']})"
 
 
-def _worker_lines(found: Found) -> Iterator[str]:
+def _worker_lines(found: WorkerReport) -> Iterator[str]:
     said = found.said
     wait = f"{found.results_waiting} result(s) wait on disk"
     if said is None or found.state == GONE:

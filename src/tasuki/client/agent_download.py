@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 import msgspec
 
 from tasuki.client.agent_answers import Elsewhere, Refusing, refusal_of
-from tasuki.core.failover.events import Ended, Refusal
+from tasuki.core.failover.events import JobEnded, Refusal
 from tasuki.net.http.transport import CutOff
 
 try:
@@ -116,10 +116,10 @@ def _claim(path: Path, flags: int) -> PartFile | None:
 # ---------------------------------------------------------------------------------------------------- the download
 
 
-class Result(msgspec.Struct, frozen=True):
+class DownloadedResult(msgspec.Struct, frozen=True):
     """A result that lies in a file, whole and verified."""
 
-    ended: Ended
+    ended: JobEnded
     sha256: str
     size_bytes: int
     cached: bool
@@ -139,7 +139,7 @@ class Download:
         self._answered = False
         self._total: int | None = None
         self._sha256 = ""
-        self._ended = Ended("succeeded", 0)
+        self._ended = JobEnded("succeeded", 0)
         self._cached = False
 
     def __enter__(self) -> Self:
@@ -229,9 +229,9 @@ class Download:
         self._sha256 = found[1] if found else ""
         self._cached = response.headers.get("tasuki-cache") == "hit"
         outcome = response.headers.get("tasuki-outcome", "succeeded")
-        self._ended = Ended(outcome, 0 if outcome == "succeeded" else None)
+        self._ended = JobEnded(outcome, 0 if outcome == "succeeded" else None)
 
-    def whole(self, node: str) -> Result:
+    def whole(self, node: str) -> DownloadedResult:
         """All answers are over: is it what was announced?"""
         assert self._part is not None
         digest = self._hash.hexdigest()
@@ -243,4 +243,4 @@ class Download:
         self._part.file.flush()
         if not zipfile.is_zipfile(self._part.file):
             raise Refusing(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))
-        return Result(self._ended, digest, self.have, self._cached, self._part)
+        return DownloadedResult(self._ended, digest, self.have, self._cached, self._part)

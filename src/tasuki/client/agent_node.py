@@ -16,9 +16,9 @@ from urllib.parse import quote
 import msgspec
 
 from tasuki.client.agent_answers import Elsewhere, NotOurs, Refusing, refusal_of
-from tasuki.client.agent_download import Download, Result
+from tasuki.client.agent_download import Download, DownloadedResult
 from tasuki.client.agent_inputs import RESUMED_BYTES, found_inputs, put_missing
-from tasuki.client.agent_upload import Form, Telling, Upload
+from tasuki.client.agent_upload import RunForm, Telling, Upload
 from tasuki.config import Address, parse_url
 from tasuki.core.failover.events import TOKEN_STATUSES, JobSays, Refusal
 from tasuki.core.failover.node_ranking import Capacity
@@ -142,7 +142,7 @@ class AgentNode:
 
     async def post(
         self, job_id: str, upload: Upload, target: Path, telling: Telling, *, limit_s: float, ask_from_bytes: int | None
-    ) -> Result:
+    ) -> DownloadedResult:
         """Run it there and collect its result; `limit_s` is how long the answer may take. A redirect is followed, once.
 
         Files from `ask_from_bytes` on are asked for first, and not sent if they are there; None: it keeps none. Large ones are
@@ -162,7 +162,7 @@ class AgentNode:
             async with self._led_by(led, f"/run/{quote(job_id)}", telling) as node:
                 return await node._post(sending)
 
-    async def _post_names(self, sending: _Sending, found: set[str]) -> Result:
+    async def _post_names(self, sending: _Sending, found: set[str]) -> DownloadedResult:
         await put_missing(self._transport, sending.upload, found, sending.telling, sending.limit_s)
         try:
             return await self._post(sending, by_name=True)
@@ -171,8 +171,8 @@ class AgentNode:
                 raise
         return await self._post(sending)  # it was cleaned away just now
 
-    async def _post(self, sending: _Sending, *, by_name: bool = False) -> Result:
-        form = Form(sending.upload, sending.telling, by_name=by_name)
+    async def _post(self, sending: _Sending, *, by_name: bool = False) -> DownloadedResult:
+        form = RunForm(sending.upload, sending.telling, by_name=by_name)
         headers = {"Content-Type": form.content_type, "Content-Length": str(form.size_bytes)}
         params = {"input": sending.upload.input} if sending.upload.input else {}
         path = f"/run/{quote(sending.job_id)}"
@@ -183,7 +183,7 @@ class AgentNode:
             with Download(sending.target, sending.job_id, sending.telling.heard) as download:
                 return await self._save(sending.job_id, download, posting)
 
-    async def fetch(self, job_id: str, target: Path, telling: Telling) -> Result:
+    async def fetch(self, job_id: str, target: Path, telling: Telling) -> DownloadedResult:
         """Collect the result that is there, from where an earlier process was with it. A redirect is followed, once."""
         with Download(target, job_id, telling.heard) as download:
             await asyncio.to_thread(download.take_up)
@@ -213,7 +213,7 @@ class AgentNode:
     def _stored(self, job_id: str, headers: dict[str, str]) -> Answer:
         return self._transport.answer("GET", f"/result/{quote(job_id)}", headers=headers, answer_s=READ_S)
 
-    async def _save(self, job_id: str, download: Download, asking: Answer) -> Result:
+    async def _save(self, job_id: str, download: Download, asking: Answer) -> DownloadedResult:
         """A result that was cut off goes on where it was, as long as there is more of it each time."""
         in_vain = 0
         while True:

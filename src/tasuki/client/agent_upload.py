@@ -100,7 +100,7 @@ class Telling(Protocol):
         ...
 
 
-class Form:
+class RunForm:
     """The body of one request. `pieces` can be used once. With `by_name` the node has the files, and gets their hashes."""
 
     def __init__(self, upload: Upload, telling: Telling, *, by_name: bool = False) -> None:

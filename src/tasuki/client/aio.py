@@ -22,13 +22,13 @@ from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.logs import LogFollower
 from tasuki.config import DataFolder, data_folder, default_url, find_token, parse_url
 from tasuki.core.client_machine import (
-    Answered,
-    Arrived,
     Call,
+    CallAnswered,
     ClientMachine,
     Command,
     Event,
     Failed,
+    ResultsArrived,
     Unsendable,
     Unwatch,
     Watch,
@@ -53,7 +53,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reconnect import Connect, believed
 from tasuki.errors import ConfigError, InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
-from tasuki.net import Line, client_tls
+from tasuki.net import ServerConnection, client_tls
 from tasuki.net.event_loop import now
 from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
@@ -97,7 +97,7 @@ class AsyncClient:
         self._closed = False
         self._last_problem = "no address was tried yet"
         self._tls_ca = tls_ca
-        self._line = Line(self._heard, client_tls(tls_ca))
+        self._line = ServerConnection(self._heard, client_tls(tls_ca))
         self._blobs = self._line.blobs
         self._submits = asyncio.Semaphore(SUBMITS_AT_ONCE)
         self.welcome: Welcome | None = None
@@ -181,13 +181,13 @@ class AsyncClient:
         match command:
             case Send():
                 self._send(command.message)
-            case Arrived():
+            case ResultsArrived():
                 handles = self._handles
                 for item in command.items:
                     handle = handles.pop(item.job_id, None)
                     if handle is not None:
                         handle.settle(item)
-            case Answered():
+            case CallAnswered():
                 answer = self._tickets.get(command.ticket)
                 if answer is not None:
                     answer(command.answer, command.error)

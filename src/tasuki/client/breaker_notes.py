@@ -32,7 +32,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     """When it was written, in Unix time; the note's own times count from there."""
 
 
-class _File(msgspec.Struct):
+class _BreakerFile(msgspec.Struct):
     nodes: dict[str, _Line] = {}
 
 
@@ -78,16 +78,16 @@ class BreakerNotes:
         fresh = {node: line for node, line in latest if now - line.at < FORGET_S}
         temporary = self._path.with_name(f"{NAME}.{secrets.token_hex(4)}")
         try:
-            temporary.write_bytes(msgspec.json.encode(_File(fresh)))
+            temporary.write_bytes(msgspec.json.encode(_BreakerFile(fresh)))
             temporary.replace(self._path)
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _load(self) -> _File:
+    def _load(self) -> _BreakerFile:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=_File)
+            return msgspec.json.decode(self._path.read_bytes(), type=_BreakerFile)
         except (OSError, msgspec.DecodeError):  # none, or another version's
-            return _File()
+            return _BreakerFile()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:

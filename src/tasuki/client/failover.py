@@ -22,11 +22,11 @@ from tasuki.client.agent_answers import NotOurs, Refusing
 from tasuki.client.agent_node import AgentNode
 from tasuki.client.agent_upload import read_upload
 from tasuki.client.breaker_notes import BreakerNotes
-from tasuki.client.failover_run import AgentResult, AgentRun, Progress, keep
+from tasuki.client.failover_run import AgentResult, AgentRun, RunProgress, keep
 from tasuki.client.loop_thread import LoopThread
 from tasuki.config import find_token, parse_agents
 from tasuki.core.failover.breaker import DEFAULT_RULES, BreakerRules
-from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, Job, Ticked, not_trusted
+from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed, not_trusted
 from tasuki.core.failover.node_ranking import Nodes, Ranked
 from tasuki.core.ids import IdMaker, check_job_id
 from tasuki.errors import InvalidInput, TasukiError
@@ -34,7 +34,7 @@ from tasuki.net.event_loop import now
 from tasuki.net.http.transport import NotTrusted
 from tasuki.net.tls import client_tls
 
-__all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "Progress"]
+__all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "RunProgress"]
 
 log = logging.getLogger(__name__)
 REMOVED, NOT_KNOWN, STOPPING = "removed", "not known", "stopping"
@@ -104,7 +104,7 @@ class AsyncAgentsClient:
         hedge_s: float | None = None,
         patience_s: float = PATIENCE_S,
         silent_s: float = SILENT_S,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[RunProgress], None] | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> AgentResult:
         """Run one job, wherever that works, and save its ZIP as `output`.
@@ -124,7 +124,7 @@ class AsyncAgentsClient:
         upload = await asyncio.to_thread(read_upload, exec, args, files, timeout_s)
         if known is None:
             known = job_id is not None
-        job = Job(chosen, upload.input, known, limit_s, hedge_s, patience_s, silent_s)
+        job = FailoverJob(chosen, upload.input, known, limit_s, hedge_s, patience_s, silent_s)
         run = AgentRun(self, job, upload, target, on_progress, on_note)
         self._runs.add(run)
         try:
@@ -194,7 +194,7 @@ class AsyncAgentsClient:
             log.exception("%s could not be looked at", node)
             self.nodes.unwell(node, f"could not be looked at: {error!r}", now().monotonic)
         for run in list(self._runs):
-            run.hear(Ticked())
+            run.hear(TimePassed())
 
 
 class AgentsClient:

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from tasuki.client.agent_answers import Refusing
-from tasuki.client.agent_download import Result
+from tasuki.client.agent_download import DownloadedResult
 from tasuki.client.agent_inputs import LARGE_BYTES
 from tasuki.client.agent_node import AgentNode, JobView
 from tasuki.client.agent_upload import Upload
@@ -24,21 +24,21 @@ from tasuki.core.failover.events import (
     Command,
     Drop,
     Event,
+    FailoverJob,
     Fetch,
     Finish,
     GiveUp,
     Heard,
-    Job,
-    Led,
+    JobStatusHeard,
     Look,
     Lost,
     Post,
+    Redirected,
     Refused,
     Remove,
     Saved,
     Tell,
-    Ticked,
-    Told,
+    TimePassed,
     Untold,
     Uploaded,
     not_trusted,
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 HEARD_EVERY_S = 0.25
 
 
-class Progress(msgspec.Struct, frozen=True):
+class RunProgress(msgspec.Struct, frozen=True):
     """How far it is: of an upload or download in bytes, of a run as its program says."""
 
     stage: str
@@ -87,7 +87,7 @@ class AgentResult(msgspec.Struct, frozen=True):
         return self.outcome == "succeeded"
 
 
-class Company(Protocol):
+class SharedNodes(Protocol):
     """What all runs of a client share."""
 
     nodes: Nodes
@@ -111,11 +111,11 @@ class AgentRun:
 
     def __init__(
         self,
-        client: Company,
-        job: Job,
+        client: SharedNodes,
+        job: FailoverJob,
         upload: Upload,
         target: Path,
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: Callable[[RunProgress], None] | None,
         on_note: Callable[[str], None] | None,
     ) -> None:
         self._client = client
@@ -128,7 +128,7 @@ class AgentRun:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, DownloadedResult] = {}
         self._posts = 0
         self._ended: Finish | None = None
         self._error: BaseException | None = None
@@ -146,7 +146,7 @@ class AgentRun:
                     async with asyncio.timeout(max(0.0, wait_s)):
                         event = await self._events.get()
                 except TimeoutError:
-                    event = Ticked()
+                    event = TimePassed()
                 self._apply(event)
             return self._result()
         finally:
@@ -190,7 +190,7 @@ class AgentRun:
         """A defect in a request is the end of its run, and not a silence that the plan must find out about."""
         if not task.cancelled() and task.exception() is not None:
             self._error = task.exception()
-            self.hear(Ticked())
+            self.hear(TimePassed())
 
     async def _asked(self, command: Ask) -> None:
         try:
@@ -199,13 +199,13 @@ class AgentRun:
             alive = isinstance(error, Refusing) and bool(error.refusal.code) and error.refusal.status == 503
             self.hear(Untold(command.ticket, str(error), gone=isinstance(error, NoConnection), alive=alive))
             return
-        self.hear(Told(command.ticket, view.says if view is not None else None))
+        self.hear(JobStatusHeard(command.ticket, view.says if view is not None else None))
         if view is not None:
             self._running(command.node, view)
 
     def _running(self, node: str, view: JobView) -> None:
         if view.says.state == "running":
-            self.progress(Progress("run", node, fraction=view.fraction, message=view.message))
+            self.progress(RunProgress("run", node, fraction=view.fraction, message=view.message))
 
     async def _request(self, command: Post | Fetch) -> None:
         ticket = command.ticket
@@ -232,7 +232,7 @@ class AgentRun:
             self.hear(Lost(ticket, error.message))
         except (TasukiError, OSError) as error:  # of our own files: another node would be no better
             self._error = error if isinstance(error, TasukiError) else self._unwritable(error)
-            self.hear(Ticked())
+            self.hear(TimePassed())
         else:
             self._results[ticket] = result
             self.hear(Saved(ticket, result.ended))
@@ -248,7 +248,7 @@ class AgentRun:
             f"job {self._job.job_id}: its result cannot be saved as {str(self._target)!r}: {error.strerror or error}"
         )
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: RunProgress) -> None:
         if self._on_progress is not None:
             self._on_progress(progress)
 
@@ -300,7 +300,7 @@ class _Telling:
         self._told_at = 0.0
 
     def sent(self, done_bytes: int) -> None:
-        self._run.progress(Progress("upload", self._where, done_bytes, self._size_bytes))
+        self._run.progress(RunProgress("upload", self._where, done_bytes, self._size_bytes))
 
     def uploaded(self) -> None:
         self._run.hear(Uploaded(self._ticket))
@@ -309,8 +309,8 @@ class _Telling:
         if now().monotonic - self._told_at >= HEARD_EVERY_S or done_bytes == total_bytes:
             self._told_at = now().monotonic
             self._run.hear(Heard(self._ticket))
-            self._run.progress(Progress("download", self._where, done_bytes, total_bytes))
+            self._run.progress(RunProgress("download", self._where, done_bytes, total_bytes))
 
     def led(self, to: str) -> None:
         self._where, self.is_led = to, True
-        self._run.hear(Led(self._ticket, to))
+        self._run.hear(Redirected(self._ticket, to))

@@ -28,10 +28,10 @@ __all__ = [
     "LOCK_TTL_MAX_S",
     "MEMBER_TIMEOUT_S",
     "Busy",
+    "ClusterMember",
     "Coordination",
     "LiveMember",
     "Locked",
-    "Member",
     "View",
     "check_ttl",
 ]
@@ -42,7 +42,7 @@ FORGET_AFTER_S = 3600.0  # how long a dead member can still be looked at
 FORGET_BATCH = 100  # rows that one beat removes
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     """A process that says it is alive."""
 
     member_id: str
@@ -82,7 +82,7 @@ class Coordination(Protocol):
     """See the module's docstring for what holds for all verbs."""
 
     # -- members --------------------------------------------------------------------------------------------------
-    def beat(self, me: Member, *, seen: Mapping[str, int]) -> View:
+    def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         """Say that I am alive, and hear who else is. Call it every BEAT_INTERVAL_S.
 
         `seen` is member_id → the version of its info that the caller has; only what is new travels. My own info is written

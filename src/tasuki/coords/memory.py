@@ -13,9 +13,9 @@ from tasuki.coords.coordination import (
     LOCK_TTL_MAX_S,
     MEMBER_TIMEOUT_S,
     Busy,
+    ClusterMember,
     LiveMember,
     Locked,
-    Member,
     View,
     check_ttl,
 )
@@ -33,12 +33,12 @@ class MemoryCoordination:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._mutex = threading.Lock()
-        self._members: dict[str, tuple[float, Member]] = {}
+        self._members: dict[str, tuple[float, ClusterMember]] = {}
         self._locks: dict[str, _Lock] = {}
         self._detached: dict[str, tuple[str, str]] = {}
         """worker_id → (actor, reason)"""
 
-    def beat(self, me: Member, *, seen: Mapping[str, int]) -> View:
+    def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         with self._mutex:
             now = self._clock()
             self._members[me.member_id] = (now, self._written(me))
@@ -52,7 +52,7 @@ class MemoryCoordination:
                 frozenset(self._detached),
             )
 
-    def _written(self, me: Member) -> Member:
+    def _written(self, me: ClusterMember) -> ClusterMember:
         _, before = self._members.get(me.member_id, (0.0, me))
         same = (before.incarnation, before.version) == (me.incarnation, me.version)
         return msgspec.structs.replace(me, info=before.info) if same else me
@@ -114,7 +114,7 @@ class MemoryCoordination:
         """Nothing to give back; the others go on with this object."""
 
 
-def _told(member: Member, seen: Mapping[str, int]) -> LiveMember:
+def _told(member: ClusterMember, seen: Mapping[str, int]) -> LiveMember:
     return LiveMember(
         member_id=member.member_id,
         kind=member.kind,

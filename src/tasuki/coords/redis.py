@@ -23,9 +23,9 @@ from tasuki.coords.coordination import (
     LOCK_TTL_MAX_S,
     MEMBER_TIMEOUT_S,
     Busy,
+    ClusterMember,
     LiveMember,
     Locked,
-    Member,
     View,
     check_ttl,
 )
@@ -51,7 +51,7 @@ class RedisCoordination:
         self._closed = False
 
     # -- members --------------------------------------------------------------------------------------------------
-    def beat(self, me: Member, *, seen: Mapping[str, int]) -> View:
+    def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         mine = (me.member_id, me.incarnation, me.version, me.kind, me.schema_version, me.info)
         known = [part for item in seen.items() for part in item]
         live, detached = self._run("beat", *mine, MEMBER_TIMEOUT_S, FORGET_AFTER_S, FORGET_BATCH, *known)

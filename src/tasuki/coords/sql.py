@@ -19,9 +19,9 @@ from tasuki.coords.coordination import (
     LOCK_TTL_MAX_S,
     MEMBER_TIMEOUT_S,
     Busy,
+    ClusterMember,
     LiveMember,
     Locked,
-    Member,
     View,
     check_ttl,
 )
@@ -52,7 +52,7 @@ class SqlCoordination:
         self._closed = False
 
     # -- members --------------------------------------------------------------------------------------------------
-    def beat(self, me: Member, *, seen: Mapping[str, int]) -> View:
+    def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
         mine = {"member_id": me.member_id, "incarnation": me.incarnation, "version": me.version}
         if not self._change("beat_again", mine):
             self._change("beat_anew", {**mine, "kind": me.kind, "schema_version": me.schema_version, "info": me.info})

@@ -20,7 +20,7 @@ ENROL_TOKEN_S = 15 * 60.0
 WORKER_TOKEN_S = 7 * 86400.0  # of one that a worker got by registering; it asks for the next one in time
 
 
-class Kind(enum.StrEnum):
+class PeerKind(enum.StrEnum):
     """What a peer may be."""
 
     ADMIN = "admin"
@@ -35,7 +35,7 @@ class Kind(enum.StrEnum):
 class Identity(msgspec.Struct, frozen=True, gc=False):
     """Who a peer is, from its token or its uid; never from what it says in a message."""
 
-    kind: Kind
+    kind: PeerKind
     name: str
     """Stored with every job as its submitter: `token:<id>` or `uid:<number>`."""
     scope: tuple[str, ...] = ()
@@ -54,22 +54,22 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def admin(self) -> bool:
-        return self.kind in (Kind.ADMIN, Kind.NODE)
+        return self.kind in (PeerKind.ADMIN, PeerKind.NODE)
 
     def may_see(self, submitter: str, subject: str) -> bool:
         """Read the job's state, result and logs, cancel it, set it going again."""
-        if self.admin or (self.kind is Kind.CLIENT and submitter == self.name):
+        if self.admin or (self.kind is PeerKind.CLIENT and submitter == self.name):
             return True
-        return self.kind is Kind.CLIENT and any(matches(pattern, subject) for pattern in self.scope)
+        return self.kind is PeerKind.CLIENT and any(matches(pattern, subject) for pattern in self.scope)
 
     def check_submit(self, subject: str) -> None:
-        if self.kind is Kind.WORKER:
+        if self.kind is PeerKind.WORKER:
             raise Forbidden("a worker token cannot submit jobs; make one with: tasuki token create --kind client")
-        if self.kind is Kind.CLIENT and self.scope and not any(matches(pattern, subject) for pattern in self.scope):
+        if self.kind is PeerKind.CLIENT and self.scope and not any(matches(pattern, subject) for pattern in self.scope):
             raise Forbidden(f"this token may not submit to subject {subject!r}; its scope is {', '.join(self.scope)}")
 
     def check_worker(self) -> None:
-        if self.kind not in (Kind.WORKER, Kind.NODE):
+        if self.kind not in (PeerKind.WORKER, PeerKind.NODE):
             raise Forbidden(f"a {self.kind} token cannot run jobs; make one with: tasuki token create --kind worker")
 
     def check_worker_id(self, worker_id: str) -> None:
@@ -117,4 +117,4 @@ def identify(token: TokenRow | None, now_wall: float) -> Identity:
     if token.kind not in TOKEN_PREFIXES:
         raise Unauthorized(f"token {token.token_id} is of kind {token.kind!r}, which cannot come in here")
     name = f"token:{token.token_id}"
-    return Identity(Kind(token.kind), name, token.scope, token.token_id, token.expires_at, token.worker_id)
+    return Identity(PeerKind(token.kind), name, token.scope, token.token_id, token.expires_at, token.worker_id)

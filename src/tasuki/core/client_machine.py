@@ -78,7 +78,7 @@ class Unsendable(msgspec.Struct, frozen=True):
     error: TasukiError
 
 
-class Answered(msgspec.Struct, frozen=True):
+class CallAnswered(msgspec.Struct, frozen=True):
     """A call is over: an Accepted or the body of a Reply, or an error."""
 
     ticket: int
@@ -86,7 +86,7 @@ class Answered(msgspec.Struct, frozen=True):
     error: TasukiError | None = None
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class ResultsArrived(msgspec.Struct, frozen=True):
     """Jobs that were watched are terminal."""
 
     items: list[JobResult]
@@ -112,7 +112,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 Event = Opened | Received | Closed | Ticked | Call | Watch | Unwatch | Unsendable
-Command = Connect | Send | Hangup | Answered | Arrived | Welcomed | WatchRefused | Failed
+Command = Connect | Send | Hangup | CallAnswered | ResultsArrived | Welcomed | WatchRefused | Failed
 
 
 class _Waiting(msgspec.Struct):
@@ -188,7 +188,7 @@ class ClientMachine:
 
     def _call(self, call: Call) -> list[Command]:
         if self._error is not None:
-            return [Answered(call.ticket, error=self._error)]
+            return [CallAnswered(call.ticket, error=self._error)]
         self._msg_id += 1
         message = call.make(self._msg_id)
         lasting = call.lasting and safe_to_repeat(message)
@@ -209,7 +209,7 @@ class ClientMachine:
     def _unsendable(self, event: Unsendable) -> list[Command]:
         waiting = self._calls.pop(event.msg_id, None)
         if waiting is not None:
-            return [Answered(waiting.ticket, error=event.error)]
+            return [CallAnswered(waiting.ticket, error=event.error)]
         job_ids = self._watches.pop(event.msg_id, None)
         if job_ids is not None:
             return self._watch_refused(job_ids, event.error)
@@ -235,7 +235,7 @@ class ClientMachine:
                 watching = self._watching
                 for item in message.items:
                     watching.pop(item.job_id, None)
-                return [Arrived(message.items)]
+                return [ResultsArrived(message.items)]
             case Accepted():
                 return self._accepted(message)
             case Reply():
@@ -260,13 +260,13 @@ class ClientMachine:
         refused = {item.index for item in accepted.exceptions if item.code}
         watch = waiting.watch if not refused else [one for place, one in enumerate(waiting.watch) if place not in refused]
         self._watching.update(dict.fromkeys(watch))
-        return [Answered(waiting.ticket, accepted)]
+        return [CallAnswered(waiting.ticket, accepted)]
 
     def _replied(self, reply: Reply) -> list[Command]:
         if self._watches.pop(reply.corr_id, None) is not None:
             return []
         waiting = self._calls.pop(reply.corr_id, None)
-        return [Answered(waiting.ticket, reply.body)] if waiting is not None else []
+        return [CallAnswered(waiting.ticket, reply.body)] if waiting is not None else []
 
     def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
         assert self._conn is not None
@@ -311,7 +311,7 @@ class ClientMachine:
         del self._calls[message.corr_id]
         if not waiting.lasting and message.code == "UNAVAILABLE":  # going down, or a store that did not say: it may be done
             error = Unavailable(f"{error.message}; {NOT_KNOWN}")
-        return [Answered(waiting.ticket, error=error)]
+        return [CallAnswered(waiting.ticket, error=error)]
 
     def _watch_refused(self, job_ids: list[str], error: TasukiError) -> list[Command]:
         """One unknown id refuses a whole watch: ask one by one to find it."""
@@ -326,7 +326,7 @@ class ClientMachine:
         self._redial.due_at = None
         calls, self._calls = self._calls, {}
         watching, self._watching = list(self._watching), {}
-        commands: list[Command] = [Failed(error), *(Answered(waiting.ticket, error=error) for waiting in calls.values())]
+        commands: list[Command] = [Failed(error), *(CallAnswered(waiting.ticket, error=error) for waiting in calls.values())]
         return [*commands, WatchRefused(watching, error)] if watching else commands
 
     # ------------------------------------------------------------------------------------------------ time, connection
@@ -340,7 +340,7 @@ class ClientMachine:
             self._redial.lost(now.monotonic)
         lost = [msg_id for msg_id, waiting in self._calls.items() if waiting.said and not waiting.lasting]
         error = Unavailable(f"the connection to the server was lost before it answered ({event.reason}); {NOT_KNOWN}")
-        return [Answered(self._calls.pop(msg_id).ticket, error=error) for msg_id in lost]
+        return [CallAnswered(self._calls.pop(msg_id).ticket, error=error) for msg_id in lost]
 
     def _ticked(self, now: Now) -> list[Command]:
         due_at = self._redial.due_at

@@ -1,4 +1,4 @@
-"""The election of the one server that does the duties: `apply(event, now) -> commands`. Pure; one `Term` per server.
+"""The election of the one server that does the duties: `apply(event, now) -> commands`. Pure; one `Election` per server.
 
 Theory of operation. The coordination keeps a lock with a ttl, judged by its own clock; whoever gets the lock gets an epoch,
 higher than all before. That is a right to try, not yet to lead: the epoch counts when the store has registered it
@@ -37,7 +37,8 @@ with exactly one event, however long it takes (TakeOver with TookOver or Fenced)
 
 `Leading` has a renewal under way or not. Where it ends with one under way, it becomes `Awaiting` that answer instead of
 `Following` or `Resigned`: a lock that may have been renewed after all is given back. Every event looks at the time first: a
-leader whose time is over steps down before it hears anything else. `Fenced` of another epoch than the present one is old news,
+leader whose time is over steps down before it hears anything else. `EpochFenced` of another epoch than the present one is old
+news,
 and changes nothing.
 """
 
@@ -96,7 +97,7 @@ class Renewed(msgspec.Struct, frozen=True):
     asked_at: float
 
 
-class Fenced(msgspec.Struct, frozen=True):
+class EpochFenced(msgspec.Struct, frozen=True):
     """The store refused a write under this epoch: a newer one is registered. Final for that epoch."""
 
     epoch: int
@@ -181,12 +182,12 @@ class Resigned(msgspec.Struct, frozen=True):
     """Asks nothing any more."""
 
 
-Event = Ticked | Acquired | TookOver | Renewed | Fenced | Resign
+Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Resign
 Command = Acquire | TakeOver | Renew | Release | Lead | StepDown
 State = Following | Acquiring | TakingOver | Leading | Awaiting | Resigned
 
 
-class Term:
+class Election:
     """`now` is always the driver's monotonic clock (CLOCK_BOOTTIME), in seconds."""
 
     def __init__(self, holder: str, ttl_s: float = LOCK_TTL_S) -> None:
@@ -242,7 +243,7 @@ class Term:
                 commands += self._took_over(event, now)
             case Renewed():
                 commands += self._renewed(event, now)
-            case Fenced(epoch=epoch):
+            case EpochFenced(epoch=epoch):
                 commands += self._fenced(epoch, now)
             case Resign():
                 commands += self._resign(now)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tasuki.core.explain_past import again, fenced, times
-from tasuki.core.job import READY, TERMINAL, Incident, Job, State
+from tasuki.core.job import READY, TERMINAL, Job, JobIncident, State
 from tasuki.core.lifecycle import is_late, was_made
 from tasuki.core.store_messages import Takes
 from tasuki.core.subject import matches
@@ -26,7 +26,7 @@ Told = tuple[str, list[str], dict[str, Any]]
 """A word for programs, sentences, and facts."""
 
 
-class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
     """What is known besides the job itself."""
 
     workers: Sequence[Worker] = ()
@@ -40,7 +40,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     now_wall: float
 
 
-def explain(job: Job, incidents: Sequence[Incident], around: Surroundings) -> dict[str, Any]:
+def explain(job: Job, incidents: Sequence[JobIncident], around: ExplainContext) -> dict[str, Any]:
     """{"state", "because": sentences, "facts", "story": incidents}."""
     if job.state in READY:
         why, because, facts = _waiting(job, around)
@@ -65,7 +65,7 @@ def explain(job: Job, incidents: Sequence[Incident], around: Surroundings) -> di
 # ---------------------------------------------------------------------------------------------------- waiting
 
 
-def _waiting(job: Job, around: Surroundings) -> Told:
+def _waiting(job: Job, around: ExplainContext) -> Told:
     why, because, facts = _why_waiting(job, around)
     facts = {"workers": len(around.workers), "fitting_workers": [], **facts, "ahead": around.ahead, "priority": job.priority}
     if job.state is State.ORPHANED and job.lease is not None:
@@ -81,7 +81,7 @@ def _waiting(job: Job, around: Surroundings) -> Told:
     return why, because, facts
 
 
-def _why_waiting(job: Job, around: Surroundings) -> Told:
+def _why_waiting(job: Job, around: ExplainContext) -> Told:
     """The first thing that is in its way."""
     if is_late(job.not_after, around.now_wall):
         return "TOO_LATE", ["It is too late to start it, by its not_after: it is about to be skipped."], {}
@@ -153,7 +153,7 @@ def _other_kind(job: Job, fitting: Sequence[Worker]) -> Told:
     )
 
 
-def _its_turn(job: Job, fitting: Sequence[Worker], around: Surroundings) -> Told:
+def _its_turn(job: Job, fitting: Sequence[Worker], around: ExplainContext) -> Told:
     addressed = _addressed(job.spec.subject, fitting)
     fitting = [addressed] if addressed is not None else fitting
     free = _names([worker for worker in fitting if worker["credit"] > 0])
@@ -172,7 +172,7 @@ def _its_turn(job: Job, fitting: Sequence[Worker], around: Surroundings) -> Told
     )
 
 
-def _place_in_line(job: Job, around: Surroundings) -> str:
+def _place_in_line(job: Job, around: ExplainContext) -> str:
     """How many go before it, in its own band of priority and above."""
     line = ""
     if around.ahead:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tasuki.core.job import READY, Incident, Job, State
+from tasuki.core.job import READY, Job, JobIncident, State
 from tasuki.core.lifecycle import was_made
 
 ATTEMPTS_TOLD = 5  # earlier attempts in sentences, the latest ones; the facts have all
@@ -27,7 +27,7 @@ _EARLIER = {
 _LAST = ("dead_lettered", "canceled", "skipped")
 
 
-def again(job: Job, incidents: Sequence[Incident]) -> Told:
+def again(job: Job, incidents: Sequence[JobIncident]) -> Told:
     """Why this is not the first attempt, or why there is no further one: what became of each."""
     ended = _endings(incidents)
     facts: dict[str, Any] = {
@@ -53,7 +53,7 @@ def again(job: Job, incidents: Sequence[Incident]) -> Told:
     return because, facts
 
 
-def _endings(incidents: Sequence[Incident]) -> list[Incident]:
+def _endings(incidents: Sequence[JobIncident]) -> list[JobIncident]:
     """After which the job waited again, or had ended. An attempt that was resumed had not."""
     resumed = [incident for incident in incidents if incident.kind == "resumed"]
     return [
@@ -64,13 +64,13 @@ def _endings(incidents: Sequence[Incident]) -> list[Incident]:
     ]
 
 
-def _sentence(incident: Incident) -> str:
+def _sentence(incident: JobIncident) -> str:
     where = f" at {incident.worker_id}" if incident.worker_id else ""
     reason = f": {incident.reason}" if incident.reason else ""
     return f"Attempt {incident.attempt}{where} {_EARLIER[incident.kind]}{reason}."
 
 
-def fenced(incidents: Sequence[Incident]) -> Told:
+def fenced(incidents: Sequence[JobIncident]) -> Told:
     """Whose reports were refused, and why."""
     refused = [incident for incident in incidents if incident.kind == "fenced"]
     because = [
@@ -81,7 +81,7 @@ def fenced(incidents: Sequence[Incident]) -> Told:
     return because, {"fenced": facts}
 
 
-def times(job: Job, incidents: Sequence[Incident], now_wall: float) -> Told:
+def times(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> Told:
     """Where the time went: until the latest attempt was ready, given to a worker, and started."""
     ready_at, spans = _spans(job, incidents, now_wall)
     facts: dict[str, Any] = {name: getattr(job, name) for name in ("created_at", "assigned_at", "started_at", "finished_at")}
@@ -99,7 +99,7 @@ def times(job: Job, incidents: Sequence[Incident], now_wall: float) -> Told:
     return [f"It waited {', '.join(told.values())}."], {"times": facts}
 
 
-def _spans(job: Job, incidents: Sequence[Incident], now_wall: float) -> tuple[float, dict[str, tuple[float, str]]]:
+def _spans(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> tuple[float, dict[str, tuple[float, str]]]:
     """When the latest attempt was ready, and how long each part of the job's life took, and what for; 0: it has not begun."""
     ended_at = job.finished_at if job.finished_at is not None else now_wall
     before = [incident.at for incident in _endings(incidents) if incident.at < ended_at]

@@ -206,7 +206,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.spec.job_id
 
 
-class Incident(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class JobIncident(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Something unusual that befell a job, kept so that `explain` can tell the story."""
 
     at: float

@@ -84,7 +84,7 @@ def sources(event: Event) -> frozenset[State]:
     return frozenset(state for state, happening in TRANSITIONS if happening is event)
 
 
-class Verdict(msgspec.Struct, frozen=True, gc=False):
+class Disposition(msgspec.Struct, frozen=True, gc=False):
     """What becomes of a job after an attempt that did not succeed."""
 
     event: Event
@@ -110,22 +110,22 @@ def after_failure(
     losses: int,
     max_retries: int,
     backoff_s: float,
-) -> Verdict:
+) -> Disposition:
     """A worker reported that its attempt failed."""
     what = outcome.message or outcome.error_code or "failed"
     if outcome.error_code == "CANCELED" and cancel_requested:
-        return Verdict(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, what)
+        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, what)
     if cancel_requested:
         # It failed by itself before the cancel reached it. Trying again is what nobody wants any more.
-        return Verdict(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; last attempt: {what}")
+        return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; last attempt: {what}")
     failures += 1
     if not outcome.permanent and failures <= max_retries:
         delay_s = retry_delay_s(backoff_s, failures - 1)
         reason = f"{what}; retry {failures} of {max_retries} in {delay_s:g} s"
-        return Verdict(Event.RETRY, after(state, Event.RETRY), delay_s, failures, losses, reason)
+        return Disposition(Event.RETRY, after(state, Event.RETRY), delay_s, failures, losses, reason)
     event = Event.TIME_OUT if outcome.error_code == "TIMED_OUT" else Event.FAIL
     why = "permanent" if outcome.permanent else f"no retry left of {max_retries}"
-    return Verdict(event, after(state, event), 0.0, failures, losses, f"{what}; {why}")
+    return Disposition(event, after(state, event), 0.0, failures, losses, f"{what}; {why}")
 
 
 def after_loss(
@@ -139,19 +139,21 @@ def after_loss(
     backoff_s: float,
     worker_id: str,
     delay_first: bool = False,
-) -> Verdict:
+) -> Disposition:
     """A lease ran out: its worker is dead, cut off or hung. The first loss is tried again at once, unless `delay_first`."""
     if cancel_requested:
-        return Verdict(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; worker {worker_id} was lost")
+        return Disposition(
+            Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; worker {worker_id} was lost"
+        )
     losses += 1
     what = f"worker {worker_id} was lost (loss {losses} of {max_losses})"
     if losses > max_losses:
-        return Verdict(Event.FAIL, after(state, Event.FAIL), 0.0, failures, losses, f"{what}; no loss left")
+        return Disposition(Event.FAIL, after(state, Event.FAIL), 0.0, failures, losses, f"{what}; no loss left")
     if keep:
-        return Verdict(Event.ORPHAN, after(state, Event.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant")
+        return Disposition(Event.ORPHAN, after(state, Event.ORPHAN), 0.0, failures, losses, f"{what}; kept until the next grant")
     waits = losses if delay_first else losses - 1
     delay_s = retry_delay_s(backoff_s, waits - 1) if waits else 0.0
-    return Verdict(Event.LOSE, after(state, Event.LOSE), delay_s, failures, losses, what)
+    return Disposition(Event.LOSE, after(state, Event.LOSE), delay_s, failures, losses, what)
 
 
 def is_late(not_after: float | None, wall: float) -> bool:

@@ -91,7 +91,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return last != self.worker_id and any(matches(pattern, subject) for pattern in self.live_workers.get(last, ()))
 
 
-class Held(msgspec.Struct, frozen=True, gc=False):
+class HeldLease(msgspec.Struct, frozen=True, gc=False):
     """A worker's claim to one attempt, as it shows it with `start`, `renew` and `release`."""
 
     job_id: str
@@ -242,7 +242,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     ttl_s: float
 
 
-class Standing(enum.StrEnum):
+class LeaseStatus(enum.StrEnum):
     """The answer to a worker that shows a lease."""
 
     GO_ON = "go_on"
@@ -250,7 +250,7 @@ class Standing(enum.StrEnum):
     LOST = "lost"
 
 
-class Answer(enum.StrEnum):
+class ReportStatus(enum.StrEnum):
     """The answer to a finish or fail."""
 
     RECORDED = "recorded"
@@ -261,10 +261,10 @@ class Answer(enum.StrEnum):
     """Its result is a blob that is not there; nothing was written, and the lease still stands."""
 
 
-class Recorded(msgspec.Struct, frozen=True, gc=False):
+class ReportAnswer(msgspec.Struct, frozen=True, gc=False):
     """What a finish or fail came to. `state` is the job's state after it (None if the job is unknown)."""
 
-    answer: Answer
+    answer: ReportStatus
     state: State | None
     reason: str = ""
 
@@ -372,9 +372,9 @@ class Turn(msgspec.Struct, kw_only=True):
 
     finish: Sequence[Report] = ()
     fail: Sequence[Report] = ()
-    start: Sequence[Held] = ()
-    renew: Sequence[Held] = ()
-    release: Sequence[Held] = ()
+    start: Sequence[HeldLease] = ()
+    renew: Sequence[HeldLease] = ()
+    release: Sequence[HeldLease] = ()
     cancel: Sequence[tuple[str, str, str]] = ()
     """(job_id, actor, reason)"""
     requeue: Sequence[RequeueOrder] = ()
@@ -412,10 +412,10 @@ class Turn(msgspec.Struct, kw_only=True):
 class Answers(msgspec.Struct, kw_only=True):
     """What a Turn came to, field by field, each in the order of the requests."""
 
-    finish: Sequence[Recorded] = ()
-    fail: Sequence[Recorded] = ()
-    start: Sequence[Standing] = ()
-    renew: Sequence[Standing] = ()
+    finish: Sequence[ReportAnswer] = ()
+    fail: Sequence[ReportAnswer] = ()
+    start: Sequence[LeaseStatus] = ()
+    renew: Sequence[LeaseStatus] = ()
     release: Sequence[bool] = ()
     cancel: Sequence[Canceled] = ()
     requeue: Sequence[Requeued] = ()

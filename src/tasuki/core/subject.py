@@ -127,13 +127,13 @@ def literal_prefix(pattern: str) -> str:
 T = TypeVar("T", bound=Hashable)
 
 
-class _Node(Generic[T]):
+class _TrieNode(Generic[T]):
     """One token of the patterns that run through here. `*` and `>` are children like any other: no subject has them."""
 
     __slots__ = ("children", "values")
 
     def __init__(self) -> None:
-        self.children: dict[str, _Node[T]] = {}
+        self.children: dict[str, _TrieNode[T]] = {}
         self.values: dict[T, int] = {}  # those whose pattern ends here -> when they were added
 
 
@@ -148,7 +148,7 @@ class SubjectTrie(Generic[T]):
     CACHE_SIZE = 1024
 
     def __init__(self) -> None:
-        self._root: _Node[T] = _Node()
+        self._root: _TrieNode[T] = _TrieNode()
         self._cache: dict[str, tuple[T, ...]] = {}
         self._sets: dict[str, frozenset[T]] = {}
         self._pair_count = 0
@@ -163,7 +163,7 @@ class SubjectTrie(Generic[T]):
         """Add the pair; one that is there already keeps its place."""
         node = self._root
         for token in check_pattern(pattern).split("."):
-            node = node.children.setdefault(token, _Node())
+            node = node.children.setdefault(token, _TrieNode())
         if value in node.values:
             return
         node.values[value] = self._next_order
@@ -212,10 +212,10 @@ class SubjectTrie(Generic[T]):
         return found
 
     def _walk(self, subject: str) -> tuple[T, ...]:
-        ends: list[_Node[T]] = []
+        ends: list[_TrieNode[T]] = []
         here = [self._root]
         for token in subject.split("."):
-            below: list[_Node[T]] = []
+            below: list[_TrieNode[T]] = []
             for node in here:
                 children = node.children
                 if rest := children.get(">"):

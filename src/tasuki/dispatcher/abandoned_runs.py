@@ -15,9 +15,9 @@ from typing import NamedTuple
 from tasuki.agent.correlation import on_behalf_of
 from tasuki.client.agent_answers import Refusing
 from tasuki.core.failover.agent_protocol import AgentState
-from tasuki.core.failover.node_ranking import Standing
+from tasuki.core.failover.node_ranking import NodeState
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.node_pool import Company, Knows
+from tasuki.dispatcher.node_pool import Knows, NodePool
 from tasuki.errors import TasukiError
 from tasuki.net.event_loop import now
 
@@ -36,10 +36,10 @@ class _Left(NamedTuple):
     since: float
 
 
-class Leftovers:
+class AbandonedRuns:
     """Of one dispatcher."""
 
-    def __init__(self, company: Company, metrics: DispatcherMetrics) -> None:
+    def __init__(self, company: NodePool, metrics: DispatcherMetrics) -> None:
         self._company = company
         self._metrics = metrics
         self._seen: OrderedDict[str, dict[str, float]] = OrderedDict()
@@ -76,7 +76,7 @@ class Leftovers:
     async def clear(self) -> None:
         """Once: what is at nodes that answer again."""
         lines = self._company.ranking()
-        there = {line.node for line in lines if line.standing in (Standing.FREE, Standing.FULL) or line.good_checks}
+        there = {line.node for line in lines if line.standing in (NodeState.FREE, NodeState.FULL) or line.good_checks}
         for left in list(self._left):
             with on_behalf_of(left.job_id):
                 if now().monotonic - left.since > REMEMBERED_S or (left.node in there and await self._is_dealt_with(left)):

@@ -25,28 +25,28 @@ from tasuki.agent.guard import is_over, surely_answered
 from tasuki.agent.input_sources import open_store
 from tasuki.agent.multipart import boundary_of
 from tasuki.agent.registry_queries import described
-from tasuki.agent.result_response import EarlyAnswer
+from tasuki.agent.result_response import EarlyResponse
 from tasuki.agent.settings import Tokens
 from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.address import Address
-from tasuki.core.failover.agent_protocol import AgentState, Verdict, check_input_hash, judge, only_running
+from tasuki.core.failover.agent_protocol import AgentState, IdDecision, check_input_hash, judge, only_running
 from tasuki.core.failover.dispatch_policy import who_knows
-from tasuki.core.failover.node_ranking import Standing
+from tasuki.core.failover.node_ranking import NodeState
 from tasuki.core.failover.registry_records import place_of
 from tasuki.core.ids import check_job_id
 from tasuki.core.job import Job
 from tasuki.dispatcher.dispatch import Dispatch, nobody
-from tasuki.dispatcher.inputs import Inputs
+from tasuki.dispatcher.inputs import InputStore
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.node_pool import FIND_S, Company, Found, Knows
+from tasuki.dispatcher.node_pool import FIND_S, Knows, NodePool, NodeReports
 from tasuki.dispatcher.proxied_response import LINGER_S, NODE_HEADER, PassedAnswer
 from tasuki.dispatcher.registry import DispatcherRegistry, EarlyResult, refusal_of
-from tasuki.dispatcher.request_bodies import Streamed
+from tasuki.dispatcher.request_bodies import StreamedForm
 from tasuki.dispatcher.settings import DispatcherConfig, Mode
 from tasuki.doors.http.answers import json_answer
 from tasuki.doors.http.bearer import secret_of
 from tasuki.doors.http.limits import REQUESTS_MAX
-from tasuki.doors.http.uvicorn_server import Handler, Serving, application
+from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.listening import bound
 from tasuki.errors import NotFound, Overloaded, TooLarge, Unavailable
 
@@ -64,7 +64,7 @@ class Dispatcher:
         self._registry = registry
         self._tokens = Tokens(config.tokens)
         self.metrics = DispatcherMetrics()
-        self.company = Company(config, self.metrics)
+        self.company = NodePool(config, self.metrics)
         self._inputs = self._open_inputs()
         self._dispatch = Dispatch(self.company, self.metrics, config.limit_s, config.silent_s)
         self.draining = False
@@ -73,16 +73,16 @@ class Dispatcher:
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._serving: Serving | None = None
+        self._serving: UvicornServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.app = self._application()
 
-    def _open_inputs(self) -> Inputs | None:
+    def _open_inputs(self) -> InputStore | None:
         if self._config.inputs is None:
             return None
         limit = self._config.max_upload_bytes
         blobs = open_store(self._config.inputs, max_blob_bytes=limit, floor_free_bytes=DISK_FLOOR_BYTES)
-        return Inputs(blobs, limit, self._config.keep_inputs_days, self.metrics)
+        return InputStore(blobs, limit, self._config.keep_inputs_days, self.metrics)
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -93,7 +93,7 @@ class Dispatcher:
             await self._inputs.check()
         if self._registry is not None:
             await self._registry.open()
-        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
+        self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
         await self.company.fresh()
         await self._serving.open(sock)
         works = [self.company.keep_looking(), self._dispatch.leftovers.keep_clearing()]
@@ -161,7 +161,7 @@ class Dispatcher:
                 self.metrics.runs.labels(str(answer.status_code)).inc()
             whole = isinstance(answer, PassedAnswer | EarlyResult)
             if request.method in ("POST", "PUT") and not whole and not is_over(request):
-                return EarlyAnswer(answer, LINGER_S)
+                return EarlyResponse(answer, LINGER_S)
             return answer
 
         return endpoint
@@ -197,7 +197,7 @@ class Dispatcher:
         self._in_hand.append(job_id)
         try:
             if self._inputs is None:
-                return await self._dispatch.run(job_id, sent, Streamed(request), first)
+                return await self._dispatch.run(job_id, sent, StreamedForm(request), first)
             async with self._inputs.taking_in(request, boundary) as parcel:
                 if self._registry is None:
                     return await self._dispatch.run(job_id, sent, parcel, first)
@@ -216,22 +216,22 @@ class Dispatcher:
         """A node has this id: the answer as far as that decides it, or the node that must see the upload; None: it runs anew."""
         state = AgentState(knows.says.state) if knows.says.state in set(AgentState) else None
         match judge(state, knows.says.input or None, sent):
-            case Verdict.LOCKED:
+            case IdDecision.LOCKED:
                 facts = knows.facts
                 raise _runs_at(job_id, str(facts.get("node", node)), node, facts.get("started_at"))
-            case Verdict.CONFLICT:
+            case IdDecision.CONFLICT:
                 raise refusals.other_input(job_id)
-            case Verdict.COMPARE:
+            case IdDecision.COMPARE:
                 return node
-            case Verdict.STORED if self._config.mode is Mode.REDIRECT:
+            case IdDecision.STORED if self._config.mode is Mode.REDIRECT:
                 return node
-            case Verdict.STORED:
+            case IdDecision.STORED:
                 try:
                     answer = await self._dispatch.stored(job_id, node, {}, cached=True, unread=not is_over(request))
                 except Unavailable:  # it has just died: its result is gone, the job is not
                     return None
                 return answer if isinstance(answer, PassedAnswer) else node
-            case Verdict.RUN:
+            case IdDecision.RUN:
                 return None
 
     def _check_places(self, job_id: str) -> None:
@@ -243,11 +243,11 @@ class Dispatcher:
             raise self._dispatch.full(job_id)
 
     def _is_full(self, job_id: str) -> bool:
-        return all(line.standing is Standing.FULL for line in self.company.candidates(job_id))
+        return all(line.standing is NodeState.FULL for line in self.company.candidates(job_id))
 
     def _redirected(self, job_id: str, sent: str | None, first: str | None) -> Response:
         """307 keeps the method and the body. Only to nodes of ours: whoever follows shows them the token."""
-        node = first or next(line.node for line in self.company.candidates(job_id) if line.standing is not Standing.FULL)
+        node = first or next(line.node for line in self.company.candidates(job_id) if line.standing is not NodeState.FULL)
         self.company.nodes.taken(node)
         logger.info("job %s: redirected to %s", job_id, node)
         return _leads_to(node, f"/run/{quote(job_id)}" + (f"?input={sent}" if sent is not None else ""))
@@ -257,7 +257,7 @@ class Dispatcher:
     async def _recorded(self, job_id: str) -> Job | None:
         return None if self._registry is None else await self._registry.read(job_id)
 
-    async def _find(self, job_id: str) -> tuple[str, Found]:
+    async def _find(self, job_id: str) -> tuple[str, NodeReports]:
         """(the node whose word counts, what all said); NotFound."""
         found = await self.company.find(job_id)
         node = who_knows(job_id, found.says)
@@ -335,7 +335,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------------ inputs
 
-    def _store(self) -> Inputs:
+    def _store(self) -> InputStore:
         if self._inputs is None:
             raise NotFound("this dispatcher keeps no inputs; it was started without --inputs")
         return self._inputs

@@ -20,13 +20,13 @@ from tasuki.agent.input_sources import INPUT_NOT_FOUND
 from tasuki.agent.refusals import AgentRefusal
 from tasuki.client.agent_answers import Refusing
 from tasuki.core.failover import agent_protocol
-from tasuki.core.failover.events import LONGER_THAN_THE_JOB_S, TOKEN_STATUSES, Verdict, about, verdict_of
+from tasuki.core.failover.events import LONGER_THAN_THE_JOB_S, TOKEN_STATUSES, RefusalMeaning, about, verdict_of
 from tasuki.core.failover.plan import ODD_MAX, WATCH_S
-from tasuki.dispatcher.abandoned_runs import Leftovers
+from tasuki.dispatcher.abandoned_runs import AbandonedRuns
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.node_pool import Company
-from tasuki.dispatcher.proxied_response import PassedAnswer, Refused, check_result, read_refusal
-from tasuki.dispatcher.request_bodies import Parcel
+from tasuki.dispatcher.node_pool import NodePool
+from tasuki.dispatcher.proxied_response import NodeRefusal, PassedAnswer, check_result, read_refusal
+from tasuki.dispatcher.request_bodies import RequestBody
 from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable
 from tasuki.net.event_loop import now
 from tasuki.net.http.transport import CutOff
@@ -46,19 +46,19 @@ READ_S = LONGER_THAN_THE_JOB_S
 class Dispatch:
     """What all requests of a dispatcher share."""
 
-    def __init__(self, company: Company, metrics: DispatcherMetrics, limit_s: float, silent_s: float) -> None:
+    def __init__(self, company: NodePool, metrics: DispatcherMetrics, limit_s: float, silent_s: float) -> None:
         self._company = company
         self._metrics = metrics
-        self.leftovers = Leftovers(company, metrics)
+        self.leftovers = AbandonedRuns(company, metrics)
         self._limit_s = limit_s
         self._silent_s = silent_s
         self._sent_to: dict[str, str] = {}
         """Where jobs are being run by requests of this dispatcher: an id that comes twice at once meets itself."""
 
-    async def run(self, job_id: str, sent: str | None, parcel: Parcel, first: str | None = None) -> Response:
+    async def run(self, job_id: str, sent: str | None, parcel: RequestBody, first: str | None = None) -> Response:
         """The answer of the first node that gives one. `first` has the result, and is to compare what it is sent with it."""
         said: dict[str, str] = {}
-        refused: dict[str, Refused] = {}
+        refused: dict[str, NodeRefusal] = {}
         node = first or self._sent_to.get(job_id) or self._next(job_id, said)
         while node is not None:
             if said:
@@ -69,20 +69,20 @@ class Dispatch:
                 if isinstance(answer, PassedAnswer):
                     self.leftovers.settled(node, job_id)
                 return answer
-            if isinstance(answer, Refused):
+            if isinstance(answer, NodeRefusal):
                 refused[node] = answer
                 said[node] = answer.refusal.words()[:WORDS_MAX_CHARS]
             else:
                 said[node] = answer
                 logger.warning("job %s: %s: %s", job_id, node, answer)
-            if parcel.spent and isinstance(answer, Refused) and verdict_of(answer.refusal) is Verdict.NOT_HERE:
+            if parcel.spent and isinstance(answer, NodeRefusal) and verdict_of(answer.refusal) is RefusalMeaning.NOT_HERE:
                 return answer.answer(node)
             node = None if parcel.spent else self._next(job_id, said)
         raise self._no_answer(job_id, said, refused, spent=parcel.spent)
 
-    def _no_answer(self, job_id: str, said: dict[str, str], refused: dict[str, Refused], *, spent: bool) -> AgentRefusal:
+    def _no_answer(self, job_id: str, said: dict[str, str], refused: dict[str, NodeRefusal], *, spent: bool) -> AgentRefusal:
         """Nobody is left. Where every node has said that it cannot run this job, that is the answer; else it may come again."""
-        if not spent and any(verdict_of(one.refusal) is Verdict.FULL for one in refused.values()):
+        if not spent and any(verdict_of(one.refusal) is RefusalMeaning.FULL for one in refused.values()):
             return self.full(job_id)
         words = {line.node: said.get(line.node, line.said) for line in self._company.ranking()}
         if spent or len(refused) < len(words):
@@ -101,8 +101,8 @@ class Dispatch:
         return AgentRefusal(503, agent_protocol.FULL, message, retry=True, running=places.running, limit=places.limit)
 
     async def _try(
-        self, node: str, job_id: str, sent: str | None, parcel: Parcel, fitting: frozenset[str]
-    ) -> Response | Refused | str:
+        self, node: str, job_id: str, sent: str | None, parcel: RequestBody, fitting: frozenset[str]
+    ) -> Response | NodeRefusal | str:
         """An answer for the client; Refused: it is full, or cannot run this one; a text: why it is none."""
         self._company.sent(node)
         leads = job_id not in self._sent_to
@@ -125,22 +125,22 @@ class Dispatch:
             await stack.aclose()
         return self._judged(node, refused)
 
-    def _judged(self, node: str, refused: Refused) -> Response | Refused | str:
+    def _judged(self, node: str, refused: NodeRefusal) -> Response | NodeRefusal | str:
         words = refused.refusal.words()[:WORDS_MAX_CHARS]
         match verdict_of(refused.refusal):
-            case Verdict.FULL:
+            case RefusalMeaning.FULL:
                 self._company.nodes.full(node, words, FULL_PAUSE_S, now().monotonic)
                 return refused
             case _ if refused.refusal.code == INPUT_NOT_FOUND:  # the others look into the same store
                 self._company.nodes.answered(node, now().monotonic)
                 return refused.answer(node)
-            case Verdict.FAILED:
+            case RefusalMeaning.FAILED:
                 self._company.nodes.failed(node, words, now().monotonic)
                 return words
             case _ if refused.refusal.status in TOKEN_STATUSES:
                 self._company.nodes.failed(node, f"refuses the token of this dispatcher: {words}", now().monotonic)
                 return f"refuses the token of this dispatcher: {words}"
-            case Verdict.NOT_HERE:
+            case RefusalMeaning.NOT_HERE:
                 self._company.nodes.answered(node, now().monotonic)
                 return refused
             case _:
@@ -181,7 +181,7 @@ class Dispatch:
     # ------------------------------------------------------------------------------------------------ one node
 
     async def _answer_of(
-        self, node: str, job_id: str, sent: str | None, parcel: Parcel, fitting: frozenset[str], stack: AsyncExitStack
+        self, node: str, job_id: str, sent: str | None, parcel: RequestBody, fitting: frozenset[str], stack: AsyncExitStack
     ) -> httpx.Response:
         """Send it, and wait for the answer as long as the node works on it and the client is there."""
         sending = parcel.sending(pulls=self._company.pulls(node))

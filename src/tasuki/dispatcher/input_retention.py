@@ -29,7 +29,7 @@ NOTED_MAX = 16_384  # inputs; of one that is forgotten a use is noted once more
 TOLD_EVERY = 1000  # removed inputs
 
 
-class Keeping:
+class InputRetention:
     """Of one dispatcher's store."""
 
     def __init__(

@@ -16,7 +16,7 @@ from tasuki.blobs.folder import FolderBlobs
 from tasuki.core.failover.agent_protocol import InputRecord
 
 
-class SpooledWriter:
+class InputWriter:
     """Of one file, whose name in the store is not known yet."""
 
     def __init__(self, blobs: BlobStore) -> None:
@@ -62,7 +62,7 @@ class StoredFiles:
         self.known: list[str] = []
         """Those that were there already, and are as old as they were."""
         self._name = ""
-        self._writer: BlobWriter | SpooledWriter | None = None
+        self._writer: BlobWriter | InputWriter | None = None
 
     def carry_out(self, orders: Sequence[str | bytes | None]) -> None:
         for order in orders:
@@ -70,14 +70,14 @@ class StoredFiles:
                 self.made = True
                 self._name = order
                 direct = isinstance(self._blobs, FolderBlobs)
-                self._writer = self._blobs.begin() if direct else SpooledWriter(self._blobs)
+                self._writer = self._blobs.begin() if direct else InputWriter(self._blobs)
                 continue
             assert self._writer is not None
             if order is not None:
                 self._writer.write(order)
             else:
                 ref = self._writer.commit()
-                if isinstance(self._writer, SpooledWriter) and self._writer.was_there:
+                if isinstance(self._writer, InputWriter) and self._writer.was_there:
                     self.known.append(ref.sha256)
                 self._writer = None
                 self.records.append(InputRecord(self._name, ref.sha256, ref.size_bytes))

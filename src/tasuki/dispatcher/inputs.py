@@ -20,13 +20,13 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs, missing
 from tasuki.agent.refusals import AgentRefusal
-from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Form, Intake
+from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Upload, UploadForm
 from tasuki.blobs.blob import BlobStore, BlobWriter, check_sha256
 from tasuki.core.failover.dispatch_policy import InputRef
-from tasuki.dispatcher.input_retention import Keeping
+from tasuki.dispatcher.input_retention import InputRetention
 from tasuki.dispatcher.input_writer import StoredFiles
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.request_bodies import Stored
+from tasuki.dispatcher.request_bodies import StoredForm
 from tasuki.doors.http.answers import OtherOffset, json_answer
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, TooLarge
 
@@ -45,14 +45,14 @@ class Span(NamedTuple):
     size_bytes: int
 
 
-class Inputs(StoredInputs):
+class InputStore(StoredInputs):
     """The store, as requests use it."""
 
     def __init__(self, blobs: BlobStore, max_bytes: int, keep_days: float, metrics: DispatcherMetrics) -> None:
         super().__init__(blobs)
         self._max_bytes = max_bytes
         self._stored = metrics.stored.inc
-        self.keeping = Keeping(blobs, keep_days, metrics)
+        self.keeping = InputRetention(blobs, keep_days, metrics)
 
     async def check(self) -> None:
         await self._in_thread(self._blobs.check)
@@ -73,15 +73,15 @@ class Inputs(StoredInputs):
     # ------------------------------------------------------------------------------------------------ forms
 
     @asynccontextmanager
-    async def taking_in(self, request: Request, boundary: bytes) -> AsyncIterator[Stored]:
+    async def taking_in(self, request: Request, boundary: bytes) -> AsyncIterator[StoredForm]:
         """Store the files of a form; those that it names must be there. None of them is removed before the end."""
         stored = await self._take_in(request, boundary)
         with self.keeping.holding(stored.hashes):
             yield stored
 
-    async def _take_in(self, request: Request, boundary: bytes) -> Stored:
+    async def _take_in(self, request: Request, boundary: bytes) -> StoredForm:
         files = StoredFiles(self._blobs)
-        intake = Intake(boundary, None, self._max_bytes, files)
+        intake = Upload(boundary, None, self._max_bytes, files)
         try:
             form = await intake.receive(request.stream())
             records = await intake.finish()
@@ -95,9 +95,9 @@ class Inputs(StoredInputs):
             else:
                 self.keeping.stored(record.sha256)
         sent = [(InputRef(record.sha256, record.name), record.size_bytes) for record in records]
-        return Stored(request, self, form, sent + await self._named(form))
+        return StoredForm(request, self, form, sent + await self._named(form))
 
-    async def _named(self, form: Form) -> list[tuple[InputRef, int]]:
+    async def _named(self, form: UploadForm) -> list[tuple[InputRef, int]]:
         found: list[tuple[InputRef, int]] = []
         for ref in form.inputs:
             try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from tasuki.core.failover.node_ranking import Ranked, Standing
+from tasuki.core.failover.node_ranking import NodeState, Ranked
 
 
 class DispatcherMetrics:
@@ -28,7 +28,7 @@ class DispatcherMetrics:
 
     def text(self, ranking: Sequence[Ranked], running: int, limit: int) -> bytes:
         counts = Tally(line.standing for line in ranking)
-        for standing in Standing:
+        for standing in NodeState:
             self._nodes.labels(standing.name.lower()).set(counts[standing])
         self._places.labels("running").set(running)
         self._places.labels("limit").set(limit)

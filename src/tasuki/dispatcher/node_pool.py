@@ -21,7 +21,7 @@ from tasuki.client.agent_answers import Refusing
 from tasuki.client.agent_node import ASK_S, AgentNode
 from tasuki.core.failover.dispatch_policy import candidates, look_every_s, rendezvous, well
 from tasuki.core.failover.events import JobSays, Refusal
-from tasuki.core.failover.node_ranking import RANK_WAIT_S, Capacity, Nodes, Ranked, Standing
+from tasuki.core.failover.node_ranking import RANK_WAIT_S, Capacity, Nodes, NodeState, Ranked
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.proxied_response import read_refusal
 from tasuki.dispatcher.settings import DispatcherConfig
@@ -54,7 +54,7 @@ class Knows(msgspec.Struct, frozen=True):
         return dict(msgspec.json.decode(self.body))
 
 
-class Found(msgspec.Struct, frozen=True):
+class NodeReports(msgspec.Struct, frozen=True):
     """What all nodes that could be asked say about a job."""
 
     known: dict[str, Knows]
@@ -71,7 +71,7 @@ class Found(msgspec.Struct, frozen=True):
         return next((other for other in same if self.known[other].facts.get("progress")), node)
 
 
-class Company:
+class NodePool:
     """All agents of one dispatcher."""
 
     def __init__(self, config: DispatcherConfig, metrics: DispatcherMetrics) -> None:
@@ -164,7 +164,7 @@ class Company:
             self._wanted.set()
         self._wanted_at = moment
         self._look_at_all(fresh_s)
-        left_out = {line.node for line in self.ranking() if line.standing is Standing.LEFT_OUT}
+        left_out = {line.node for line in self.ranking() if line.standing is NodeState.LEFT_OUT}
         stale = self.nodes.older_than(moment, fresh_s) - left_out
         waiting = [task for node, task in self._looks.items() if node in stale]
         if waiting:
@@ -198,9 +198,9 @@ class Company:
 
     # ------------------------------------------------------------------------------------------------ jobs
 
-    async def find(self, job_id: str, wait_s: float = ASK_S) -> Found:
+    async def find(self, job_id: str, wait_s: float = ASK_S) -> NodeReports:
         """Ask every node that is not left out, all at once."""
-        asked = [line.node for line in self.ranking() if line.standing is not Standing.LEFT_OUT or line.steady]
+        asked = [line.node for line in self.ranking() if line.standing is not NodeState.LEFT_OUT or line.steady]
         tasks = {node: asyncio.create_task(self.ask(node, job_id)) for node in rendezvous(job_id, asked)}
         try:
             if tasks:
@@ -211,7 +211,7 @@ class Company:
             ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
         said = dict(zip(tasks, ended, strict=True))
         late = f"did not answer within {wait_s:g} s"
-        return Found(
+        return NodeReports(
             {node: knows for node, knows in said.items() if isinstance(knows, Knows)},
             {node: str(error) or late for node, error in said.items() if isinstance(error, BaseException)},
         )

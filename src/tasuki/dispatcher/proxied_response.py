@@ -17,7 +17,7 @@ from tasuki.client.agent_download import ETAG, ZIP_TYPE
 from tasuki.core.failover.events import Refusal
 from tasuki.doors.http.stalled_readers import while_there
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.net.http.transport import ERROR_MAX_BYTES, Said
+from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody
 
 if TYPE_CHECKING:
     import httpx
@@ -31,11 +31,11 @@ NODE_HEADER = "Tasuki-Node"
 LINGER_S = 2.0
 
 
-class _Envelope(msgspec.Struct):
-    error: Said
+class _NodeEnvelope(msgspec.Struct):
+    error: ErrorBody
 
 
-class Refused(msgspec.Struct, frozen=True):
+class NodeRefusal(msgspec.Struct, frozen=True):
     """An answer that is no result, read to its end."""
 
     refusal: Refusal
@@ -58,7 +58,7 @@ def check_result(response: httpx.Response, *statuses: int) -> None:
         raise Unavailable(f"answered {response.status_code} without a ZIP and its ETag; is this a node agent?")
 
 
-async def read_refusal(response: httpx.Response) -> Refused:
+async def read_refusal(response: httpx.Response) -> NodeRefusal:
     body = b""
     async for piece in response.aiter_raw():
         body += piece
@@ -69,10 +69,10 @@ async def read_refusal(response: httpx.Response) -> Refused:
     retry_after = headers.get("retry-after", "")
     retry_after_s = float(retry_after) if retry_after.isdecimal() and len(retry_after) < 6 else None
     try:
-        said = msgspec.json.decode(body, type=_Envelope).error
+        said = msgspec.json.decode(body, type=_NodeEnvelope).error
     except msgspec.DecodeError:
-        return Refused(Refusal(response.status_code, "", "", retry_after_s), body, headers)
-    return Refused(Refusal(response.status_code, said.code, said.message, retry_after_s), body, headers)
+        return NodeRefusal(Refusal(response.status_code, "", "", retry_after_s), body, headers)
+    return NodeRefusal(Refusal(response.status_code, said.code, said.message, retry_after_s), body, headers)
 
 
 class PassedAnswer(Response):

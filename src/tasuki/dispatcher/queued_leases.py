@@ -1,6 +1,7 @@
 """Jobs that wait for a node, as the registry knows them: a dispatcher's leases, renewed until a node takes them over.
 
-Soft claims (see `core/failover/registry_records.py`): a lease that is lost here was taken by whoever has the input too, which is how it should
+Soft claims (see `core/failover/registry_records.py`): a lease that is lost here was taken by whoever has the
+input too, which is how it should
 be. What is canceled in the registry is heard with the next renewal.
 """
 
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from tasuki.agent import refusals
 from tasuki.agent.registry_queries import Holder
 from tasuki.core.job import Outcome
-from tasuki.core.store_messages import Answers, Held, Report, Standing, Turn
+from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Report, Turn
 from tasuki.errors import TasukiError
 
 logger = logging.getLogger("tasuki.dispatcher")
@@ -25,10 +26,10 @@ T = TypeVar("T")
 Execute = Callable[[Turn], Awaitable[Answers]]
 
 
-class Waiting:
+class QueuedLease:
     """One job that waits."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HeldLease) -> None:
         self.held = held
         self.canceled = asyncio.Event()
 
@@ -47,32 +48,32 @@ class Waiting:
             await asyncio.gather(sent, hearing, return_exceptions=True)
 
 
-class WaitingRoom:
+class QueuedLeases:
     """All of one dispatcher."""
 
     def __init__(self, execute: Execute, holder: Holder, given_up: Outcome) -> None:
         self._execute = execute
         self._given_up = given_up
         self._every_s = min(RENEW_S, holder.ttl_s / RENEWALS_PER_TTL)
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, QueuedLease] = {}
         self._ends: set[asyncio.Task[None]] = set()
 
-    def add(self, held: Held) -> Waiting:
-        waiting = self._waiting[held.lease_id] = Waiting(held)
+    def add(self, held: HeldLease) -> QueuedLease:
+        waiting = self._waiting[held.lease_id] = QueuedLease(held)
         return waiting
 
-    def leave(self, waiting: Waiting) -> None:
+    def leave(self, waiting: QueuedLease) -> None:
         """It is renewed no more. If no node takes it in time, it does not wait any more."""
         self._waiting.pop(waiting.held.lease_id, None)
 
-    def end(self, waiting: Waiting) -> None:
+    def end(self, waiting: QueuedLease) -> None:
         """Nobody waits for it any more. If a node has taken it, or has ended it already, that is refused, and nothing is lost."""
         if self._waiting.pop(waiting.held.lease_id, None) is not None:
             task = asyncio.create_task(self._tell_end(waiting.held))
             self._ends.add(task)
             task.add_done_callback(self._ends.discard)
 
-    async def _tell_end(self, held: Held) -> None:
+    async def _tell_end(self, held: HeldLease) -> None:
         report = Report(held.job_id, held.worker_id, held.lease_id, held.attempt, self._given_up)
         try:
             await self._execute(Turn(fail=[report]))
@@ -86,7 +87,7 @@ class WaitingRoom:
             if self._waiting:
                 await self._renew(list(self._waiting.values()))
 
-    async def _renew(self, due: list[Waiting]) -> None:
+    async def _renew(self, due: list[QueuedLease]) -> None:
         try:
             found = await self._execute(Turn(renew=[waiting.held for waiting in due]))
         except TasukiError as error:
@@ -94,11 +95,11 @@ class WaitingRoom:
             return
         for waiting, standing in zip(due, found.renew, strict=True):
             match standing:
-                case Standing.LOST:  # mostly to the node that it was sent to
+                case LeaseStatus.LOST:  # mostly to the node that it was sent to
                     self._waiting.pop(waiting.held.lease_id, None)
-                case Standing.CANCEL:
+                case LeaseStatus.CANCEL:
                     waiting.canceled.set()
-                case Standing.GO_ON:
+                case LeaseStatus.GO_ON:
                     pass
 
     async def close(self) -> None:

@@ -23,17 +23,17 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tasuki.agent import refusals
-from tasuki.agent.registry import Removed
-from tasuki.agent.registry_queries import Granted, Holder, Records, done_or_refused, is_held
+from tasuki.agent.registry import RemovalResult
+from tasuki.agent.registry_queries import Holder, RegistryGrant, RegistryQueries, done_or_refused, is_held
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.registry_records import Stand, place_of, stand_of
 from tasuki.core.job import Job
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.dispatcher.proxied_response import drain
-from tasuki.dispatcher.queued_leases import WaitingRoom
-from tasuki.dispatcher.request_bodies import Stored
+from tasuki.dispatcher.queued_leases import QueuedLeases
+from tasuki.dispatcher.request_bodies import StoredForm
 from tasuki.errors import NotFound, TasukiError, Unavailable
-from tasuki.server.store_client import Share
+from tasuki.server.store_client import StoreClient
 
 logger = logging.getLogger("tasuki.dispatcher")
 ANSWER_S = 2.0  # for somebody who waits; then the registry counts as away
@@ -46,15 +46,15 @@ T = TypeVar("T")
 class DispatcherRegistry:
     """Made inside the running loop."""
 
-    def __init__(self, make_share: Callable[[], Share], *, name: str, ttl_s: float) -> None:
+    def __init__(self, make_share: Callable[[], StoreClient], *, name: str, ttl_s: float) -> None:
         """`make_share` is called again while the registry cannot be opened."""
         self._make_share = make_share
         worker_id = registry_records.dispatcher_id_of(name, secrets.token_hex(registry_records.ID_CHARS // 2))
         self._holder = Holder(worker_id, secrets.token_hex(8), ttl_s, registry_records.node_of(worker_id))
-        self._share: Share | None = None
-        self._records: Records | None = None
+        self._share: StoreClient | None = None
+        self._records: RegistryQueries | None = None
         """None: it is away."""
-        self._room = WaitingRoom(self._execute, self._holder, registry_records.given_up(self._holder.name))
+        self._room = QueuedLeases(self._execute, self._holder, registry_records.given_up(self._holder.name))
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -97,10 +97,10 @@ class DispatcherRegistry:
             self._is_back(share)
             return
 
-    def _is_back(self, share: Share) -> None:
+    def _is_back(self, share: StoreClient) -> None:
         logger.info("the registry answers")
         given_up = registry_records.given_up(self._holder.name)
-        self._records = Records(share, self._holder, given_up, lambda size_bytes: None, ANSWER_S)
+        self._records = RegistryQueries(share, self._holder, given_up, lambda size_bytes: None, ANSWER_S)
 
     async def close(self) -> None:
         await self._room.close()
@@ -120,13 +120,13 @@ class DispatcherRegistry:
             raise Unavailable("the registry is away")
         return found
 
-    async def _asked(self, question: Callable[[Records], Awaitable[T]]) -> T | None:
+    async def _asked(self, question: Callable[[RegistryQueries], Awaitable[T]]) -> T | None:
         """None: it is away."""
         if self._records is None:
             return None
         try:
             return await question(self._records)
-        except refusals.RegistryAway:
+        except refusals.RegistryUnavailable:
             self._is_away()
             return None
 
@@ -177,7 +177,7 @@ class DispatcherRegistry:
     # ------------------------------------------------------------------------------------------------ recording
 
     async def run(
-        self, job_id: str, sent: str | None, stored: Stored, send: Callable[[], Coroutine[Any, Any, Response]]
+        self, job_id: str, sent: str | None, stored: StoredForm, send: Callable[[], Coroutine[Any, Any, Response]]
     ) -> Response:
         """Have the job sent to a node, and record that it waits until then. Its result, if the registry has it."""
         exec_, found = stored.exec, stored.input
@@ -193,7 +193,7 @@ class DispatcherRegistry:
             if stand_of(claimed, None) is Stand.HELD:
                 raise is_held(claimed)
             return await self.result(claimed, "hit") or await send()
-        if not isinstance(claimed, Granted):
+        if not isinstance(claimed, RegistryGrant):
             return await send()
         waiting = self._room.add(self._holder.held(claimed.grant))
         try:
@@ -207,13 +207,13 @@ class DispatcherRegistry:
             self._room.end(waiting)
         return answer
 
-    async def remove(self, job_id: str) -> Removed | None:
+    async def remove(self, job_id: str) -> RemovalResult | None:
         """What no node could be asked to remove. Its node, if it ended at one, has its folder until it is started again."""
         job = await self._asked(lambda records: records.remove(job_id))
         if job is None:
             return None
         place = place_of(job)
-        return Removed(registry_records.state_of(job), left_at=place.ended.node if place is not None else "")
+        return RemovalResult(registry_records.state_of(job), left_at=place.ended.node if place is not None else "")
 
 
 def refusal_of(job: Job) -> TasukiError:

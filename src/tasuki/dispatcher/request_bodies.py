@@ -19,7 +19,7 @@ from starlette.requests import Request
 from tasuki.agent.guard import BODY_OVER
 from tasuki.agent.input_sources import StoredInputs, missing
 from tasuki.agent.refusals import AgentRefusal
-from tasuki.agent.upload import Form
+from tasuki.agent.upload import UploadForm
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.dispatch_policy import InputRef
 from tasuki.errors import InvalidInput, NotFound, Unavailable
@@ -36,7 +36,7 @@ class Sending(NamedTuple):
     pieces: AsyncGenerator[bytes, None]
 
 
-class Parcel(Protocol):
+class RequestBody(Protocol):
     """What a job is sent with."""
 
     @property
@@ -58,7 +58,7 @@ class Parcel(Protocol):
         ...
 
 
-class Streamed:
+class StreamedForm:
     """The body of a request, passed on as it comes."""
 
     def __init__(self, request: Request) -> None:
@@ -114,13 +114,13 @@ class Streamed:
         await until_gone(self._request)
 
 
-class Stored:
+class StoredForm:
     """A form whose files lie in the store."""
 
     spent = False
     unread = False
 
-    def __init__(self, request: Request, inputs: StoredInputs, form: Form, files: Sequence[tuple[InputRef, int]]) -> None:
+    def __init__(self, request: Request, inputs: StoredInputs, form: UploadForm, files: Sequence[tuple[InputRef, int]]) -> None:
         """`files` with their sizes, in the order in which they were sent."""
         self._request = request
         self._inputs = inputs

@@ -14,7 +14,7 @@ from tasuki.config import Address
 from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, Message
 from tasuki.doors.listening import connections_max
 from tasuki.errors import ConfigError, Overloaded
-from tasuki.net import Link
+from tasuki.net import TcpLink
 from tasuki.server.server import Server
 
 BACKLOG = 1024
@@ -26,7 +26,7 @@ class TcpDoor:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._listeners: list[asyncio.AbstractServer] = []
-        self._links: set[Link] = set()
+        self._links: set[TcpLink] = set()
         self._links_max = connections_max()
         self._socket: Path | None = None
 
@@ -77,20 +77,20 @@ class TcpDoor:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
 
-    def _make(self) -> Link:
-        return Link(self._message, self._closed, self._opened, on_read=self._server.read)
+    def _make(self) -> TcpLink:
+        return TcpLink(self._message, self._closed, self._opened, on_read=self._server.read)
 
-    def _opened(self, link: Link) -> None:
+    def _opened(self, link: TcpLink) -> None:
         if len(self._links) >= self._links_max:
             link.close(Overloaded(f"this server has {self._links_max} connections already; try again later"))
             return
         self._links.add(link)
         link.tag = self._server.opened(link)
 
-    def _message(self, link: Link, message: Message) -> None:
+    def _message(self, link: TcpLink, message: Message) -> None:
         self._server.received(link.tag, message)
 
-    def _closed(self, link: Link, reason: str) -> None:
+    def _closed(self, link: TcpLink, reason: str) -> None:
         self._links.discard(link)
         tag: Any = link.tag
         if tag is not None:

@@ -3,8 +3,8 @@
 May import `tasuki.wire` and what all may import (`core`, `errors`, `config`). See docs/decisions for why it is a part of its own.
 """
 
-from tasuki.net.server_connection import Line
-from tasuki.net.tcp_link import Link, connect
+from tasuki.net.server_connection import ServerConnection
+from tasuki.net.tcp_link import TcpLink, connect
 from tasuki.net.tls import client_tls
 
-__all__ = ["Line", "Link", "client_tls", "connect"]
+__all__ = ["ServerConnection", "TcpLink", "client_tls", "connect"]

@@ -15,7 +15,7 @@ AT_ONCE_BYTES = 1024 * 1024  # in one call on a thread, which costs as much as h
 SMALL_BYTES = 16 * 1024  # is written in place: faster than to tell a thread
 
 
-class Source:
+class FileSource:
     """A file that is sent, from wherever it is wanted."""
 
     def __init__(self, file: BinaryIO) -> None:

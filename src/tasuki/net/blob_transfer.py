@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Protocol, Self
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, DiskFull, Overloaded, ProtocolError, TasukiError, Unavailable, from_wire
-from tasuki.net.blob_files import Sink, Source
-from tasuki.net.tcp_link import Link
+from tasuki.net.blob_files import FileSource, Sink
+from tasuki.net.tcp_link import TcpLink
 
 FIRST_MSG_ID = 1 << 40  # above what a machine's own counter reaches, so that the two never meet
 RETRY_FIRST_S = 0.05
@@ -28,7 +28,7 @@ WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not re
 class Carrier(Protocol):
     """A way for blobs that needs no conversation. Unavailable: it may be tried again."""
 
-    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
+    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
 
     def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]: ...
 
@@ -45,7 +45,7 @@ class BlobLine:
         self._ended = asyncio.Event()
         self._error: TasukiError | None = None
 
-    def connected(self, link: Link) -> None:
+    def connected(self, link: TcpLink) -> None:
         self.carried_by(_Chunks(self, link))
 
     def carried_by(self, carrier: Carrier) -> None:
@@ -85,7 +85,7 @@ class BlobLine:
 
     async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None = None) -> None:
         """Make sure that the server has this blob; nothing is sent if it does. Goes on where it was after a lost connection."""
-        async with Source(file) as source:
+        async with FileSource(file) as source:
             await self._persist(lambda carrier: carrier.put(source, ref, progress))
 
     async def get(self, ref: BlobRef, job_id: str, write: Callable[[bytes], Any], *, offset: int = 0, digest: Any = None) -> None:
@@ -146,11 +146,11 @@ class BlobLine:
 class _Chunks:
     """The carrier of a link that has no other: chunks between the messages."""
 
-    def __init__(self, line: BlobLine, link: Link) -> None:
+    def __init__(self, line: BlobLine, link: TcpLink) -> None:
         self._line = line
         self._link = link
 
-    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
         started_at = 0
         try:
             with self._offer(ref) as conversation:
@@ -168,7 +168,7 @@ class _Chunks:
         return _Conversation(self._line, self._link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=True))
 
     async def _send(
-        self, conversation: _Conversation, source: Source, ref: BlobRef, offset: int, progress: Callable[[int], None] | None
+        self, conversation: _Conversation, source: FileSource, ref: BlobRef, offset: int, progress: Callable[[int], None] | None
     ) -> None:
         async with contextlib.aclosing(source.pieces(offset, ref.size_bytes)) as pieces:
             async for piece in pieces:
@@ -200,7 +200,7 @@ def _chunks_of(piece: bytes) -> Iterator[bytes]:
 class _Conversation:
     """One request and its several answers. Listens inside its `with` only."""
 
-    def __init__(self, line: BlobLine, link: Link, make: Callable[[int], Message]) -> None:
+    def __init__(self, line: BlobLine, link: TcpLink, make: Callable[[int], Message]) -> None:
         self._line = line
         self._link = link
         self._make = make

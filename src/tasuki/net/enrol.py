@@ -21,7 +21,7 @@ ANSWER_MAX_BYTES = 64 * 1024
 ASK_AGAIN = "ask for another one at the server: tasuki token enroll"
 
 
-class Registered(msgspec.Struct, kw_only=True):
+class Registration(msgspec.Struct, kw_only=True):
     """What the server gave. `worker_token` is told this once."""
 
     worker_id: str
@@ -34,7 +34,7 @@ class Registered(msgspec.Struct, kw_only=True):
         return f"Registered({self.worker_id})"
 
 
-async def register(addresses: Sequence[Address], tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registered:
+async def register(addresses: Sequence[Address], tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registration:
     """Spend the enrol token at the first server that answers. The message of an error says whether it is spent."""
     away: list[str] = []
     for address in addresses:
@@ -45,7 +45,7 @@ async def register(addresses: Sequence[Address], tls: ssl.SSLContext | None, enr
     raise Unavailable(f"{'; '.join(away)}; the enrol token was not used")
 
 
-async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registered:
+async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registration:
     body = msgspec.json.encode({"label": label})
     lost = ""
     for _ in range(2):  # the second time answers the question of the first: was it done, though the answer did not come?
@@ -67,9 +67,9 @@ async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token
     )
 
 
-def _registered(address: Address, answer: bytes) -> Registered:
+def _registered(address: Address, answer: bytes) -> Registration:
     try:
-        return msgspec.json.decode(answer, type=Registered)
+        return msgspec.json.decode(answer, type=Registration)
     except msgspec.DecodeError:
         raise NotTasuki(f"{address} answered a registration as no tasuki server does; {ASK_AGAIN}") from None
 

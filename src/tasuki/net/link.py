@@ -11,7 +11,7 @@ from tasuki.errors import TasukiError
 from tasuki.net.blob_transfer import Carrier
 
 
-class Channel(Protocol):
+class Link(Protocol):
     """One connection to one server, until it is closed. Messages come by callback."""
 
     codec: str | None

@@ -16,17 +16,17 @@ from tasuki.core.protocol import Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.net.blob_transfer import BlobLine
-from tasuki.net.link import Channel
-from tasuki.net.tcp_link import Link, connect
+from tasuki.net.link import Link
+from tasuki.net.tcp_link import TcpLink, connect
 
 
-class Line:
+class ServerConnection:
     """`tell` passes an event to the machine; Closed of connection 0: none was made."""
 
     def __init__(
         self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None, *, is_worker: bool = False
     ) -> None:
-        self.link: Channel | None = None
+        self.link: Link | None = None
         self.blobs = BlobLine()
         self._tell = tell
         self._tls = tls
@@ -58,28 +58,28 @@ class Line:
         self.link = link
         self._tell(Opened(link.tag, link.peer))
 
-    async def _connected(self, wanted: Connect) -> Channel:
+    async def _connected(self, wanted: Connect) -> Link:
         if not wanted.address.http:
             return await connect(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
         # Its imports take longer than all others together: only here, and not while the loop waits.
         module, name = self._http
         kind = getattr(await asyncio.to_thread(importlib.import_module, module), name)
-        link: Channel = kind(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
+        link: Link = kind(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
         return link
 
-    def _message(self, link: Channel, message: Message) -> None:
+    def _message(self, link: Link, message: Message) -> None:
         if self.blobs.take(message):
             return
         if type(message) is Welcome:
             if message.codecs:
                 link.codec = message.codecs[0]
-            if isinstance(link, Link):
+            if isinstance(link, TcpLink):
                 self.blobs.connected(link)
             elif link.blobs is not None:
                 self.blobs.carried_by(link.blobs)
         self._tell(Received(link.tag, message))
 
-    def _lost(self, link: Channel, reason: str) -> None:
+    def _lost(self, link: Link, reason: str) -> None:
         leaving = asyncio.ensure_future(link.wait_closed())
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)

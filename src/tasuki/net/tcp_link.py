@@ -30,14 +30,14 @@ STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut 
 LINGER_S = 5.0  # how long a peer that is hung up on may take to read why
 
 
-class Link(asyncio.Protocol):
+class TcpLink(asyncio.Protocol):
     """One connection. `on_message` gets every message, `on_closed` the end, once."""
 
     def __init__(
         self,
-        on_message: Callable[[Link, Message], None],
-        on_closed: Callable[[Link, str], None],
-        on_opened: Callable[[Link], None] | None = None,
+        on_message: Callable[[TcpLink, Message], None],
+        on_closed: Callable[[TcpLink, str], None],
+        on_opened: Callable[[TcpLink], None] | None = None,
         *,
         on_read: Callable[[], None] | None = None,
         max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
@@ -264,17 +264,17 @@ def _peer_of(transport: asyncio.Transport) -> Peer:
 
 async def connect(
     address: Address,
-    on_message: Callable[[Link, Message], None],
-    on_closed: Callable[[Link, str], None],
+    on_message: Callable[[TcpLink, Message], None],
+    on_closed: Callable[[TcpLink, str], None],
     *,
     tls: ssl.SSLContext | None = None,
     timeout_s: float = CONNECT_TIMEOUT_S,
-) -> Link:
+) -> TcpLink:
     """Dial one address; Unavailable with the reason if it does not answer."""
     loop = asyncio.get_running_loop()
 
-    def make() -> Link:
-        return Link(on_message, on_closed, max_bytes=FRAME_MAX_BYTES)
+    def make() -> TcpLink:
+        return TcpLink(on_message, on_closed, max_bytes=FRAME_MAX_BYTES)
 
     try:
         async with asyncio.timeout(timeout_s):

@@ -55,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(size_bytes for _, _, size_bytes in self.blobs)
 
 
-class Member(msgspec.Struct, frozen=True):
+class ArchiveMember(msgspec.Struct, frozen=True):
     """The head of one member. `blob` is (sha256, generation) for one of those."""
 
     name: str
@@ -119,7 +119,7 @@ class ArchiveReader:
         self._padding_bytes = 0
         self._seen: set[str] = set()
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[ArchiveMember]:
         while MANIFEST_NAME not in self._seen:
             member = self._head()
             if member.name in self._seen:
@@ -147,7 +147,7 @@ class ArchiveReader:
             raise Corrupt("the backup is cut off in the middle; copy it again, or use another one")
         return taken
 
-    def _head(self) -> Member:
+    def _head(self) -> ArchiveMember:
         block = self._source.read(_BLOCK)
         if len(block) != _BLOCK or block == bytes(_BLOCK):
             if not self._seen:
@@ -164,20 +164,20 @@ class ArchiveReader:
         return _member(head)
 
 
-def _member(head: tarfile.TarInfo) -> Member:
+def _member(head: tarfile.TarInfo) -> ArchiveMember:
     """Only what tasuki writes: regular files under the three kinds of names."""
     if head.type != tarfile.REGTYPE or head.size < 0:
         raise InvalidInput(f"the backup has a member {head.name[:100]!r} that is no plain file; it was not made by tasuki backup")
     if head.name in (MANIFEST_NAME, DATABASE_NAME):
         if head.name == MANIFEST_NAME and head.size > MANIFEST_MAX_BYTES:
             raise InvalidInput(f"the backup's manifest has {head.size} bytes, more than {MANIFEST_MAX_BYTES}")
-        return Member(head.name, head.size)
+        return ArchiveMember(head.name, head.size)
     matched = _BLOB_NAME.fullmatch(head.name)
     if matched is None:
         raise InvalidInput(
             f"the backup has a member {head.name[:100]!r}, which none of ours is called; it was not made by tasuki backup"
         )
-    return Member(head.name, head.size, (matched[1], int(matched[2] or 0)))
+    return ArchiveMember(head.name, head.size, (matched[1], int(matched[2] or 0)))
 
 
 def read_manifest(encoded: bytes) -> Manifest:

@@ -27,8 +27,8 @@ from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import TokenRow
 from tasuki.errors import ConfigError, TooLarge
-from tasuki.server.cluster import Together
-from tasuki.server.presigned import Direct
+from tasuki.server.cluster import Cluster
+from tasuki.server.presigned import PresignedTransfers
 from tasuki.server.queries import Reader
 from tasuki.server.server import Server, ServerConfig
 from tasuki.server.swap_in import finish_publishing
@@ -131,13 +131,13 @@ def open_postgresql_reader(url: str) -> Callable[[], Reader]:
     return open_reader
 
 
-def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, stands: bool = True) -> Together:
+def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, stands: bool = True) -> Cluster:
     """The other servers on that database."""
     from tasuki.coords.sql import SqlCoordination
     from tasuki.stores.sql.store import SCHEMA_VERSION
     from tasuki.stores.sql.wakeups import PostgresWakeups
 
-    return Together(
+    return Cluster(
         lambda: SqlCoordination(url, ttl_s=lock_ttl_s),
         PostgresWakeups(url, server_id=server_id),
         incarnation=secrets.token_hex(8),
@@ -186,14 +186,14 @@ def _redis_store(url: str, app: str, retention_s: float, *, strict: bool = False
 
 def company_on_redis(
     url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, app: str = DEFAULT_APP, stands: bool = True
-) -> Together:
+) -> Cluster:
     """The other servers on that Redis with the same app. One that does not stand never leads: it only takes part."""
     from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
     from tasuki.stores.redis.connection import connect, name_of
     from tasuki.stores.redis.store import SCHEMA_VERSION
     from tasuki.stores.redis.wakeups import RedisWakeups
 
-    return Together(
+    return Cluster(
         lambda: RedisCoordination(connect(url, TIMEOUT_SHARE * lock_ttl_s), where=name_of(url), app=app),
         RedisWakeups(url, app=app, server_id=server_id),
         incarnation=secrets.token_hex(8),
@@ -230,7 +230,7 @@ def ensure_admin_token(store: Store, path: Path) -> None:
     temporary.replace(path)
 
 
-class Places(NamedTuple):
+class StorageLocations(NamedTuple):
     """Where a server keeps what must survive."""
 
     folder: DataFolder
@@ -247,7 +247,7 @@ class Places(NamedTuple):
     """With Redis: settings that keep no promise are refused."""
 
 
-def make_server(places: Places, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
+def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
     """A server over these places; `await server.start()` opens them."""
     folder = places.folder
     blobs = open_blobs(places.blobs or folder.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=config.disk_floor_bytes)
@@ -277,14 +277,14 @@ def make_server(places: Places, config: ServerConfig, fault: Callable[[str], Non
     )
 
 
-def open_direct(blobs: str, endpoint: str = "") -> Direct:
+def open_direct(blobs: str, endpoint: str = "") -> PresignedTransfers:
     """Links with which peers use the bucket of `blobs` themselves, at `endpoint` if they know it by another address."""
     from tasuki.blobs.s3.presign import S3Presign
 
-    return Direct(S3Presign(blobs, max_blob_bytes=BLOB_MAX_BYTES, endpoint=endpoint or None))
+    return PresignedTransfers(S3Presign(blobs, max_blob_bytes=BLOB_MAX_BYTES, endpoint=endpoint or None))
 
 
-def make_guest(places: Places, config: ServerConfig, *, stands: bool) -> tuple[Server, Together]:
+def make_guest(places: StorageLocations, config: ServerConfig, *, stands: bool) -> tuple[Server, Cluster]:
     """A server that takes part in a store which others keep up: it makes no token and owns no folder; `places.folder` holds its
     socket at most. Without `places.blobs` there are none for it, neither to read nor to write."""
     check_store(places.store)
@@ -316,7 +316,7 @@ class NoBlobs(FolderBlobs):
         )
 
 
-def _company_beside_sql(places: Places, server_id: str, *, stands: bool = True) -> Together:
+def _company_beside_sql(places: StorageLocations, server_id: str, *, stands: bool = True) -> Cluster:
     """Who is alive and who leads may be kept in Redis; which epochs count is the database's word in any case."""
     if not places.coordination:
         return company_on_postgresql(places.store, server_id, places.lock_ttl_s, stands=stands)

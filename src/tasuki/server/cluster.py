@@ -1,6 +1,6 @@
 """A server among others on one store: it says that it lives, stands for election, hears hints and gives them.
 
-`Together` drives `core/election.py` and the coordination (whose verbs block: they run on a thread of their own, one at a time) and
+`Cluster` drives `core/election.py` and the coordination (whose verbs block: they run on a thread of their own, one at a time) and
 carries hints to and fro. What all that means is decided in the broker; this is the wiring. `Alone` is a server whose store has
 no other user.
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from tasuki.coords.coordination import BEAT_INTERVAL_S, Coordination, Member, View
+from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
-from tasuki.core.broker.events import Deposed, Detach, Elected, Hinted, Met, Publish, TookOver, Won
+from tasuki.core.broker.events import Deposed, Detach, Elected, Hinted, Met, Publish, TakeoverDone, Won
 from tasuki.core.hints import Hint, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.core.server_info import ServerInfo
@@ -36,7 +36,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
 
 
-class Company(Protocol):
+class ClusterMembership(Protocol):
     """Whom a server shares its store with."""
 
     async def join(self, server: Server) -> None: ...
@@ -45,7 +45,7 @@ class Company(Protocol):
         ...
 
     def tick(self, now: Now) -> None: ...
-    def told(self, command: TookOver | Deposed | Publish) -> None: ...
+    def told(self, command: TakeoverDone | Deposed | Publish) -> None: ...
     async def detach(self, command: Detach) -> bool: ...
     async def leave(self) -> None: ...
 
@@ -63,7 +63,7 @@ class Alone:
     def tick(self, now: Now) -> None:
         pass
 
-    def told(self, command: TookOver | Deposed | Publish) -> None:
+    def told(self, command: TakeoverDone | Deposed | Publish) -> None:
         pass
 
     async def detach(self, command: Detach) -> bool:
@@ -76,7 +76,7 @@ class Alone:
         pass
 
 
-class Together:
+class Cluster:
     """Other servers, over a coordination and hints. `open_coordination` is called on the coordination's thread. One that does not
     stand (for election) beats, hears and tells, and never leads."""
 
@@ -116,7 +116,7 @@ class Together:
     async def join(self, server: Server) -> None:
         """Open the coordination (errors are raised here), and be seen."""
         self._server = server
-        self._term = election.Term(server.config.server_id, ttl_s=self._lock_ttl_s)
+        self._term = election.Election(server.config.server_id, ttl_s=self._lock_ttl_s)
         self._version = int(server.now().wall * 1000)  # it must grow from one life of this server to the next
         self._coordination = await self._call(self._open_coordination)
         await self._beat_once()
@@ -185,7 +185,7 @@ class Together:
         info = _encode(self._server.broker.info)
         if info != self._info:
             self._info, self._version = info, self._version + 1
-        me = Member(
+        me = ClusterMember(
             member_id=self._server.config.server_id,
             kind="server",
             incarnation=self._incarnation,
@@ -231,15 +231,15 @@ class Together:
 
     # ------------------------------------------------------------------------------------------------ who leads
 
-    def told(self, command: TookOver | Deposed | Publish) -> None:
+    def told(self, command: TakeoverDone | Deposed | Publish) -> None:
         match command:
             case Publish():
                 self._wakeups.publish(split(command.hint))
-            case TookOver():
+            case TakeoverDone():
                 self._decide(election.TookOver(command.epoch, command.done))
             case Deposed():
                 logger.warning("epoch %d was refused by the store: another server leads", command.epoch)
-                self._decide(election.Fenced(command.epoch))
+                self._decide(election.EpochFenced(command.epoch))
 
     def _decide(self, event: election.Event) -> None:
         if self._has_left:

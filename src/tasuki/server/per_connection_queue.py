@@ -17,7 +17,7 @@ WAITING_MAX = 256  # pieces of one connection; past this it is not read from
 T = TypeVar("T")
 
 
-class Connection(Protocol):
+class QueueConnection(Protocol):
     """What a lane needs of a connection."""
 
     def pause_reading(self, why: object = None) -> None: ...
@@ -25,7 +25,7 @@ class Connection(Protocol):
     async def drain(self) -> None: ...
 
 
-class Lane(Generic[T]):
+class PerConnectionQueue(Generic[T]):
     """One kind of work; `at_once` pieces of it run at the same time for one connection."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Lane(Generic[T]):
         self._waiting: dict[int, deque[T]] = {}
         self._running: dict[int, int] = {}
 
-    def add(self, conn: int, link: Connection, piece: T) -> None:
+    def add(self, conn: int, link: QueueConnection, piece: T) -> None:
         """Do this for the connection when it is its turn."""
         waiting = self._waiting.setdefault(conn, deque())
         waiting.append(piece)
@@ -54,7 +54,7 @@ class Lane(Generic[T]):
         """The connection is gone: what waits is dropped, what runs ends by itself."""
         self._waiting.pop(conn, None)
 
-    async def _run(self, conn: int, link: Connection) -> None:
+    async def _run(self, conn: int, link: QueueConnection) -> None:
         try:
             while waiting := self._waiting.get(conn):
                 piece = waiting.popleft()

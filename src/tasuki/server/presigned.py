@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tasuki.blobs.s3.presign import Link, S3Presign, Way
+from tasuki.blobs.s3.presign import PresignedUrl, S3Presign, UploadPlan
 from tasuki.core.store_messages import BlobPlace
 
 LINK_THREADS = 4
@@ -21,7 +21,7 @@ T = TypeVar("T")
 _Whose = tuple[str, int, str]
 
 
-class Direct:
+class PresignedTransfers:
     """The links of one server. Whoever asks here was let in, and may read or bring this blob."""
 
     def __init__(self, presign: S3Presign) -> None:
@@ -34,10 +34,10 @@ class Direct:
         """Whether the bucket can be used so; errors are for the operator."""
         await self._on_thread(self._presign.check)
 
-    async def download(self, place: BlobPlace) -> Link:
+    async def download(self, place: BlobPlace) -> PresignedUrl:
         return await self._on_thread(lambda: self._presign.download(place.sha256, place.size_bytes, place.generation))
 
-    async def upload(self, place: BlobPlace, owner: str) -> Way:
+    async def upload(self, place: BlobPlace, owner: str) -> UploadPlan:
         return await self._on_thread(lambda: self._presign.upload(place.sha256, place.size_bytes, place.generation, owner))
 
     async def take(self, place: BlobPlace, owner: str, wait_s: float) -> bool:

@@ -10,8 +10,8 @@ import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.broker.events import Query
-from tasuki.core.explain import Surroundings, explain
-from tasuki.core.job import Incident, Job
+from tasuki.core.explain import ExplainContext, explain
+from tasuki.core.job import Job, JobIncident
 from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.core.subject import check_pattern
 from tasuki.errors import InvalidInput, NotFound
@@ -27,7 +27,7 @@ class Reader(Protocol):
 
     def get(self, job_ids: Sequence[str]) -> list[Job | None]: ...
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page: ...
-    def incidents(self, job_id: str) -> list[Incident]: ...
+    def incidents(self, job_id: str) -> list[JobIncident]: ...
     def counts(self) -> dict[str, GroupCounts]: ...
     def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None: ...
     def top_band(self) -> int | None: ...
@@ -94,7 +94,7 @@ def _explain(reader: Reader, query: Query) -> Any:
     if not isinstance(job_id, str):
         raise InvalidInput("explain needs job_id, a text")
     job = _visible(job_id, reader.get([job_id])[0], query.identity)
-    around = Surroundings(
+    around = ExplainContext(
         workers=query.workers,
         ahead=reader.ready_ahead(job_id),
         top_band=reader.top_band(),

@@ -23,7 +23,7 @@ from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder
 from tasuki.errors import ConfigError, Corrupt, InvalidInput
-from tasuki.server.archive import DATABASE_NAME, MANIFEST_NAME, ArchiveReader, Manifest, Member, read_manifest
+from tasuki.server.archive import DATABASE_NAME, MANIFEST_NAME, ArchiveMember, ArchiveReader, Manifest, read_manifest
 from tasuki.server.swap_in import carry_out, decide, finish_publishing, staging_of, store_names, withdraw
 
 WORD_BYTES = 16 * 1024 * 1024  # between two words of progress
@@ -31,7 +31,7 @@ WORD_BYTES = 16 * 1024 * 1024  # between two words of progress
 Tell = Callable[[str], None]
 
 
-class Restored(msgspec.Struct, frozen=True):
+class RestoreReport(msgspec.Struct, frozen=True):
     """What a restore came to."""
 
     data: str
@@ -62,7 +62,7 @@ def restore(
     force: bool = False,
     tell: Tell = lambda text: None,
     fault: Callable[[str], None] = lambda point: None,
-) -> Restored:
+) -> RestoreReport:
     """Put the store of a backup into a data folder that has none. With `force` the one that is there is moved aside."""
     from tasuki.stores.sql.sqlite import OwnerLock
 
@@ -87,7 +87,7 @@ def restore(
         lock.release()
 
 
-def _restore(file: Path, folder: DataFolder, has_store: bool, tell: Tell, fault: Callable[[str], None]) -> Restored:
+def _restore(file: Path, folder: DataFolder, has_store: bool, tell: Tell, fault: Callable[[str], None]) -> RestoreReport:
     from tasuki.stores.sql.sqlite_backup import begin_new_life, check_copy
 
     staging = staging_of(folder)
@@ -112,7 +112,7 @@ def _restore(file: Path, folder: DataFolder, has_store: bool, tell: Tell, fault:
         withdraw(folder)
         raise
     carry_out(folder, fault)
-    return Restored(
+    return RestoreReport(
         data=str(folder.root),
         manifest=manifest,
         epoch=life.epoch,
@@ -180,7 +180,7 @@ class _Unpacking:
             self._next_word_bytes = read_bytes + WORD_BYTES
             self._tell(f"reading: {read_bytes:,} of {self._archive_bytes:,} bytes")
 
-    def _take_blob(self, member: Member, blob: tuple[str, int], pieces: Iterable[bytes]) -> None:
+    def _take_blob(self, member: ArchiveMember, blob: tuple[str, int], pieces: Iterable[bytes]) -> None:
         sha256, generation = blob
         if self._blobs is None:
             digest = hashlib.sha256()
@@ -195,7 +195,7 @@ class _Unpacking:
                 writer.commit()
         self._found.append((sha256, generation, member.size_bytes))
 
-    def _take_database(self, member: Member, pieces: Iterable[bytes]) -> None:
+    def _take_database(self, member: ArchiveMember, pieces: Iterable[bytes]) -> None:
         digest = hashlib.sha256()
         descriptor = os.open(self._staging / member.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:

@@ -13,7 +13,7 @@ from tasuki.errors import TasukiError, Unavailable
 logger = logging.getLogger("tasuki.blobs")
 
 
-class Calls:
+class SerialCalls:
     """The blocking calls of one transfer: never two at once, and the last one after all others, though nobody waits for those."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:

@@ -41,7 +41,7 @@ from tasuki.core.broker.events import (
     SendBlob,
     SomeEnded,
     SomeRevoked,
-    TookOver,
+    TakeoverDone,
     TurnDone,
     TurnFailed,
 )
@@ -51,11 +51,11 @@ from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Sen
 from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, outcome_bytes
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
-from tasuki.server.cluster import Alone, Company
-from tasuki.server.per_connection_queue import Lane
+from tasuki.server.cluster import Alone, ClusterMembership
+from tasuki.server.per_connection_queue import PerConnectionQueue
 from tasuki.server.queries import Reader, answer_query
 from tasuki.server.readers import Readers
-from tasuki.server.transfers import Transfers
+from tasuki.server.transfers import BlobTransfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
 
@@ -124,14 +124,14 @@ class Server:
         open_store: Callable[[], Store],
         open_reader: Callable[[], Reader],
         blobs: BlobStore,
-        company: Company | None = None,
+        company: ClusterMembership | None = None,
         fault: Callable[[str], None] = lambda point: None,
     ) -> None:
         self.config = config
         self.broker: Broker
         self._open_store = open_store
         self._blobs = blobs
-        self._transfers = Transfers(blobs, self._blob_arrived)
+        self._transfers = BlobTransfers(blobs, self._blob_arrived)
         self._company = company or Alone()
         self._fault = fault
         self._numbers = itertools.count(1)
@@ -141,9 +141,9 @@ class Server:
         self._throttled = False
         self._readers = Readers(open_reader, config.readers)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._questions = Lane(self._query, self._spawn, at_once=config.readers)
-        self._downloads = Lane(self._send_blob, self._spawn, at_once=DOWNLOADS_AT_ONCE)
-        self._late = Lane(self._send_late, self._spawn, at_once=1)
+        self._questions = PerConnectionQueue(self._query, self._spawn, at_once=config.readers)
+        self._downloads = PerConnectionQueue(self._send_blob, self._spawn, at_once=DOWNLOADS_AT_ONCE)
+        self._late = PerConnectionQueue(self._send_late, self._spawn, at_once=1)
         self._idle = asyncio.Event()
         self._stopping = False
         self.on_last_client: Callable[[], None] = lambda: None
@@ -356,7 +356,7 @@ class Server:
                     self._spawn(self._delete_blobs(command))
                 case AskEnded() | AskRevoked():
                     self._spawn(self._ask(command))
-                case TookOver() | Deposed() | Publish():
+                case TakeoverDone() | Deposed() | Publish():
                     self._company.told(command)
                 case Detach():
                     self._spawn(self._detach(command))

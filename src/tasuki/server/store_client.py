@@ -17,18 +17,18 @@ from tasuki.core.broker.events import Publish
 from tasuki.core.hints import Hint
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import TasukiError
-from tasuki.server.assembly import BLOB_MAX_BYTES, Places, is_redis, make_guest, open_postgresql, open_redis
-from tasuki.server.cluster import Together
+from tasuki.server.assembly import BLOB_MAX_BYTES, StorageLocations, is_redis, make_guest, open_postgresql, open_redis
+from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.batching import StoreThread
 
 
-class Share:
+class StoreClient:
     """Of the store and the blobs at these places. Made inside the running loop."""
 
-    def __init__(self, places: Places, config: ServerConfig, *, duties: bool = True) -> None:
+    def __init__(self, places: StorageLocations, config: ServerConfig, *, duties: bool = True) -> None:
         self._guest: Server | None = None
-        self._company: Together | None = None
+        self._company: Cluster | None = None
         if duties:
             self._guest, self._company = make_guest(places, config, stands=True)
         self.blobs: BlobStore | None = None

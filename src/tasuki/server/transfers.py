@@ -18,15 +18,15 @@ from tasuki.core.job import Job
 from tasuki.core.protocol import BlobPut, Chunk, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import NotFound, TasukiError, Unavailable
-from tasuki.server.serial_calls import Calls, told
-from tasuki.server.uploads import Arrived, Connection, Uploads
+from tasuki.server.serial_calls import SerialCalls, told
+from tasuki.server.uploads import Arrived, TransferConnection, Uploads
 
 logger = logging.getLogger("tasuki.blobs")
 
 READ_CHUNKS = 4  # in one call on the thread
 
 
-class Transfers:
+class BlobTransfers:
     """All uploads and downloads of one server. `arrived` is told, in the loop, when bytes are durable at their place."""
 
     def __init__(self, blobs: BlobStore, arrived: Arrived) -> None:
@@ -45,7 +45,7 @@ class Transfers:
 
     # ------------------------------------------------------------------------------------------------ in
 
-    def begin(self, conn: int, link: Connection, put: BlobPut, place: BlobPlace, uploader: str = "") -> None:
+    def begin(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str = "") -> None:
         """A peer wants to send a blob, and the store said where it belongs. The peer is told whether it is needed."""
         if put.direct:
             link.send(Reply(put.msg_id, {"stored": place.stored, "generation": place.generation}))
@@ -56,7 +56,7 @@ class Transfers:
         """The uploads that have not come to their end."""
         return self._uploads.under_way()
 
-    def piece(self, conn: int, link: Connection, chunk: Chunk) -> None:
+    def piece(self, conn: int, link: TransferConnection, chunk: Chunk) -> None:
         """The next chunk of an upload."""
         self._uploads.piece(conn, link, chunk)
 
@@ -66,7 +66,7 @@ class Transfers:
 
     # ------------------------------------------------------------------------------------------------ out
 
-    async def send(self, link: Connection, job: Job | None, command: SendBlob, place: BlobPlace | None) -> None:
+    async def send(self, link: TransferConnection, job: Job | None, command: SendBlob, place: BlobPlace | None) -> None:
         """Send a blob of a job, which is at this place, to somebody who may read it."""
         get = command.get
         check_sha256(get.sha256)
@@ -74,7 +74,7 @@ class Transfers:
             raise NotFound(f"job {get.job_id[:128]!r} has no blob {get.sha256} that you may read")
         if place is None:
             raise NotFound(f"blob {get.sha256} of job {get.job_id[:128]!r} is not stored any more")
-        call = Calls(self._out)
+        call = SerialCalls(self._out)
         try:
             reader: BlobReader = await call.opened(_close, self._blobs.open, get.sha256, get.offset, place.generation)
         except OSError as error:
@@ -84,7 +84,7 @@ class Transfers:
         finally:
             call.at_last(_close, reader)
 
-    async def _read(self, link: Connection, command: SendBlob, reader: BlobReader, call: Calls) -> None:
+    async def _read(self, link: TransferConnection, command: SendBlob, reader: BlobReader, call: SerialCalls) -> None:
         get, offset = command.get, command.get.offset
         pieces: Iterator[bytes] = iter(reader)
         reading = call.start(_some, pieces)

@@ -22,7 +22,7 @@ from tasuki.core.broker.broker import error_message
 from tasuki.core.protocol import BlobPut, Chunk, Message, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, Overloaded, ProtocolError, TasukiError, Unavailable
-from tasuki.server.serial_calls import Calls, told
+from tasuki.server.serial_calls import SerialCalls, told
 
 UPLOADS_PER_CONNECTION_MAX = 16
 QUEUED_MAX_BYTES = 8 * 1024 * 1024  # of one upload; past this the peer is not read from
@@ -34,7 +34,7 @@ TURN_S = 15.0  # how long the next one waits for one that is not silent; less th
 Arrived = Callable[[int, BlobPut, BlobPlace], None]
 
 
-class Connection(Protocol):
+class TransferConnection(Protocol):
     """What a transfer needs of a connection."""
 
     def send(self, message: Message) -> None: ...
@@ -48,10 +48,10 @@ class _CutOff(Unavailable):
     """Nothing more comes, though it is not whole."""
 
 
-class _Upload:
+class _IncomingBlob:
     """One blob on its way in: a queue of chunks and the task that writes them."""
 
-    def __init__(self, conn: int, link: Connection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
+    def __init__(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
         self.conn, self.link = conn, link
         self.put, self.place = put, place
         resumes = put.resume and put.size_bytes >= RESUMED_MIN_BYTES
@@ -87,8 +87,8 @@ class Uploads:
         self._blobs = blobs
         self._threads = threads
         self._arrived = arrived
-        self._uploads: dict[tuple[int, int], _Upload] = {}
-        self._latest: dict[tuple[str, str], _Upload] = {}
+        self._uploads: dict[tuple[int, int], _IncomingBlob] = {}
+        self._latest: dict[tuple[str, str], _IncomingBlob] = {}
         """By key: the one that the next one has to wait for."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,7 +96,7 @@ class Uploads:
         for task in self._tasks:
             task.cancel()
 
-    def begin(self, conn: int, link: Connection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
+    def begin(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
         """A peer wants to send a blob, and the store said where it belongs. The peer is told whether it is needed."""
         mine = sum(1 for owner, _ in self._uploads if owner == conn)
         try:
@@ -108,7 +108,7 @@ class Uploads:
         except TasukiError as error:
             link.send(error_message(put.msg_id, error))
             return
-        upload = self._uploads[conn, put.msg_id] = _Upload(conn, link, put, place, uploader)
+        upload = self._uploads[conn, put.msg_id] = _IncomingBlob(conn, link, put, place, uploader)
         before = None
         if upload.key is not None:
             before = self._latest.get(upload.key)
@@ -121,7 +121,7 @@ class Uploads:
         """Those that have not come to their end."""
         return [upload.put for upload in self._uploads.values()]
 
-    def piece(self, conn: int, link: Connection, chunk: Chunk) -> None:
+    def piece(self, conn: int, link: TransferConnection, chunk: Chunk) -> None:
         """The next chunk of an upload."""
         upload = self._uploads.get((conn, chunk.corr_id))
         if upload is None or upload.over:  # it failed, and the peer had sent more before it heard of it
@@ -148,7 +148,7 @@ class Uploads:
 
     # ------------------------------------------------------------------------------------------------ one of them
 
-    async def _take(self, upload: _Upload, before: _Upload | None) -> None:
+    async def _take(self, upload: _IncomingBlob, before: _IncomingBlob | None) -> None:
         put, link = upload.put, upload.link
         try:
             if before is not None:
@@ -169,10 +169,10 @@ class Uploads:
         else:
             self._arrived(upload.conn, put, replace(upload.place, size_bytes=ref.size_bytes))
 
-    async def _keep(self, upload: _Upload) -> BlobRef | None:
+    async def _keep(self, upload: _IncomingBlob) -> BlobRef | None:
         """Write what the peer sends to its place; None if it was there."""
         put, generation = upload.put, upload.place.generation
-        call = Calls(self._threads)
+        call = SerialCalls(self._threads)
         # A row can say more than is true: somebody may have deleted the bytes. Then they are taken again.
         if (upload.place.stored or upload.kept == upload.place) and await call(self._blobs.has, put.sha256, generation):
             return None if upload.place.stored else BlobRef(put.sha256, put.size_bytes)
@@ -193,7 +193,7 @@ class Uploads:
             finally:
                 call.at_last(_suspend, writer)  # harmless after the commit
 
-    async def _receive(self, upload: _Upload, writer: BlobWriter, call: Calls) -> BlobRef:
+    async def _receive(self, upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -> BlobRef:
         put = upload.put
         if put.resume:
             upload.received = writer.size_bytes
@@ -205,7 +205,7 @@ class Uploads:
         return ref
 
 
-async def _turn(upload: _Upload, before: _Upload) -> None:
+async def _turn(upload: _IncomingBlob, before: _IncomingBlob) -> None:
     """Returns when the one before has ended and what it wrote can be gone on with."""
     assert before.task is not None
     loop = asyncio.get_running_loop()
@@ -225,7 +225,7 @@ async def _turn(upload: _Upload, before: _Upload) -> None:
         raise _CutOff("the connection was lost")
 
 
-async def _write(upload: _Upload, writer: BlobWriter, call: Calls) -> None:
+async def _write(upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -> None:
     """Until the last chunk; _CutOff if it does not come."""
     while True:
         chunks = await _some(upload.chunks)

@@ -29,7 +29,7 @@ STEADY_S = 1.0  # a connection that ended sooner was none
 Connection = TypeVar("Connection")
 
 
-class KeptWakeups(ABC, Generic[Connection]):
+class ReconnectingWakeups(ABC, Generic[Connection]):
     """`server_id` is the sender of what replaces details that could not be sent."""
 
     def __init__(self, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:

@@ -24,10 +24,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from tasuki.core.job import Incident, Job
+from tasuki.core.job import Job, JobIncident
 from tasuki.core.store_messages import (
     COUNTED,
-    Answer,
     Assignment,
     AuditRow,
     BlobClaim,
@@ -38,16 +37,16 @@ from tasuki.core.store_messages import (
     Filter,
     Grant,
     GroupCounts,
-    Held,
+    HeldLease,
     LeaseRequest,
+    LeaseStatus,
     MissingBlobs,
     Page,
     Promoted,
     Reaped,
-    Recorded,
     Report,
+    ReportAnswer,
     Requeued,
-    Standing,
     Submission,
     Submitted,
     Takes,
@@ -57,7 +56,6 @@ from tasuki.errors import Conflict
 
 __all__ = [
     "COUNTED",
-    "Answer",
     "Assignment",
     "AuditRow",
     "BlobClaim",
@@ -70,16 +68,16 @@ __all__ = [
     "Filter",
     "Grant",
     "GroupCounts",
-    "Held",
+    "HeldLease",
     "LeaseRequest",
+    "LeaseStatus",
     "MissingBlobs",
     "Page",
     "Promoted",
     "Reaped",
-    "Recorded",
     "Report",
+    "ReportAnswer",
     "Requeued",
-    "Standing",
     "Store",
     "Submission",
     "Submitted",
@@ -176,11 +174,11 @@ class Store(Protocol):
         """
         ...
 
-    def start(self, claims: Sequence[Held]) -> list[Standing]:
+    def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         """ASSIGNED → RUNNING with started_at; again: no change. Tells of a cancel request, and resumes, like renew."""
         ...
 
-    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         """Set the lease's expiry to now + ttl_s + margin. LOST if it is not the current lease of this incarnation.
 
         The `progress` that a claim brings is kept with the job; a grant clears it, and nothing is ever decided by it.
@@ -189,17 +187,17 @@ class Store(Protocol):
         """
         ...
 
-    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
+    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
         """Give an unstarted attempt back: PENDING again (CANCELED if that was asked for), no retry and no loss used; the attempt
         number stays used."""
         ...
 
-    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         """Record that attempts succeeded, with their results. BLOB_MISSING, and nothing written, if the result is a blob that is
         not stored (also for `fail`); the reference is written with the rest."""
         ...
 
-    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         """Record that attempts failed: PENDING with not_before while a retry remains, else FAILED, TIMED_OUT or CANCELED."""
         ...
 
@@ -267,7 +265,7 @@ class Store(Protocol):
         """Jobs by filter, newest first. Bounded work per call: go on with the cursor."""
         ...
 
-    def incidents(self, job_id: str) -> list[Incident]:
+    def incidents(self, job_id: str) -> list[JobIncident]:
         """The unusual things that befell the job, oldest first."""
         ...
 

@@ -26,10 +26,10 @@ from tasuki.coords.coordination import (
     LOCK_TTL_MAX_S,
     MEMBER_TIMEOUT_S,
     Busy,
+    ClusterMember,
     Coordination,
     LiveMember,
     Locked,
-    Member,
 )
 from tasuki.errors import InvalidInput
 
@@ -40,8 +40,10 @@ MakeCoordination = Callable[[], Coordination]
 LetPass = Callable[[float], None]
 
 
-def member(name: str = "a", **fields: Any) -> Member:
-    return Member(**{"member_id": name, "incarnation": f"{name}-1", "version": 1, "info": b"info of " + name.encode(), **fields})
+def member(name: str = "a", **fields: Any) -> ClusterMember:
+    return ClusterMember(
+        **{"member_id": name, "incarnation": f"{name}-1", "version": 1, "info": b"info of " + name.encode(), **fields}
+    )
 
 
 def seen_by(coordination: Coordination, *, seen: dict[str, int] | None = None, me: str = "observer") -> dict[str, LiveMember]:

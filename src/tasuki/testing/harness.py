@@ -1,6 +1,6 @@
 """The machines together: clients, the brokers of one or more servers, workers and a store, with no socket, thread or real clock.
 
-A `World` has a fake clock and in-memory links; every message passes through the wire's bytes. Things happen one at a time and
+A `Harness` has a fake clock and in-memory links; every message passes through the wire's bytes. Things happen one at a time and
 only when a test says so: a message is delivered, the store takes or commits a turn, a clock moves. Links can be cut or held up,
 servers killed between any two steps and started again on the same store, servers and workers frozen or killed. After every commit
 the invariants of RELIABILITY §1 that the store decides are checked; `check()` adds what clients and workers can see.
@@ -28,7 +28,7 @@ from tasuki.core.worker.events import WorkerIdentity
 from tasuki.errors import TasukiError
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.harness_nodes import ClientNode, Link, Node, WorkerNode
+from tasuki.testing.harness_nodes import ClientNode, HarnessLink, Node, WorkerNode
 from tasuki.testing.harness_servers import OWN_UID, ServerNode
 from tasuki.testing.store_invariants import History
 from tasuki.wire.messages import decode, encode
@@ -40,7 +40,7 @@ QUIET_STEPS_MAX = 20_000  # a world that has not come to rest by then is in a ho
 WIDE_PAGE = 1_000
 
 
-class World:
+class Harness:
     """Servers, their store and their peers. `restart` gets the store of the only, dead server and gives the one of the next."""
 
     def __init__(
@@ -58,7 +58,7 @@ class World:
         self.random = random.Random(seed)  # noqa: S311 - jitter and schedules that must be the same again
         self.history = History(clock)
         self.nodes: list[Node] = []
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, HarnessLink] = {}
         self.turns = 0
         self.disk_problem = ""
         """What the driver sees when it looks at the disk."""
@@ -174,11 +174,11 @@ class World:
             node.apply(Closed(0, "connection refused"))
             return
         conn = next(self._numbers)
-        node.link = self.links[conn] = Link(conn, node, server)
+        node.link = self.links[conn] = HarnessLink(conn, node, server)
         self._accept(node.link)
         node.apply(Opened(conn, node.peer))
 
-    def _accept(self, link: Link) -> None:
+    def _accept(self, link: HarnessLink) -> None:
         """The kernel has taken the connection; the server hears of it when it runs."""
         if not link.accepted and link.server.awake:
             link.accepted = True
@@ -188,7 +188,7 @@ class World:
         if node.link is not None and node.link.conn == conn and not node.link.mute:
             node.link.to_server.append(encode(message))
 
-    def deliver_to_server(self, link: Link) -> None:
+    def deliver_to_server(self, link: HarnessLink) -> None:
         """The next piece of this way arrives."""
         self._accept(link)
         data = link.to_server.popleft()
@@ -196,7 +196,7 @@ class World:
             if link.conn in self.links:
                 link.server.apply(Received(link.conn, decode(frame, FRAME_MAX_BYTES)))
 
-    def deliver_to_node(self, link: Link) -> None:
+    def deliver_to_node(self, link: HarnessLink) -> None:
         """The next piece of this way arrives; if the server hung up, after the last one the end."""
         if link.to_node:
             data = link.to_node.popleft()
@@ -218,7 +218,7 @@ class World:
                 self._server_loses(link, reason)
             self._node_loses(link, reason)
 
-    def _server_loses(self, link: Link, reason: str) -> None:
+    def _server_loses(self, link: HarnessLink, reason: str) -> None:
         if link.server.frozen:
             link.lost = reason  # it finds out when it runs again
         elif self.links.pop(link.conn, None) is not None:
@@ -232,7 +232,7 @@ class World:
                 link.to_node.append(last_words)
             link.ending = reason or "closed"
 
-    def _node_loses(self, link: Link, reason: str) -> None:
+    def _node_loses(self, link: HarnessLink, reason: str) -> None:
         link.ending = ""
         link.to_node.clear()
         node = link.node

@@ -1,7 +1,7 @@
 """The peers of a `World` (harness.py): a client's and a worker's machine, each with what its driver would keep, and their links.
 
 Touches nothing: bytes go into lists, and the world moves them. The simulator (`sim/`) has peers of the same kinds, and another
-world: what a peer needs of either is `Surroundings`, and what happens in time in only one of them is a method of its own here.
+world: what a peer needs of either is `HarnessContext`, and what happens in time in only one of them is a method of its own here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tasuki.core.address import Address
-from tasuki.core.client_machine import Answered, Arrived, Call, ClientMachine, Failed, Watch, WatchRefused
+from tasuki.core.client_machine import Call, CallAnswered, ClientMachine, Failed, ResultsArrived, Watch, WatchRefused
 from tasuki.core.client_machine import Command as ClientCommand
 from tasuki.core.client_machine import Event as ClientEvent
 from tasuki.core.job import JobSpec, Outcome
@@ -31,14 +31,13 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant
-from tasuki.core.worker.events import Command as WorkerCommand
 from tasuki.core.worker.events import (
+    AttemptEnded,
     Drain,
-    Ended,
+    EndingSaved,
     Exit,
     Forget,
     GaveBack,
-    Kept,
     Restored,
     Run,
     Save,
@@ -46,6 +45,7 @@ from tasuki.core.worker.events import (
     Stop,
     WorkerIdentity,
 )
+from tasuki.core.worker.events import Command as WorkerCommand
 from tasuki.core.worker.events import Event as WorkerEvent
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import TasukiError
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from tasuki.testing.harness_servers import ServerNode
 
 
-class Surroundings(Protocol):
+class HarnessContext(Protocol):
     """What a peer needs of the world that it lives in."""
 
     random: random.Random
@@ -68,7 +68,7 @@ class Surroundings(Protocol):
     def exit(self, node: Any) -> None: ...
 
 
-class Link:
+class HarnessLink:
     """One connection: bytes on their way in both directions. `held` ways keep their bytes; a `mute` link loses them."""
 
     def __init__(self, conn: int, node: Node, server: ServerNode) -> None:
@@ -95,11 +95,11 @@ class Link:
 class Node:
     """One peer of the server: a machine and what its driver would keep."""
 
-    def __init__(self, world: Surroundings, name: str, peer: Peer) -> None:
+    def __init__(self, world: HarnessContext, name: str, peer: Peer) -> None:
         self.world = world
         self.name = name
         self.peer = peer
-        self.link: Link | None = None
+        self.link: HarnessLink | None = None
         self.frozen = False
         self.dead = False
         self.dials = 0
@@ -125,11 +125,11 @@ class Node:
 class ClientNode(Node):
     """A client process: what it asked, what it was told."""
 
-    def __init__(self, world: Surroundings, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
+    def __init__(self, world: HarnessContext, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
         super().__init__(world, name, peer)
         hello = HelloClient(msg_id=0, client_id=name, token=token)
         self.machine = ClientMachine(hello, addresses=addresses, jitter=world.random.random)
-        self.answers: dict[int, Answered] = {}
+        self.answers: dict[int, CallAnswered] = {}
         self.results: dict[str, list[JobResult]] = {}
         self.accepted: dict[str, JobSpec] = {}
         self.refused: dict[str, TasukiError] = {}
@@ -145,9 +145,9 @@ class ClientNode(Node):
         match command:
             case Send():
                 self.world.send_to_server(self, command.conn, command.message)
-            case Answered():
+            case CallAnswered():
                 self._answered(command)
-            case Arrived():
+            case ResultsArrived():
                 self._arrived(command)
             case Connect():
                 self._dial(command)
@@ -158,15 +158,15 @@ class ClientNode(Node):
             case Failed():
                 self.failed = command.error
 
-    def _arrived(self, arrived: Arrived) -> None:
+    def _arrived(self, arrived: ResultsArrived) -> None:
         for item in arrived.items:
             self.results.setdefault(item.job_id, []).append(item)
 
-    def _answered(self, answered: Answered) -> None:
+    def _answered(self, answered: CallAnswered) -> None:
         self.answers[answered.ticket] = answered
         self._accepted(answered)
 
-    def _accepted(self, answered: Answered) -> None:
+    def _accepted(self, answered: CallAnswered) -> None:
         specs = self._submits.pop(answered.ticket, None)
         if specs is None or not isinstance(answered.answer, Accepted):
             return
@@ -210,7 +210,7 @@ class WorkerNode(Node):
     """A worker process. Attempts run until the test ends them; a stopped one ends at once."""
 
     def __init__(
-        self, world: Surroundings, name: str, peer: Peer, identity: WorkerIdentity, addresses: Sequence[Address]
+        self, world: HarnessContext, name: str, peer: Peer, identity: WorkerIdentity, addresses: Sequence[Address]
     ) -> None:
         super().__init__(world, name, peer)
         self.identity = identity
@@ -262,11 +262,11 @@ class WorkerNode(Node):
     def _stop(self, command: Stop) -> None:
         grant = self.running.pop(command.lease_id)
         self.stopped.append((grant.job_id, command.reason))
-        self.apply(Ended(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
+        self.apply(AttemptEnded(command.lease_id, Outcome(error_code=command.reason, message="stopped")))
 
     def _save(self, ending: Ending) -> None:
         self.disk[ending.lease_id] = ending
-        self.apply(Kept(ending.lease_id))
+        self.apply(EndingSaved(ending.lease_id))
 
     def _started(self, lease_id: str) -> None:
         if self.handlers:
@@ -293,7 +293,7 @@ class WorkerNode(Node):
     def end(self, job_id: str, outcome: Outcome) -> Grant:
         grant = self.grant_of(job_id)
         del self.running[grant.lease_id]
-        self.apply(Ended(grant.lease_id, outcome))
+        self.apply(AttemptEnded(grant.lease_id, outcome))
         return grant
 
     def give_back(self, job_id: str) -> None:

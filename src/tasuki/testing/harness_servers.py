@@ -1,4 +1,4 @@
-"""The servers of a `World` (harness.py): a broker each, what its driver would keep, and its turn at the store they share.
+"""The servers of a `Harness` (harness.py): a broker each, what its driver would keep, and its turn at the store they share.
 
 Touches nothing: the world moves messages, commits and time.
 """
@@ -22,7 +22,7 @@ from tasuki.core.broker.events import (
     Query,
     SomeEnded,
     SomeRevoked,
-    TookOver,
+    TakeoverDone,
     TurnDone,
     TurnFailed,
 )
@@ -39,7 +39,7 @@ from tasuki.stores.batching import execute
 from tasuki.wire.messages import encode
 
 if TYPE_CHECKING:
-    from tasuki.testing.harness import World
+    from tasuki.testing.harness import Harness
 
 OWN_UID = 1000
 
@@ -47,7 +47,7 @@ OWN_UID = 1000
 class ServerNode:
     """One server process. `broker` is None while it is dead; a frozen one keeps its connections and answers nothing."""
 
-    def __init__(self, world: World, server_id: str, address: Address, *, shared: bool, lease_ttl_s: float) -> None:
+    def __init__(self, world: Harness, server_id: str, address: Address, *, shared: bool, lease_ttl_s: float) -> None:
         self.world = world
         self.server_id = server_id
         self.address = address
@@ -113,7 +113,7 @@ class ServerNode:
                     self._hang_up(command)
                 case Query():
                     self._answer_query(command)
-                case Publish() | TookOver() | Deposed():
+                case Publish() | TakeoverDone() | Deposed():
                     self._told(command)
                 case AskEnded() | AskRevoked():
                     self._ask(command)
@@ -125,12 +125,12 @@ class ServerNode:
         last_words = encode(error_message(0, error)) if error else b""
         self.world.hang_up(command.conn, last_words, error.message if error else "")
 
-    def _told(self, command: Publish | TookOver | Deposed) -> None:
+    def _told(self, command: Publish | TakeoverDone | Deposed) -> None:
         """What concerns the other servers; the world is also the election, and counts every win."""
         match command:
             case Publish():
                 self.world.hint(self, command.hint)
-            case TookOver():
+            case TakeoverDone():
                 self.apply(Elected(command.epoch if command.done else 0))
             case Deposed():
                 self.apply(Elected(0))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasuki.core.job import BlobRef, InputFile, State
-from tasuki.core.store_messages import Answer, BlobClaim, BlobPlace, CondemnOrder, MissingBlobs, Submitted
+from tasuki.core.store_messages import BlobClaim, BlobPlace, CondemnOrder, MissingBlobs, ReportStatus, Submitted
 from tasuki.errors import Conflict, StaleEpoch
 from tasuki.stores.generations import GENERATIONS_BEGIN_AT
 from tasuki.testing.store_leader import Abandoned
@@ -141,16 +141,16 @@ class BlobCases(StoreCase):
         report = getattr(stage, verb)
         before = stage.job("a")
         answer = report(grant, result_ref=BlobRef(A, 3), result_sha256=A)
-        assert (answer.answer, answer.state) == (Answer.BLOB_MISSING, State.RUNNING)
+        assert (answer.answer, answer.state) == (ReportStatus.BLOB_MISSING, State.RUNNING)
         assert A in answer.reason
         assert stage.job("a") == before
         assert stage.store.blob_owners(A) == []
         assert stage.kinds("a") == []
 
         stage.store_blobs(A)
-        assert report(grant, result_ref=BlobRef(A, 3), result_sha256=A).answer is Answer.RECORDED
+        assert report(grant, result_ref=BlobRef(A, 3), result_sha256=A).answer is ReportStatus.RECORDED
         assert stage.store.blob_owners(A) == ["a"]
-        assert report(grant, result_ref=BlobRef(A, 3), result_sha256=A).answer is Answer.REPEATED
+        assert report(grant, result_ref=BlobRef(A, 3), result_sha256=A).answer is ReportStatus.REPEATED
 
     def test_a_missing_blob_keeps_no_other_report_from_being_recorded(self, stage: Stage) -> None:
         stage.store_blobs(A)
@@ -163,14 +163,14 @@ class BlobCases(StoreCase):
         ]
         reports = [stage.report(grant, **outcome) for grant, outcome in zip(grants, outcomes, strict=True)]
         answers = [answer.answer for answer in stage.store.finish(reports)]
-        assert answers == [Answer.RECORDED, Answer.RECORDED, Answer.BLOB_MISSING, Answer.RECORDED]
+        assert answers == [ReportStatus.RECORDED, ReportStatus.RECORDED, ReportStatus.BLOB_MISSING, ReportStatus.RECORDED]
         assert stage.store.counts()["render"].succeeded == 3
         assert stage.job("lacks").state is State.RUNNING
 
     def test_who_lost_the_lease_is_fenced_before_anybody_looks_for_its_blob(self, stage: Stage) -> None:
         grant = stage.running("a")
         stage.lose()
-        assert stage.finish(grant, result_ref=BlobRef(A, 3)).answer is Answer.FENCED
+        assert stage.finish(grant, result_ref=BlobRef(A, 3)).answer is ReportStatus.FENCED
 
     # -- collection -----------------------------------------------------------------------------------------------
     def test_a_blob_is_condemned_when_no_job_refers_to_it(self, stage: Stage) -> None:
@@ -240,7 +240,7 @@ class BlobCases(StoreCase):
         grant = stage.running("runs")
         condemn(stage)
         assert stage.submit("a", **needs(A)) == MissingBlobs("a", (A,))
-        assert stage.finish(grant, result_ref=BlobRef(A, 3)).answer is Answer.BLOB_MISSING
+        assert stage.finish(grant, result_ref=BlobRef(A, 3)).answer is ReportStatus.BLOB_MISSING
         assert stage.store.blobs_stored([place]) == [False]
         assert stage.store.blob_places([A]) == [None]
 

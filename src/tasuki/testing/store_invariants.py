@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tasuki.core.job import LEASED, READY, Incident, Job, State
-from tasuki.core.store_messages import Answer, Grant, MissingBlobs, Recorded, Report, Submission, Submitted
+from tasuki.core.job import LEASED, READY, Job, JobIncident, State
+from tasuki.core.store_messages import Grant, MissingBlobs, Report, ReportAnswer, ReportStatus, Submission, Submitted
 from tasuki.errors import Conflict
 from tasuki.stores.store import Clock
 
@@ -48,10 +48,12 @@ class History:
         assert job.not_before is None or job.not_before <= self._latest_wall, f"I12: {grant.job_id} was granted too early"
         assert job.not_after is None or job.not_after >= self._clock.wall(), f"{grant.job_id} was granted too late"
 
-    def reported(self, verb: str, reports: Sequence[Report], before: Sequence[Job | None], answers: Sequence[Recorded]) -> None:
+    def reported(
+        self, verb: str, reports: Sequence[Report], before: Sequence[Job | None], answers: Sequence[ReportAnswer]
+    ) -> None:
         """I3: at most one finish per attempt. I6: it held the current lease. I14: a cancel and a finish do not both win."""
         for report, job, answer in zip(reports, before, answers, strict=True):
-            if answer.answer is not Answer.RECORDED:
+            if answer.answer is not ReportStatus.RECORDED:
                 continue
             assert job is not None
             assert job.lease is not None, f"I6: {report.job_id} had no lease"
@@ -72,7 +74,7 @@ class History:
         self._latest_wall = max(self._latest_wall, self._clock.wall())
 
     # -- what the store shows -------------------------------------------------------------------------------------
-    def check(self, jobs: Sequence[Job], stories: dict[str, list[Incident]]) -> None:
+    def check(self, jobs: Sequence[Job], stories: dict[str, list[JobIncident]]) -> None:
         """All jobs, after a step."""
         self.saw_time()
         assert {job.job_id for job in jobs} == set(self._bodies), "I1, I2: acked jobs and stored jobs differ"
@@ -97,7 +99,7 @@ class History:
             assert not is_finished, f"I14: {job.job_id} is {job.state} after a recorded finish"
 
     @staticmethod
-    def _check_budgets(job: Job, story: list[Incident]) -> None:
+    def _check_budgets(job: Job, story: list[JobIncident]) -> None:
         """I11."""
         spec = job.spec
         if not job.state.terminal:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tasuki.core.job import State
-from tasuki.core.store_messages import Answer, Standing
+from tasuki.core.store_messages import LeaseStatus, ReportStatus
 from tasuki.testing.store_stage import GRACE_S, PAST_LEASE_S, Stage, StoreCase
 
 IN_S = 100.0  # how long the jobs of these cases may wait
@@ -101,7 +101,7 @@ class LateCases(StoreCase):
         job = stage.job("a")
         assert job.outcome is not None
         assert "it broke" in job.outcome.message
-        assert stage.fail(grant, message="it broke").answer is Answer.REPEATED
+        assert stage.fail(grant, message="it broke").answer is ReportStatus.REPEATED
 
     def test_what_runs_is_not_skipped_and_may_finish(self, stage: Stage) -> None:
         self._add(stage, "a")
@@ -109,8 +109,8 @@ class LateCases(StoreCase):
         stage.clock.advance(IN_S + 0.5)
 
         assert stage.skip() == []
-        assert stage.start(grant) is Standing.GO_ON
-        assert stage.finish(grant).answer is Answer.RECORDED
+        assert stage.start(grant) is LeaseStatus.GO_ON
+        assert stage.finish(grant).answer is ReportStatus.RECORDED
 
     def test_a_lost_attempt_is_not_tried_again_after_it(self, stage: Stage) -> None:
         self._add(stage, "a")
@@ -129,9 +129,9 @@ class LateCases(StoreCase):
         stage.clock.advance(0.5)
 
         assert stage.skip() == ["a"]
-        assert stage.renew(grant) is Standing.LOST
-        assert stage.finish(grant).answer is Answer.FENCED
-        assert stage.fail(grant, error_code="TOO_LATE").answer is Answer.FENCED
+        assert stage.renew(grant) is LeaseStatus.LOST
+        assert stage.finish(grant).answer is ReportStatus.FENCED
+        assert stage.fail(grant, error_code="TOO_LATE").answer is ReportStatus.FENCED
         assert stage.store.counts()["render"].skipped == 1
 
     def test_skip_ends_no_more_than_the_limit_the_longest_overdue_first(self, stage: Stage) -> None:

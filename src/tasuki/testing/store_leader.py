@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.core.job import State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.store_messages import Answer, Assignment, Standing
+from tasuki.core.store_messages import Assignment, LeaseStatus, ReportStatus
 from tasuki.errors import StaleEpoch
 from tasuki.stores.store import Store
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase, token_row
@@ -48,7 +48,7 @@ class LeaderCases(StoreCase):
         assert not stage.store.take_over("leader-1", stage.store.epoch()[0] + step)
 
         assert (stage.store.epoch(), stage.job("a")) == before
-        assert stage.renew(grant) is Standing.GO_ON
+        assert stage.renew(grant) is LeaseStatus.GO_ON
 
     @pytest.mark.parametrize("verb", sorted(LEADER_VERBS))
     def test_an_older_epoch_is_refused_and_changes_nothing(self, stage: Stage, verb: str) -> None:
@@ -89,7 +89,7 @@ class LeaderCases(StoreCase):
         epoch = stage.lead("leader-2")
 
         assert stage.store.reap(epoch=epoch) == []
-        assert stage.renew(grant) is Standing.GO_ON
+        assert stage.renew(grant) is LeaseStatus.GO_ON
 
     def test_a_worker_that_stays_silent_is_waited_for_by_one_takeover_not_by_each(self, stage: Stage) -> None:
         """Servers that come and go more often than a lease lasts, or `tasuki duties --once` every minute."""
@@ -118,7 +118,7 @@ class LeaderCases(StoreCase):
         grants = {"stopped": stage.running("stopped"), "kept": stage.running("kept", lease=KEEP)}
         stage.lead("leader-2")
         stage.clock.advance(1)
-        assert [stage.renew(grant) for grant in grants.values()] == [Standing.GO_ON, Standing.GO_ON]
+        assert [stage.renew(grant) for grant in grants.values()] == [LeaseStatus.GO_ON, LeaseStatus.GO_ON]
         stage.clock.advance(3600)
 
         assert stage.store.reap(epoch=stage.lead("leader-3")) == []
@@ -164,7 +164,7 @@ class LeaderCases(StoreCase):
         assert (job.state, job.attempt, job.lease.worker_id, job.lease.lease_id) == (State.ASSIGNED, 1, "w3", grant.lease_id)
         assert job.lease.expires_at == stage.clock.lease() + 20.0 + LEASE_MARGIN_S
         assert job.leader_epoch == stage.epoch
-        assert stage.finish(grant, "w3").answer is Answer.RECORDED
+        assert stage.finish(grant, "w3").answer is ReportStatus.RECORDED
 
     def test_assign_gives_none_where_the_job_is_not_ready(self, stage: Stage) -> None:
         stage.running("running")
@@ -186,7 +186,7 @@ class LeaderCases(StoreCase):
 
         assert grant is not None
         assert grant.attempt == 2
-        assert stage.finish(old).answer is Answer.FENCED
+        assert stage.finish(old).answer is ReportStatus.FENCED
 
     # -- reap -----------------------------------------------------------------------------------------------------
     def test_a_live_lease_is_not_reaped(self, stage: Stage) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.job import JobSpec, OnDisconnect, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
-from tasuki.core.store_messages import Answer, Grant, LeaseRequest, Standing, Takes
+from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus, ReportStatus, Takes
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage, StoreCase
 
 
@@ -227,8 +227,8 @@ class LeaseCases(StoreCase):
         assert (new.attempt, job.state, job.losses) == (2, State.ASSIGNED, 1)
         assert new.lease_id != old.lease_id
         assert stage.kinds("a") == ["taken_over"]
-        assert stage.renew(old) is Standing.LOST
-        assert stage.finish(old).answer is Answer.FENCED
+        assert stage.renew(old) is LeaseStatus.LOST
+        assert stage.finish(old).answer is ReportStatus.FENCED
 
     def test_by_pattern_an_expired_lease_waits_for_the_reaper(self, stage: Stage) -> None:
         stage.running("a")
@@ -295,7 +295,7 @@ class LeaseCases(StoreCase):
         grant = stage.assigned("a")
         stage.clock.advance(1)
 
-        assert stage.start(grant) is Standing.GO_ON
+        assert stage.start(grant) is LeaseStatus.GO_ON
         assert (stage.job("a").state, stage.job("a").started_at) == (State.RUNNING, stage.clock.wall())
 
     def test_a_second_start_changes_nothing(self, stage: Stage) -> None:
@@ -303,7 +303,7 @@ class LeaseCases(StoreCase):
         before = stage.job("a")
         stage.clock.advance(1)
 
-        assert stage.start(grant) is Standing.GO_ON
+        assert stage.start(grant) is LeaseStatus.GO_ON
         assert stage.job("a") == before
 
     def test_a_retry_starts_afresh(self, stage: Stage) -> None:
@@ -317,7 +317,7 @@ class LeaseCases(StoreCase):
         grant = stage.running("a")
         stage.clock.advance(10)
 
-        assert stage.renew(grant, ttl_s=60.0) is Standing.GO_ON
+        assert stage.renew(grant, ttl_s=60.0) is LeaseStatus.GO_ON
         lease = stage.job("a").lease
         assert lease is not None
         assert lease.expires_at == stage.clock.lease() + 60.0 + LEASE_MARGIN_S
@@ -343,7 +343,7 @@ class LeaseCases(StoreCase):
     def test_progress_with_a_lease_that_is_over_is_not_kept(self, stage: Stage) -> None:
         grant = stage.running("a")
 
-        assert stage.renew(grant, lease_id="0" * 32, progress=Progress(0.5)) is Standing.LOST
+        assert stage.renew(grant, lease_id="0" * 32, progress=Progress(0.5)) is LeaseStatus.LOST
         assert stage.job("a").progress is None
 
     def test_progress_outlives_the_attempt_and_is_cleared_by_the_next_grant(self, stage: Stage) -> None:
@@ -367,7 +367,7 @@ class LeaseCases(StoreCase):
         grant = stage.running("a")
         stage.clock.advance(PAST_LEASE_S)
 
-        assert stage.renew(grant) is Standing.GO_ON
+        assert stage.renew(grant) is LeaseStatus.GO_ON
         assert stage.reap() == []
 
     @pytest.mark.parametrize("verb", ["start", "renew"])
@@ -375,7 +375,7 @@ class LeaseCases(StoreCase):
         grant = stage.orphaned("a")
         before = stage.job("a")
 
-        assert getattr(stage, verb)(grant, ttl_s=20.0) is Standing.GO_ON
+        assert getattr(stage, verb)(grant, ttl_s=20.0) is LeaseStatus.GO_ON
 
         job = stage.job("a")
         assert job.lease is not None
@@ -400,13 +400,13 @@ class LeaseCases(StoreCase):
         stage.clock.advance(PAST_LEASE_S + GRACE_S)
         stage.reap()
 
-        assert stage.renew(grant) is Standing.GO_ON
+        assert stage.renew(grant) is LeaseStatus.GO_ON
         assert (stage.job("a").state, stage.job("a").started_at) == (State.RUNNING, stage.clock.wall())
 
     def test_a_claim_shown_twice_resumes_once(self, stage: Stage) -> None:
         claim = stage.claim(stage.orphaned("a"))
 
-        assert stage.store.renew([claim, claim]) == [Standing.GO_ON, Standing.GO_ON]
+        assert stage.store.renew([claim, claim]) == [LeaseStatus.GO_ON, LeaseStatus.GO_ON]
         assert stage.kinds("a") == ["orphaned", "resumed"]
 
     @pytest.mark.parametrize("verb", ["start", "renew"])
@@ -414,7 +414,7 @@ class LeaseCases(StoreCase):
         old = stage.orphaned("a")
         stage.take("a", "w2")
 
-        assert getattr(stage, verb)(old) is Standing.LOST
+        assert getattr(stage, verb)(old) is LeaseStatus.LOST
         assert (stage.job("a").attempt, stage.job("a").assigned_worker_id) == (2, "w2")
 
     @pytest.mark.parametrize("verb", ["start", "renew", "release"])
@@ -430,7 +430,7 @@ class LeaseCases(StoreCase):
 
         [answer] = getattr(stage.store, verb)([msgspec.structs.replace(stage.claim(grant), **wrong)])
 
-        assert answer in (Standing.LOST, False)
+        assert answer in (LeaseStatus.LOST, False)
         assert stage.job("a") == before
         assert stage.job("b").state is State.PENDING
 
@@ -439,7 +439,7 @@ class LeaseCases(StoreCase):
         grant = stage.assigned("a")
         stage.lose()
 
-        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (Standing.LOST, False)
+        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (LeaseStatus.LOST, False)
         assert stage.job("a").state is State.PENDING
 
     @pytest.mark.parametrize("verb", ["start", "renew", "release"])
@@ -447,7 +447,7 @@ class LeaseCases(StoreCase):
         grant = stage.assigned("a")
         stage.finish(grant)
 
-        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (Standing.LOST, False)
+        assert getattr(stage.store, verb)([stage.claim(grant)])[0] in (LeaseStatus.LOST, False)
         assert stage.job("a").state is State.SUCCEEDED
 
     def test_renew_answers_index_by_index(self, stage: Stage) -> None:
@@ -457,7 +457,7 @@ class LeaseCases(StoreCase):
 
         standings = stage.store.renew([stage.claim(grant) for grant in (lost, good, canceled, good)])
 
-        assert standings == [Standing.LOST, Standing.GO_ON, Standing.CANCEL, Standing.GO_ON]
+        assert standings == [LeaseStatus.LOST, LeaseStatus.GO_ON, LeaseStatus.CANCEL, LeaseStatus.GO_ON]
 
     # -- release --------------------------------------------------------------------------------------------------
     def test_release_gives_the_job_back_at_no_cost(self, stage: Stage) -> None:
@@ -480,5 +480,5 @@ class LeaseCases(StoreCase):
         grant = stage.assigned("a")
         stage.release(grant)
 
-        assert stage.finish(grant).answer is Answer.FENCED
+        assert stage.finish(grant).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.PENDING

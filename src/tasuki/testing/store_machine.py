@@ -16,7 +16,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tasuki.core.job import BlobRef, Incident, InputFile, Job, JobSpec, OnDisconnect, Outcome, Progress, State, body_hash
+from tasuki.core.job import BlobRef, InputFile, Job, JobIncident, JobSpec, OnDisconnect, Outcome, Progress, State, body_hash
 from tasuki.core.lifecycle import is_late
 from tasuki.core.store_messages import (
     Assignment,
@@ -24,10 +24,10 @@ from tasuki.core.store_messages import (
     CondemnOrder,
     Filter,
     Grant,
-    Held,
+    HeldLease,
     LeaseRequest,
-    Recorded,
     Report,
+    ReportAnswer,
     Submission,
     Submitted,
     Takes,
@@ -148,11 +148,11 @@ class StoreMachine(RuleBasedStateMachine):
                 return job_id, created, self.plain(job)
             case Conflict():
                 return answer.job_id, sorted(answer.differs)
-            case Recorded(answered, state):
+            case ReportAnswer(answered, state):
                 return answered, state
             case Job():
                 return self.plain_job(answer)
-            case Incident():
+            case JobIncident():
                 return answer.at, answer.kind, answer.attempt, answer.actor
             case msgspec.Struct():
                 fields = msgspec.structs.asdict(answer)
@@ -301,7 +301,7 @@ class StoreMachine(RuleBasedStateMachine):
         shown = []
         for pair, damage in chosen:
             claims = [
-                Held(grant.job_id, pair.worker_id, pair.incarnation, grant.lease_id, grant.attempt, ttl_s, progress)
+                HeldLease(grant.job_id, pair.worker_id, pair.incarnation, grant.lease_id, grant.attempt, ttl_s, progress)
                 for grant in (pair.under_test, pair.model)
             ]
             shown.append((msgspec.structs.replace(claims[0], **damage), msgspec.structs.replace(claims[1], **damage)))
@@ -335,7 +335,7 @@ class StoreMachine(RuleBasedStateMachine):
             shown.append((msgspec.structs.replace(reports[0], **damage), msgspec.structs.replace(reports[1], **damage)))
         for _ in range(2 if repeats else 1):  # again: as a worker does that heard no answer
             before = self.under_test.get([report.job_id for report, _ in shown])
-            answers: list[Recorded] = self.both_show(verb, shown)
+            answers: list[ReportAnswer] = self.both_show(verb, shown)
             self.history.reported(verb, [report for report, _ in shown], before, answers)
 
     @precondition(lambda self: self.pairs)

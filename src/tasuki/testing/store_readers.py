@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from tasuki.core.job import BlobRef, InputFile, State
-from tasuki.core.store_messages import COUNTED, Answer, Filter, GroupCounts, Standing
+from tasuki.core.store_messages import COUNTED, Filter, GroupCounts, LeaseStatus, ReportStatus
 from tasuki.core.subject import group_of
 from tasuki.errors import Unavailable
 from tasuki.stores.store import Feature
@@ -270,8 +270,8 @@ class ReaderCases(StoreCase):
         grant = stage.running("a")
 
         assert stage.store.get(["a\0"]) == [None]
-        assert stage.renew(grant, lease_id="\0" * 32) is Standing.LOST
-        assert stage.finish(grant, "w1\0").answer is Answer.FENCED
+        assert stage.renew(grant, lease_id="\0" * 32) is LeaseStatus.LOST
+        assert stage.finish(grant, "w1\0").answer is ReportStatus.FENCED
         assert stage.found(text="a\0") == []
         assert stage.job("a").state is State.RUNNING
 
@@ -357,7 +357,7 @@ class ReaderCases(StoreCase):
                 # A new owner: a higher epoch, and the running job goes on.
                 assert reopened.epoch() == (stage.epoch, "leader-1")
                 assert reopened.take_over("leader-2", stage.epoch + 1)
-                assert reopened.renew([stage.claim(grant)]) == [Standing.GO_ON]
+                assert reopened.renew([stage.claim(grant)]) == [LeaseStatus.GO_ON]
         finally:
             reopened.close()
 

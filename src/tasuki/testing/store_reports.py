@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tasuki.core.job import BlobRef, Outcome, State
-from tasuki.core.store_messages import Answer
+from tasuki.core.store_messages import ReportStatus
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage, StoreCase
 
 WRONG_FIELDS = [{"worker_id": "w2"}, {"lease_id": "0" * 32}, {"attempt": 0}, {"attempt": 2}, {"job_id": "b"}]
@@ -32,7 +32,7 @@ class ReportCases(StoreCase):
         [answer] = stage.store.finish([msgspec.structs.replace(stage.report(grant), outcome=outcome)])
 
         job = stage.job("a")
-        assert (answer.answer, answer.state) == (Answer.RECORDED, State.SUCCEEDED)
+        assert (answer.answer, answer.state) == (ReportStatus.RECORDED, State.SUCCEEDED)
         assert (job.state, job.outcome, job.lease) == (State.SUCCEEDED, outcome, None)
         assert (job.finished_at, job.assigned_worker_id) == (stage.clock.wall(), "w1")
 
@@ -69,7 +69,7 @@ class ReportCases(StoreCase):
         grant = stage.running("a")
         stage.clock.advance(PAST_LEASE_S)
 
-        assert stage.finish(grant).answer is Answer.RECORDED
+        assert stage.finish(grant).answer is ReportStatus.RECORDED
         assert stage.reap() == []
 
     def test_a_job_without_trouble_has_no_incidents(self, stage: Stage) -> None:
@@ -85,7 +85,7 @@ class ReportCases(StoreCase):
 
         answers = stage.store.finish([wrong, stage.report(a), unknown, stage.report(b), stage.report(c)])
 
-        told = [Answer.FENCED, Answer.RECORDED, Answer.FENCED, Answer.REPEATED, Answer.RECORDED]
+        told = [ReportStatus.FENCED, ReportStatus.RECORDED, ReportStatus.FENCED, ReportStatus.REPEATED, ReportStatus.RECORDED]
         assert [answer.answer for answer in answers] == told
         done = State.SUCCEEDED
         assert [answer.state for answer in answers] == [State.RUNNING, done, None, done, done]
@@ -96,7 +96,7 @@ class ReportCases(StoreCase):
 
         answers = stage.store.finish([stage.report(grant) for grant in grants])
 
-        assert [answer.answer for answer in answers] == [Answer.RECORDED] * 1200
+        assert [answer.answer for answer in answers] == [ReportStatus.RECORDED] * 1200
         assert stage.store.counts()["render"].succeeded == 1200
 
     # -- fencing --------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class ReportCases(StoreCase):
 
         [answer] = getattr(stage.store, verb)([msgspec.structs.replace(stage.report(grant), **wrong)])
 
-        assert answer.answer is Answer.FENCED
+        assert answer.answer is ReportStatus.FENCED
         assert answer.reason
         assert stage.job("a") == before
         assert stage.job("b").state is State.PENDING
@@ -120,7 +120,7 @@ class ReportCases(StoreCase):
 
         [answer] = getattr(stage.store, verb)([stage.report(grant)])
 
-        assert (answer.answer, answer.state) == (Answer.FENCED, None)
+        assert (answer.answer, answer.state) == (ReportStatus.FENCED, None)
 
     @pytest.mark.parametrize("verb", ["finish", "fail"])
     def test_a_report_after_reaping_is_fenced(self, stage: Stage, verb: str) -> None:
@@ -129,7 +129,7 @@ class ReportCases(StoreCase):
 
         [answer] = getattr(stage.store, verb)([stage.report(grant)])
 
-        assert (answer.answer, answer.state) == (Answer.FENCED, State.PENDING)
+        assert (answer.answer, answer.state) == (ReportStatus.FENCED, State.PENDING)
         assert (stage.job("a").state, stage.job("a").outcome, stage.job("a").failures) == (State.PENDING, None, 0)
 
     def test_a_report_after_the_next_grant_is_fenced(self, stage: Stage) -> None:
@@ -137,9 +137,9 @@ class ReportCases(StoreCase):
         stage.lose()
         new = stage.take("a", "w2")
 
-        assert stage.finish(old, result=b"old").answer is Answer.FENCED
-        assert stage.finish(new, "w2", result=b"new").answer is Answer.RECORDED
-        assert stage.finish(old, result=b"old").answer is Answer.FENCED
+        assert stage.finish(old, result=b"old").answer is ReportStatus.FENCED
+        assert stage.finish(new, "w2", result=b"new").answer is ReportStatus.RECORDED
+        assert stage.finish(old, result=b"old").answer is ReportStatus.FENCED
         outcome = stage.job("a").outcome
         assert outcome is not None
         assert outcome.result == b"new"
@@ -149,8 +149,8 @@ class ReportCases(StoreCase):
         stage.lose()
         new = stage.take("a", "w1")
 
-        assert stage.finish(old).answer is Answer.FENCED
-        assert stage.finish(new).answer is Answer.RECORDED
+        assert stage.finish(old).answer is ReportStatus.FENCED
+        assert stage.finish(new).answer is ReportStatus.RECORDED
 
     def test_a_fenced_report_is_part_of_the_story(self, stage: Stage) -> None:
         grant = stage.running("a", "w1")
@@ -164,7 +164,7 @@ class ReportCases(StoreCase):
     def test_an_orphan_may_finish_until_the_next_grant(self, stage: Stage) -> None:
         grant = stage.orphaned("a")
 
-        assert stage.finish(grant).answer is Answer.RECORDED
+        assert stage.finish(grant).answer is ReportStatus.RECORDED
         assert stage.job("a").state is State.SUCCEEDED
         assert stage.lease() == []
 
@@ -173,15 +173,15 @@ class ReportCases(StoreCase):
 
         answer = stage.fail(grant)
 
-        assert (answer.answer, answer.state) == (Answer.RECORDED, State.PENDING)
+        assert (answer.answer, answer.state) == (ReportStatus.RECORDED, State.PENDING)
         assert (stage.job("a").failures, stage.job("a").losses) == (1, 1)
 
     def test_an_orphan_is_fenced_after_the_next_grant(self, stage: Stage) -> None:
         old = stage.orphaned("a", "w1")
         new = stage.take("a", "w2")
 
-        assert stage.finish(old).answer is Answer.FENCED
-        assert stage.finish(new, "w2").answer is Answer.RECORDED
+        assert stage.finish(old).answer is ReportStatus.FENCED
+        assert stage.finish(new, "w2").answer is ReportStatus.RECORDED
 
     # -- repeats --------------------------------------------------------------------------------------------------
     def test_an_exact_repeat_of_a_finish_gives_the_stored_answer(self, stage: Stage) -> None:
@@ -192,7 +192,7 @@ class ReportCases(StoreCase):
 
         answer = stage.finish(grant, result=b"1", result_sha256="1" * 64)
 
-        assert (answer.answer, answer.state) == (Answer.REPEATED, State.SUCCEEDED)
+        assert (answer.answer, answer.state) == (ReportStatus.REPEATED, State.SUCCEEDED)
         assert stage.job("a") == before
         assert stage.store.incidents("a") == []
 
@@ -201,7 +201,7 @@ class ReportCases(StoreCase):
 
         answers = stage.store.finish([report, report])
 
-        assert [answer.answer for answer in answers] == [Answer.RECORDED, Answer.REPEATED]
+        assert [answer.answer for answer in answers] == [ReportStatus.RECORDED, ReportStatus.REPEATED]
 
     def test_a_finish_with_another_result_is_fenced(self, stage: Stage) -> None:
         grant = stage.running("a")
@@ -209,7 +209,7 @@ class ReportCases(StoreCase):
 
         answer = stage.finish(grant, result=b"2", result_sha256="2" * 64)
 
-        assert (answer.answer, answer.state) == (Answer.FENCED, State.SUCCEEDED)
+        assert (answer.answer, answer.state) == (ReportStatus.FENCED, State.SUCCEEDED)
         outcome = stage.job("a").outcome
         assert outcome is not None
         assert outcome.result == b"1"
@@ -218,14 +218,14 @@ class ReportCases(StoreCase):
         grant = stage.running("a")
         stage.finish(grant)
 
-        assert stage.fail(grant).answer is Answer.FENCED
+        assert stage.fail(grant).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.SUCCEEDED
 
     def test_a_finish_after_the_fail_is_fenced(self, stage: Stage) -> None:
         grant = stage.running("a")
         stage.fail(grant)
 
-        assert stage.finish(grant).answer is Answer.FENCED
+        assert stage.finish(grant).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.PENDING
 
     def test_an_exact_repeat_of_a_fail_uses_no_second_retry(self, stage: Stage) -> None:
@@ -235,7 +235,7 @@ class ReportCases(StoreCase):
 
         answer = stage.fail(grant, exit_code=1)
 
-        assert (answer.answer, answer.state) == (Answer.REPEATED, State.PENDING)
+        assert (answer.answer, answer.state) == (ReportStatus.REPEATED, State.PENDING)
         assert stage.job("a") == before
         assert stage.job("a").failures == 1
 
@@ -245,13 +245,13 @@ class ReportCases(StoreCase):
 
         answer = stage.fail(grant, exit_code=1)
 
-        assert (answer.answer, answer.state) == (Answer.REPEATED, State.FAILED)
+        assert (answer.answer, answer.state) == (ReportStatus.REPEATED, State.FAILED)
 
     def test_a_fail_with_another_ending_is_fenced(self, stage: Stage) -> None:
         grant = stage.running("a", max_retries=3)
         stage.fail(grant, exit_code=1)
 
-        assert stage.fail(grant, exit_code=2).answer is Answer.FENCED
+        assert stage.fail(grant, exit_code=2).answer is ReportStatus.FENCED
         assert stage.job("a").failures == 1
 
     def test_an_exact_repeat_of_a_finish_is_known_though_a_cancel_once_replaced_a_failure(self, stage: Stage) -> None:
@@ -262,14 +262,14 @@ class ReportCases(StoreCase):
 
         answers = [stage.finish(grant, exit_code=0, result=b"42", result_sha256="4" * 64) for _ in range(2)]
 
-        assert [answer.answer for answer in answers] == [Answer.RECORDED, Answer.REPEATED]
+        assert [answer.answer for answer in answers] == [ReportStatus.RECORDED, ReportStatus.REPEATED]
 
     def test_a_repeat_is_forgotten_with_the_next_grant(self, stage: Stage) -> None:
         grant = stage.running("a", backoff_s=0.0)
         stage.fail(grant, exit_code=1)
         stage.take("a", "w2")
 
-        assert stage.fail(grant, exit_code=1).answer is Answer.FENCED
+        assert stage.fail(grant, exit_code=1).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.ASSIGNED
 
     # -- budgets and delays ---------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class ReportCases(StoreCase):
         answer = stage.fail(stage.running("a", max_retries=1), message="no route")
 
         job = stage.job("a")
-        assert (answer.answer, answer.state) == (Answer.RECORDED, State.PENDING)
+        assert (answer.answer, answer.state) == (ReportStatus.RECORDED, State.PENDING)
         assert (job.state, job.failures, job.lease, job.finished_at) == (State.PENDING, 1, None, None)
         assert job.not_before == stage.clock.wall() + 10.0
         assert job.outcome is not None

@@ -19,13 +19,13 @@ from tasuki.core.store_messages import (
     BlobPlace,
     Filter,
     Grant,
-    Held,
+    HeldLease,
     LeaseRequest,
+    LeaseStatus,
     MissingBlobs,
     Reaped,
-    Recorded,
     Report,
-    Standing,
+    ReportAnswer,
     Submission,
     Submitted,
     TokenRow,
@@ -85,7 +85,7 @@ class Stage:
     def running(self, job_id: str, worker_id: str = "w1", *, lease: dict[str, Any] | None = None, **fields: Any) -> Grant:
         """A new job that the worker holds and has started."""
         grant = self.assigned(job_id, worker_id, lease=lease, **fields)
-        assert self.store.start([self.claim(grant, worker_id)]) == [Standing.GO_ON]
+        assert self.store.start([self.claim(grant, worker_id)]) == [LeaseStatus.GO_ON]
         return grant
 
     def assigned(self, job_id: str, worker_id: str = "w1", *, lease: dict[str, Any] | None = None, **fields: Any) -> Grant:
@@ -121,7 +121,7 @@ class Stage:
         [grant] = self.lease(worker_id, job_ids=(job_id,), **fields)
         return grant
 
-    def claim(self, grant: Grant, worker_id: str = "w1", *, incarnation: str | None = None, **fields: Any) -> Held:
+    def claim(self, grant: Grant, worker_id: str = "w1", *, incarnation: str | None = None, **fields: Any) -> HeldLease:
         shown = {
             "job_id": grant.job_id,
             "worker_id": worker_id,
@@ -129,24 +129,24 @@ class Stage:
             "lease_id": grant.lease_id,
             "attempt": grant.attempt,
         }
-        return Held(**{**shown, **fields})
+        return HeldLease(**{**shown, **fields})
 
     def report(self, grant: Grant, worker_id: str = "w1", **outcome: Any) -> Report:
         return Report(grant.job_id, worker_id, grant.lease_id, grant.attempt, Outcome(**outcome))
 
-    def finish(self, grant: Grant, worker_id: str = "w1", **outcome: Any) -> Recorded:
+    def finish(self, grant: Grant, worker_id: str = "w1", **outcome: Any) -> ReportAnswer:
         [answer] = self.store.finish([self.report(grant, worker_id, **outcome)])
         return answer
 
-    def fail(self, grant: Grant, worker_id: str = "w1", **outcome: Any) -> Recorded:
+    def fail(self, grant: Grant, worker_id: str = "w1", **outcome: Any) -> ReportAnswer:
         [answer] = self.store.fail([self.report(grant, worker_id, **{"error_code": "EXIT_CODE", **outcome})])
         return answer
 
-    def start(self, grant: Grant, worker_id: str = "w1", **fields: Any) -> Standing:
+    def start(self, grant: Grant, worker_id: str = "w1", **fields: Any) -> LeaseStatus:
         [standing] = self.store.start([self.claim(grant, worker_id, **fields)])
         return standing
 
-    def renew(self, grant: Grant, worker_id: str = "w1", **fields: Any) -> Standing:
+    def renew(self, grant: Grant, worker_id: str = "w1", **fields: Any) -> LeaseStatus:
         [standing] = self.store.renew([self.claim(grant, worker_id, **fields)])
         return standing
 

@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.app import DEFAULT_APP, template_of
 from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State
-from tasuki.core.store_messages import Answer, Canceled, Requeued, Standing, Submitted
+from tasuki.core.store_messages import Canceled, LeaseStatus, ReportStatus, Requeued, Submitted
 from tasuki.errors import Conflict
 from tasuki.testing.store_stage import Stage, StoreCase
 
@@ -240,7 +240,7 @@ class SubmitterCases(StoreCase):
         grant = stage.orphaned("a")
 
         assert stage.store.cancel(["a"], actor="alice") == [Canceled(State.CANCELED)]
-        assert stage.finish(grant).answer is Answer.FENCED
+        assert stage.finish(grant).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.CANCELED
 
     def test_cancel_of_an_assigned_job_is_asked_of_its_worker(self, stage: Stage) -> None:
@@ -289,8 +289,8 @@ class SubmitterCases(StoreCase):
         grant = stage.assigned("a")
         stage.store.cancel(["a"], actor="alice")
 
-        assert stage.renew(grant) is Standing.CANCEL
-        assert stage.start(grant) is Standing.CANCEL
+        assert stage.renew(grant) is LeaseStatus.CANCEL
+        assert stage.start(grant) is LeaseStatus.CANCEL
 
     def test_a_finish_wins_over_a_cancel_request(self, stage: Stage) -> None:
         grant = stage.running("a")
@@ -298,7 +298,7 @@ class SubmitterCases(StoreCase):
 
         answer = stage.finish(grant)
 
-        assert (answer.answer, answer.state) == (Answer.RECORDED, State.SUCCEEDED)
+        assert (answer.answer, answer.state) == (ReportStatus.RECORDED, State.SUCCEEDED)
         assert stage.job("a").state is State.SUCCEEDED
 
     @pytest.mark.parametrize("error_code", ["CANCELED", "EXIT_CODE"])
@@ -308,7 +308,7 @@ class SubmitterCases(StoreCase):
 
         answer = stage.fail(grant, error_code=error_code)
 
-        assert (answer.answer, answer.state) == (Answer.RECORDED, State.CANCELED)
+        assert (answer.answer, answer.state) == (ReportStatus.RECORDED, State.CANCELED)
         assert (stage.job("a").state, stage.job("a").failures) == (State.CANCELED, 0)
         assert stage.kinds("a") == ["cancel_requested", "canceled"]
 
@@ -389,7 +389,7 @@ class SubmitterCases(StoreCase):
         grant = stage.ended("a", "FAILED")
         stage.store.requeue(["a"], actor="operator")
 
-        assert stage.finish(grant).answer is Answer.FENCED
+        assert stage.finish(grant).answer is ReportStatus.FENCED
         assert stage.job("a").state is State.PENDING
 
     def test_requeue_does_not_start_a_job_before_its_time(self, stage: Stage) -> None:

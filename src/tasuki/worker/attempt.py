@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tasuki.core.job import EMPTY_SHA256, JobSpec, Outcome
-from tasuki.worker.keeper.protocol import Ended, Limits, Reason
+from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 
 HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # it stands in memory whole; larger results belong to a command's out/
 MESSAGE_MAX_CHARS = 2_000
@@ -94,7 +94,7 @@ class RunResult(msgspec.Struct, frozen=True):
     result_file: Path | None = None
 
 
-class Refused(Exception):
+class JobRefused(Exception):
     """The job can never run here as it is. Never leaves the worker: it becomes the attempt's permanent outcome."""
 
     def __init__(self, error_code: str, message: str) -> None:
@@ -129,24 +129,24 @@ def exit_outcome(exit_code: int, who: str) -> Outcome:
     )
 
 
-def ended_outcome(ended: Ended, who: str, timeout_s: float | None, limits: Limits) -> Outcome:
+def ended_outcome(ended: TreeEnded, who: str, timeout_s: float | None, limits: Limits) -> Outcome:
     """From how the keeper says that an attempt ended: the reason, in words, and the exit code beside it."""
     own = exit_outcome(ended.exit_code, who)
     match ended.reason:
         case None:
             return _by_limit(own, ended, who, limits)
-        case Reason.TIMED_OUT:
+        case EndReason.TIMED_OUT:
             outcome = timed_out_outcome(timeout_s)
-        case Reason.OOM:
+        case EndReason.OOM:
             outcome = Outcome(error_code="OOM", message=f"{who} ran out of memory: {ended.detail}")
-        case Reason.PROCESS_LIMIT:
+        case EndReason.PROCESS_LIMIT:
             outcome = Outcome(error_code="PROCESS_LIMIT", message=f"{who} was killed: {ended.detail}")
         case _:
             outcome = stopped_outcome(StopReason(ended.reason.value))
     return msgspec.structs.replace(outcome, exit_code=own.exit_code)
 
 
-def _by_limit(own: Outcome, ended: Ended, who: str, limits: Limits) -> Outcome:
+def _by_limit(own: Outcome, ended: TreeEnded, who: str, limits: Limits) -> Outcome:
     """The kernel ends what passes a limit of its own with a signal that nobody else sends."""
     if ended.exit_code == -signal.SIGXCPU and limits.cpu_seconds is not None:
         message = f"{who} was killed: it used up its limit of {limits.cpu_seconds} s of processor time"

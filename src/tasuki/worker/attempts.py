@@ -19,14 +19,14 @@ import msgspec
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, JobSpec, Outcome
 from tasuki.core.protocol import Ending
 from tasuki.core.store_messages import Grant
-from tasuki.core.worker.events import Ended, Event, Forget, GaveBack, SetAside, Started
+from tasuki.core.worker.events import AttemptEnded, Event, Forget, GaveBack, SetAside, Started
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.worker.attempt import Attempt, HandlerJob, RunResult, StopReason, worker_failure
-from tasuki.worker.function_processes import Children
+from tasuki.worker.function_processes import FunctionProcesses
 from tasuki.worker.handlers import Handler, Handlers
-from tasuki.worker.outbox import Endings
-from tasuki.worker.outbox_files import Record
+from tasuki.worker.outbox import Outbox
+from tasuki.worker.outbox_files import OutboxRecord
 from tasuki.worker.runner import CommandRunner
 from tasuki.worker.status import RunningJob
 
@@ -52,11 +52,11 @@ class Attempts:
         machine: WorkerMachine,
         runner: CommandRunner,
         handlers: Handlers,
-        children: Children | None,
-        endings: Endings,
+        children: FunctionProcesses | None,
+        endings: Outbox,
         *,
         tell: Callable[[Event], None],
-        ended: Callable[[Ended], None],
+        ended: Callable[[AttemptEnded], None],
         give_up: Callable[[TasukiError], None],
         as_reported: Callable[[Attempt, RunResult], Awaitable[RunResult]],
     ) -> None:
@@ -177,7 +177,7 @@ class Attempts:
         held = self._machine.held.get(attempt.lease_id)
         started_at = held.started_at if held is not None else None
         ending = Ending(attempt.spec.job_id, attempt.lease_id, attempt.attempt, outcome, started_at)
-        record = Record(ending, attempt.spec.subject, active.ended_at, result)
+        record = OutboxRecord(ending, attempt.spec.subject, active.ended_at, result)
         brought = await self._endings.bring(record, active.stop or self._loop.create_future(), lambda: active.stopped)
         if brought is not None:
             self._end(active, brought)
@@ -185,7 +185,7 @@ class Attempts:
     def _end(self, active: Active, outcome: Outcome) -> None:
         if not active.ended_at:
             active.ended_at = time.time()
-        self._ended(Ended(active.attempt.lease_id, outcome))
+        self._ended(AttemptEnded(active.attempt.lease_id, outcome))
 
     def _look_at(self, active: Active, task: asyncio.Task[None]) -> None:
         """An attempt whose end nobody tells would be renewed for ever."""
@@ -212,9 +212,9 @@ class Attempts:
             self._cleaning.add(task)
             task.add_done_callback(self._cleaning.discard)
 
-    def _record(self, ending: Ending) -> Record:
+    def _record(self, ending: Ending) -> OutboxRecord:
         active = self._active.get(ending.lease_id)
-        return Record(ending) if active is None else Record(ending, active.attempt.spec.subject, active.ended_at)
+        return OutboxRecord(ending) if active is None else OutboxRecord(ending, active.attempt.spec.subject, active.ended_at)
 
     async def _cleanup(self, attempt: Attempt, refused: bool) -> None:
         if refused:

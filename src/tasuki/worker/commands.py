@@ -15,7 +15,7 @@ import msgspec
 
 from tasuki.core.ids import quoted
 from tasuki.core.job import JobSpec
-from tasuki.worker.attempt import Attempt, Refused
+from tasuki.worker.attempt import Attempt, JobRefused
 from tasuki.worker.execs import ARGS, FILE, FILES, RESERVED_PREFIX, Exec, any_program
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.keeper.protocol import NO_LIMITS, Limits, Prepare
@@ -59,7 +59,7 @@ def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, any_program_for: st
     if name and any_program_for is not None and attempt.submitter == any_program_for:
         return any_program(name)
     allowed = ", ".join(sorted(execs)) or "none"
-    raise Refused(
+    raise JobRefused(
         "EXEC_NOT_ALLOWED",
         f"exec {quoted(name)} is not allowed at this worker (allowed: {allowed}); "
         "name one of them, or start the worker with --exec NAME=COMMAND",
@@ -94,7 +94,7 @@ def build_command(
         MARK: mark,
     }
     if exec_.cwd and not Path(exec_.cwd).is_dir():
-        raise Refused("PROGRAM_NOT_STARTED", f"exec {exec_.name!r}: its cwd {exec_.cwd!r} is not a folder on this worker")
+        raise JobRefused("PROGRAM_NOT_STARTED", f"exec {exec_.name!r}: its cwd {exec_.cwd!r} is not a folder on this worker")
     program = _program(exec_, argv[0], env)
     if exec_.pid_namespace:
         argv = (*IN_A_NAMESPACE, *(() if os.geteuid() == 0 else AS_ONESELF), "--", program, *argv[1:])
@@ -131,14 +131,14 @@ def _check_args(exec_: Exec, spec: JobSpec) -> None:
     if not spec.args or exec_.args == "any":
         return
     if exec_.args == "none":
-        raise Refused(
+        raise JobRefused(
             "ARGS_NOT_ALLOWED",
             f"exec {exec_.name!r} takes no arguments from a job, {len(spec.args)} were given; "
             'leave them out, or allow them in the exec (args = "any", or {args} in its command)',
         )
     for argument in spec.args:
         if not any(re.fullmatch(pattern, argument) for pattern in exec_.args):
-            raise Refused(
+            raise JobRefused(
                 "ARGS_NOT_ALLOWED",
                 f"argument {quoted(argument)} matches none of the patterns that exec {exec_.name!r} allows; "
                 "change it, or add a pattern to the args of the exec",
@@ -149,7 +149,7 @@ def _check_env(exec_: Exec, spec: JobSpec) -> None:
     for name in spec.env:
         if name.startswith(RESERVED_PREFIX) or not (exec_.any_env or name in exec_.allow_env):
             allowed = "any but TASUKI_…" if exec_.any_env else ", ".join(exec_.allow_env) or "none"
-            raise Refused(
+            raise JobRefused(
                 "ENV_NOT_ALLOWED",
                 f"environment name {quoted(name)} is not allowed for exec {exec_.name!r} (allowed: {allowed}); "
                 "leave it out, or add it to the allow_env of the exec",
@@ -166,7 +166,7 @@ def _fill(exec_: Exec, spec: JobSpec, folder: RunFolder) -> tuple[str, ...]:
             argv += files
         elif FILE in element:
             if len(files) != 1:
-                raise Refused("BAD_INPUT", f"exec {exec_.name!r} works on exactly one input file, {len(files)} were given")
+                raise JobRefused("BAD_INPUT", f"exec {exec_.name!r} works on exactly one input file, {len(files)} were given")
             argv.append(element.replace(FILE, files[0]))
         else:
             argv.append(element)
@@ -182,7 +182,7 @@ def _program(exec_: Exec, program: str, env: Mapping[str, str]) -> str:
         found = shutil.which(program, path=path)
     if found is None:
         where = "" if "/" in program else f" on PATH ({path})"
-        raise Refused(
+        raise JobRefused(
             "PROGRAM_NOT_FOUND",
             f"program {program!r} of exec {exec_.name!r} was not found{where} or may not be executed; "
             "install it on this worker, or correct the exec",

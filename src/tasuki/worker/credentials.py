@@ -31,7 +31,7 @@ NAME_MAX_CHARS = 100
 ENROL_AGAIN = "ask for an enrol token at the server (tasuki token enroll) and start again with TASUKI_ENROLL"
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True):
+class CredentialToken(msgspec.Struct, frozen=True, kw_only=True):
     """One secret. Both times are by this machine's clock: the server says how long a token is good, not until when."""
 
     secret: str
@@ -57,14 +57,14 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     worker_id: str
     scope: tuple[str, ...] = ()
-    token: Token
-    pending: Token | None = None
+    token: CredentialToken
+    pending: CredentialToken | None = None
     """The server is being asked to take it in place of `token`, and may have done so."""
-    previous: Token | None = None
+    previous: CredentialToken | None = None
     """The server said that `token` has taken its place, and has not let us in with that one yet."""
 
     @property
-    def candidates(self) -> tuple[Token, ...]:
+    def candidates(self) -> tuple[CredentialToken, ...]:
         """All that may let us in, the likeliest first."""
         return tuple(token for token in (self.token, self.pending, self.previous) if token is not None)
 
@@ -76,7 +76,7 @@ def file_name(address: Address) -> str:
     return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-class Seat:
+class CredentialFile:
     """The right to be the worker of one server on this data folder, for one process at a time. `close` gives it back."""
 
     def __init__(self, data: Path, address: Address) -> None:

@@ -108,7 +108,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True):
         return OutputRules(globs=self.outputs, required=self.outputs_required, limits=self.output_limits)
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True):
+class _ExecTable(msgspec.Struct, forbid_unknown_fields=True):
     """An `[exec.NAME]` table as it may stand in TOML."""
 
     command: str | None = None
@@ -170,7 +170,7 @@ def parse_exec_flag(flag: str) -> Exec:
         )
     argv = _split(name, template)
     has_placeholder = any(placeholder in element for element in argv for placeholder in (FILE, FILES, ARGS))
-    return _checked(name, _Table(argv=argv, args=None if has_placeholder else "any"))
+    return _checked(name, _ExecTable(argv=argv, args=None if has_placeholder else "any"))
 
 
 def any_program(name: str) -> Exec:
@@ -180,13 +180,13 @@ def any_program(name: str) -> Exec:
 
 def _from_table(name: str, table: Any) -> Exec:
     try:
-        parsed = msgspec.convert(table, _Table)
+        parsed = msgspec.convert(table, _ExecTable)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"exec {name!r}: {error}; its settings are {', '.join(_Table.__struct_fields__)}") from error
+        raise ConfigError(f"exec {name!r}: {error}; its settings are {', '.join(_ExecTable.__struct_fields__)}") from error
     return _checked(name, parsed)
 
 
-def _checked(name: str, table: _Table) -> Exec:
+def _checked(name: str, table: _ExecTable) -> Exec:
     try:
         check_name(name, "exec")
     except InvalidInput as error:
@@ -216,7 +216,7 @@ def _checked(name: str, table: _Table) -> Exec:
     )
 
 
-def _argv(name: str, table: _Table) -> tuple[str, ...]:
+def _argv(name: str, table: _ExecTable) -> tuple[str, ...]:
     if (table.command is None) == (table.argv is None):
         raise ConfigError(f"exec {name!r} needs exactly one of command (one line) and argv (a list)")
     argv = _split(name, table.command) if table.command is not None else table.argv or ()
@@ -244,7 +244,7 @@ def _split(name: str, line: str) -> tuple[str, ...]:
         raise ConfigError(f"exec {name!r}: cannot split {line!r} into arguments: {error}") from error
 
 
-def _args_rule(name: str, table: _Table, argv: tuple[str, ...]) -> Literal["none", "any"] | tuple[str, ...]:
+def _args_rule(name: str, table: _ExecTable, argv: tuple[str, ...]) -> Literal["none", "any"] | tuple[str, ...]:
     if table.args is None:
         return "any" if ARGS in argv else "none"
     if ARGS in argv and table.args in ("none", ()):
@@ -276,7 +276,7 @@ def _env_name(name: str, variable: str) -> str:
     return variable
 
 
-def _limits(name: str, table: _Table) -> Limits:
+def _limits(name: str, table: _ExecTable) -> Limits:
     if not NICE_RANGE[0] <= table.nice <= NICE_RANGE[1]:
         raise ConfigError(f"exec {name!r}: nice must be {NICE_RANGE[0]} to {NICE_RANGE[1]}, got {table.nice}")
     return Limits(
@@ -301,7 +301,7 @@ def _not_negative(name: str, setting: str, value: float | None) -> float | None:
     return value
 
 
-def _secret_paths(name: str, table: _Table) -> dict[str, str]:
+def _secret_paths(name: str, table: _ExecTable) -> dict[str, str]:
     for variable, path in table.env_from_file.items():
         _env_name(name, variable)
         if variable in (*PASSED_ON, "TMPDIR"):
@@ -314,7 +314,7 @@ def _secret_paths(name: str, table: _Table) -> dict[str, str]:
     return table.env_from_file
 
 
-def _exit_rules(name: str, table: _Table) -> ExitRules:
+def _exit_rules(name: str, table: _ExecTable) -> ExitRules:
     try:
         check_exit_codes(table.permanent_exit_codes or (), table.retry_exit_codes or ())
     except InvalidInput as error:
@@ -322,7 +322,7 @@ def _exit_rules(name: str, table: _Table) -> ExitRules:
     return ExitRules(permanent=table.permanent_exit_codes, retry=table.retry_exit_codes)
 
 
-def _output_limits(name: str, table: _Table) -> OutputLimits:
+def _output_limits(name: str, table: _ExecTable) -> OutputLimits:
     return OutputLimits(
         max_files=_up_to(name, "outputs_max_files", table.outputs_max_files, MAX_FILES),
         max_file_bytes=_up_to(name, "outputs_max_file_mb", table.outputs_max_file_mb, MAX_FILE_BYTES // MB) * MB,

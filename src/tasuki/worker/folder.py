@@ -31,7 +31,7 @@ from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.ids import check_job_id, check_name
 from tasuki.core.job import InputFile, check_file_name
 from tasuki.errors import Corrupt, DiskFull, InvalidInput
-from tasuki.worker.attempt import Attempt, Refused
+from tasuki.worker.attempt import Attempt, JobRefused
 
 SPARES_MAX = 64
 SPARE = ".spare-"  # no job id begins with a dot
@@ -246,9 +246,9 @@ def _check_input(file: InputFile) -> None:
     try:
         check_file_name(file.name)
     except InvalidInput as error:
-        raise Refused("BAD_INPUT", error.message) from error
+        raise JobRefused("BAD_INPUT", error.message) from error
     if file.data is None and (file.sha256 is None or file.size_bytes is None):
-        raise Refused("BAD_INPUT", f"input file {file.name!r} is neither inline nor a blob; this worker has no caches")
+        raise JobRefused("BAD_INPUT", f"input file {file.name!r} is neither inline nor a blob; this worker has no caches")
 
 
 def verify_input(path: Path, file: InputFile) -> None:

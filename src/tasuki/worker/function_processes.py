@@ -74,7 +74,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-class Request(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """One job for a child."""
 
     function: str
@@ -84,7 +84,7 @@ class Request(msgspec.Struct, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(Fork | Kill).decode
 _decode_exited = msgspec.msgpack.Decoder(Exited).decode
-_decode_request = msgspec.msgpack.Decoder(Request).decode
+_decode_request = msgspec.msgpack.Decoder(FunctionCall).decode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
@@ -111,7 +111,7 @@ class _Child:
             return None
 
 
-class Children:
+class FunctionProcesses:
     """The worker's hold on its children. Belongs to one event loop, the one that runs at its first `run`."""
 
     def __init__(self, control: socket.socket, template_pid: int, names: frozenset[str]) -> None:
@@ -125,7 +125,7 @@ class Children:
         self._template_gone = False
 
     @classmethod
-    def start(cls, functions: Mapping[str, Function]) -> Children:
+    def start(cls, functions: Mapping[str, Function]) -> FunctionProcesses:
         """Fork the template. Call it in the main thread, before a loop or a thread is started: fork copies neither."""
         try:
             asyncio.get_running_loop()
@@ -149,7 +149,7 @@ class Children:
         if stop.done():
             return stopped_outcome(stop.result())
         child = await self._take()
-        answer = asyncio.ensure_future(child.ask(_encode(Request(name, job))))
+        answer = asyncio.ensure_future(child.ask(_encode(FunctionCall(name, job))))
         try:
             await first_of(answer, stop, timeout_s=timeout_s)
             if answer.done():

@@ -31,7 +31,7 @@ _READ_BYTES = 1024 * 1024
 logger = logging.getLogger("tasuki.worker")
 
 
-class Incoming:
+class InputDownloads:
     """The folder. It is not there before it is needed."""
 
     def __init__(self, data: Path, *, max_bytes: int = INCOMING_MAX_BYTES, max_age_s: float = INCOMING_MAX_AGE_S) -> None:

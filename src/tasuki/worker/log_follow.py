@@ -30,7 +30,7 @@ class _Waiting(msgspec.Struct):
     until: float
 
 
-class LogTails:
+class LogFollow:
     """The logs of all attempts of one worker. `send` reaches the server that asked, if it is still there. One event loop."""
 
     def __init__(self, send: Callable[[LogPiece], None]) -> None:

@@ -20,21 +20,21 @@ from pathlib import Path
 import msgspec
 
 from tasuki.core.job import Outcome
-from tasuki.core.worker.events import Event, Kept, Restored
+from tasuki.core.worker.events import EndingSaved, Event, Restored
 from tasuki.core.worker.machine import SAVE_AFTER_S
 from tasuki.errors import DiskFull, TasukiError
 from tasuki.worker.attempt import StopReason, stopped_outcome, worker_failure
-from tasuki.worker.outbox_files import Record, Unreported
-from tasuki.worker.rejected_results import KeptAside
+from tasuki.worker.outbox_files import OutboxRecord, Unreported
+from tasuki.worker.rejected_results import RejectedResults
 from tasuki.worker.settings import SAVE_AT_ONCE_BYTES
-from tasuki.worker.transfers import Transfers
+from tasuki.worker.transfers import WorkerTransfers
 
 OFFERED_AT_ONCE = 4  # large results of earlier processes
 
 logger = logging.getLogger("tasuki.worker")
 
 
-class Endings:
+class Outbox:
     """Without `unreported` nothing outlives this process, without `aside` nothing that was refused is kept.
 
     `closing` tells whether this process ends: then what is on disk is for the next one.
@@ -42,9 +42,9 @@ class Endings:
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: WorkerTransfers,
         unreported: Unreported | None,
-        aside: KeptAside | None,
+        aside: RejectedResults | None,
         *,
         tell: Callable[[Event], None],
         closing: Callable[[], bool],
@@ -57,12 +57,12 @@ class Endings:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-endings")
         self._offering = asyncio.Semaphore(OFFERED_AT_ONCE)
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, OutboxRecord] = {}
         """By lease: large results that no server has spoken on, and endings of earlier processes."""
         self._saving: dict[str, asyncio.Future[bool]] = {}
         """What is on disk or about to be; whether it could be saved."""
 
-    async def load(self) -> list[Record]:
+    async def load(self) -> list[OutboxRecord]:
         """What earlier processes left behind, to be offered."""
         if self._aside is not None:
             await self._loop.run_in_executor(self._thread, self._aside.sweep)
@@ -76,7 +76,7 @@ class Endings:
             saved.set_result(True)
         return found
 
-    async def offer(self, record: Record) -> None:
+    async def offer(self, record: OutboxRecord) -> None:
         """An ending that an earlier process could not report; its large result goes first."""
         ending = record.ending
         logger.info("job %s attempt %d: its saved ending is offered", ending.job_id, ending.attempt)
@@ -95,7 +95,7 @@ class Endings:
         self._tell(Restored(ending))
 
     async def bring(
-        self, record: Record, stop: asyncio.Future[StopReason], stopped: Callable[[], StopReason | None]
+        self, record: OutboxRecord, stop: asyncio.Future[StopReason], stopped: Callable[[], StopReason | None]
     ) -> Outcome | None:
         """Bring a large result; the outcome to tell then. None: it waits on disk for our next process.
 
@@ -128,14 +128,14 @@ class Endings:
             return None
         return stopped_outcome(reason)
 
-    def _result_of(self, record: Record) -> Path | bytes:
+    def _result_of(self, record: OutboxRecord) -> Path | bytes:
         known = self._records.get(record.ending.lease_id, record)
         assert known.result is not None
         return known.result
 
     # ------------------------------------------------------------------------------------------------ on disk
 
-    def save(self, record: Record) -> asyncio.Future[bool] | None:
+    def save(self, record: OutboxRecord) -> asyncio.Future[bool] | None:
         """Keep it where it outlives this process, if anything does; once."""
         lease_id = record.ending.lease_id
         if self._unreported is None or lease_id in self._saving:
@@ -154,9 +154,9 @@ class Endings:
         if known is not None and known.result is not None and place.exists():
             self._records[lease_id] = msgspec.structs.replace(known, result=place)
         if saving.result() and not self._closing():
-            self._tell(Kept(lease_id))
+            self._tell(EndingSaved(lease_id))
 
-    def set_aside(self, record: Record, reason: str) -> None:
+    def set_aside(self, record: OutboxRecord, reason: str) -> None:
         """It was refused for good: what it has is kept for people. `forget` follows."""
         record = self._records.pop(record.ending.lease_id, record)
         ending = record.ending
@@ -165,7 +165,7 @@ class Endings:
         else:
             self._thread.submit(self._keep_aside, self._aside, record, reason)
 
-    def _keep_aside(self, aside: KeptAside, record: Record, reason: str) -> None:
+    def _keep_aside(self, aside: RejectedResults, record: OutboxRecord, reason: str) -> None:
         ending = record.ending
         named = (ending.job_id, ending.attempt)
         if isinstance(record.result, Path) and self._unreported is not None and not record.result.exists():

@@ -28,7 +28,7 @@ FOLDER = "endings"
 logger = logging.getLogger("tasuki.worker")
 
 
-class Record(msgspec.Struct, frozen=True):
+class OutboxRecord(msgspec.Struct, frozen=True):
     """An ending, with what belongs to it beyond what a server is told."""
 
     ending: Ending
@@ -39,7 +39,7 @@ class Record(msgspec.Struct, frozen=True):
     """What `outcome.result_ref` names: it has to be brought before the ending is told."""
 
 
-class _File(Ending, frozen=True, gc=False, omit_defaults=True):
+class _OutboxFile(Ending, frozen=True, gc=False, omit_defaults=True):
     """What is written: the ending's own fields, and the record's."""
 
     subject: str = ""
@@ -47,7 +47,7 @@ class _File(Ending, frozen=True, gc=False, omit_defaults=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_File).decode
+_decode = msgspec.msgpack.Decoder(_OutboxFile).decode
 
 
 class Unreported:
@@ -56,7 +56,7 @@ class Unreported:
     def __init__(self, data: Path, worker_id: str) -> None:
         self.folder = data / FOLDER / check_name(worker_id, "worker_id")
 
-    def load(self) -> list[Record]:
+    def load(self) -> list[OutboxRecord]:
         """What earlier processes left behind. What they did not finish writing is completed or removed."""
         for part in self.folder.glob("*.part"):
             self._complete(part)
@@ -66,7 +66,7 @@ class Unreported:
                 left.unlink()
         return found
 
-    def save(self, record: Record) -> bool:
+    def save(self, record: OutboxRecord) -> bool:
         """Whether it is on disk now. Its result, if it is a file, is moved to `result_path` in either case or not at all."""
         ending = record.ending
         try:
@@ -126,7 +126,7 @@ class Unreported:
         part.unlink()
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> OutboxRecord | None:
     try:
         file = _decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
@@ -134,12 +134,12 @@ def _read(path: Path) -> Record | None:
         return None
     ending = Ending(file.job_id, file.lease_id, file.attempt, file.outcome, file.started_at)
     result = path.with_suffix(".result")
-    return Record(ending, file.subject, file.ended_at, result if result.exists() else None)
+    return OutboxRecord(ending, file.subject, file.ended_at, result if result.exists() else None)
 
 
-def _file(record: Record) -> _File:
+def _file(record: OutboxRecord) -> _OutboxFile:
     ending = record.ending
-    return _File(
+    return _OutboxFile(
         ending.job_id,
         ending.lease_id,
         ending.attempt,

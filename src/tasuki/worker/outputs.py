@@ -72,7 +72,7 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
     limits: OutputLimits = DEFAULT_LIMITS
 
 
-class Output(msgspec.Struct, frozen=True):
+class OutputFile(msgspec.Struct, frozen=True):
     name: str
     size_bytes: int
     sha256: str
@@ -88,7 +88,7 @@ class OutputCollector:
 
     def __init__(self, out: Path | str, rules: OutputRules, beside_bytes: int = 0) -> None:
         """`beside_bytes` is what the archive holds besides."""
-        self.outputs: list[Output] = []
+        self.outputs: list[OutputFile] = []
         self.left_out: list[LeftOut] = []
         """The first of them; `left_out_count` counts all."""
         self.left_out_count = 0
@@ -141,7 +141,7 @@ class OutputCollector:
             return
         reading = _Reading(descriptor, found)
         yield ZipMember(name, Pieces(found.st_size, reading.pieces(), stored=self._is_stored(descriptor, found.st_size)))
-        self.outputs.append(Output(name, reading.size_bytes, reading.digest.hexdigest()))
+        self.outputs.append(OutputFile(name, reading.size_bytes, reading.digest.hexdigest()))
         self._total_bytes += reading.size_bytes
         self._names_bytes += _ENTRY_BYTES + len(name.encode())
         if reading.problem:

@@ -20,7 +20,7 @@ import msgspec
 from tasuki.blobs.disk import disk_full_as_error
 from tasuki.core.ids import check_job_id
 from tasuki.errors import InvalidInput
-from tasuki.worker.outbox_files import Record
+from tasuki.worker.outbox_files import OutboxRecord
 from tasuki.worker.settings import ASIDE_MAX_AGE_S, ASIDE_MAX_BYTES, ASIDE_MAX_ENTRIES
 
 FOLDER = "kept-aside"
@@ -28,7 +28,7 @@ ZIP_STARTS = b"PK\x03\x04"
 _NEW = ".new-"  # no job id begins with a dot; what a kill leaves goes when it is old
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class RejectedResult(msgspec.Struct, frozen=True, kw_only=True):
     """about.json"""
 
     job_id: str
@@ -46,7 +46,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str | None
 
 
-class KeptAside:
+class RejectedResults:
     """One folder, which several workers on the same data folder may share."""
 
     def __init__(
@@ -62,7 +62,7 @@ class KeptAside:
         self._max_entries = max_entries
         self._max_age_s = max_age_s
 
-    def keep(self, record: Record, reason: str) -> Path:
+    def keep(self, record: OutboxRecord, reason: str) -> Path:
         """Move or write what it has to a folder of its own; which one. The record has a result."""
         with disk_full_as_error(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class KeptAside:
                 found.append((path.lstat().st_mtime, path))
         return found
 
-    def _named(self, new: Path, record: Record) -> Path:
+    def _named(self, new: Path, record: OutboxRecord) -> Path:
         """An id may come again, after its job was removed: then the folder's name says so."""
         name = _name(record)
         for number in itertools.count(1):
@@ -110,7 +110,7 @@ class KeptAside:
         raise AssertionError("numbers do not end")
 
 
-def _name(record: Record) -> str:
+def _name(record: OutboxRecord) -> str:
     """A server chose the id: it becomes a name only if it is one."""
     ending = record.ending
     try:
@@ -120,9 +120,9 @@ def _name(record: Record) -> str:
     return f"{job_id}-{ending.attempt:d}"
 
 
-def _about(record: Record, reason: str, written: Path) -> About:
+def _about(record: OutboxRecord, reason: str, written: Path) -> RejectedResult:
     ending = record.ending
-    return About(
+    return RejectedResult(
         job_id=ending.job_id,
         attempt=ending.attempt,
         lease_id=ending.lease_id,

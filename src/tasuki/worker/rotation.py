@@ -19,12 +19,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasuki.core.access import TOKEN_PREFIXES, Kind, token_sha256
+from tasuki.core.access import TOKEN_PREFIXES, PeerKind, token_sha256
 from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, Unavailable, from_wire
 from tasuki.net.event_loop import now
-from tasuki.worker.credentials import Credential, Seat, Token
+from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 
 ROTATE = "worker.rotate"
 DUE_AT_LEFT = 1 / 3  # of its life
@@ -43,7 +43,7 @@ class Rotation:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: CredentialFile,
         *,
         ask: Callable[[str, dict[str, str]], int],
         use: Callable[[str], None],
@@ -132,7 +132,7 @@ class Rotation:
                 return None
         return self._refused[self._kept.token.token_id]
 
-    def _choose(self, token: Token) -> None:
+    def _choose(self, token: CredentialToken) -> None:
         self._chosen = token
         self._use(token.secret)
 
@@ -219,8 +219,8 @@ class Rotation:
             self._hang_up(Unavailable("the token was rotated, and is shown to the server"))
 
 
-def new_token(ttl_s: float) -> Token:
+def new_token(ttl_s: float) -> CredentialToken:
     """A secret of ours, of which the server gets the hash alone."""
-    secret = TOKEN_PREFIXES[Kind.WORKER] + secrets.token_urlsafe(32)
+    secret = TOKEN_PREFIXES[PeerKind.WORKER] + secrets.token_urlsafe(32)
     issued_at = now().wall
-    return Token(secret=secret, token_id=secrets.token_hex(6), issued_at=issued_at, expires_at=issued_at + ttl_s)
+    return CredentialToken(secret=secret, token_id=secrets.token_hex(6), issued_at=issued_at, expires_at=issued_at + ttl_s)

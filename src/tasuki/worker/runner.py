@@ -27,7 +27,7 @@ from tasuki.core.job import InputFile, Outcome, Progress
 from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.worker.attempt import (
     Attempt,
-    Refused,
+    JobRefused,
     RunResult,
     StopReason,
     ended_outcome,
@@ -39,11 +39,11 @@ from tasuki.worker.environment import base_environment
 from tasuki.worker.execs import Exec
 from tasuki.worker.exit_policy import judged, rules_of
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
-from tasuki.worker.keeper.client import Keeper, KeeperLost, Kept
+from tasuki.worker.keeper.client import Keeper, KeeperLost, KeptAttempt
 from tasuki.worker.keeper.keeper import LEASE_LOST_GRACE_S, now
-from tasuki.worker.keeper.protocol import Ended, Ready, Reason, Spawned
+from tasuki.worker.keeper.protocol import EndReason, Ready, Spawned, TreeEnded
 from tasuki.worker.keeper.sweep import sweep
-from tasuki.worker.log_follow import LogTails
+from tasuki.worker.log_follow import LogFollow
 from tasuki.worker.logs import DEFAULT_CAPS, CappedLog, LogCaps, LogWatch
 from tasuki.worker.progress import ProgressFile
 from tasuki.worker.redaction import RedactedLog, Redactor
@@ -92,7 +92,7 @@ class CommandRunner:
         lease_deadline: Callable[[str], float | None] = lambda lease_id: None,
         on_keeper_lost: Callable[[KeeperLost], None] = lambda error: None,
         on_progress: Callable[[str, Progress], None] = lambda lease_id, progress: None,
-        tails: LogTails | None = None,
+        tails: LogFollow | None = None,
         folders: RunFolders | None = None,
     ) -> None:
         """`any_program_for` names, at each start, the submitter whose jobs may run any program (see DESIGN §4), or None.
@@ -114,10 +114,10 @@ class CommandRunner:
         self._lease_deadline = lease_deadline
         self._on_keeper_lost = on_keeper_lost
         self._on_progress = on_progress
-        self._tails = tails or LogTails(lambda piece: None)
+        self._tails = tails or LogFollow(lambda piece: None)
         self._prepared = False
         self._swept: asyncio.Future[None] | None = None
-        self._running: dict[Kept, str] = {}
+        self._running: dict[KeptAttempt, str] = {}
         """The attempts in the keeper's hands, with their leases."""
         self._archiving = asyncio.Semaphore(ARCHIVES_AT_ONCE)
 
@@ -138,7 +138,7 @@ class CommandRunner:
                 return _not_begun(stop.result())
             command = await self._command(exec_, attempt, folder)
             return await self._run_command(attempt, exec_, command, folder, stop, on_started)
-        except Refused as refusal:
+        except JobRefused as refusal:
             return RunResult(refusal.outcome())
         except SecretProblem as problem:  # a file that is being replaced may be there at the next attempt
             logger.error("job %s: %s", attempt.spec.job_id, problem)
@@ -306,7 +306,7 @@ class CommandRunner:
             if isinstance(log, RedactedLog):
                 opened.callback(log.end)
 
-    def _start(self, command: Command, attempt: Attempt, folder: RunFolder) -> Kept:
+    def _start(self, command: Command, attempt: Attempt, folder: RunFolder) -> KeptAttempt:
         keeper = self._hold()
         if keeper.lost is not None:
             raise keeper.lost
@@ -332,7 +332,7 @@ class CommandRunner:
     def _grace_s(self, command: Command) -> float:
         return self._limits.grace_s if command.stop_grace_s is None else command.stop_grace_s
 
-    async def _started(self, command: Command, kept: Kept, stop: asyncio.Future[StopReason]) -> Spawned | None:
+    async def _started(self, command: Command, kept: KeptAttempt, stop: asyncio.Future[StopReason]) -> Spawned | None:
         """None if it was stopped before: an interpreter that is to fork it may have to be started itself."""
         if command.warm:
             await first_of(kept.started, stop)
@@ -345,7 +345,7 @@ class CommandRunner:
                 return None
             raise _not_started(command, error) from error
 
-    async def _end_of(self, kept: Kept, command: Command, stop: asyncio.Future[StopReason]) -> Ended:
+    async def _end_of(self, kept: KeptAttempt, command: Command, stop: asyncio.Future[StopReason]) -> TreeEnded:
         """Wait for the end. The keeper knows the time limit and the lease; a stop from here is passed on to it."""
 
         def pass_on(stop: asyncio.Future[StopReason]) -> None:
@@ -357,18 +357,18 @@ class CommandRunner:
         finally:
             stop.remove_done_callback(pass_on)
 
-    def _pass_on(self, reason: StopReason, kept: Kept, command: Command) -> None:
+    def _pass_on(self, reason: StopReason, kept: KeptAttempt, command: Command) -> None:
         assert self._keeper is not None
         grace_s = self._grace_s(command)
         if reason is StopReason.LEASE_LOST:
             grace_s = min(grace_s, LEASE_LOST_GRACE_S)
-        self._keeper.stop(kept, Reason(reason.value), grace_s)
+        self._keeper.stop(kept, EndReason(reason.value), grace_s)
 
-    async def _let_go(self, kept: Kept) -> None:
+    async def _let_go(self, kept: KeptAttempt) -> None:
         """Whatever happened here, nothing of it goes on."""
         if not kept.ended.done():
             assert self._keeper is not None
-            self._keeper.stop(kept, Reason.SHUTDOWN, 0.0)
+            self._keeper.stop(kept, EndReason.SHUTDOWN, 0.0)
             await asyncio.wait([kept.ended])
 
     async def _archive(self, build: Callable[[], RunResult], outcome: Outcome, quick: bool) -> RunResult:
@@ -394,10 +394,10 @@ def _not_started(command: Command, error: OSError) -> Exception:
     if error.errno in _NOT_NOW:
         return Unavailable(f"{what}; this worker is short of it, try again")
     if error.errno in (errno.ENOENT, errno.ENOEXEC):  # it is there: its first line names an interpreter that is not
-        return Refused("PROGRAM_NOT_FOUND", f"{what}; look at the interpreter in its first line")
+        return JobRefused("PROGRAM_NOT_FOUND", f"{what}; look at the interpreter in its first line")
     if error.errno == errno.E2BIG:
-        return Refused("BAD_INPUT", f"{what}; arguments and environment are too long together")
-    return Refused("PROGRAM_NOT_STARTED", what)
+        return JobRefused("BAD_INPUT", f"{what}; arguments and environment are too long together")
+    return JobRefused("PROGRAM_NOT_STARTED", what)
 
 
 def _remove(path: Path) -> None:

@@ -41,7 +41,7 @@ class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
     """When it started; None: not yet."""
 
 
-class Connection(msgspec.Struct, kw_only=True):
+class ConnectionStatus(msgspec.Struct, kw_only=True):
     """How it stands with the server. Times are Unix times."""
 
     server: str = ""
@@ -67,7 +67,7 @@ class Status(msgspec.Struct, kw_only=True):
     """Its next process may be told to be the same worker."""
     host: str
     since: float
-    connection: Connection
+    connection: ConnectionStatus
     running: int = 0
     jobs: tuple[RunningJob, ...] = ()
     draining: bool = False
@@ -103,7 +103,7 @@ class StatusFile:
 
     def __init__(self, data: Path, worker_id: str, server: str, *, lasting: bool) -> None:
         self._path = status_folder(data) / f"{check_name(worker_id, 'worker_id')}.json"
-        self._connection = Connection(server=_public(server))
+        self._connection = ConnectionStatus(server=_public(server))
         pid = os.getpid()
         self._status = Status(
             worker_id=worker_id,

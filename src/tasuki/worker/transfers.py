@@ -12,7 +12,7 @@ from tasuki.core.job import BlobRef
 from tasuki.errors import Unavailable
 from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.attempt import StopReason, first_of
-from tasuki.worker.input_downloads import Incoming
+from tasuki.worker.input_downloads import InputDownloads
 from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
 
 UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
@@ -20,10 +20,10 @@ UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
 logger = logging.getLogger("tasuki.worker")
 
 
-class Transfers:
+class WorkerTransfers:
     """On whatever connection the worker has at the moment; without one they wait. `incoming` keeps what was partly fetched."""
 
-    def __init__(self, blobs: BlobLine, incoming: Incoming | None = None) -> None:
+    def __init__(self, blobs: BlobLine, incoming: InputDownloads | None = None) -> None:
         self._blobs = blobs
         self._incoming = incoming
 

@@ -36,10 +36,10 @@ from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant
 from tasuki.core.subject import check_pattern
 from tasuki.core.worker.events import (
+    AttemptEnded,
     ChangePatterns,
     Command,
     Drain,
-    Ended,
     Event,
     Exit,
     Forget,
@@ -52,7 +52,7 @@ from tasuki.core.worker.events import (
 )
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError
-from tasuki.net import Line, client_tls
+from tasuki.net import ServerConnection, client_tls
 from tasuki.net.event_loop import loop_factory, now
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
@@ -61,22 +61,22 @@ from tasuki.worker.attempt import (
     StopReason,
 )
 from tasuki.worker.attempts import Attempts
-from tasuki.worker.credentials import Seat
+from tasuki.worker.credentials import CredentialFile
 from tasuki.worker.execs import Exec
-from tasuki.worker.function_processes import Children
+from tasuki.worker.function_processes import FunctionProcesses
 from tasuki.worker.handlers import Handlers
-from tasuki.worker.input_downloads import Incoming
+from tasuki.worker.input_downloads import InputDownloads
 from tasuki.worker.keeper.client import Keeper
-from tasuki.worker.log_follow import LogTails
+from tasuki.worker.log_follow import LogFollow
 from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
-from tasuki.worker.outbox import Endings
-from tasuki.worker.outbox_files import Record, Unreported
-from tasuki.worker.rejected_results import KeptAside
+from tasuki.worker.outbox import Outbox
+from tasuki.worker.outbox_files import OutboxRecord, Unreported
+from tasuki.worker.rejected_results import RejectedResults
 from tasuki.worker.rotation import Rotation
 from tasuki.worker.runner import CommandRunner, RunLimits
 from tasuki.worker.settings import ahead_of, capacity_of, check_slots, cut_off, what_it_takes
 from tasuki.worker.status import StatusFile
-from tasuki.worker.transfers import Transfers
+from tasuki.worker.transfers import WorkerTransfers
 
 TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
@@ -108,7 +108,7 @@ class Worker:
         tls_ca: str | None = None,
         drain_timeout_s: float | None = None,
         log_caps: LogCaps = DEFAULT_CAPS,
-        seat: Seat | None = None,
+        seat: CredentialFile | None = None,
     ) -> None:
         self.url = url
         self.worker_id = worker_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -125,11 +125,11 @@ class Worker:
         self._cut_off(over_http=False)  # a bad value is found here
         self._drain_timeout_s = drain_timeout_s
         self._handlers = Handlers()
-        self._line = Line(self._heard, client_tls(tls_ca), is_worker=True)
+        self._line = ServerConnection(self._heard, client_tls(tls_ca), is_worker=True)
         self._folder = None if data is None else Path(data)
-        self._incoming = None if self._folder is None else Incoming(self._folder)
-        self._transfers = Transfers(self._line.blobs, self._incoming)
-        self._tails = LogTails(self._send)
+        self._incoming = None if self._folder is None else InputDownloads(self._folder)
+        self._transfers = WorkerTransfers(self._line.blobs, self._incoming)
+        self._tails = LogFollow(self._send)
         self._log_caps = log_caps
         self._unreported = (
             Unreported(self._folder, self.worker_id) if self._folder is not None and worker_id is not None else None
@@ -141,7 +141,7 @@ class Worker:
             else StatusFile(self._folder, self.worker_id, url or "", lasting=self._unreported is not None)
         )
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._children: Children | None = None
+        self._children: FunctionProcesses | None = None
         self._keeper: Keeper | None = None
         self._pumping = False
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -149,7 +149,7 @@ class Worker:
         self._signals = 0
         self._welcome: Welcome | None = None
         self._told_of, self._tell_again_at = "", 0.0
-        self._ended: list[Ended] = []
+        self._ended: list[AttemptEnded] = []
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -172,7 +172,7 @@ class Worker:
     def run(self) -> None:
         """Work until a signal: the first SIGTERM or SIGINT drains (no new jobs, running ones finish), the second stops them."""
         # Forked before the loop and its threads exist: a child that inherits a locked lock would hang.
-        self._children = Children.start(self._handlers.plain) if self._handlers.plain else None
+        self._children = FunctionProcesses.start(self._handlers.plain) if self._handlers.plain else None
         self._keeper = Keeper.start(self.incarnation) if self._execs or self._any_program else None
         # This process is ours: without this the collector took a third of its time with a thousand handlers at once.
         gc.freeze()
@@ -250,8 +250,8 @@ class Worker:
         await self._runner.sweep()
         if self._incoming is not None:
             await asyncio.to_thread(self._incoming.sweep)
-        aside = None if self._folder is None else KeptAside(self._folder)
-        self._endings = Endings(self._transfers, self._unreported, aside, tell=self._apply, closing=self._done.done)
+        aside = None if self._folder is None else RejectedResults(self._folder)
+        self._endings = Outbox(self._transfers, self._unreported, aside, tell=self._apply, closing=self._done.done)
         self._attempts = Attempts(
             self._machine,
             self._runner,
@@ -432,7 +432,7 @@ class Worker:
         """For subclasses whose results look otherwise."""
         return result
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: AttemptEnded) -> None:
         self._ended.append(ended)
         if not self._pumping:
             self._pumping = True
@@ -444,7 +444,7 @@ class Worker:
             return f"uid:{os.getuid()}"
         return None
 
-    async def _offer(self, record: Record) -> None:
+    async def _offer(self, record: OutboxRecord) -> None:
         try:
             await self._endings.offer(record)
         finally:

@@ -20,8 +20,8 @@ from tasuki.core.protocol import HelloClient, Request
 from tasuki.doors.http.context import HttpConfig
 from tasuki.doors.http.door import HttpDoor
 from tasuki.doors.http.routes import Route
-from tasuki.doors.http.virtual_connection import Talk
-from tasuki.server.assembly import Places, make_secret, make_server, prepare_folder
+from tasuki.doors.http.virtual_connection import VirtualConnection
+from tasuki.server.assembly import StorageLocations, make_secret, make_server, prepare_folder
 from tasuki.server.server import ServerConfig
 from tests.sqlite_files import with_tables
 
@@ -76,7 +76,7 @@ class Stage:
         prepare_folder(self.folder)
         if not self._store:
             with_tables(self.folder.database)
-        places = Places(self.folder, self._store, self._blobs, app=self._config.apps[0])
+        places = StorageLocations(self.folder, self._store, self._blobs, app=self._config.apps[0])
         config = ServerConfig(server_id=self.folder.root.parent.name, data=self.folder.root)
         self.server = make_server(places, config, self._fault)
         await self.server.start()
@@ -108,7 +108,7 @@ class Stage:
         self.run(self._ask("token.revoke", {"token_id": token_id}))
 
     async def _ask(self, verb: str, params: dict[str, Any]) -> Any:
-        talk = Talk(self.server, "test", lambda message: None)
+        talk = VirtualConnection(self.server, "test", lambda message: None)
         try:
             await talk.hello(
                 HelloClient(msg_id=talk.next_id(), client_id="stage", token=self.folder.token_file.read_text().strip())

@@ -16,9 +16,9 @@ from tasuki.blobs.s3 import presign
 from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.protocol import FRAME_MAX_BYTES, Accepted, AssignJobs, GiveCredit, HelloWorker, Message, SubmitJobs
 from tasuki.doors.http import presigned as door
-from tasuki.doors.http.virtual_connection import Talk
+from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.server.assembly import open_direct
-from tasuki.server.presigned import Direct
+from tasuki.server.presigned import PresignedTransfers
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage
@@ -30,7 +30,7 @@ numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def direct(s3: S3Service) -> Iterator[tuple[str, Direct]]:
+def direct(s3: S3Service) -> Iterator[tuple[str, PresignedTransfers]]:
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in s3.environment.items():
             patch.setenv(variable, value)
@@ -43,7 +43,7 @@ def direct(s3: S3Service) -> Iterator[tuple[str, Direct]]:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory, direct: tuple[str, Direct]) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory, direct: tuple[str, PresignedTransfers]) -> Iterator[Stage]:
     url, links = direct
     with Stage(tmp_path_factory.mktemp("direct"), blobs=url, direct=links) as stage:
         stage.run(links.check())
@@ -200,7 +200,7 @@ def test_a_worker_is_given_the_inputs_of_the_job_that_it_holds_and_no_other(stag
     assert (answers, elsewhere) == ([200, 404], 404)
 
 
-async def _lease(stage: Stage, token: str, subject: str) -> Talk:
+async def _lease(stage: Stage, token: str, subject: str) -> VirtualConnection:
     """A worker that takes one job of that subject."""
     assigned = asyncio.Event()
 
@@ -208,7 +208,7 @@ async def _lease(stage: Stage, token: str, subject: str) -> Talk:
         if isinstance(message, AssignJobs):
             assigned.set()
 
-    talk = Talk(stage.server, "test", hear)
+    talk = VirtualConnection(stage.server, "test", hear)
     await talk.hello(HelloWorker(msg_id=talk.next_id(), worker_id="w-held", incarnation="i-1", token=token, patterns=(subject,)))
     talk.tell(GiveCredit(1))
     async with asyncio.timeout(10):
@@ -216,7 +216,7 @@ async def _lease(stage: Stage, token: str, subject: str) -> Talk:
     return talk
 
 
-async def _leave(talk: Talk) -> None:
+async def _leave(talk: VirtualConnection) -> None:
     talk.leave()
 
 

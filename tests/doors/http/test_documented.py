@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasuki.core.access import Kind
+from tasuki.core.access import PeerKind
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
 from tests.doors.http.stage import Stage
@@ -59,7 +59,7 @@ def path_with(route: Route, made_up: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokens(stage: Stage) -> dict[str, str]:
-    return {Kind.CLIENT: stage.client, Kind.ADMIN: stage.admin, Kind.WORKER: stage.register().token}
+    return {PeerKind.CLIENT: stage.client, PeerKind.ADMIN: stage.admin, PeerKind.WORKER: stage.register().token}
 
 
 @pytest.mark.parametrize("route", PROTECTED, ids=lambda route: f"{route.method} {route.path}")

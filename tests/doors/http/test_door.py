@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.protocol import HelloWorker
-from tasuki.doors.http.virtual_connection import Talk
+from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.doors.http.workers import INCARNATION
 from tasuki.doors.tls import server_tls
 from tasuki.errors import ConfigError
@@ -88,7 +88,7 @@ def test_a_worker_that_turned_to_another_server_is_told_to_ask_again(stage: Stag
 
 async def _come_in_elsewhere(stage: Stage, worker: Worker) -> None:
     """A new connection of the same worker, as a load balancer may make it at another server."""
-    talk = Talk(stage.server, "elsewhere", lambda message: None)
+    talk = VirtualConnection(stage.server, "elsewhere", lambda message: None)
     hello = HelloWorker(
         msg_id=1, worker_id=worker.worker_id, incarnation=INCARNATION, token=worker.token, patterns=("job.assign.zpe",)
     )

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from tasuki.core.access import Kind, token_sha256
+from tasuki.core.access import PeerKind, token_sha256
 from tasuki.core.machine import Now
 from tasuki.core.store_messages import TokenRow
-from tasuki.doors.http.authentication import Caller, Gate, Revoked
+from tasuki.doors.http.authentication import Authenticator, Caller, Revoked
 from tasuki.errors import Unauthorized, Unavailable
 
-KINDS = frozenset({Kind.CLIENT})
+KINDS = frozenset({PeerKind.CLIENT})
 
 
 class Asked:
@@ -50,7 +50,7 @@ class Asked:
         return self.rows.get(sha256)
 
 
-def admitted(gate: Gate, secret: str) -> asyncio.Future[Caller]:
+def admitted(gate: Authenticator, secret: str) -> asyncio.Future[Caller]:
     headers = [(b"authorization", f"Bearer {secret}".encode())]
     scope = {"type": "http", "method": "GET", "path": "/", "headers": headers, "client": ("10.0.0.1", 5)}
     return asyncio.ensure_future(gate.admit(Request(scope), KINDS))
@@ -61,16 +61,16 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def played(test: Callable[[Asked, Gate], Any]) -> None:
+def played(test: Callable[[Asked, Authenticator], Any]) -> None:
     async def play() -> None:
         store = Asked()
-        await asyncio.wait_for(test(store, Gate(store)), 5.0)  # type: ignore[arg-type]
+        await asyncio.wait_for(test(store, Authenticator(store)), 5.0)  # type: ignore[arg-type]
 
     asyncio.run(play())
 
 
 def test_what_arrives_while_the_store_is_asked_goes_together_with_the_next_question() -> None:
-    async def test(store: Asked, gate: Gate) -> None:
+    async def test(store: Asked, gate: Authenticator) -> None:
         store.add("a")
         store.add("b")
         first = admitted(gate, "a")
@@ -88,7 +88,7 @@ def test_what_arrives_while_the_store_is_asked_goes_together_with_the_next_quest
 
 
 def test_a_token_that_was_revoked_before_a_request_came_is_refused_whatever_an_earlier_question_found() -> None:
-    async def test(store: Asked, gate: Gate) -> None:
+    async def test(store: Asked, gate: Authenticator) -> None:
         store.add("a")
         before = admitted(gate, "a")
         await settle()  # asked for; the answer is on its way
@@ -107,7 +107,7 @@ def test_a_token_that_was_revoked_before_a_request_came_is_refused_whatever_an_e
 
 
 def test_a_store_that_does_not_answer_is_told_to_each_and_asked_again_for_the_next() -> None:
-    async def test(store: Asked, gate: Gate) -> None:
+    async def test(store: Asked, gate: Authenticator) -> None:
         store.add("a")
         store.error = Unavailable("the store is away")
         refused = [admitted(gate, "a"), admitted(gate, "b")]
@@ -124,7 +124,7 @@ def test_a_store_that_does_not_answer_is_told_to_each_and_asked_again_for_the_ne
 
 
 def test_one_who_leaves_takes_no_answer_from_the_others() -> None:
-    async def test(store: Asked, gate: Gate) -> None:
+    async def test(store: Asked, gate: Authenticator) -> None:
         store.add("a")
         leaving, staying = admitted(gate, "a"), admitted(gate, "a")
         await settle()
@@ -138,7 +138,7 @@ def test_one_who_leaves_takes_no_answer_from_the_others() -> None:
 
 
 def test_an_unknown_token_is_refused() -> None:
-    async def test(store: Asked, gate: Gate) -> None:
+    async def test(store: Asked, gate: Authenticator) -> None:
         store.answer()
 
         with pytest.raises(Unauthorized):

@@ -117,7 +117,7 @@ class Line:
         return grant
 
     @property
-    def line(self) -> worker_sessions.Line | None:
+    def line(self) -> worker_sessions.HttpWorkerSession | None:
         return self.stage.door._house.lines._lines.get(self.name)
 
     @property
@@ -235,7 +235,7 @@ def test_there_is_a_limit_of_sessions_for_which_those_that_have_ended_do_not_cou
     assert (line.poll(0, 0), again.poll(0, 0)) == ([], [])
 
 
-async def left(line: worker_sessions.Line) -> None:
+async def left(line: worker_sessions.HttpWorkerSession) -> None:
     line.leave(worker_sessions.Unavailable("a test"))
 
 

@@ -13,15 +13,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.store_messages import (
-    Answer,
     Answers,
     Canceled,
     Grant,
     GroupCounts,
     LeaseRequest,
     Reaped,
-    Recorded,
     Report,
+    ReportAnswer,
+    ReportStatus,
     Submission,
     Submitted,
     Turn,
@@ -194,7 +194,7 @@ def test_a_job_that_another_server_leased_is_counted_without_its_group() -> None
     turns = Turns()
     report = Report("theirs", "w", "l", 1, Outcome())
 
-    turns.metrics.turn(Turn(finish=[report]), Answers(finish=[Recorded(Answer.RECORDED, State.SUCCEEDED)]), 1.0)
+    turns.metrics.turn(Turn(finish=[report]), Answers(finish=[ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)]), 1.0)
 
     assert turns.count("tasuki_jobs_ended_total", group=UNKNOWN_GROUP, state="succeeded") == 1
 
@@ -203,7 +203,7 @@ def test_a_refused_and_a_repeated_report_end_nothing() -> None:
     turns = Turns()
     turns.submit("j")
     reports = [Report("j", "w", "l", 1, Outcome())] * 2
-    answers = [Recorded(Answer.FENCED, State.RUNNING), Recorded(Answer.REPEATED, State.SUCCEEDED)]
+    answers = [ReportAnswer(ReportStatus.FENCED, State.RUNNING), ReportAnswer(ReportStatus.REPEATED, State.SUCCEEDED)]
 
     turns.metrics.turn(Turn(finish=reports), Answers(finish=answers), 1.0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.core.access import Identity, Kind
+from tasuki.core.access import Identity, PeerKind
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Now
 from tasuki.core.protocol import (
@@ -30,7 +30,7 @@ from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.workers import HttpWorker
 from tasuki.errors import ProtocolError, Unauthorized, Unavailable
 
-CALLER = Caller(Identity(Kind.WORKER, "token:t", worker_id="w1"), "0" * 64, "secret", "10.0.0.1:5")
+CALLER = Caller(Identity(PeerKind.WORKER, "token:t", worker_id="w1"), "0" * 64, "secret", "10.0.0.1:5")
 
 
 class PlayedServer:

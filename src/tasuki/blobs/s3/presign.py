@@ -28,7 +28,7 @@ from tasuki.blobs.s3.store import BESIDE, CHECK_RETRY_S, PROBE
 from tasuki.blobs.s3.transfer import PART_BYTES, S3Reader
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge, Unavailable
 
-__all__ = ["LINK_S", "WHOLE_MAX_BYTES", "Link", "S3Presign", "Way"]
+__all__ = ["LINK_S", "WHOLE_MAX_BYTES", "PresignedUrl", "S3Presign", "UploadPlan"]
 
 LINK_S = 900.0
 WHOLE_LINK_S = 240.0  # a PUT to a blob's place: shorter than the shortest grace of unused blobs, so that none comes after its row
@@ -37,7 +37,7 @@ LINKS_AT_ONCE = 32
 COPY_BYTES = 256 * 1024 * 1024  # inside the bucket, by one request: a few seconds
 
 
-class Link(msgspec.Struct, frozen=True):
+class PresignedUrl(msgspec.Struct, frozen=True):
     """Where to send some bytes, or to get all of them from. `url` is a secret while it lasts."""
 
     url: str
@@ -51,14 +51,14 @@ class Link(msgspec.Struct, frozen=True):
         return f"Link(offset={self.offset}, size_bytes={self.size_bytes})"
 
 
-class Way(msgspec.Struct, frozen=True):
+class UploadPlan(msgspec.Struct, frozen=True):
     """What is still to be sent of an upload: the next links, and all that is missing. No links: `take` it."""
 
-    links: tuple[Link, ...]
+    links: tuple[PresignedUrl, ...]
     missing_bytes: int
 
 
-class _Upload(msgspec.Struct, frozen=True):
+class _MultipartUpload(msgspec.Struct, frozen=True):
     """An unfinished multipart upload."""
 
     key: str
@@ -91,14 +91,14 @@ class S3Presign:
 
     # ------------------------------------------------------------------------------------------------ out
 
-    def download(self, sha256: str, size_bytes: int, generation: int) -> Link:
+    def download(self, sha256: str, size_bytes: int, generation: int) -> PresignedUrl:
         """For a blob that is there. Whoever is given it may read it for that long, whatever becomes of the job."""
         url = self._signer.presigned("get_object", self._link_s, Key=self._address.key(sha256, generation))
-        return Link(url, self._link_s, 0, size_bytes)
+        return PresignedUrl(url, self._link_s, 0, size_bytes)
 
     # ------------------------------------------------------------------------------------------------ in
 
-    def upload(self, sha256: str, size_bytes: int, generation: int, owner: str) -> Way:
+    def upload(self, sha256: str, size_bytes: int, generation: int, owner: str) -> UploadPlan:
         """How this blob can be brought to its place; asked again, what is still missing of it."""
         check_sha256(sha256)
         if size_bytes > self._max_blob_bytes:
@@ -106,19 +106,19 @@ class S3Presign:
         if size_bytes <= 0:
             raise InvalidInput(f"a blob of {size_bytes} bytes needs no link")
         if self._is_in_place(sha256, size_bytes, generation):
-            return Way((), 0)
+            return UploadPlan((), 0)
         if size_bytes <= self._whole_max_bytes:
-            return Way((self._whole_link(sha256, size_bytes, generation),), size_bytes)
+            return UploadPlan((self._whole_link(sha256, size_bytes, generation),), size_bytes)
         beside = self._beside(sha256, generation, owner)
         upload = self._find(beside)
         if upload is None:
             if self._staged(beside) is not None:  # completed, and not taken: somebody was killed in between
-                return Way((), 0)
+                return UploadPlan((), 0)
             upload = self._begin(beside)
         parts = self._parts(upload)
         missing = [number for number in _numbers(size_bytes) if not _is_there(parts.get(number), number, size_bytes)]
         links = tuple(self._part_link(upload, number, size_bytes) for number in missing[:LINKS_AT_ONCE])
-        return Way(links, sum(_length(number, size_bytes) for number in missing))
+        return UploadPlan(links, sum(_length(number, size_bytes) for number in missing))
 
     def take(self, sha256: str, size_bytes: int, generation: int, owner: str) -> None:
         """All was sent: verify it and put it in its place. Harmless when repeated.
@@ -148,19 +148,19 @@ class S3Presign:
             raise Corrupt(f"a blob announced with {size_bytes} bytes has {found_bytes}")
         return True
 
-    def _whole_link(self, sha256: str, size_bytes: int, generation: int) -> Link:
+    def _whole_link(self, sha256: str, size_bytes: int, generation: int) -> PresignedUrl:
         digest, link_s = _digest(sha256), min(WHOLE_LINK_S, self._link_s)
         url = self._signer.presigned(
             "put_object", link_s, Key=self._address.key(sha256, generation), ChecksumSHA256=digest, ContentLength=size_bytes
         )
-        return Link(url, link_s, 0, size_bytes, {"x-amz-checksum-sha256": digest})
+        return PresignedUrl(url, link_s, 0, size_bytes, {"x-amz-checksum-sha256": digest})
 
-    def _part_link(self, upload: _Upload, number: int, size_bytes: int) -> Link:
+    def _part_link(self, upload: _MultipartUpload, number: int, size_bytes: int) -> PresignedUrl:
         length = _length(number, size_bytes)
         url = self._signer.presigned(
             "upload_part", self._link_s, Key=upload.key, UploadId=upload.upload_id, PartNumber=number, ContentLength=length
         )
-        return Link(url, self._link_s, (number - 1) * PART_BYTES, length)
+        return PresignedUrl(url, self._link_s, (number - 1) * PART_BYTES, length)
 
     # ------------------------------------------------------------------------------------------------ unfinished uploads
 
@@ -170,21 +170,21 @@ class S3Presign:
             raise InvalidInput("the owner of an upload is named by letters and digits")
         return f"{self._address.key(sha256, generation)}{BESIDE}{owner}."
 
-    def _begin(self, beside: str) -> _Upload:
+    def _begin(self, beside: str) -> _MultipartUpload:
         key = beside + secrets.token_hex(8)
-        return _Upload(key, self._requests.send("create_multipart_upload", Key=key)["UploadId"])
+        return _MultipartUpload(key, self._requests.send("create_multipart_upload", Key=key)["UploadId"])
 
-    def _find(self, beside: str) -> _Upload | None:
+    def _find(self, beside: str) -> _MultipartUpload | None:
         """The same one for all who ask at the same time."""
         found = self._requests.send("list_multipart_uploads", Prefix=beside).get("Uploads", ())
-        return min((_Upload(one["Key"], one["UploadId"]) for one in found), key=lambda one: one.key, default=None)
+        return min((_MultipartUpload(one["Key"], one["UploadId"]) for one in found), key=lambda one: one.key, default=None)
 
     def _staged(self, beside: str) -> str | None:
         """The key of an upload that was completed."""
         found = self._requests.send("list_objects_v2", Prefix=beside).get("Contents", ())
         return min((str(one["Key"]) for one in found), default=None)
 
-    def _parts(self, upload: _Upload) -> dict[int, dict[str, Any]]:
+    def _parts(self, upload: _MultipartUpload) -> dict[int, dict[str, Any]]:
         parts: dict[int, dict[str, Any]] = {}
         marker = 0
         try:

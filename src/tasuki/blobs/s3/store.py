@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
 from tasuki.blobs.s3.requests import RETRY_S, S3Requests, parse_s3_url
 from tasuki.blobs.s3.transfer import S3Reader, S3Writer
-from tasuki.blobs.stream_check import Intake, WholeBlobs
+from tasuki.blobs.stream_check import StreamCheck, WholeBlobs
 from tasuki.errors import Corrupt, InvalidInput, NotFound
 
 __all__ = ["S3Blobs"]
@@ -73,7 +73,7 @@ class S3Blobs(WholeBlobs):
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
     ) -> S3Writer:
-        intake = Intake(sha256, size_bytes, self.max_blob_bytes)
+        intake = StreamCheck(sha256, size_bytes, self.max_blob_bytes)
         on_suspend = None
         if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
             whose = _Whose(resume_key, sha256, generation)

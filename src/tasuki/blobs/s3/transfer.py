@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
 from tasuki.blobs.s3.requests import S3Requests
-from tasuki.blobs.stream_check import Intake
+from tasuki.blobs.stream_check import StreamCheck
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, Unavailable
 
 __all__ = ["PART_BYTES", "S3Reader", "S3Writer"]
@@ -31,7 +31,7 @@ class S3Writer:
     def __init__(
         self,
         requests: S3Requests,
-        intake: Intake,
+        intake: StreamCheck,
         key_of: Callable[[str], str],
         on_suspend: Callable[[S3Writer], None] | None = None,
     ) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from tasuki.core.access import Kind
+from tasuki.core.access import PeerKind
 from tasuki.core.broker import client_messages, enrolment, handshake, settle, worker_messages
-from tasuki.core.broker.cluster import Fellows, describe
+from tasuki.core.broker.cluster import OtherServers, describe
 from tasuki.core.broker.credit import shares
 from tasuki.core.broker.events import (
     BlobArrived,
@@ -39,10 +39,10 @@ from tasuki.core.broker.events import (
     Won,
 )
 from tasuki.core.broker.idle_workers import IdleWorkers
-from tasuki.core.broker.log_reads import LogDesk
+from tasuki.core.broker.log_reads import LogReads
 from tasuki.core.broker.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, TransferSession, WorkerSession
-from tasuki.core.broker.turn_builder import BlobRoute, CheckRoute, Draft, LeaseRoute
-from tasuki.core.broker.upkeep import Duties, DutyConfig
+from tasuki.core.broker.turn_builder import BlobRoute, CheckRoute, LeaseRoute, TurnBuilder
+from tasuki.core.broker.upkeep import Upkeep, UpkeepConfig
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
@@ -85,13 +85,13 @@ class Broker:
         self.generations: dict[str, int] = {}
         """Of the watched jobs that were set going again."""
         self.trie: SubjectTrie[int] = SubjectTrie()
-        self.draft = Draft()
+        self.draft = TurnBuilder()
         self.disk_problem = ""
         self.store_problem = ""
         """Why the last turn was not stored; empty: it was."""
-        self.duties = Duties(DutyConfig.of(config), config.epoch)
-        self.fellows = Fellows()
-        self.logs = LogDesk()
+        self.duties = Upkeep(UpkeepConfig.of(config), config.epoch)
+        self.fellows = OtherServers()
+        self.logs = LogReads()
         self.addresses: tuple[str, ...] = ()
         """Where peers can reach this server; the doors know."""
         self.idle = IdleWorkers(self.trie)
@@ -205,7 +205,7 @@ class Broker:
 
     def _from_client(self, client: ClientSession, message: Message) -> list[Command]:
         assert client.identity is not None
-        if client.identity.kind is Kind.ENROL:
+        if client.identity.kind is PeerKind.ENROL:
             enrolment.check_enrolment(message)
         match message:
             case SubmitJobs():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tasuki.core.access import TOKEN_PREFIXES, Identity, Kind
+from tasuki.core.access import TOKEN_PREFIXES, Identity, PeerKind
 from tasuki.core.broker import enrolment
 from tasuki.core.broker.events import Detach, Query
 from tasuki.core.broker.log_reads import question_of
@@ -128,7 +128,7 @@ def _token_order(broker: Broker, client: ClientSession, request: Request, identi
             raise InvalidInput(f"token.create: {error}") from None
         if row.kind not in TOKEN_PREFIXES:
             raise InvalidInput(f"a token's kind must be {', '.join(TOKEN_PREFIXES)}, got {row.kind[:40]!r}")
-        if row.kind == Kind.ENROL:
+        if row.kind == PeerKind.ENROL:
             enrolment.check_enrol_row(row)
         check_name(row.token_id, "token_id")
         if row.worker_id:

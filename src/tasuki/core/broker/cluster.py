@@ -56,7 +56,7 @@ class ReadySubjects:
         self.jobs += jobs
 
 
-class Fellows:
+class OtherServers:
     """The other live servers, and what they have to be told after this turn."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, Identity, Kind, covers
+from tasuki.core.access import ENROL_TOKEN_S, WORKER_TOKEN_S, Identity, PeerKind, covers
 from tasuki.core.broker.sessions import Session
 from tasuki.core.broker.turn_builder import TokenRoute
 from tasuki.core.ids import check_name
@@ -66,7 +66,7 @@ def check_enrolment(message: Message) -> None:
 
 def register(broker: Broker, conn: int, request: Request, identity: Identity) -> list[Command]:
     """Spend the enrol token; the worker's own follows when the store says that it was still good."""
-    if identity.kind is not Kind.ENROL:
+    if identity.kind is not PeerKind.ENROL:
         raise Forbidden(f"{REGISTER} needs an enrol token; this is a token of kind {identity.kind}")
     worker_id = identity.worker_id or "w-" + identity.token_id.replace(".", "-")[:60]
     note = _Note(worker_id=worker_id, actor=identity.name, token=_new_token(request), scope=identity.scope)
@@ -168,7 +168,7 @@ def _bound(answers: Answers, note: _Note) -> tuple[str, ...]:
 
 
 def _is_of(row: TokenRow, note: _Note) -> bool:
-    if (row.kind, row.worker_id, row.revoked_at) != (Kind.WORKER, note.worker_id, None):
+    if (row.kind, row.worker_id, row.revoked_at) != (PeerKind.WORKER, note.worker_id, None):
         return False
     return not note.subject or not row.scope or any(covers(pattern, note.subject) for pattern in row.scope)
 
@@ -191,7 +191,7 @@ def _add(broker: Broker, route: TokenRoute, note: _Note, now: Now) -> None:
     assert note.token is not None
     row = TokenRow(
         token_id=note.token.token_id,
-        kind=Kind.WORKER,
+        kind=PeerKind.WORKER,
         sha256=note.token.sha256,
         label=note.token.label[:LABEL_MAX_CHARS],
         scope=note.scope,

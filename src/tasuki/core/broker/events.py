@@ -163,7 +163,7 @@ class SendBlob(msgspec.Struct, frozen=True):
     incarnation: str = ""
 
 
-class TookOver(msgspec.Struct, frozen=True):
+class TakeoverDone(msgspec.Struct, frozen=True):
     """The store registered the epoch that was won, or refused it."""
 
     epoch: int
@@ -221,7 +221,7 @@ Command = (
     | ReceiveBlob
     | BlobPiece
     | SendBlob
-    | TookOver
+    | TakeoverDone
     | Deposed
     | DeleteBlobs
     | Publish

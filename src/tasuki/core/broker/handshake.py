@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tasuki.core.access import Identity, Kind, identify, token_sha256
+from tasuki.core.access import Identity, PeerKind, identify, token_sha256
 from tasuki.core.address import parse_url
 from tasuki.core.broker.sessions import ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import HelloRoute
@@ -43,7 +43,7 @@ def hello(broker: Broker, session: Session, message: Message, now: Now) -> list[
         )
     session.hello_seen = True
     if not message.token and session.peer.uid is not None and session.peer.uid == broker.config.own_uid:
-        identity = Identity(Kind.NODE, _own_name(broker, session.peer.uid))
+        identity = Identity(PeerKind.NODE, _own_name(broker, session.peer.uid))
         return welcome(broker, session, message, identity, now)
     if not message.token:
         raise Unauthorized(
@@ -118,7 +118,7 @@ def welcome(broker: Broker, session: Session, hello: HelloClient | HelloWorker, 
         broker.fellows.moved.append((worker.worker_id, worker.incarnation))
         commands += broker.fellows.hint(broker.config.server_id)
     else:
-        if identity.kind is Kind.WORKER:
+        if identity.kind is PeerKind.WORKER:
             raise Unauthorized("a worker token cannot be used by a client; make one with: tasuki token create --kind client")
         client_id = check_name(hello.client_id, "client_id")
         broker.sessions[session.conn] = ClientSession(**common, client_id=client_id)

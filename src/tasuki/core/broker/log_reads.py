@@ -98,7 +98,7 @@ def checked_progress(told: dict[str, Progress]) -> dict[str, Progress]:
     }
 
 
-class LogDesk:
+class LogReads:
     """The questions of one server's clients that are at workers."""
 
     def __init__(self) -> None:

@@ -15,7 +15,16 @@ from tasuki.core.access import Identity
 from tasuki.core.broker import enrolment, handshake
 from tasuki.core.broker.events import DeleteBlobs, ReceiveBlob
 from tasuki.core.broker.sessions import ClientSession, Delivery, WorkerSession
-from tasuki.core.broker.turn_builder import ActRoute, BlobRoute, CheckRoute, Draft, LeaseRoute, Slice, SubmitRoute, TokenRoute
+from tasuki.core.broker.turn_builder import (
+    ActRoute,
+    BlobRoute,
+    CheckRoute,
+    LeaseRoute,
+    Slice,
+    SubmitRoute,
+    TokenRoute,
+    TurnBuilder,
+)
 from tasuki.core.job import TERMINAL, Job, Outcome, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import (
@@ -36,15 +45,15 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.report_limits import not_uploaded
 from tasuki.core.store_messages import (
-    Answer,
     Answers,
     BlobPlace,
     Grant,
-    Held,
+    HeldLease,
+    LeaseStatus,
     MissingBlobs,
-    Recorded,
     Report,
-    Standing,
+    ReportAnswer,
+    ReportStatus,
     Submitted,
     Turn,
 )
@@ -61,7 +70,7 @@ RESULTS_READ = 256
 def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Command]:
     """The commit is durable: acknowledge, assign, deliver."""
     broker.store_problem = ""
-    draft: Draft = turn.routes
+    draft: TurnBuilder = turn.routes
     out: list[Command] = []
     results: _Outbox = defaultdict(list)
     for route in draft.finish_routes:
@@ -121,7 +130,7 @@ def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Co
     return out
 
 
-def _note_ready(broker: Broker, draft: Draft, answers: Answers) -> None:
+def _note_ready(broker: Broker, draft: TurnBuilder, answers: Answers) -> None:
     """New jobs that no worker of ours took: the other servers may have one for them."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     for submission, answer in zip(draft.submit, answers.submit, strict=True):
@@ -143,7 +152,7 @@ def _blob_stored(broker: Broker, route: BlobRoute, place: BlobPlace, stored: boo
         out.append(Send(route.conn, ErrorMessage(route.put.msg_id, error.code, error.message)))
 
 
-def _look_for_the_rest(broker: Broker, draft: Draft, answers: Answers) -> None:
+def _look_for_the_rest(broker: Broker, draft: TurnBuilder, answers: Answers) -> None:
     """What the workers that were asked for it could not take may fit others, or those of them that could take more."""
     granted = {grant.job_id for grants in answers.lease for grant in grants}
     pairs = (*zip(draft.submit, answers.submit, strict=True), *zip(draft.rerun, answers.rerun, strict=True))
@@ -175,7 +184,7 @@ def _reported(
     broker: Broker,
     conn: int,
     reports: Sequence[Report],
-    answers: Sequence[Recorded],
+    answers: Sequence[ReportAnswer],
     out: list[Command],
     results: _Outbox,
     now: Now,
@@ -184,17 +193,17 @@ def _reported(
     fenced: list[tuple[str, str]] = []
     watchers, wall, elsewhere = broker.watchers, now.wall, broker.fellows.ended
     for report, answer in zip(reports, answers, strict=True):
-        if answer.answer is Answer.FENCED:
+        if answer.answer is ReportStatus.FENCED:
             fenced.append((report.lease_id, answer.reason))
             continue
-        if answer.answer is Answer.BLOB_MISSING:
+        if answer.answer is ReportStatus.BLOB_MISSING:
             _report_missing(broker, conn, report)
             continue
         recorded.append(report.lease_id)
         state = answer.state
         if state is State.PENDING:  # it failed and may be tried again, perhaps at once
             broker.look_everywhere()
-        elif answer.answer is Answer.REPEATED:  # what came after it may have ended the job otherwise: the row tells
+        elif answer.answer is ReportStatus.REPEATED:  # what came after it may have ended the job otherwise: the row tells
             broker.ask_ends([report.job_id])
         elif state in TERMINAL:
             if report.job_id in watchers:
@@ -214,16 +223,16 @@ def _report_missing(broker: Broker, conn: int, report: Report) -> None:
 
 
 def _standing(
-    broker: Broker, conn: int, msg_id: int, claims: Sequence[Held], standings: Sequence[Standing], out: list[Command]
+    broker: Broker, conn: int, msg_id: int, claims: Sequence[HeldLease], standings: Sequence[LeaseStatus], out: list[Command]
 ) -> None:
     session = broker.sessions.get(conn)
     if session is None:
         return
     cancel, lost = [], []
     for claim, standing in zip(claims, standings, strict=True):
-        if standing is Standing.CANCEL:
+        if standing is LeaseStatus.CANCEL:
             cancel.append(claim.lease_id)
-        elif standing is Standing.LOST:
+        elif standing is LeaseStatus.LOST:
             lost.append(claim.lease_id)
             if isinstance(session, WorkerSession) and session.deliveries.pop(claim.lease_id, None) is not None:
                 session.account.ended()
@@ -323,7 +332,9 @@ def _granted(
         # It left, or began to drain, while the store was at work. What it never saw goes back, without using up a loss. But if
         # it left for another server, that one may have read these grants and delivered them: there they are its own.
         if isinstance(worker, WorkerSession) or not broker.config.shared:
-            broker.draft.release.extend(Held(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants)
+            broker.draft.release.extend(
+                HeldLease(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants
+            )
         return
     broker.leased(worker, lease, len(grants))
     if not grants:
@@ -403,7 +414,7 @@ def _refusal(identity: Identity, jobs: Sequence[Job | None], job_ids: list[str])
     return None
 
 
-def _acted(broker: Broker, route: ActRoute, draft: Draft, answers: Answers, out: list[Command]) -> None:
+def _acted(broker: Broker, route: ActRoute, draft: TurnBuilder, answers: Answers, out: list[Command]) -> None:
     states: dict[str, dict[str, object]] = {}
     if route.action == "cancel":
         orders = zip(draft.cancel[route.start : route.stop], answers.cancel[route.start : route.stop], strict=True)
@@ -452,7 +463,7 @@ def _token_done(broker: Broker, route: TokenRoute, answers: Answers, out: list[C
 def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> list[Command]:
     """Nothing was acknowledged. What workers reported is tried again by ourselves, everybody else is told."""
     broker.store_problem = error.message
-    draft: Draft = turn.routes
+    draft: TurnBuilder = turn.routes
     out: list[Command] = []
 
     def tell(conn: int, msg_id: int) -> None:
@@ -491,7 +502,7 @@ def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> lis
     return out
 
 
-def _carry_over(into: Draft, draft: Draft) -> None:
+def _carry_over(into: TurnBuilder, draft: TurnBuilder) -> None:
     """Workers' words are idempotent (an exact repeat gives the stored answer), so they simply stand in the next turn again."""
     for name in ("finish", "fail", "start", "renew"):
         items, routes = getattr(into, name), getattr(into, f"{name}_routes")

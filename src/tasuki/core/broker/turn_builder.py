@@ -11,7 +11,17 @@ from typing import Any
 import msgspec
 
 from tasuki.core.protocol import Acceptance, BlobPut
-from tasuki.core.store_messages import BlobClaim, BlobPlace, Held, LeaseRequest, Report, RequeueOrder, Submission, TokenRow, Turn
+from tasuki.core.store_messages import (
+    BlobClaim,
+    BlobPlace,
+    HeldLease,
+    LeaseRequest,
+    Report,
+    RequeueOrder,
+    Submission,
+    TokenRow,
+    Turn,
+)
 
 
 class SubmitRoute(msgspec.Struct):
@@ -93,15 +103,15 @@ class TokenRoute(msgspec.Struct):
     body: Any = None
 
 
-class Draft:
+class TurnBuilder:
     """Collects one Turn."""
 
     def __init__(self) -> None:
         self.finish: list[Report] = []
         self.fail: list[Report] = []
-        self.start: list[Held] = []
-        self.renew: list[Held] = []
-        self.release: list[Held] = []
+        self.start: list[HeldLease] = []
+        self.renew: list[HeldLease] = []
+        self.release: list[HeldLease] = []
         self.cancel: list[tuple[str, str, str]] = []
         self.requeue: list[RequeueOrder] = []
         self.submit: list[Submission] = []
@@ -167,9 +177,9 @@ class Draft:
             stop = len(self.requeue)
         return stop - len(job_ids), stop
 
-    def leave_reads(self, limit: int) -> Draft:
+    def leave_reads(self, limit: int) -> TurnBuilder:
         """A new draft with the reads past `limit` jobs: their results stand in memory until they are sent."""
-        following, kept = Draft(), 0
+        following, kept = TurnBuilder(), 0
         for place, route in enumerate(self.check_routes):
             kept += route.stop - route.start
             if place and kept > limit:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tasuki.core.broker.events import DeleteBlobs, Deposed, TookOver
+from tasuki.core.broker.events import DeleteBlobs, Deposed, TakeoverDone
 from tasuki.core.job import TERMINAL
 from tasuki.core.machine import Now
 from tasuki.core.store_messages import Answers, BlobPlace, Collection, Turn
@@ -38,7 +38,7 @@ PROMOTE_BATCH = 1024
 COLLECT_BATCH = 256
 
 
-class DutyConfig(msgspec.Struct, frozen=True, kw_only=True):
+class UpkeepConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long things are kept."""
 
     retention_s: float = 30 * 86400.0
@@ -51,7 +51,7 @@ class DutyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Blobs. Not for a leader that cannot reach their bytes."""
 
     @classmethod
-    def of(cls, config: BrokerConfig) -> DutyConfig:
+    def of(cls, config: BrokerConfig) -> UpkeepConfig:
         return cls(
             retention_s=config.retention_s,
             blob_grace_s=config.blob_grace_s,
@@ -70,10 +70,10 @@ class DutyCounts(msgspec.Struct):
     blobs_deleted: int = 0
 
 
-class Duties:
+class Upkeep:
     """The schedule of a leader. `epoch` is 0 while another one leads."""
 
-    def __init__(self, config: DutyConfig, epoch: int = 0) -> None:
+    def __init__(self, config: UpkeepConfig, epoch: int = 0) -> None:
         self.config = config
         self.epoch = epoch
         self.over_budget = ""
@@ -144,7 +144,7 @@ class Duties:
     def done(self, broker: Broker, turn: Turn, answers: Answers) -> list[Command]:
         """The turn is committed: tell those whom it concerns, and go on at once if there is more than one batch."""
         if turn.take_over:
-            return [TookOver(turn.epoch, answers.took_over)]
+            return [TakeoverDone(turn.epoch, answers.took_over)]
         self._tell(broker, answers)
         self._count(answers)
         if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
@@ -192,7 +192,7 @@ class Duties:
     def failed(self, turn: Turn, error: TasukiError) -> list[Command]:
         """Nothing of it happened, and all of it is due again. A stale epoch is final."""
         if turn.take_over:
-            return [TookOver(turn.epoch, False)]
+            return [TakeoverDone(turn.epoch, False)]
         if isinstance(error, StaleEpoch):
             return [Deposed(turn.epoch)]
         self._deleted[:0] = turn.forget_blobs

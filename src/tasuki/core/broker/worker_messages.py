@@ -30,7 +30,7 @@ from tasuki.core.protocol import (
     Subscribe,
 )
 from tasuki.core.report_limits import check_attempts, storable
-from tasuki.core.store_messages import Held, Report
+from tasuki.core.store_messages import HeldLease, Report
 from tasuki.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _resume(broker: Broker, worker: WorkerSession, claims: list[Claim]) -> None:
     broker.read_back(worker)
 
 
-def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Progress] = NO_PROGRESS) -> list[Held]:
+def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Progress] = NO_PROGRESS) -> list[HeldLease]:
     check_attempts(claims)
     held = []
     worker_id, incarnation, ttl_s = worker.worker_id, worker.incarnation, worker.ttl_s
@@ -141,5 +141,5 @@ def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Pro
         delivery = worker.deliveries.get(lease_id)
         if delivery is not None:
             delivery.acked = True
-        held.append(Held(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, progress.get(lease_id)))
+        held.append(HeldLease(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, progress.get(lease_id)))
     return held

@@ -115,7 +115,7 @@ class InterruptedMarker(msgspec.Struct, frozen=True, kw_only=True):
 Marker = RunningMarker | EndedMarker | InterruptedMarker
 
 
-class Verdict(enum.Enum):
+class IdDecision(enum.Enum):
     """What a POST with an id is answered with, as far as the id decides it."""
 
     RUN = enum.auto()
@@ -125,20 +125,20 @@ class Verdict(enum.Enum):
     CONFLICT = enum.auto()
 
 
-def judge(state: AgentState | None, recorded_input: str | None, sent_input: str | None) -> Verdict:
+def judge(state: AgentState | None, recorded_input: str | None, sent_input: str | None) -> IdDecision:
     """Of a job in this state, with this input. None: there is no such job; an input is not known yet."""
     differs = recorded_input is not None and sent_input is not None and recorded_input != sent_input
     match state:
         case AgentState.QUEUED:
-            return Verdict.CONFLICT if differs else Verdict.RUN
+            return IdDecision.CONFLICT if differs else IdDecision.RUN
         case AgentState.RUNNING:
-            return Verdict.CONFLICT if differs else Verdict.LOCKED
+            return IdDecision.CONFLICT if differs else IdDecision.LOCKED
         case AgentState.DONE:
             if sent_input is None:
-                return Verdict.COMPARE
-            return Verdict.CONFLICT if differs else Verdict.STORED
+                return IdDecision.COMPARE
+            return IdDecision.CONFLICT if differs else IdDecision.STORED
         case _:
-            return Verdict.RUN
+            return IdDecision.RUN
 
 
 def input_hash(exec_: str, args: Sequence[str], files: Iterable[InputRecord]) -> str:

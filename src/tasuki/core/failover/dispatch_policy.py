@@ -15,7 +15,7 @@ import msgspec
 
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.events import JobSays
-from tasuki.core.failover.node_ranking import Ranked, Standing
+from tasuki.core.failover.node_ranking import NodeState, Ranked
 from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput
@@ -61,7 +61,7 @@ def candidates(ranking: Sequence[Ranked], job_id: str) -> list[Ranked]:
     def place(line: Ranked) -> tuple[int, bool, int, int]:
         return line.standing, line.free is None, -(line.free or 0), order[line.node]
 
-    hopeful = [line for line in ranking if line.standing in (Standing.FREE, Standing.FULL, Standing.UNKNOWN)]
+    hopeful = [line for line in ranking if line.standing in (NodeState.FREE, NodeState.FULL, NodeState.UNKNOWN)]
     return sorted(hopeful or [line for line in ranking if line.steady], key=place)
 
 
@@ -71,7 +71,7 @@ def well(ranking: Sequence[Ranked]) -> list[Ranked]:
     answered = [
         line
         for line in ranking
-        if line.standing in (Standing.FREE, Standing.FULL) or (line.standing is Standing.UNKNOWN and line.free is not None)
+        if line.standing in (NodeState.FREE, NodeState.FULL) or (line.standing is NodeState.UNKNOWN and line.free is not None)
     ]
     return answered or [line for line in ranking if line.steady]
 

@@ -24,7 +24,7 @@ TOKEN_STATUSES = frozenset({401, 403})
 WAY_IN = "give one of its tokens with --token-file or TASUKI_TOKEN"
 
 
-class Job(msgspec.Struct, frozen=True):
+class FailoverJob(msgspec.Struct, frozen=True):
     """What is to be run, as far as the plan must know."""
 
     job_id: str
@@ -72,7 +72,7 @@ def not_trusted(message: str) -> Refusal:
     return Refusal(0, NOT_TRUSTED, message)
 
 
-class Verdict(Enum):
+class RefusalMeaning(Enum):
     """What a refusal means for the plan."""
 
     RUNNING = "the job runs there"
@@ -85,25 +85,25 @@ class Verdict(Enum):
     FAILED = "no outcome; the next node"
 
 
-def verdict_of(refusal: Refusal) -> Verdict:
+def verdict_of(refusal: Refusal) -> RefusalMeaning:
     """By status and code; an answer without a code is no node's own, so that only its status counts."""
     match refusal.status, refusal.code:
         case 423, _:
-            return Verdict.RUNNING
+            return RefusalMeaning.RUNNING
         case (503, "FULL") | (429, _):
-            return Verdict.FULL
+            return RefusalMeaning.FULL
         case 504, "TIMED_OUT":
-            return Verdict.TIMED_OUT
+            return RefusalMeaning.TIMED_OUT
         case 500, "PROGRAM_FAILED":
-            return Verdict.PROGRAM_FAILED
+            return RefusalMeaning.PROGRAM_FAILED
         case 409, "CANCELED":
-            return Verdict.CANCELED
+            return RefusalMeaning.CANCELED
         case status, code if status == 413 or code in NOT_HERE_CODES or (code and status in TOKEN_STATUSES):
-            return Verdict.NOT_HERE  # limits and tokens, too, differ from node to node
+            return RefusalMeaning.NOT_HERE  # limits and tokens, too, differ from node to node
         case status, code if code and status in FINAL_STATUSES:
-            return Verdict.FINAL
+            return RefusalMeaning.FINAL
         case _:
-            return Verdict.FAILED
+            return RefusalMeaning.FAILED
 
 
 def error_of(refusal: Refusal, job_id: str, message: str) -> TasukiError:
@@ -130,7 +130,7 @@ def about(node: str, words: str) -> str:
     return words if node in words and not words.startswith("answered ") else f"{node}: {words}"
 
 
-class Ended(msgspec.Struct, frozen=True):
+class JobEnded(msgspec.Struct, frozen=True):
     """How the job ended."""
 
     outcome: str
@@ -147,7 +147,7 @@ class Begin(msgspec.Struct, frozen=True):
     """Find a node for the job."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class JobStatusHeard(msgspec.Struct, frozen=True):
     """A node answered how the job stands; None: it does not know it."""
 
     ticket: int
@@ -163,7 +163,7 @@ class Untold(msgspec.Struct, frozen=True):
     alive: bool = False
 
 
-class Led(msgspec.Struct, frozen=True):
+class Redirected(msgspec.Struct, frozen=True):
     """The node is a dispatcher, and leads to another one, which is asked now; what comes of that is not its doing."""
 
     ticket: int
@@ -186,7 +186,7 @@ class Saved(msgspec.Struct, frozen=True):
     """The result is here, whole and verified."""
 
     ticket: int
-    ended: Ended
+    ended: JobEnded
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -203,11 +203,11 @@ class Lost(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Ticked(msgspec.Struct, frozen=True):
+class TimePassed(msgspec.Struct, frozen=True):
     """Time has passed, or a node was looked at."""
 
 
-Event = Begin | Told | Untold | Led | Uploaded | Heard | Saved | Refused | Lost | Ticked
+Event = Begin | JobStatusHeard | Untold | Redirected | Uploaded | Heard | Saved | Refused | Lost | TimePassed
 
 
 # ---------------------------------------------------------------------------------------------------- commands
@@ -262,7 +262,7 @@ class Finish(msgspec.Struct, frozen=True):
     """The job has ended. `ticket` is the one that saved the result; None: there is none to be had."""
 
     node: str
-    ended: Ended
+    ended: JobEnded
     ticket: int | None = None
 
 
@@ -278,7 +278,7 @@ Command = Look | Ask | Post | Fetch | Drop | Remove | Tell | Finish | GiveUp
 # ---------------------------------------------------------------------------------------------------- what is under way
 
 
-class Kind(Enum):
+class RequestKind(Enum):
     """What is wanted of a node."""
 
     POST = "posted"
@@ -286,12 +286,12 @@ class Kind(Enum):
     FETCH = "fetched"
 
 
-class Request(msgspec.Struct):
+class NodeRequest(msgspec.Struct):
     """What is under way at one node. The plan's own record."""
 
     ticket: int
     node: str
-    kind: Kind
+    kind: RequestKind
     began: float
     heard_at: float
     ask_at: float
@@ -301,7 +301,7 @@ class Request(msgspec.Struct):
     answering: bool = False
     """The result is coming."""
     odd: int = 0
-    ended: Ended | None = None
+    ended: JobEnded | None = None
     """Of a fetch: how the job ended, if that is known without the result."""
     led_to: str = ""
     """The node that a dispatcher sent us to."""

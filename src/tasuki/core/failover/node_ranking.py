@@ -23,7 +23,7 @@ STALE_S = 1.0  # an answer that is older says nothing while a new one is waited 
 NOT_ASKED = "not asked yet"
 
 
-class Standing(IntEnum):
+class NodeState(IntEnum):
     """Better ones first."""
 
     FREE = 0
@@ -53,7 +53,7 @@ class Ranked(msgspec.Struct, frozen=True):
     """One line of the ranking."""
 
     node: str
-    standing: Standing
+    standing: NodeState
     running: int | None
     limit: int | None
     breaker: BreakerState
@@ -103,17 +103,17 @@ class _Node:
             return None
         return min(self.capacity.limit, self.capacity.limit - self.capacity.running - self.sent)
 
-    def standing(self, now: float) -> Standing:
+    def standing(self, now: float) -> NodeState:
         if self.breaker.state(now) is not BreakerState.CLOSED:
-            return Standing.LEFT_OUT
+            return NodeState.LEFT_OUT
         late = self.looking and (self.looked_at is None or now - self.looked_at > STALE_S)
         if self.well is None or (self.well and late):
-            return Standing.UNKNOWN
+            return NodeState.UNKNOWN
         if not self.well:
-            return Standing.UNWELL
+            return NodeState.UNWELL
         if now < self.full_until or (self.free is not None and self.free <= 0):
-            return Standing.FULL
-        return Standing.FREE
+            return NodeState.FULL
+        return NodeState.FREE
 
     def place(self, now: float) -> tuple[int, bool, int, float]:
         """Smaller is better. A node that does not tell its capacity stands behind those that do."""

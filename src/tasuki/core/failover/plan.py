@@ -29,35 +29,35 @@ from tasuki.core.failover.events import (
     Begin,
     Command,
     Drop,
-    Ended,
     Event,
+    FailoverJob,
     Fetch,
     Finish,
     GiveUp,
     Heard,
-    Job,
+    JobEnded,
     JobSays,
-    Kind,
-    Led,
+    JobStatusHeard,
     Look,
     Lost,
+    NodeRequest,
     Post,
+    Redirected,
     Refusal,
+    RefusalMeaning,
     Refused,
     Remove,
-    Request,
+    RequestKind,
     Saved,
     Tell,
-    Ticked,
-    Told,
+    TimePassed,
     Untold,
     Uploaded,
-    Verdict,
     about,
     error_of,
     verdict_of,
 )
-from tasuki.core.failover.node_ranking import RANK_WAIT_S, Nodes, Ranked, Standing
+from tasuki.core.failover.node_ranking import RANK_WAIT_S, Nodes, NodeState, Ranked
 from tasuki.errors import Conflict, DeadlineExceeded, TasukiError, Unavailable
 
 ASK_WAIT_S = 2.0  # for the answers of those who may have the job; as long as one question may take
@@ -76,7 +76,7 @@ ODD_MAX = 3  # answers in a row that do not fit a request that still waits: its 
 class FailoverPlan:
     """The plan for one job. `over` once Finish or GiveUp was said."""
 
-    def __init__(self, job: Job, nodes: Nodes) -> None:
+    def __init__(self, job: FailoverJob, nodes: Nodes) -> None:
         self.over = False
         self._job = job
         self._nodes = nodes
@@ -87,7 +87,7 @@ class FailoverPlan:
         self._found: dict[str, JobSays] = {}
         self._looks_until = self._asks_until = 0.0
         self._choosing = False
-        self._runs: dict[int, Request] = {}
+        self._runs: dict[int, NodeRequest] = {}
         self._said: dict[str, str] = {}
         """What each node answered last in this plan."""
         self._tries: dict[str, int] = {}
@@ -96,7 +96,7 @@ class FailoverPlan:
         self._paused_until: dict[str, float] = {}
         self._left: set[str] = set()
         """Nodes that may still run it, though we turned away."""
-        self._late: tuple[str, Ended] | None = None
+        self._late: tuple[str, JobEnded] | None = None
         """The node that passed its time limit last."""
         self._verdict: TasukiError | None = None
         self._hopeless_since: float | None = None
@@ -112,18 +112,20 @@ class FailoverPlan:
         match event:
             case Begin():
                 return self._begin(now)
-            case Told() | Untold():
+            case JobStatusHeard() | Untold():
                 return self._first_answer(event) if event.ticket in self._asked else self._asked_again(event, now)
-            case Ticked():
+            case TimePassed():
                 return []
             case _:
                 run = self._runs.get(event.ticket)
                 return [] if run is None else self._of_run(run, event, now)
 
-    def _of_run(self, run: Request, event: Led | Uploaded | Heard | Saved | Refused | Lost, now: float) -> list[Command]:
+    def _of_run(
+        self, run: NodeRequest, event: Redirected | Uploaded | Heard | Saved | Refused | Lost, now: float
+    ) -> list[Command]:
         run.heard_at = now
         match event:
-            case Led():
+            case Redirected():
                 run.led_to = event.to
                 return []
             case Uploaded():
@@ -153,9 +155,9 @@ class FailoverPlan:
         self._asked.update(asked)
         return [Ask(ticket, node) for ticket, node in asked.items()]
 
-    def _first_answer(self, event: Told | Untold) -> list[Command]:
+    def _first_answer(self, event: JobStatusHeard | Untold) -> list[Command]:
         node = self._asked.pop(event.ticket)
-        if isinstance(event, Told) and event.says is not None:
+        if isinstance(event, JobStatusHeard) and event.says is not None:
             self._found[node] = event.says
         return []
 
@@ -170,7 +172,7 @@ class FailoverPlan:
 
     def _may_still_say(self, now: float) -> bool:
         """Of those that were asked for the job, one that is not left out has not answered."""
-        left_out = {line.node for line in self._nodes.ranking(now) if line.standing is Standing.LEFT_OUT}
+        left_out = {line.node for line in self._nodes.ranking(now) if line.standing is NodeState.LEFT_OUT}
         return not left_out.issuperset(self._asked.values())
 
     def _take_up(self, now: float) -> list[Command]:
@@ -185,7 +187,7 @@ class FailoverPlan:
             return self._give_up(Conflict(self._job.job_id, ("input",)))
         busy = others | {run.node for run in self._runs.values()}
         self._left |= {node for node, says in theirs.items() if self._runs and says.state == "running" and node not in busy}
-        kinds = (("done", Kind.FETCH),) if self._runs else (("done", Kind.FETCH), ("running", Kind.FOLLOW))
+        kinds = (("done", RequestKind.FETCH),) if self._runs else (("done", RequestKind.FETCH), ("running", RequestKind.FOLLOW))
         for state, kind in kinds:
             node = next((node for node, says in theirs.items() if says.state == state and node not in busy), None)
             if node is not None:
@@ -199,80 +201,80 @@ class FailoverPlan:
         self._ticket += 1
         return self._ticket
 
-    def _start(self, node: str, kind: Kind, now: float, ended: Ended | None = None) -> list[Command]:
-        ask_in_s = FOLLOW_FIRST_S if kind is Kind.FOLLOW else WATCH_S
-        run = Request(self._new_ticket(), node, kind, now, now, now + ask_in_s, ended=ended)
+    def _start(self, node: str, kind: RequestKind, now: float, ended: JobEnded | None = None) -> list[Command]:
+        ask_in_s = FOLLOW_FIRST_S if kind is RequestKind.FOLLOW else WATCH_S
+        run = NodeRequest(self._new_ticket(), node, kind, now, now, now + ask_in_s, ended=ended)
         self._runs[run.ticket] = run
         self._hopeless_since = None
-        if kind is Kind.POST:
+        if kind is RequestKind.POST:
             self._nodes.taken(node)
             return [Post(run.ticket, node)]
-        return [Fetch(run.ticket, node)] if kind is Kind.FETCH else []
+        return [Fetch(run.ticket, node)] if kind is RequestKind.FETCH else []
 
-    def _instead(self, run: Request, kind: Kind, now: float, ended: Ended | None = None) -> list[Command]:
+    def _instead(self, run: NodeRequest, kind: RequestKind, now: float, ended: JobEnded | None = None) -> list[Command]:
         """The same node, another way."""
         del self._runs[run.ticket]
         return self._start(run.node, kind, now, ended)
 
-    def _saved(self, run: Request, ended: Ended, now: float) -> list[Command]:
+    def _saved(self, run: NodeRequest, ended: JobEnded, now: float) -> list[Command]:
         self._nodes.answered(run.node, now)
         del self._runs[run.ticket]
         return self._finish(run.node, run.ended or ended, run.ticket)
 
-    def _finish(self, node: str, ended: Ended, ticket: int | None) -> list[Command]:
+    def _finish(self, node: str, ended: JobEnded, ticket: int | None) -> list[Command]:
         self.over = True
         others = [run for run in self._runs.values() if run.node != node]
-        elsewhere = {run.node for run in others if run.kind is not Kind.FETCH} | self._left
+        elsewhere = {run.node for run in others if run.kind is not RequestKind.FETCH} | self._left
         return [
             *(Drop(run.ticket) for run in self._runs.values()),
             *(Remove(other) for other in self._nodes.names if other in elsewhere and other != node),
             Finish(node, ended, ticket),
         ]
 
-    def _refused(self, run: Request, refusal: Refusal, now: float) -> list[Command]:
+    def _refused(self, run: NodeRequest, refusal: Refusal, now: float) -> list[Command]:
         self._said[run.node] = refusal.words() if not run.led_to else f"{run.led_to} {refusal.words()}"
-        if run.kind is Kind.FETCH and run.ended is not None:
+        if run.kind is RequestKind.FETCH and run.ended is not None:
             return self._without_result(run)
         match verdict_of(refusal):
-            case Verdict.RUNNING:
-                return [Tell(f"{run.where}: the job runs there already"), *self._instead(run, Kind.FOLLOW, now)]
-            case Verdict.FULL if run.led_to:
+            case RefusalMeaning.RUNNING:
+                return [Tell(f"{run.where}: the job runs there already"), *self._instead(run, RequestKind.FOLLOW, now)]
+            case RefusalMeaning.FULL if run.led_to:
                 del self._runs[run.ticket]
                 self._paused_until[run.node] = now + LED_PAUSE_S
                 return []
-            case Verdict.FULL:
+            case RefusalMeaning.FULL:
                 del self._runs[run.ticket]
                 pause_s = min(FULL_PAUSE_MAX_S, max(LOOK_AGAIN_S, refusal.retry_after_s or 0.0))
                 self._nodes.full(run.node, refusal.words(), pause_s, now)
                 return []
-            case Verdict.TIMED_OUT:
-                ended = Ended("timed_out", refusal.exit_code, refusal.error_code or "TIMED_OUT", refusal.message)
+            case RefusalMeaning.TIMED_OUT:
+                ended = JobEnded("timed_out", refusal.exit_code, refusal.error_code or "TIMED_OUT", refusal.message)
                 return self._timed_out(run, ended, now)
-            case Verdict.PROGRAM_FAILED:
+            case RefusalMeaning.PROGRAM_FAILED:
                 self._nodes.answered(run.node, now)
-                ended = Ended("failed", refusal.exit_code, refusal.error_code or "EXIT_CODE", refusal.message)
-                return self._instead(run, Kind.FETCH, now, ended)
-            case Verdict.CANCELED:  # perhaps by another client of this job, which had its result from another node
+                ended = JobEnded("failed", refusal.exit_code, refusal.error_code or "EXIT_CODE", refusal.message)
+                return self._instead(run, RequestKind.FETCH, now, ended)
+            case RefusalMeaning.CANCELED:  # perhaps by another client of this job, which had its result from another node
                 del self._runs[run.ticket]
                 self._verdict = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return [] if self._runs else self._ask_all(now)
-            case Verdict.NOT_HERE:
+            case RefusalMeaning.NOT_HERE:
                 del self._runs[run.ticket]
                 if refusal.status:
                     self._nodes.answered(run.node, now)
                 self._done_with.add(run.node)
                 self._not_here[run.node] = refusal
                 return [Tell(about(run.where, refusal.words()))]
-            case Verdict.FINAL:
+            case RefusalMeaning.FINAL:
                 error = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return self._refused_for_good(run, error, now)
-            case Verdict.FAILED if refusal.status == 404 and run.kind is not Kind.POST:
+            case RefusalMeaning.FAILED if refusal.status == 404 and run.kind is not RequestKind.POST:
                 del self._runs[run.ticket]  # it was cleaned up meanwhile; the node itself is well
                 return []
-            case Verdict.FAILED:
+            case RefusalMeaning.FAILED:
                 return self._lost(run, refusal.words(), now)
 
-    def _refused_for_good(self, run: Request, error: TasukiError, now: float) -> list[Command]:
+    def _refused_for_good(self, run: NodeRequest, error: TasukiError, now: float) -> list[Command]:
         """If the job runs at another node, which took it, that one decides."""
         self._nodes.answered(run.node, now)
         del self._runs[run.ticket]
@@ -282,7 +284,7 @@ class FailoverPlan:
         self._verdict = error
         return []
 
-    def _timed_out(self, run: Request, ended: Ended, now: float) -> list[Command]:
+    def _timed_out(self, run: NodeRequest, ended: JobEnded, now: float) -> list[Command]:
         self._nodes.answered(run.node, now)
         del self._runs[run.ticket]
         self._done_with.add(run.node)
@@ -290,15 +292,15 @@ class FailoverPlan:
         self._late = (run.node, ended)
         return [Tell(f"{run.node}: the job passed its time limit there")]
 
-    def _lost(self, run: Request, reason: str, now: float) -> list[Command]:
+    def _lost(self, run: NodeRequest, reason: str, now: float) -> list[Command]:
         """No outcome. The next node is chosen right after."""
         self._said[run.node] = about(run.where, reason) if run.led_to else reason
         if not run.led_to:
             self._nodes.failed(run.node, reason, now)
-        if run.kind is Kind.FETCH and run.ended is not None:
+        if run.kind is RequestKind.FETCH and run.ended is not None:
             return self._without_result(run)
         del self._runs[run.ticket]
-        if run.kind is not Kind.FETCH:
+        if run.kind is not RequestKind.FETCH:
             self._left.add(run.node)
         tries = self._tries[run.node] = self._tries.get(run.node, 0) + 1
         if tries >= TRIES_MAX:
@@ -307,7 +309,7 @@ class FailoverPlan:
             self._paused_until[run.node] = now + (tries - 1) * LED_PAUSE_S
         return [Tell(about(run.where, reason))]
 
-    def _without_result(self, run: Request) -> list[Command]:
+    def _without_result(self, run: NodeRequest) -> list[Command]:
         """How it ended is known; what it left cannot be had."""
         assert run.ended is not None
         del self._runs[run.ticket]
@@ -315,41 +317,41 @@ class FailoverPlan:
 
     # ------------------------------------------------------------------------------------------------ asking a node about the job
 
-    def _asked_again(self, event: Told | Untold, now: float) -> list[Command]:
+    def _asked_again(self, event: JobStatusHeard | Untold, now: float) -> list[Command]:
         run = self._runs.get(event.ticket)
         if run is None:
             return []
         run.asking = False
         if isinstance(event, Untold):
-            if event.alive and run.kind is Kind.POST and not run.led_to:
+            if event.alive and run.kind is RequestKind.POST and not run.led_to:
                 run.heard_at = now
-            gone = event.gone and run.kind is Kind.FOLLOW  # a request of our own hears it by itself, and more exactly
+            gone = event.gone and run.kind is RequestKind.FOLLOW  # a request of our own hears it by itself, and more exactly
             return self._lost(run, event.reason, now) if gone else []
         run.heard_at = now
-        return self._followed(run, event.says, now) if run.kind is Kind.FOLLOW else self._watched(run, event.says, now)
+        return self._followed(run, event.says, now) if run.kind is RequestKind.FOLLOW else self._watched(run, event.says, now)
 
-    def _followed(self, run: Request, says: JobSays | None, now: float) -> list[Command]:
+    def _followed(self, run: NodeRequest, says: JobSays | None, now: float) -> list[Command]:
         state = says.state if says is not None else ""
         match state:
             case "running" | "queued":
                 return []
             case "done":
-                return self._instead(run, Kind.FETCH, now)
+                return self._instead(run, RequestKind.FETCH, now)
             case "failed" if says is not None:
-                ended = Ended("failed", says.exit_code, "EXIT_CODE", "the program failed")
-                return self._instead(run, Kind.FETCH, now, ended)
+                ended = JobEnded("failed", says.exit_code, "EXIT_CODE", "the program failed")
+                return self._instead(run, RequestKind.FETCH, now, ended)
             case "timed_out" if says is not None:
-                return self._timed_out(run, Ended("timed_out", says.exit_code, "TIMED_OUT"), now)
+                return self._timed_out(run, JobEnded("timed_out", says.exit_code, "TIMED_OUT"), now)
             case _:  # interrupted, removed, or newer than this client: it is free to be run again
                 del self._runs[run.ticket]
                 if says is None:
                     self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
                 return []
 
-    def _watched(self, run: Request, says: JobSays | None, now: float) -> list[Command]:
+    def _watched(self, run: NodeRequest, says: JobSays | None, now: float) -> list[Command]:
         """A request that waits for an answer which the node has already given, or will never give, waits on a dead connection."""
         running = says is not None and says.state in ("running", "queued")
-        fits = run.kind is not Kind.POST or run.answering or running or not run.uploaded
+        fits = run.kind is not RequestKind.POST or run.answering or running or not run.uploaded
         run.odd = 0 if fits else run.odd + 1
         if run.odd < ODD_MAX:
             return []
@@ -402,10 +404,10 @@ class FailoverPlan:
         for run in self._runs.values():
             if run.asking or run.answering or now < run.ask_at:
                 continue
-            if run.kind is Kind.FOLLOW:
+            if run.kind is RequestKind.FOLLOW:
                 run.poll_s = min(FOLLOW_MAX_S, run.poll_s * 1.5)
             run.asking = True
-            run.ask_at = now + (run.poll_s if run.kind is Kind.FOLLOW else WATCH_S)
+            run.ask_at = now + (run.poll_s if run.kind is RequestKind.FOLLOW else WATCH_S)
             commands.append(Ask(run.ticket, run.node))
         return commands
 
@@ -415,19 +417,19 @@ class FailoverPlan:
         return [line for line in self._nodes.ranking(now) if line.node not in out and line.refusal is None]
 
     def _ready(self, line: Ranked, now: float) -> bool:
-        return line.standing is Standing.FREE and now >= self._paused_until.get(line.node, now)
+        return line.standing is NodeState.FREE and now >= self._paused_until.get(line.node, now)
 
     def _next(self, now: float) -> list[Command]:
         if self._verdict is not None:
             return self._give_up(self._verdict)
         candidates = self._candidates(now)
-        hope = [line for line in candidates if line.standing in (Standing.FREE, Standing.FULL, Standing.UNKNOWN)]
+        hope = [line for line in candidates if line.standing in (NodeState.FREE, NodeState.FULL, NodeState.UNKNOWN)]
         best = next((line for line in hope if self._ready(line, now)), None)
         if best is None and not hope:
             best = next((line for line in candidates if line.steady), None)
         if best is not None:
             told = [Tell(f"going on at {best.node}")] if self._said else []
-            return [*told, *self._start(best.node, Kind.POST, now)]
+            return [*told, *self._start(best.node, RequestKind.POST, now)]
         if hope:
             self._hopeless_since = None
             return []
@@ -441,7 +443,7 @@ class FailoverPlan:
         """Nobody is left. A time limit that was passed is an outcome, with a result to be had."""
         if self._late is not None:
             node, ended = self._late
-            return self._start(node, Kind.FETCH, now, ended)
+            return self._start(node, RequestKind.FETCH, now, ended)
         lines = {line.node: line for line in self._nodes.ranking(now)}
         told = "; ".join(about(node, self._said.get(node, lines[node].said)) for node in self._nodes.names)
         message = f"no node could run job {self._job.job_id}: {told}"
@@ -454,19 +456,19 @@ class FailoverPlan:
         if self._job.hedge_s is None or len(self._runs) != 1:
             return None
         (run,) = self._runs.values()
-        waits = run.kind is not Kind.FETCH and not run.answering
+        waits = run.kind is not RequestKind.FETCH and not run.answering
         return run.began + self._job.hedge_s if waits else None
 
     def _hedge(self, now: float) -> list[Command]:
         best = next((line for line in self._candidates(now) if self._ready(line, now)), None)
         if best is None:
             return []
-        return [Tell(f"no answer yet: also at {best.node}"), *self._start(best.node, Kind.POST, now)]
+        return [Tell(f"no answer yet: also at {best.node}"), *self._start(best.node, RequestKind.POST, now)]
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def _out_of_time(self) -> TasukiError:
-        where = ", ".join(run.node for run in self._runs.values() if run.kind is not Kind.FETCH)
+        where = ", ".join(run.node for run in self._runs.values() if run.kind is not RequestKind.FETCH)
         state = f"it may still run at {where}" if where else "no node was free in time"
         told = "; ".join(about(node, words) for node, words in self._said.items())
         return DeadlineExceeded(

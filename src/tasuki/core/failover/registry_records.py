@@ -26,7 +26,7 @@ import msgspec
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker
 from tasuki.core.job import BlobRef, Job, JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.store_messages import Held, Submission
+from tasuki.core.store_messages import HeldLease, Submission
 
 SUBJECT = "agents.run"
 SUBMITTER = "agents"
@@ -38,7 +38,7 @@ ID_CHARS = 8
 """Of what tells two nodes of one name apart."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class ResultLocation(msgspec.Struct, frozen=True):
     """An end, and where the node that has it can be asked."""
 
     ended: EndedMarker
@@ -48,7 +48,7 @@ class Place(msgspec.Struct, frozen=True):
 class Meta(msgspec.Struct, frozen=True):
     """The meta of an outcome, as agents write it."""
 
-    agent: Place
+    agent: ResultLocation
 
 
 class Stand(enum.Enum):
@@ -86,11 +86,11 @@ def attempt_of(job: Job) -> int:
     return job.generation + 1
 
 
-def held_of(job: Job) -> Held:
+def held_of(job: Job) -> HeldLease:
     """The claim of whoever holds it, as the registry has it."""
     lease = job.lease
     assert lease is not None
-    return Held(job.job_id, lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
+    return HeldLease(job.job_id, lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
 
 
 def submission_of(job_id: str, exec_: str, input_hash: str) -> Submission:
@@ -134,7 +134,7 @@ def outcome_of(ended: EndedMarker, address: str, *, result: bytes | None = None,
         result=result,
         result_ref=BlobRef(ended.result_sha256, ended.result_bytes) if is_blob else None,
         result_sha256=ended.result_sha256,
-        meta=msgspec.to_builtins(Meta(Place(ended, address))),
+        meta=msgspec.to_builtins(Meta(ResultLocation(ended, address))),
     )
 
 
@@ -153,7 +153,7 @@ def removed(by: str) -> Outcome:
     return Outcome(error_code=INTERRUPTED, message=f"it was removed by {by}; send it again to run it")
 
 
-def place_of(job: Job) -> Place | None:
+def place_of(job: Job) -> ResultLocation | None:
     """How it ended, if it did with a result."""
     if not job.state.terminal or job.outcome is None:
         return None

@@ -64,7 +64,7 @@ class GaveBack(msgspec.Struct, frozen=True):
     lease_id: str
 
 
-class Ended(msgspec.Struct, frozen=True):
+class AttemptEnded(msgspec.Struct, frozen=True):
     """The attempt is over, and nothing of it runs any more."""
 
     lease_id: str
@@ -77,7 +77,7 @@ class Restored(msgspec.Struct, frozen=True):
     ending: Ending
 
 
-class Kept(msgspec.Struct, frozen=True):
+class EndingSaved(msgspec.Struct, frozen=True):
     """This attempt is over and its ending is on disk: if not by this process, it will be offered by the next one."""
 
     lease_id: str
@@ -139,5 +139,5 @@ class Exit(msgspec.Struct, frozen=True):
     error: TasukiError | None = None
 
 
-Event = Opened | Received | Closed | Ticked | Started | Ended | GaveBack | Restored | Kept | Drain | ChangePatterns
+Event = Opened | Received | Closed | Ticked | Started | AttemptEnded | GaveBack | Restored | EndingSaved | Drain | ChangePatterns
 Command = Connect | Send | Hangup | Run | Stop | Tail | Save | SetAside | Forget | Exit

@@ -46,15 +46,15 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reconnect import HELLO_QUICK_S, Redial
 from tasuki.core.worker.events import (
+    AttemptEnded,
     ChangePatterns,
     Command,
     Drain,
-    Ended,
+    EndingSaved,
     Event,
     Exit,
     Forget,
     GaveBack,
-    Kept,
     Restored,
     Run,
     Save,
@@ -66,7 +66,7 @@ from tasuki.core.worker.events import (
 )
 from tasuki.core.worker.lease_state import HeldLease, SeenLeases, deadline_of
 from tasuki.core.worker.progress_notes import ProgressNotes
-from tasuki.core.worker.slots import Places
+from tasuki.core.worker.slots import Slots
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
 GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
@@ -95,7 +95,7 @@ class WorkerMachine:
         self._beat_at = 0.0
         self._beats: dict[int, tuple[float, list[str]]] = {}
         self._seen = SeenLeases()
-        self._places = Places(identity.capacity, identity.ahead)
+        self._places = Slots(identity.capacity, identity.ahead)
         self._credit_later: deque[float] = deque()
         """When places are open again that could not start anything."""
         self._started_due: list[Claim] = []
@@ -117,7 +117,7 @@ class WorkerMachine:
         match event:
             case Received():
                 return self._received(event.message, now) if event.conn == self._conn else []
-            case Ended():
+            case AttemptEnded():
                 return self._ended(event.lease_id, event.outcome, now)
             case Started():
                 self._started(event, now)
@@ -135,7 +135,7 @@ class WorkerMachine:
             case Restored():
                 self._restored(event.ending, now)
                 return []
-            case Kept():
+            case EndingSaved():
                 if (held := self.held.get(event.lease_id)) is not None:
                     held.kept = True
                 return []

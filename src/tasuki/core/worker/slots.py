@@ -14,7 +14,7 @@ LATEST_SHARE = 1 / 8  # of the latest attempt in that average
 AHEAD_WAIT_S = 0.2  # then somebody else had better run it
 
 
-class Places:
+class Slots:
     """`asked` counts every place that the server may fill or has filled: the credit that it has, and what is here."""
 
     def __init__(self, capacity: int, ahead_max: int = 0) -> None:

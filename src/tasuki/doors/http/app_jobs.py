@@ -11,8 +11,8 @@ from tasuki.core.app_documents import result_of
 from tasuki.core.job import BlobRef, JobSpec
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.answers import EndedOtherwise, NotFinished
-from tasuki.doors.http.clients import Client
-from tasuki.doors.http.context import Call, iso, refusal_of, submit, told
+from tasuki.doors.http.clients import TokenConnection
+from tasuki.doors.http.context import RequestContext, iso, refusal_of, submit, told
 from tasuki.doors.http.limits import wait_of, whole_number
 from tasuki.doors.http.response_schemas import AppAccepted, AppAcceptedMany, AppResult, AppStatus
 from tasuki.errors import NotFound, TooLarge
@@ -20,7 +20,7 @@ from tasuki.errors import NotFound, TooLarge
 RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is taken apart here; results of /v1 are streamed
 
 
-def _spec(call: Call, job_id: str | None, payload: dict[str, Any], priority: int) -> JobSpec:
+def _spec(call: RequestContext, job_id: str | None, payload: dict[str, Any], priority: int) -> JobSpec:
     config = call.house.config
     template = template_of(call.app, max_retries=config.max_retries, backoff_s=config.backoff_s)
     own = {"job_id": job_id or call.house.new_id(), "payload": msgspec.json.encode(payload), "priority": priority}
@@ -31,7 +31,7 @@ def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> AppAccepted:
     return AppAccepted(spec.job_id, WORDS[acceptance.state] if acceptance is not None else "queued")
 
 
-async def submit_one(call: Call) -> AppAccepted:
+async def submit_one(call: RequestContext) -> AppAccepted:
     """The body is the payload; `?job_id=` makes asking again harmless."""
     priority = whole_number(call.request, "priority", 5, 9)
     spec = _spec(call, call.request.query_params.get("job_id"), call.body, priority)
@@ -44,7 +44,7 @@ async def submit_one(call: Call) -> AppAccepted:
     return _accepted(spec, acceptance)
 
 
-async def submit_many(call: Call) -> AppAcceptedMany:
+async def submit_many(call: RequestContext) -> AppAcceptedMany:
     specs = [_spec(call, job.job_id, job.payload, job.priority) for job in call.body.jobs]
     call.house.metrics.submitted(len(specs))
     async with call.house.clients.use(call.caller) as client:
@@ -56,7 +56,7 @@ async def submit_many(call: Call) -> AppAcceptedMany:
     return AppAcceptedMany(jobs)
 
 
-async def view_of(client: Client, call: Call, *, result: bool = False) -> dict[str, Any]:
+async def view_of(client: TokenConnection, call: RequestContext, *, result: bool = False) -> dict[str, Any]:
     """The job, if it is one of this app that the caller may see."""
     [view] = await client.request("get", job_ids=[call.job_id], result=result)
     if view["subject"] != call.subject:
@@ -65,7 +65,7 @@ async def view_of(client: Client, call: Call, *, result: bool = False) -> dict[s
     return found
 
 
-async def status(call: Call) -> AppStatus:
+async def status(call: RequestContext) -> AppStatus:
     async with call.house.clients.use(call.caller) as client:
         view = await view_of(client, call)
     return AppStatus(
@@ -83,7 +83,7 @@ def detail_of(view: dict[str, Any]) -> str:
     return (outcome["message"] or outcome["error_code"] or "") if outcome is not None else ""
 
 
-async def result(call: Call) -> AppResult:
+async def result(call: RequestContext) -> AppResult:
     """With `?wait=25` the answer comes when the job has ended."""
     wait_s = wait_of(call.request)
     async with call.house.clients.use(call.caller) as client:
@@ -103,7 +103,7 @@ async def result(call: Call) -> AppResult:
     return AppResult(job_id=view["job_id"], status=word, **result_of(data, view["outcome"]["meta"]))
 
 
-async def _bytes_of(client: Client, view: dict[str, Any]) -> bytes:
+async def _bytes_of(client: TokenConnection, view: dict[str, Any]) -> bytes:
     outcome = view["outcome"]
     if not outcome["result_is_blob"]:
         return outcome["result"] or b""

@@ -16,22 +16,22 @@ from tasuki.core.app_documents import outcome_of, payload_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import Claim
 from tasuki.core.report_limits import check_outcome
-from tasuki.core.store_messages import Grant, Standing
+from tasuki.core.store_messages import Grant, LeaseStatus
 from tasuki.doors.http import enrolment
 from tasuki.doors.http.answers import FinishedOtherwise
-from tasuki.doors.http.context import Call, iso, status_and_error
+from tasuki.doors.http.context import RequestContext, iso, status_and_error
 from tasuki.doors.http.limits import gone, wait_of
-from tasuki.doors.http.request_schemas import Failure, Result
+from tasuki.doors.http.request_schemas import FailureReport, ResultReport
 from tasuki.doors.http.response_schemas import (
+    BatchItem,
     Enrolled,
     FailureRecorded,
     Leased,
     LeasedMany,
-    Recorded,
-    Registered,
-    Renewed,
-    Told,
+    LeaseRenewed,
+    ResultRecorded,
     ToldMany,
+    WorkerRegistered,
     WorkerRevoked,
 )
 from tasuki.doors.http.workers import HttpWorker, claim_of, shown_lease_id
@@ -45,7 +45,7 @@ _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 # ---------------------------------------------------------------------------------------------------- tokens
 
 
-async def enroll_token(call: Call) -> Enrolled:
+async def enroll_token(call: RequestContext) -> Enrolled:
     """For an administrator."""
     secret, token_id, now = make_secret("enrol"), secrets.token_hex(6), call.house.server.now().wall
     async with call.house.clients.use(call.caller) as client:
@@ -64,13 +64,13 @@ async def enroll_token(call: Call) -> Enrolled:
     return Enrolled(enroll_token=secret, token_id=token_id, expires_at=expires_at, ttl_seconds=int(ENROL_TOKEN_S))
 
 
-async def register(call: Call) -> Registered:
+async def register(call: RequestContext) -> WorkerRegistered:
     """For who has an enrol token, which is spent by this."""
     call.caller.identity.check_patterns((call.subject,))
     return await enrolment.register(call)
 
 
-async def rotate(call: Call) -> Registered:
+async def rotate(call: RequestContext) -> WorkerRegistered:
     """For the worker itself: another token in place of the one that it shows."""
     call.caller.identity.check_worker_id(str(call.request.path_params["worker_id"]))
     secret, token_id = make_secret("worker"), secrets.token_hex(6)
@@ -79,7 +79,7 @@ async def rotate(call: Call) -> Registered:
     return enrolment.registered(secret, told)
 
 
-async def revoke(call: Call) -> WorkerRevoked:
+async def revoke(call: RequestContext) -> WorkerRevoked:
     """For an administrator: all tokens with which a worker takes jobs of this app."""
     worker_id = str(call.request.path_params["worker_id"])
     async with call.house.clients.use(call.caller) as client:
@@ -90,7 +90,7 @@ async def revoke(call: Call) -> WorkerRevoked:
 # ---------------------------------------------------------------------------------------------------- lease
 
 
-async def lease(call: Call) -> Leased | LeasedMany | Response:
+async def lease(call: RequestContext) -> Leased | LeasedMany | Response:
     """One job, or with `max_jobs` several; 204 if there is none, with `?wait=25` only after so long."""
     wait_s = wait_of(call.request)
     left = gone(call.request)
@@ -115,34 +115,34 @@ def _leased(grant: Grant, worker: HttpWorker) -> Leased:
 # ---------------------------------------------------------------------------------------------------- renew
 
 
-async def renew(call: Call) -> Renewed:
+async def renew(call: RequestContext) -> LeaseRenewed:
     claim = claim_of(call.job_id, call.body.lease_id)
     with call.house.workers.of(call.worker_id, call.subject) as worker:
         [standing] = await worker.renew(call.caller, [claim])
-    if standing is Standing.LOST:
+    if standing is LeaseStatus.LOST:
         [error] = await _judged(call, [claim])
         raise error
-    return Renewed(worker.ttl_s, standing is Standing.CANCEL)
+    return LeaseRenewed(worker.ttl_s, standing is LeaseStatus.CANCEL)
 
 
-async def renew_many(call: Call) -> ToldMany:
+async def renew_many(call: RequestContext) -> ToldMany:
     claims = [claim_of(shown.job_id, shown.lease_id) for shown in call.body.leases]
     with call.house.workers.of(call.worker_id, call.subject) as worker:
         standings = await worker.renew(call.caller, claims)
-    lost = [claim for claim, standing in zip(claims, standings, strict=True) if standing is Standing.LOST]
+    lost = [claim for claim, standing in zip(claims, standings, strict=True) if standing is LeaseStatus.LOST]
     errors = iter(await _judged(call, lost))
     items = []
     for shown, standing in zip(call.body.leases, standings, strict=True):
-        if standing is Standing.LOST:
+        if standing is LeaseStatus.LOST:
             status, error = status_and_error(next(errors))
-            items.append(Told(shown.job_id, shown.lease_id, status, error))
+            items.append(BatchItem(shown.job_id, shown.lease_id, status, error))
         else:
-            cancel = standing is Standing.CANCEL
-            items.append(Told(shown.job_id, shown.lease_id, 200, lease_ttl_seconds=worker.ttl_s, cancel=cancel))
+            cancel = standing is LeaseStatus.CANCEL
+            items.append(BatchItem(shown.job_id, shown.lease_id, 200, lease_ttl_seconds=worker.ttl_s, cancel=cancel))
     return ToldMany(items)
 
 
-async def _judged(call: Call, claims: Sequence[Claim]) -> list[TasukiError]:
+async def _judged(call: RequestContext, claims: Sequence[Claim]) -> list[TasukiError]:
     """Why these leases are not what their worker takes them for."""
     if not claims:
         return []
@@ -167,16 +167,16 @@ def why_not(claim: Claim, job: Job | None, worker_id: str, subject: str) -> Tasu
 # ---------------------------------------------------------------------------------------------------- report
 
 
-async def finish(call: Call) -> Recorded:
+async def finish(call: RequestContext) -> ResultRecorded:
     await _report_one(call)
-    return Recorded(call.job_id)
+    return ResultRecorded(call.job_id)
 
 
-async def finish_many(call: Call) -> ToldMany:
+async def finish_many(call: RequestContext) -> ToldMany:
     return await _report_many(call, [(body.job_id, body) for body in call.body.results])
 
 
-async def fail(call: Call) -> FailureRecorded:
+async def fail(call: RequestContext) -> FailureRecorded:
     await _report_one(call)
     [job] = await call.house.server.ask(lambda reader: reader.get([call.job_id]))
     if job is None:
@@ -184,29 +184,31 @@ async def fail(call: Call) -> FailureRecorded:
     return FailureRecorded(job.job_id, WORDS[job.state], job.failures + job.losses)
 
 
-async def fail_many(call: Call) -> ToldMany:
+async def fail_many(call: RequestContext) -> ToldMany:
     return await _report_many(call, [(body.job_id, body) for body in call.body.failures])
 
 
-async def _report_one(call: Call) -> None:
+async def _report_one(call: RequestContext) -> None:
     claims, [fenced] = await _report(call, [(call.job_id, call.body)])
     if fenced is not None:
         [error] = await _judged(call, claims)
         raise error
 
 
-async def _report_many(call: Call, reports: Sequence[tuple[str, Result | Failure]]) -> ToldMany:
+async def _report_many(call: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]) -> ToldMany:
     claims, answers = await _report(call, reports)
     refused = [claim for claim, fenced in zip(claims, answers, strict=True) if fenced is not None]
     errors = iter(await _judged(call, refused))
     items = []
     for (job_id, body), fenced in zip(reports, answers, strict=True):
         status, error = (200, None) if fenced is None else status_and_error(next(errors))
-        items.append(Told(job_id, body.lease_id, status, error))
+        items.append(BatchItem(job_id, body.lease_id, status, error))
     return ToldMany(items)
 
 
-async def _report(call: Call, reports: Sequence[tuple[str, Result | Failure]]) -> tuple[list[Claim], list[str | None]]:
+async def _report(
+    call: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]
+) -> tuple[list[Claim], list[str | None]]:
     """Check all, bring the large results, then have all of them recorded in one transaction. Why each is fenced, or None."""
     outcomes = [_outcome(body) for _, body in reports]
     claims = [claim_of(job_id, body.lease_id) for job_id, body in reports]
@@ -217,13 +219,13 @@ async def _report(call: Call, reports: Sequence[tuple[str, Result | Failure]]) -
             sent.append((claim, outcome if ref is None else replace(outcome, result_ref=ref)))
         answers = await worker.report(call.caller, sent)
     recorded = answers.count(None)
-    what = "result" if isinstance(reports[0][1], Result) else "failed"
+    what = "result" if isinstance(reports[0][1], ResultReport) else "failed"
     call.house.metrics.reported(call.app, what, recorded=recorded, fenced=len(answers) - recorded)
     return claims, answers
 
 
-def _outcome(body: Result | Failure) -> tuple[Outcome, bytes | None]:
-    if isinstance(body, Result):
+def _outcome(body: ResultReport | FailureReport) -> tuple[Outcome, bytes | None]:
+    if isinstance(body, ResultReport):
         outcome, blob = outcome_of(body.result, body.summary_text, body.freqs_csv, body.meta)
     else:
         meta: dict[str, Any] = {"traceback": body.traceback[-TRACEBACK_MAX_CHARS:]} if body.traceback else {}

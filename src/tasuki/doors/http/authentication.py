@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 from starlette.requests import Request
 
-from tasuki.core.access import Identity, Kind, identify, token_sha256
+from tasuki.core.access import Identity, PeerKind, identify, token_sha256
 from tasuki.core.store_messages import TokenRow
 from tasuki.doors.http.bearer import secret_of
 from tasuki.errors import Forbidden
@@ -36,12 +36,12 @@ class Caller(msgspec.Struct, frozen=True):
 def judge(row: TokenRow | None, wall: float) -> Identity:
     """Unknown and expired tokens are 401, revoked (and spent) ones 403."""
     if row is not None and row.revoked_at is not None:
-        what = "was used" if row.kind == Kind.ENROL else "was revoked"
+        what = "was used" if row.kind == PeerKind.ENROL else "was revoked"
         raise Revoked(f"token {row.token_id} {what}; ask for another one")
     return identify(row, wall)
 
 
-class Gate:
+class Authenticator:
     """Asks the store who calls. What arrives while it is being asked goes together with the next question: each request is
     judged by an answer that was asked for after it came, and many of them cost one."""
 
@@ -50,7 +50,7 @@ class Gate:
         self._wanted: dict[str, asyncio.Future[TokenRow | None]] = {}
         self._asking: asyncio.Task[None] | None = None
 
-    async def admit(self, request: Request, kinds: Collection[Kind]) -> Caller:
+    async def admit(self, request: Request, kinds: Collection[PeerKind]) -> Caller:
         """The caller, if a token of its kind may use this route."""
         secret = secret_of(request)
         sha256 = token_sha256(secret)

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import BlobRef
 from tasuki.doors.http.answers import OtherOffset
-from tasuki.doors.http.context import Call, transfer_talk
+from tasuki.doors.http.context import RequestContext, transfer_talk
 from tasuki.doors.http.limits import BODY_TIMEOUT_S
 from tasuki.doors.http.response_schemas import BlobHad, BlobKept, BlobPart
 from tasuki.doors.http.v1 import stream
@@ -31,18 +31,18 @@ class OtherBytes(InvalidInput):
     code = Corrupt.code
 
 
-def _sha256(call: Call) -> str:
+def _sha256(call: RequestContext) -> str:
     return str(call.request.path_params["sha256"])
 
 
-async def offer(call: Call) -> BlobHad:
+async def offer(call: RequestContext) -> BlobHad:
     """Is a blob of this hash here? Then it need not be sent, and is kept for the job that will name it. Else: from where on?"""
     async with transfer_talk(call) as talk:
         offset = await talk.offer(BlobRef(_sha256(call), call.body.size_bytes))
     return BlobHad(True, call.body.size_bytes) if offset is None else BlobHad(False, offset)
 
 
-async def put(call: Call) -> BlobKept | BlobPart:
+async def put(call: RequestContext) -> BlobKept | BlobPart:
     """The bytes of a blob; its hash and its size (Content-Length) are checked. Durable when this is answered.
 
     With the header Content-Range: bytes N-M/SIZE a piece of it, from where the answer to the offer, or to the last piece, said.
@@ -62,7 +62,7 @@ async def put(call: Call) -> BlobKept | BlobPart:
     return BlobKept(ref.sha256, ref.size_bytes)
 
 
-async def _put_part(call: Call, start: int, stop: int, size_bytes: int) -> BlobKept | BlobPart:
+async def _put_part(call: RequestContext, start: int, stop: int, size_bytes: int) -> BlobKept | BlobPart:
     ref = BlobRef(_sha256(call), size_bytes)
     async with transfer_talk(call) as talk, aclosing(_pieces(call.request)) as pieces:
         with _told_as_input():
@@ -113,7 +113,7 @@ async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
         raise InvalidInput("the blob ended before it was whole") from None
 
 
-async def get(call: Call) -> Response:
+async def get(call: RequestContext) -> Response:
     """The bytes of a job's input or result. With the header Range: bytes=N- from there on."""
     job_id = call.request.query_params.get("job_id")
     if job_id is None:

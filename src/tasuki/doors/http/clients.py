@@ -25,7 +25,7 @@ from tasuki.core.protocol import (
     outcome_bytes,
 )
 from tasuki.doors.http.authentication import Caller
-from tasuki.doors.http.virtual_connection import Talk
+from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.server.server import Server
 
@@ -58,11 +58,11 @@ class Listener:
             self.woken.set_result(None)
 
 
-class Client:
+class TokenConnection:
     """One token's connection."""
 
     def __init__(self, server: Server, address: str) -> None:
-        self.talk = Talk(server, address, self._hear, self._on_close)
+        self.talk = VirtualConnection(server, address, self._hear, self._on_close)
         self.users = 0
         self.used_at = 0.0
         self.beat_at = server.now().monotonic
@@ -137,10 +137,10 @@ def _body(message: Message) -> Any:
 
 
 @asynccontextmanager
-async def own_talk(server: Server, caller: Caller, worker: tuple[str, str] | None = None) -> AsyncIterator[Talk]:
+async def own_talk(server: Server, caller: Caller, worker: tuple[str, str] | None = None) -> AsyncIterator[VirtualConnection]:
     """A connection for one thing alone, of a client or of a `worker` (worker_id, incarnation): what is still under way on it at
     the end is broken off."""
-    talk = Talk(server, caller.address, lambda message: None)
+    talk = VirtualConnection(server, caller.address, lambda message: None)
     beating = asyncio.ensure_future(_beat(talk))
     msg_id = talk.next_id()
     try:
@@ -158,7 +158,7 @@ async def own_talk(server: Server, caller: Caller, worker: tuple[str, str] | Non
         talk.leave()
 
 
-async def _beat(talk: Talk) -> None:
+async def _beat(talk: VirtualConnection) -> None:
     """A long download says nothing by itself."""
     while talk.closed is None:
         await asyncio.sleep(BEAT_S)
@@ -170,16 +170,16 @@ class Clients:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, TokenConnection] = {}
 
     def use(self, caller: Caller) -> _Use:
         """`async with clients.use(caller) as client:`"""
         return _Use(self, caller)
 
-    async def take(self, caller: Caller) -> Client:
+    async def take(self, caller: Caller) -> TokenConnection:
         client = self._clients.get(caller.sha256)
         if client is None or client.talk.closed is not None:
-            client = self._clients[caller.sha256] = Client(self._server, caller.address)
+            client = self._clients[caller.sha256] = TokenConnection(self._server, caller.address)
             hello = HelloClient(msg_id=client.talk.next_id(), client_id=CLIENT_ID, token=caller.secret, agent="http")
             client.opened = asyncio.ensure_future(client.talk.hello(hello))
         client.users += 1
@@ -193,7 +193,7 @@ class Clients:
             raise
         return client
 
-    def give_back(self, client: Client) -> None:
+    def give_back(self, client: TokenConnection) -> None:
         client.users -= 1
         client.used_at = self._server.now().monotonic
 
@@ -217,9 +217,9 @@ class Clients:
 class _Use:
     def __init__(self, clients: Clients, caller: Caller) -> None:
         self._clients, self._caller = clients, caller
-        self._client: Client | None = None
+        self._client: TokenConnection | None = None
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> TokenConnection:
         self._client = await self._clients.take(self._caller)
         return self._client
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.requests import Request
 
-from tasuki.core.access import Kind
+from tasuki.core.access import PeerKind
 from tasuki.core.app import BACKOFF_S, MAX_RETRIES
 from tasuki.core.ids import IdMaker
 from tasuki.core.job import JobSpec
@@ -17,13 +17,13 @@ from tasuki.core.protocol import Acceptance, Accepted, SubmitJobs
 from tasuki.core.subject import app_subject
 from tasuki.doors.http.answers import code_of, status_of
 from tasuki.doors.http.authentication import Caller
-from tasuki.doors.http.clients import Client, Clients, own_talk
+from tasuki.doors.http.clients import Clients, TokenConnection, own_talk
 from tasuki.doors.http.response_schemas import Error
-from tasuki.doors.http.virtual_connection import Talk
+from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.doors.http.worker_sessions import Lines
 from tasuki.doors.http.workers import Workers
 from tasuki.errors import Forbidden, TasukiError, Unavailable, from_wire
-from tasuki.server.presigned import Direct
+from tasuki.server.presigned import PresignedTransfers
 from tasuki.server.server import Server
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_retries: int = MAX_RETRIES
     """Of the apps' jobs."""
     backoff_s: float = BACKOFF_S
-    direct: Direct | None = None
+    direct: PresignedTransfers | None = None
     """Gives links to the bucket, where peers may use it themselves."""
 
 
-class House(msgspec.Struct):
+class HttpContext(msgspec.Struct):
     """What all requests share."""
 
     server: Server
@@ -55,10 +55,10 @@ class House(msgspec.Struct):
     metrics: Metrics
 
 
-class Call(msgspec.Struct):
+class RequestContext(msgspec.Struct):
     """One request that was let in."""
 
-    house: House
+    house: HttpContext
     request: Request
     caller: Caller
     body: Any = None
@@ -94,15 +94,15 @@ def status_and_error(error: TasukiError) -> tuple[int, Error]:
     return status_of(error), told(error)
 
 
-def transfer_talk(call: Call) -> AbstractAsyncContextManager[Talk]:
+def transfer_talk(call: RequestContext) -> AbstractAsyncContextManager[VirtualConnection]:
     """A connection for one transfer of whoever calls; a worker says which of its processes it is."""
-    if call.caller.identity.kind is not Kind.WORKER:
+    if call.caller.identity.kind is not PeerKind.WORKER:
         return own_talk(call.house.server, call.caller)
     query = call.request.query_params
     return own_talk(call.house.server, call.caller, (query.get("worker_id", ""), query.get("incarnation", "")))
 
 
-async def submit(client: Client, specs: list[JobSpec], on_failed: str = "return") -> list[Acceptance | None]:
+async def submit(client: TokenConnection, specs: list[JobSpec], on_failed: str = "return") -> list[Acceptance | None]:
     """For each job None if it is new and stored, else how it stands or what is wrong with it."""
     msg_id = client.talk.next_id()
     answer = await client.talk.ask(msg_id, SubmitJobs(msg_id, specs, watch=False, on_failed=on_failed))

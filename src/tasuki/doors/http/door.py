@@ -19,13 +19,13 @@ from tasuki.core.address import Address
 from tasuki.core.ids import IdMaker
 from tasuki.doors.http import limits
 from tasuki.doors.http.answers import discreet, error_answer, json_answer
-from tasuki.doors.http.authentication import Gate
+from tasuki.doors.http.authentication import Authenticator
 from tasuki.doors.http.clients import Clients
-from tasuki.doors.http.context import Call, House, HttpConfig
+from tasuki.doors.http.context import HttpConfig, HttpContext, RequestContext
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
-from tasuki.doors.http.uvicorn_server import Handler, Serving, application
+from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.http.worker_sessions import Lines
 from tasuki.doors.http.workers import Workers
 from tasuki.doors.listening import bound
@@ -46,13 +46,13 @@ class HttpDoor:
             check_app(app)
         workers = Workers(server, config.lease_ttl_s)
         new_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
-        self._house = House(server, config, Clients(server), workers, Lines(server), new_id, Metrics())
+        self._house = HttpContext(server, config, Clients(server), workers, Lines(server), new_id, Metrics())
         server.on_turn = self._house.metrics.turn
-        self._gate = Gate(server)
-        self._intake = limits.Intake()
+        self._gate = Authenticator(server)
+        self._intake = limits.BodyBudget()
         self._under_way = 0
         self._closing = False
-        self._serving: Serving | None = None
+        self._serving: UvicornServer | None = None
         self._ticking: asyncio.Task[None] | None = None
         self.app = self._application()
 
@@ -62,7 +62,7 @@ class HttpDoor:
         """Listen; the address with the port that was really taken."""
         sock = bound(address)
         self._closing = False
-        self._serving = Serving(self.app, tls, CLOSE_TIMEOUT_S)
+        self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
         await self._serving.open(sock)
         self._ticking = asyncio.ensure_future(self._tick())
         return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
@@ -136,7 +136,7 @@ class HttpDoor:
         if app is not None and app not in self._house.config.apps:
             raise NotFound(f"there is no app {app[:64]!r} here")
         caller = await self._gate.admit(request, route.kinds)
-        call = Call(self._house, request, caller)
+        call = RequestContext(self._house, request, caller)
         if route.streamed:
             return await self._handled(route, call)
         with self._intake.share() as share:
@@ -147,7 +147,7 @@ class HttpDoor:
                 call.body = body
             return await self._handled(route, call)
 
-    async def _handled(self, route: Route, call: Call) -> Response:
+    async def _handled(self, route: Route, call: RequestContext) -> Response:
         try:
             return _encoded(await route.handle(call))
         except Unauthorized:

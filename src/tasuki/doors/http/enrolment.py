@@ -6,12 +6,12 @@ import secrets
 from typing import Any
 
 from tasuki.core.access import token_sha256
-from tasuki.doors.http.context import Call, iso
-from tasuki.doors.http.response_schemas import Registered, WorkerSelf
+from tasuki.doors.http.context import RequestContext, iso
+from tasuki.doors.http.response_schemas import WorkerRegistered, WorkerSelf
 from tasuki.server.assembly import make_secret
 
 
-async def register(call: Call) -> Registered:
+async def register(call: RequestContext) -> WorkerRegistered:
     """For who has an enrol token, which is spent by this; the worker gets the scope that the token has."""
     secret, token_id = make_secret("worker"), secrets.token_hex(6)
     async with call.house.clients.use(call.caller) as client:
@@ -21,9 +21,9 @@ async def register(call: Call) -> Registered:
     return registered(secret, told)
 
 
-def registered(secret: str, told: dict[str, Any]) -> Registered:
+def registered(secret: str, told: dict[str, Any]) -> WorkerRegistered:
     """What the server told of the token, and the token itself."""
-    return Registered(
+    return WorkerRegistered(
         worker_id=told["worker_id"],
         worker_token=secret,
         token_id=told["token_id"],
@@ -33,7 +33,7 @@ def registered(secret: str, told: dict[str, Any]) -> Registered:
     )
 
 
-async def itself(call: Call) -> WorkerSelf:
+async def itself(call: RequestContext) -> WorkerSelf:
     """For a worker: whether its token is still good, and what for."""
     identity = call.caller.identity
     expires_at = None if identity.expires_at is None else iso(identity.expires_at)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class Shortcut:
+class FastRouter:
     """The application as uvicorn calls it."""
 
     def __init__(self, app: FastAPI) -> None:

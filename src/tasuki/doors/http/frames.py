@@ -30,11 +30,11 @@ from tasuki.core.protocol import (
     outcome_bytes,
 )
 from tasuki.doors.http.answers import discreet
-from tasuki.doors.http.clients import Client, Listener
-from tasuki.doors.http.context import Call
+from tasuki.doors.http.clients import Listener, TokenConnection
+from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.frame_bodies import framed, messages_in
 from tasuki.doors.http.limits import gone, wait_of
-from tasuki.doors.http.virtual_connection import Talk
+from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, from_wire
 from tasuki.net.tcp_link import encode_answer
 from tasuki.wire.compression import CODECS
@@ -46,7 +46,7 @@ GATHER_MAX_S = 0.05
 Asked = HelloClient | SubmitJobs | CancelJobs | Request | Heartbeat
 
 
-async def frames(call: Call) -> Response:
+async def frames(call: RequestContext) -> Response:
     """Messages of the wire protocol (docs/wire.md), as a client says them over TCP; answered in the same form."""
     wait_s, codec = wait_of(call.request), _codec_of(call)
     messages = _messages_in(call.body)
@@ -59,7 +59,7 @@ async def frames(call: Call) -> Response:
     return framed(encode_answer(answer, codec) for answer in answers)
 
 
-def _codec_of(call: Call) -> str | None:
+def _codec_of(call: RequestContext) -> str | None:
     codec: str | None = call.request.query_params.get("codec")
     if codec is not None and codec not in CODECS:
         raise InvalidInput(f"codec must be {' or '.join(CODECS)}, got {codec[:40]!r}")
@@ -94,7 +94,7 @@ def _job_ids_of(watch: Request) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- one question, one answer
 
 
-async def _answer(call: Call, client: Client, message: Asked | ErrorMessage) -> Message:
+async def _answer(call: RequestContext, client: TokenConnection, message: Asked | ErrorMessage) -> Message:
     if isinstance(message, ErrorMessage):
         return message
     if isinstance(message, HelloClient):
@@ -109,7 +109,7 @@ async def _answer(call: Call, client: Client, message: Asked | ErrorMessage) -> 
     return _told(call, msgspec.structs.replace(answer, corr_id=message.msg_id))
 
 
-def _as_ours(call: Call, message: Message, msg_id: int) -> Message:
+def _as_ours(call: RequestContext, message: Message, msg_id: int) -> Message:
     """Under a number of the virtual connection, which all of the token's requests share."""
     if isinstance(message, SubmitJobs):
         call.house.metrics.submitted(len(message.specs))
@@ -117,7 +117,7 @@ def _as_ours(call: Call, message: Message, msg_id: int) -> Message:
     return msgspec.structs.replace(message, msg_id=msg_id)
 
 
-def _told(call: Call, answer: Message) -> Message:
+def _told(call: RequestContext, answer: Message) -> Message:
     """Not everybody hears what is wrong behind the server."""
     if not isinstance(answer, ErrorMessage) or call.caller.identity.admin:
         return answer
@@ -126,9 +126,9 @@ def _told(call: Call, answer: Message) -> Message:
     return answer if told is error else ErrorMessage(answer.corr_id, told.code, told.message)
 
 
-async def _welcome(call: Call, hello: HelloClient) -> Message:
+async def _welcome(call: RequestContext, hello: HelloClient) -> Message:
     """A Hello is judged on a connection of its own: name and version are the peer's, the token is that of the request."""
-    talk = Talk(call.house.server, call.caller.address, lambda message: None)
+    talk = VirtualConnection(call.house.server, call.caller.address, lambda message: None)
     try:
         welcome = await talk.ask(hello.msg_id, msgspec.structs.replace(hello, token=call.caller.secret))
     except Unauthorized:
@@ -147,7 +147,7 @@ async def _welcome(call: Call, hello: HelloClient) -> Message:
 class _Poll:
     """The requests `watch` of one body: which jobs they name, and what has to be told of them."""
 
-    def __init__(self, call: Call, client: Client, watches: Sequence[Request]) -> None:
+    def __init__(self, call: RequestContext, client: TokenConnection, watches: Sequence[Request]) -> None:
         self._call = call
         self._client = client
         self._watches = {watch.msg_id: _job_ids_of(watch) for watch in watches}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
-from tasuki.doors.http.context import House
+from tasuki.doors.http.context import HttpContext
 from tasuki.doors.http.response_schemas import Health
 from tasuki.errors import Unavailable
 
 STORE_TIMEOUT_S = 2.0
 
 
-async def healthz(house: House) -> Health:
+async def healthz(house: HttpContext) -> Health:
     """The event loop turns."""
     return Health()
 
 
-async def readyz(house: House) -> Health:
+async def readyz(house: HttpContext) -> Health:
     """The store answers, and there is room; else 503. Says no more than that: whoever asks has shown no token."""
     broker = house.server.broker
     if broker.disk_problem:

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tasuki.core.job import TERMINAL, State
-from tasuki.core.store_messages import COUNTED, Answer, Answers, Grant, Recorded, Report, Submission, Submitted, Turn
+from tasuki.core.store_messages import COUNTED, Answers, Grant, Report, ReportAnswer, ReportStatus, Submission, Submitted, Turn
 from tasuki.core.subject import DEFAULT_SUBJECT, group_of
 
 GROUPS_MAX = 100  # with a label of their own; a name for each would let whoever may submit fill the monitoring
@@ -36,7 +36,7 @@ class _Subject(msgspec.Struct):
 _decode_subject = msgspec.msgpack.Decoder(_Subject).decode
 
 
-class _Known(msgspec.Struct):
+class _OpenJob(msgspec.Struct):
     """A job that has not ended."""
 
     group: str
@@ -68,7 +68,7 @@ class JobMetrics:
             registry=registry,
         )
         self._items = Histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS, registry=registry)
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _OpenJob] = {}
         self._named: set[str] = set()
 
     def turn(self, turn: Turn, answers: Answers, now: float) -> None:
@@ -91,7 +91,7 @@ class JobMetrics:
                 spec = submission.spec
                 group = self._label(group_of(spec.subject))
                 tally[group] += 1
-                self._remember(spec.job_id, _Known(group, now if spec.not_before is None else None))
+                self._remember(spec.job_id, _OpenJob(group, now if spec.not_before is None else None))
         _add(self._submitted, tally)
 
     def _grants(self, grants: Sequence[Grant], now: float) -> None:
@@ -101,7 +101,7 @@ class JobMetrics:
         for grant in grants:
             known = self._known.get(grant.job_id)
             if known is None:
-                known = _Known(self._label(group_of(_decode_subject(grant.spec).subject)))
+                known = _OpenJob(self._label(group_of(_decode_subject(grant.spec).subject)))
                 self._remember(grant.job_id, known)
             elif known.stored_at is not None:
                 self._delivery.labels(known.group).observe(max(0.0, now - known.stored_at))
@@ -110,14 +110,14 @@ class JobMetrics:
         _add(self._leased, tally)
         self._items.labels("lease").observe(len(grants))
 
-    def _reports(self, verb: str, reports: Sequence[Report], answers: Sequence[Recorded]) -> None:
+    def _reports(self, verb: str, reports: Sequence[Report], answers: Sequence[ReportAnswer]) -> None:
         fenced: Tally[str] = Tally()
         failed: Tally[str] = Tally()
         for report, answer in zip(reports, answers, strict=True):
             group = self._group_of(report.job_id)
-            if answer.answer is Answer.FENCED:
+            if answer.answer is ReportStatus.FENCED:
                 fenced[group] += 1
-            elif answer.answer is Answer.RECORDED:
+            elif answer.answer is ReportStatus.RECORDED:
                 failed[group] += verb == "fail"
                 self._attempt_ended(report.job_id, answer.state, "failed")
         _add(self._fenced, fenced)
@@ -151,7 +151,7 @@ class JobMetrics:
 
     # ------------------------------------------------------------------------------------------------ groups
 
-    def _remember(self, job_id: str, known: _Known) -> None:
+    def _remember(self, job_id: str, known: _OpenJob) -> None:
         """Beyond the limit the one that has been known longest is forgotten."""
         if len(self._known) >= REMEMBERED_MAX:
             self._known.pop(next(iter(self._known)))

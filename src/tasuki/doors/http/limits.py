@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from tasuki.doors.http.answers import envelope
-from tasuki.doors.http.stalled_readers import TakingProtocol
+from tasuki.doors.http.stalled_readers import StalledReaderProtocol
 from tasuki.doors.listening import connections_max
 from tasuki.errors import InvalidInput, Overloaded, TooLarge
 
@@ -45,7 +45,7 @@ class _Connection(h11.Connection):
         return event
 
 
-class LimitedProtocol(TakingProtocol):
+class LimitedProtocol(StalledReaderProtocol):
     """uvicorn's own, with a time limit for the first line and headers, and with our answer to what is no HTTP."""
 
     _impatience: asyncio.TimerHandle | None = None
@@ -92,15 +92,15 @@ class LimitedProtocol(TakingProtocol):
         self.transport.close()
 
 
-class Intake:
+class BodyBudget:
     """How much all bodies that are being worked on may take together."""
 
     def __init__(self, max_bytes: int = BODIES_MAX_BYTES) -> None:
         self._free_bytes = max_bytes
 
-    def share(self) -> Share:
+    def share(self) -> BodyAllowance:
         """`with intake.share() as share:` for one request; it is given back at its end."""
-        return Share(self)
+        return BodyAllowance(self)
 
     def take(self, size: int) -> None:
         if size > self._free_bytes:
@@ -111,10 +111,10 @@ class Intake:
         self._free_bytes += size
 
 
-class Share:
+class BodyAllowance:
     """What one request has of the intake."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: BodyBudget) -> None:
         self._intake = intake
         self._size = 0
 
@@ -122,14 +122,14 @@ class Share:
         self._intake.take(size)
         self._size += size
 
-    def __enter__(self) -> Share:
+    def __enter__(self) -> BodyAllowance:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._intake.give_back(self._size)
 
 
-async def read_body(request: Request, share: Share) -> bytes:
+async def read_body(request: Request, share: BodyAllowance) -> bytes:
     """All of the body, or TooLarge before more than the limit is read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY_MAX_BYTES:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from tasuki.core.broker.broker import Broker
 from tasuki.core.store_messages import Answers, GroupCounts, Turn
-from tasuki.doors.http.context import Call
+from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.job_metrics import GROUPS_MAX, ITEMS, OTHER_GROUPS, SECONDS, JobMetrics
 
 
@@ -117,7 +117,7 @@ def _values(counts: GroupCounts) -> list[int]:
     return [getattr(counts, name) for name in GroupCounts.__struct_fields__]
 
 
-async def scrape(call: Call) -> Response:
+async def scrape(call: RequestContext) -> Response:
     """For Prometheus, with an administrator's token."""
     counts = await call.house.server.ask(lambda reader: reader.counts())
     text = call.house.metrics.text(counts, call.house.server.broker)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from tasuki.core.job import BlobRef, is_sha256
 from tasuki.doors.http.blobs import OtherBytes
-from tasuki.doors.http.context import Call, transfer_talk
+from tasuki.doors.http.context import RequestContext, transfer_talk
 from tasuki.doors.http.response_schemas import BlobDownload, BlobLink, BlobTaken, BlobUpload
 from tasuki.errors import Corrupt, InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from tasuki.core.access import Identity
-    from tasuki.server.presigned import Link
+    from tasuki.server.presigned import PresignedUrl
 
 COMMIT_WAIT_S = 20.0  # for one answer; what takes longer is asked for again
 
 
-async def download(call: Call) -> BlobDownload:
+async def download(call: RequestContext) -> BlobDownload:
     """A link to read a job's input or result from the bucket, if this server gives such links."""
     direct, sha256, job_id = call.house.config.direct, _sha256(call), call.body.job_id
     if direct is None:
@@ -36,7 +36,7 @@ async def download(call: Call) -> BlobDownload:
     return BlobDownload(_told(await direct.download(place)))
 
 
-async def upload(call: Call) -> BlobUpload:
+async def upload(call: RequestContext) -> BlobUpload:
     """Links to send a blob to the bucket, if this server gives such links. Asked again: what is still missing."""
     direct, ref = call.house.config.direct, BlobRef(_sha256(call), call.body.size_bytes)
     if direct is None:
@@ -52,7 +52,7 @@ async def upload(call: Call) -> BlobUpload:
     return BlobUpload(direct=True, links=[_told(link) for link in way.links], missing_bytes=way.missing_bytes)
 
 
-async def commit(call: Call) -> BlobTaken:
+async def commit(call: RequestContext) -> BlobTaken:
     """All bytes of a blob were sent to the bucket: have them verified and recorded."""
     direct, ref = call.house.config.direct, BlobRef(_sha256(call), call.body.size_bytes)
     if direct is None:
@@ -74,12 +74,12 @@ def owner_of(identity: Identity) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def _sha256(call: Call) -> str:
+def _sha256(call: RequestContext) -> str:
     sha256 = str(call.request.path_params["sha256"])
     if not is_sha256(sha256):
         raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
     return sha256
 
 
-def _told(link: Link) -> BlobLink:
+def _told(link: PresignedUrl) -> BlobLink:
     return BlobLink(link.url, link.expires_s, link.offset, link.size_bytes, link.headers)

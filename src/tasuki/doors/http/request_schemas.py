@@ -50,7 +50,7 @@ class LeaseWish(msgspec.Struct, kw_only=True):
     max_jobs: Annotated[int, Meta(ge=1, le=BATCH_MAX)] | None = None
 
 
-class Shown(msgspec.Struct, kw_only=True):
+class LeaseItem(msgspec.Struct, kw_only=True):
     """One lease of a batch."""
 
     job_id: JobId
@@ -66,10 +66,10 @@ class Renewal(msgspec.Struct, kw_only=True):
 class Renewals(msgspec.Struct):
     """Several leases."""
 
-    leases: Annotated[list[Shown], Meta(min_length=1, max_length=BATCH_MAX)]
+    leases: Annotated[list[LeaseItem], Meta(min_length=1, max_length=BATCH_MAX)]
 
 
-class Result(msgspec.Struct, kw_only=True):
+class ResultReport(msgspec.Struct, kw_only=True):
     """What a worker has found out."""
 
     lease_id: LeaseId
@@ -79,7 +79,7 @@ class Result(msgspec.Struct, kw_only=True):
     meta: dict[str, Any] = {}
 
 
-class ResultOf(Result, kw_only=True):
+class ResultOf(ResultReport, kw_only=True):
     """One result of a batch."""
 
     job_id: JobId
@@ -91,7 +91,7 @@ class ResultsOf(msgspec.Struct):
     results: Annotated[list[ResultOf], Meta(min_length=1, max_length=BATCH_MAX)]
 
 
-class Failure(msgspec.Struct, kw_only=True):
+class FailureReport(msgspec.Struct, kw_only=True):
     """Why an attempt came to nothing. `permanent`: trying again can never help."""
 
     lease_id: LeaseId
@@ -101,7 +101,7 @@ class Failure(msgspec.Struct, kw_only=True):
     permanent: bool = False
 
 
-class FailureOf(Failure, kw_only=True):
+class FailureOf(FailureReport, kw_only=True):
     """One failure of a batch."""
 
     job_id: JobId
@@ -175,7 +175,7 @@ class JobIds(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     reason: str = ""
 
 
-class Reason(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ReasonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Why."""
 
     reason: str = ""

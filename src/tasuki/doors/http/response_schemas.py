@@ -68,7 +68,7 @@ class Enrolled(msgspec.Struct, kw_only=True):
     ttl_seconds: int
 
 
-class Registered(msgspec.Struct, kw_only=True):
+class WorkerRegistered(msgspec.Struct, kw_only=True):
     """The worker's own token. Shown this once."""
 
     worker_id: str
@@ -111,14 +111,14 @@ class LeasedMany(msgspec.Struct):
     jobs: list[Leased]
 
 
-class Renewed(msgspec.Struct):
+class LeaseRenewed(msgspec.Struct):
     """The lease goes on for so long. `cancel`: stop, and report it as failed with the error_code CANCELED."""
 
     lease_ttl_seconds: float
     cancel: bool
 
 
-class Told(msgspec.Struct, omit_defaults=True):
+class BatchItem(msgspec.Struct, omit_defaults=True):
     """One item of a batch: with an error, or as the single form answers."""
 
     job_id: str
@@ -132,10 +132,10 @@ class Told(msgspec.Struct, omit_defaults=True):
 class ToldMany(msgspec.Struct):
     """In the order of the request."""
 
-    items: list[Told]
+    items: list[BatchItem]
 
 
-class Recorded(msgspec.Struct):
+class ResultRecorded(msgspec.Struct):
     """It is stored. The job is finished."""
 
     job_id: str
@@ -151,7 +151,7 @@ class FailureRecorded(msgspec.Struct):
     """Failures and lost attempts so far."""
 
 
-class Accepted(msgspec.Struct, omit_defaults=True):
+class JobAccepted(msgspec.Struct, omit_defaults=True):
     """The job is stored, now (`created`) or before. In a batch, what could not be stored has an error."""
 
     job_id: str
@@ -163,10 +163,10 @@ class Accepted(msgspec.Struct, omit_defaults=True):
 class AcceptedMany(msgspec.Struct):
     """In the order of the request."""
 
-    jobs: list[Accepted]
+    jobs: list[JobAccepted]
 
 
-class LogPart(msgspec.Struct, kw_only=True):
+class LogResponse(msgspec.Struct, kw_only=True):
     """Some of a log, from `offset` on; ask for `next` next."""
 
     stream: str

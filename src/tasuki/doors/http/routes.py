@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.access import Kind
+from tasuki.core.access import PeerKind
 from tasuki.doors.http import (
     app_jobs,
     app_workers,
@@ -22,15 +22,15 @@ from tasuki.doors.http import (
     v1,
     worker_session_routes,
 )
-from tasuki.doors.http.context import Call, House
+from tasuki.doors.http.context import HttpContext, RequestContext
 from tasuki.doors.http.limits import WAIT_MAX_S
 from tasuki.net.http.names import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
 from tasuki.wire.compression import CODECS
 
-CLIENTS = frozenset({Kind.CLIENT, Kind.ADMIN})
-ADMINS = frozenset({Kind.ADMIN})
-WORKERS = frozenset({Kind.WORKER})
-ENROLLERS = frozenset({Kind.ENROL})
+CLIENTS = frozenset({PeerKind.CLIENT, PeerKind.ADMIN})
+ADMINS = frozenset({PeerKind.ADMIN})
+WORKERS = frozenset({PeerKind.WORKER})
+ENROLLERS = frozenset({PeerKind.ENROL})
 BLOB_USERS = CLIENTS | WORKERS
 
 
@@ -48,7 +48,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     path: str
     handle: Callable[[Any], Awaitable[Any]]
-    kinds: frozenset[Kind] = frozenset()
+    kinds: frozenset[PeerKind] = frozenset()
     body: Any = None
     batch: Any = None
     """What the body is instead, if it has the field `jobs`."""
@@ -75,15 +75,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         return (self.handle.__doc__ or self.handle.__name__.replace("_", " ").capitalize() + ".").strip().splitlines()[0]
 
 
-def _open(path: str, handle: Callable[[House], Awaitable[Any]], errors: tuple[int, ...] = ()) -> Route:
+def _open(path: str, handle: Callable[[HttpContext], Awaitable[Any]], errors: tuple[int, ...] = ()) -> Route:
     return Route(method="GET", path=path, handle=handle, answer=response_schemas.Health, errors=errors)
 
 
-def _get(path: str, handle: Callable[[Call], Awaitable[Any]], **fields: Any) -> Route:
+def _get(path: str, handle: Callable[[RequestContext], Awaitable[Any]], **fields: Any) -> Route:
     return Route(method="GET", path=path, handle=handle, **{"kinds": CLIENTS, "errors": (404,), **fields})
 
 
-def _post(path: str, handle: Callable[[Call], Awaitable[Any]], **fields: Any) -> Route:
+def _post(path: str, handle: Callable[[RequestContext], Awaitable[Any]], **fields: Any) -> Route:
     return Route(method="POST", path=path, handle=handle, **{"kinds": CLIENTS, **fields})
 
 
@@ -131,14 +131,14 @@ ROUTES: tuple[Route, ...] = (
         app_workers.register,
         kinds=ENROLLERS,
         body=request_schemas.Registration,
-        answer=response_schemas.Registered,
+        answer=response_schemas.WorkerRegistered,
         errors=(404,),
     ),
     _post(
         _COMPUTE + "/servers/{worker_id}/rotate",
         app_workers.rotate,
         kinds=WORKERS,
-        answer=response_schemas.Registered,
+        answer=response_schemas.WorkerRegistered,
         errors=(404,),
     ),
     Route(
@@ -164,7 +164,7 @@ ROUTES: tuple[Route, ...] = (
         app_workers.renew,
         kinds=WORKERS,
         body=request_schemas.Renewal,
-        answer=response_schemas.Renewed,
+        answer=response_schemas.LeaseRenewed,
         errors=(404, 409),
     ),
     _post(
@@ -179,8 +179,8 @@ ROUTES: tuple[Route, ...] = (
         _COMPUTE + "/jobs/{job_id}/result",
         app_workers.finish,
         kinds=WORKERS,
-        body=request_schemas.Result,
-        answer=response_schemas.Recorded,
+        body=request_schemas.ResultReport,
+        answer=response_schemas.ResultRecorded,
         errors=(404, 409),
     ),
     _post(
@@ -195,7 +195,7 @@ ROUTES: tuple[Route, ...] = (
         _COMPUTE + "/jobs/{job_id}/failed",
         app_workers.fail,
         kinds=WORKERS,
-        body=request_schemas.Failure,
+        body=request_schemas.FailureReport,
         answer=response_schemas.FailureRecorded,
         errors=(404, 409),
     ),
@@ -213,7 +213,7 @@ ROUTES: tuple[Route, ...] = (
         enrolment.register,
         kinds=ENROLLERS,
         body=request_schemas.Registration,
-        answer=response_schemas.Registered,
+        answer=response_schemas.WorkerRegistered,
     ),
     _get("/v1/workers/self", enrolment.itself, kinds=WORKERS, answer=response_schemas.WorkerSelf, errors=()),
     # -- the general client API
@@ -222,20 +222,20 @@ ROUTES: tuple[Route, ...] = (
         v1.submit_jobs,
         body=request_schemas.JobBody,
         batch=request_schemas.JobsBody,
-        answer=(response_schemas.Accepted, response_schemas.AcceptedMany),
+        answer=(response_schemas.JobAccepted, response_schemas.AcceptedMany),
         errors=(404, 409),
     ),
     _get("/v1/jobs", v1.list_jobs, query=(*_QUERY, ("limit", _number("integer", 1, 1000), "How many.")), errors=()),
     _post("/v1/jobs/cancel", v1.cancel_many, body=request_schemas.JobIds, errors=(404,)),
     _post("/v1/jobs/requeue", v1.requeue_many, body=request_schemas.JobIds, errors=(404,)),
     _get("/v1/jobs/{job_id}", v1.get_job, query=(WAIT,)),
-    _post("/v1/jobs/{job_id}/cancel", v1.cancel_one, body=request_schemas.Reason, errors=(404,)),
-    _post("/v1/jobs/{job_id}/requeue", v1.requeue_one, body=request_schemas.Reason, errors=(404,)),
+    _post("/v1/jobs/{job_id}/cancel", v1.cancel_one, body=request_schemas.ReasonBody, errors=(404,)),
+    _post("/v1/jobs/{job_id}/requeue", v1.requeue_one, body=request_schemas.ReasonBody, errors=(404,)),
     _get("/v1/jobs/{job_id}/result", v1.result, binary=(_BYTES, "application/zip"), errors=(404, 409), query=(WAIT,)),
     _get(
         "/v1/jobs/{job_id}/logs",
         v1.logs,
-        answer=response_schemas.LogPart,
+        answer=response_schemas.LogResponse,
         query=(
             ("stream", {"type": "string", "enum": ["stdout", "stderr"]}, "Which one."),
             ("offset", _number("integer", 0, v1.OFFSET_MAX), "Where to go on."),

@@ -22,7 +22,7 @@ LOOKS = 4  # in that time
 _ACKED = slice(120, 128)  # tcpi_bytes_acked in Linux' struct tcp_info
 
 
-class TakingProtocol(H11Protocol):
+class StalledReaderProtocol(H11Protocol):
     """uvicorn's own; a peer that takes nothing of what waits for it is cut off."""
 
     nothing_taken_s = NOTHING_TAKEN_S

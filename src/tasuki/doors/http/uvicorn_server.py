@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from tasuki.doors.http.answers import CODES, envelope, json_answer
-from tasuki.doors.http.fast_router import Shortcut
+from tasuki.doors.http.fast_router import FastRouter
 from tasuki.doors.http.limits import HEADERS_MAX_BYTES, KEEP_ALIVE_S, LimitedProtocol
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -38,13 +38,13 @@ def application(title: str, routes: Iterable[tuple[str, str, Handler]]) -> FastA
     return app
 
 
-class Serving:
+class UvicornServer:
     """One application. The loop and the signals are its owner's."""
 
     def __init__(self, app: FastAPI, tls: ssl.SSLContext | None, close_timeout_s: int) -> None:
         """`close_timeout_s`: how long those who are being answered at the end may take."""
         config = uvicorn.Config(
-            Shortcut(app),
+            FastRouter(app),
             http=LimitedProtocol,
             ws="none",
             loop="none",

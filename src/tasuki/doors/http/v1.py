@@ -12,11 +12,11 @@ from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.answers import EndedOtherwise, NotFinished
 from tasuki.doors.http.app_jobs import detail_of
-from tasuki.doors.http.clients import Client
-from tasuki.doors.http.context import Call, refusal_of, submit, told
+from tasuki.doors.http.clients import TokenConnection
+from tasuki.doors.http.context import RequestContext, refusal_of, submit, told
 from tasuki.doors.http.limits import number, wait_of, whole_number
 from tasuki.doors.http.request_schemas import JobBody, JobsBody
-from tasuki.doors.http.response_schemas import Accepted, AcceptedMany, LogPart
+from tasuki.doors.http.response_schemas import AcceptedMany, JobAccepted, LogResponse
 from tasuki.errors import InvalidInput
 
 LOG_WAIT_MAX_S = 25.0
@@ -24,7 +24,7 @@ OFFSET_MAX = 2**53
 ZIP_MAGIC = b"PK\x03\x04"
 
 
-def _spec(call: Call, body: JobBody) -> JobSpec:
+def _spec(call: RequestContext, body: JobBody) -> JobSpec:
     if body.payload is not None and body.payload_base64 is not None:
         raise InvalidInput("a job has payload or payload_base64, not both")
     payload = body.payload_base64 if body.payload_base64 is not None else (body.payload or "").encode("utf-8", "surrogatepass")
@@ -50,13 +50,13 @@ def _spec(call: Call, body: JobBody) -> JobSpec:
     )
 
 
-def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> Accepted:
+def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> JobAccepted:
     if acceptance is None:
-        return Accepted(spec.job_id, State.PENDING, created=True)
-    return Accepted(spec.job_id, acceptance.state)
+        return JobAccepted(spec.job_id, State.PENDING, created=True)
+    return JobAccepted(spec.job_id, acceptance.state)
 
 
-async def submit_jobs(call: Call) -> Accepted | AcceptedMany:
+async def submit_jobs(call: RequestContext) -> JobAccepted | AcceptedMany:
     """One job, or {"jobs": [...]}."""
     body: JobBody | JobsBody = call.body
     bodies = body.jobs if isinstance(body, JobsBody) else [body]
@@ -72,11 +72,11 @@ async def submit_jobs(call: Call) -> Accepted | AcceptedMany:
     jobs = []
     for spec, acceptance in zip(specs, acceptances, strict=True):
         refusal = refusal_of(acceptance)
-        jobs.append(Accepted(spec.job_id, error=told(refusal)) if refusal is not None else _accepted(spec, acceptance))
+        jobs.append(JobAccepted(spec.job_id, error=told(refusal)) if refusal is not None else _accepted(spec, acceptance))
     return AcceptedMany(jobs)
 
 
-async def _ended_view(client: Client, call: Call, wait_s: float, *, result: bool = False) -> dict[str, Any]:
+async def _ended_view(client: TokenConnection, call: RequestContext, wait_s: float, *, result: bool = False) -> dict[str, Any]:
     """The job, after its end if that comes in time."""
     [view] = await client.request("get", job_ids=[call.job_id], result=result)
     if wait_s and State(view["state"]) not in TERMINAL:
@@ -86,14 +86,14 @@ async def _ended_view(client: Client, call: Call, wait_s: float, *, result: bool
     return found
 
 
-async def get_job(call: Call) -> dict[str, Any]:
+async def get_job(call: RequestContext) -> dict[str, Any]:
     """With `?wait=25` the answer comes when the job has ended."""
     wait_s = wait_of(call.request)
     async with call.house.clients.use(call.caller) as client:
         return await _ended_view(client, call, wait_s)
 
 
-async def list_jobs(call: Call) -> Any:
+async def list_jobs(call: RequestContext) -> Any:
     """Newest first. Filters: state (several), subject, array_id, worker_id, text; limit, cursor."""
     query = call.request.query_params
     filters: dict[str, Any] = {
@@ -109,41 +109,41 @@ async def list_jobs(call: Call) -> Any:
         return await client.request("find", limit=limit, **filters)
 
 
-async def cancel_one(call: Call) -> Any:
+async def cancel_one(call: RequestContext) -> Any:
     async with call.house.clients.use(call.caller) as client:
         states = await client.cancel([call.job_id], call.body.reason)
     return {"job_id": call.job_id, **states[call.job_id]}
 
 
-async def cancel_many(call: Call) -> Any:
+async def cancel_many(call: RequestContext) -> Any:
     async with call.house.clients.use(call.caller) as client:
         return {"jobs": await client.cancel(call.body.job_ids, call.body.reason)}
 
 
-async def requeue_one(call: Call) -> Any:
+async def requeue_one(call: RequestContext) -> Any:
     async with call.house.clients.use(call.caller) as client:
         states = await client.request("requeue", job_ids=[call.job_id], reason=call.body.reason)
     return {"job_id": call.job_id, **states[call.job_id]}
 
 
-async def requeue_many(call: Call) -> Any:
+async def requeue_many(call: RequestContext) -> Any:
     async with call.house.clients.use(call.caller) as client:
         return {"jobs": await client.request("requeue", job_ids=call.body.job_ids, reason=call.body.reason)}
 
 
-async def explain(call: Call) -> Any:
+async def explain(call: RequestContext) -> Any:
     async with call.house.clients.use(call.caller) as client:
         return await client.request("explain", job_id=call.job_id)
 
 
-async def stats(call: Call) -> Any:
+async def stats(call: RequestContext) -> Any:
     """For an administrator: jobs by group and state, workers, servers."""
     async with call.house.clients.use(call.caller) as client:
         groups = await client.request("counts")
         return {"groups": groups, "workers": await client.request("workers"), "servers": await client.request("servers")}
 
 
-async def result(call: Call) -> Response:
+async def result(call: RequestContext) -> Response:
     """The bytes as they are: of a command a ZIP. Also of one that failed, if it left a result."""
     wait_s = wait_of(call.request)
     stack = AsyncExitStack()
@@ -183,7 +183,7 @@ def _media_type(data: bytes) -> str:
     return "application/zip" if data.startswith(ZIP_MAGIC) else "application/octet-stream"
 
 
-async def logs(call: Call) -> LogPart:
+async def logs(call: RequestContext) -> LogResponse:
     """What a command wrote to a stream, from an offset on; with `?wait=25` not before there is something new."""
     query = call.request.query_params
     params: dict[str, Any] = {
@@ -195,6 +195,6 @@ async def logs(call: Call) -> LogPart:
     }
     async with call.house.clients.use(call.caller) as client:
         part = await client.request("logs", **params)
-    known = {name: part[name] for name in LogPart.__struct_fields__ if name in part}
+    known = {name: part[name] for name in LogResponse.__struct_fields__ if name in part}
     data: bytes = part["data"]
-    return LogPart(**{**known, "data_base64": data, "text": data.decode("utf-8", "replace")})
+    return LogResponse(**{**known, "data_base64": data, "text": data.decode("utf-8", "replace")})

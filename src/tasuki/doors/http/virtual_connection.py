@@ -25,7 +25,7 @@ CHUNKS_AHEAD_MAX = 8  # of one download, 256 KiB each
 _Answers = asyncio.Queue[Message | TasukiError]
 
 
-class Talk:
+class VirtualConnection:
     """One virtual connection. `hear` gets what is no answer to a question; `on_close` is told once, with why."""
 
     codec: str | None = None

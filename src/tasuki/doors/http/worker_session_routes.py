@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, HelloWorker, Message
 from tasuki.doors.http.answers import discreet
-from tasuki.doors.http.context import Call
+from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.frame_bodies import framed, messages_in
 from tasuki.doors.http.limits import gone, wait_of, whole_number
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized
@@ -21,7 +21,7 @@ from tasuki.net.tcp_link import encode_answer
 NUMBER_MAX = 2**53
 
 
-async def open_line(call: Call) -> Response:
+async def open_line(call: RequestContext) -> Response:
     """A worker says Hello: one HelloWorker frame. The answer has the Welcome, and in a header the name of the session."""
     messages = _messages_in(call.body)
     if len(messages) != 1 or not isinstance(messages[0], HelloWorker):
@@ -41,7 +41,7 @@ async def open_line(call: Call) -> Response:
     return framed([encode_answer(welcome, None)], {SESSION_HEADER: line.name})
 
 
-async def use_line(call: Call) -> Response:
+async def use_line(call: RequestContext) -> Response:
     """What a worker says (`said`, with frames in the body), and what there is for it to hear (`heard`, `wait`)."""
     query = call.request.query_params
     wait_s = wait_of(call.request)
@@ -67,7 +67,7 @@ async def use_line(call: Call) -> Response:
         line.used_at = call.house.server.now().monotonic
 
 
-async def leave_line(call: Call) -> dict[str, str]:
+async def leave_line(call: RequestContext) -> dict[str, str]:
     """The worker is going: the server need not wait for its heartbeats."""
     line = call.house.lines.of(call.caller, str(call.request.path_params["session"]))
     call.house.lines.drop(line, "the worker left")

@@ -17,7 +17,7 @@ from tasuki.core.protocol import AssignJobs, Claim, ErrorMessage, HelloWorker, J
 from tasuki.doors.http.answers import NoSession, OutOfTurn, discreet
 from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.limits import REQUESTS_MAX
-from tasuki.doors.http.virtual_connection import Talk
+from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.errors import NotFound, Overloaded, TasukiError, Unavailable
 from tasuki.net.tcp_link import encode_answer
 from tasuki.server.server import Server
@@ -30,7 +30,7 @@ UNKNOWN = "this session is not known here any more; say Hello again"
 ANSWER_MAX_BYTES = 4 * 1024 * 1024  # of one answer; the rest comes with the next
 
 
-class Line:
+class HttpWorkerSession:
     """One worker's session at this server."""
 
     def __init__(self, server: Server, caller: Caller) -> None:
@@ -40,7 +40,7 @@ class Line:
         self.used_at = server.now().monotonic
         self.closed = False
         self._server = server
-        self._talk = Talk(server, caller.address, self._hear, self._on_close)
+        self._talk = VirtualConnection(server, caller.address, self._hear, self._on_close)
         self._codec: str | None = None
         self._said = 0
         self._saying = asyncio.Lock()
@@ -175,16 +175,16 @@ class Lines:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, HttpWorkerSession] = {}
 
-    async def open(self, caller: Caller, hello: HelloWorker) -> tuple[Line, Welcome]:
+    async def open(self, caller: Caller, hello: HelloWorker) -> tuple[HttpWorkerSession, Welcome]:
         """A new session; the broker sees to it that an older one of the same worker ends."""
         if len(self._lines) >= LINES_MAX:
             for line in [line for line in self._lines.values() if line.closed]:
                 self.drop(line, "it has ended")
         if len(self._lines) >= LINES_MAX:
             raise Overloaded(f"this server has {LINES_MAX} workers; try again later, or another server")
-        line = Line(self._server, caller)
+        line = HttpWorkerSession(self._server, caller)
         line.users = 1  # the store may take its time
         self._lines[line.name] = line
         try:
@@ -196,14 +196,14 @@ class Lines:
             line.users = 0
             line.used_at = self._server.now().monotonic
 
-    def of(self, caller: Caller, name: str) -> Line:
+    def of(self, caller: Caller, name: str) -> HttpWorkerSession:
         """Another worker's session is as unknown as one that there never was."""
         line = self._lines.get(name)
         if line is None or line.owner != caller.sha256:
             raise NoSession(f"{UNKNOWN}: the server was started again, or another one has it")
         return line
 
-    def drop(self, line: Line, why: str) -> None:
+    def drop(self, line: HttpWorkerSession, why: str) -> None:
         line.leave(Unavailable(f"the session was ended: {why}"))
         self._lines.pop(line.name, None)
 

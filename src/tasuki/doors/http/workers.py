@@ -34,9 +34,9 @@ from tasuki.core.protocol import (
     Reply,
     Request,
 )
-from tasuki.core.store_messages import Grant, Standing, Takes
+from tasuki.core.store_messages import Grant, LeaseStatus, Takes
 from tasuki.doors.http.authentication import Caller
-from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, Talk
+from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, VirtualConnection
 from tasuki.errors import Overloaded, TasukiError, Unauthorized, Unavailable
 from tasuki.server.server import Server
 
@@ -96,7 +96,7 @@ def _note_error(looked: asyncio.Future[Message]) -> None:
         looked.exception()
 
 
-def _raise_if_refused(talk: Talk, looked: asyncio.Future[Message]) -> None:
+def _raise_if_refused(talk: VirtualConnection, looked: asyncio.Future[Message]) -> None:
     """There is no job: because the token is over, because the store does not answer, or because there is none."""
     if isinstance(talk.closed, Unauthorized):
         raise talk.closed
@@ -112,8 +112,8 @@ class HttpWorker:
         self.users = 0
         self.used_at = 0.0
         self._server = server
-        self._talk: Talk | None = None
-        self._opening: asyncio.Future[Talk] | None = None
+        self._talk: VirtualConnection | None = None
+        self._opening: asyncio.Future[VirtualConnection] | None = None
         self._waiting: deque[_Waiting] = deque()
         self._handed: dict[str, Handed] = {}
         self._reports: defaultdict[str, list[asyncio.Future[str | None]]] = defaultdict(list)
@@ -128,7 +128,7 @@ class HttpWorker:
         self.users -= 1
         self.used_at = self._server.now().monotonic
 
-    async def _open(self, caller: Caller) -> Talk:
+    async def _open(self, caller: Caller) -> VirtualConnection:
         """The connection, new if there is none. Several requests may want it at once."""
         if self._talk is not None:
             return self._talk
@@ -136,8 +136,8 @@ class HttpWorker:
             self._opening = asyncio.ensure_future(self._dial(caller))
         return await asyncio.shield(self._opening)
 
-    async def _dial(self, caller: Caller) -> Talk:
-        talk = Talk(self._server, caller.address, self._hear, self._closed)
+    async def _dial(self, caller: Caller) -> VirtualConnection:
+        talk = VirtualConnection(self._server, caller.address, self._hear, self._closed)
         hello = HelloWorker(
             msg_id=talk.next_id(),
             worker_id=self.worker_id,
@@ -229,13 +229,13 @@ class HttpWorker:
         if unwanted and self._talk is not None:
             self._give_back(self._talk, unwanted)
 
-    def _give_back(self, talk: Talk, grants: Sequence[Grant]) -> None:
+    def _give_back(self, talk: VirtualConnection, grants: Sequence[Grant]) -> None:
         claims = [Claim(grant.job_id, grant.lease_id, grant.attempt) for grant in grants]
         talk.tell(JobsReleased(claims, "the lease request that it came for was over"))
 
     # ------------------------------------------------------------------------------------------------ renew, report
 
-    async def renew(self, caller: Caller, claims: Sequence[Claim]) -> list[Standing]:
+    async def renew(self, caller: Caller, claims: Sequence[Claim]) -> list[LeaseStatus]:
         """How each lease stands, after the renewal."""
         talk = await self._open(caller)
         msg_id = talk.next_id()
@@ -243,7 +243,7 @@ class HttpWorker:
         assert isinstance(answer, HeartbeatAnswer)
         cancel, lost = set(answer.cancel), set(answer.lost)
         return [
-            Standing.LOST if claim.lease_id in lost else Standing.CANCEL if claim.lease_id in cancel else Standing.GO_ON
+            LeaseStatus.LOST if claim.lease_id in lost else LeaseStatus.CANCEL if claim.lease_id in cancel else LeaseStatus.GO_ON
             for claim in claims
         ]
 

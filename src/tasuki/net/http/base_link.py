@@ -17,7 +17,7 @@ from tasuki.net.http.frame_bodies import REQUEST_MAX_BYTES
 from tasuki.net.http.transport import HttpTransport
 
 
-class HttpChannel(ABC):
+class BaseHttpLink(ABC):
     """One address, for as long as it answers. `on_message` gets every message, `on_closed` the end, once."""
 
     def __init__(

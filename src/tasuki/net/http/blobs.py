@@ -12,7 +12,7 @@ import msgspec
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Conflict, Corrupt, TooLarge
-from tasuki.net.blob_files import Source
+from tasuki.net.blob_files import FileSource
 from tasuki.net.http.names import BLOBS_PATH
 from tasuki.net.http.presigned import DirectBlobs, NotDirect
 from tasuki.net.http.transport import CutOff, HttpTransport
@@ -40,7 +40,7 @@ class HttpBlobs:
         """What goes with every request: a worker says which one it is."""
         self._direct = DirectBlobs(transport, lambda: self.params)
 
-    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
         """Make sure that the server has this blob; nothing is sent if it does, and only the rest if it has a part."""
         if self._direct.wanted(ref):
             with suppress(NotDirect):
@@ -60,7 +60,7 @@ class HttpBlobs:
             # What the server had of it was not what we would have sent. It has none of it now.
             await self.put(source, ref, progress)
 
-    async def _put_pieces(self, source: Source, ref: BlobRef, offset: int, progress: Callable[[int], None] | None) -> None:
+    async def _put_pieces(self, source: FileSource, ref: BlobRef, offset: int, progress: Callable[[int], None] | None) -> None:
         """From there to the end, in pieces that grow until something on the way finds one too large."""
         while offset < ref.size_bytes:
             stop = min(offset + self._piece_bytes, ref.size_bytes)
@@ -83,7 +83,7 @@ class HttpBlobs:
 
     async def _put(
         self,
-        source: Source,
+        source: FileSource,
         ref: BlobRef,
         start: int,
         stop: int,
@@ -142,7 +142,7 @@ def _path(ref: BlobRef) -> str:
     return f"{BLOBS_PATH}/{ref.sha256}"
 
 
-async def _read(source: Source, start: int, stop: int, progress: Callable[[int], None] | None) -> AsyncGenerator[bytes, None]:
+async def _read(source: FileSource, start: int, stop: int, progress: Callable[[int], None] | None) -> AsyncGenerator[bytes, None]:
     async for data in source.pieces(start, stop):
         yield data
         start += len(data)

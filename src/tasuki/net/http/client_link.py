@@ -32,7 +32,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, TooLarge, Unauthorized
-from tasuki.net.http.base_link import HttpChannel
+from tasuki.net.http.base_link import BaseHttpLink
 from tasuki.net.http.frame_bodies import check_token, post
 from tasuki.net.http.names import FRAMES_MAX, FRAMES_PATH
 from tasuki.net.http.result_polls import Watches, names_jobs
@@ -49,14 +49,14 @@ class _Said(NamedTuple):
     frame: bytes
 
 
-class HttpLink(HttpChannel):
+class HttpClientLink(BaseHttpLink):
     """One address, for as long as it answers."""
 
     def __init__(
         self,
         address: Address,
-        on_message: Callable[[HttpLink, Message], None],
-        on_closed: Callable[[HttpLink, str], None],
+        on_message: Callable[[HttpClientLink, Message], None],
+        on_closed: Callable[[HttpClientLink, str], None],
         *,
         tls: ssl.SSLContext | None,
         timeout_s: float,

@@ -28,7 +28,7 @@ KEPT_S = 2.0  # an unused connection; a request on one that its server is just c
 LISTEN_BYTES = 64 * 1024  # a write that is smaller is over before anybody could answer it
 
 
-class _Stream(httpcore.AsyncNetworkStream):
+class _HttpStream(httpcore.AsyncNetworkStream):
     """One connection."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
@@ -74,7 +74,7 @@ class _Stream(httpcore.AsyncNetworkStream):
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.AsyncNetworkStream:
-        return _Stream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+        return _HttpStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)
@@ -98,7 +98,7 @@ class _Backend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        return _Stream(await self._backend.connect_tcp(host, port, timeout, local_address, socket_options))
+        return _HttpStream(await self._backend.connect_tcp(host, port, timeout, local_address, socket_options))
 
     async def sleep(self, seconds: float) -> None:
         await self._backend.sleep(seconds)
@@ -153,7 +153,7 @@ def proxy_of(address: Address) -> httpx.Proxy | None:
     )
 
 
-class EarlyAnswers(httpx.AsyncBaseTransport):
+class EarlyResponseTransport(httpx.AsyncBaseTransport):
     """`httpx.AsyncClient(transport=EarlyAnswers(context, limits))`."""
 
     def __init__(self, context: ssl.SSLContext, limits: httpx.Limits, proxy: httpx.Proxy | None = None) -> None:

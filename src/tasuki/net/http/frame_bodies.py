@@ -26,7 +26,7 @@ def check_token(token: str) -> str:
     return token
 
 
-class Answer(NamedTuple):
+class FrameStream(NamedTuple):
     """What came back, as it comes: a frame of a kind that this side does not know is None."""
 
     messages: AsyncIterator[Message | None]
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 @asynccontextmanager
 async def post(
     transport: HttpTransport, path: str, frames: Sequence[bytes], params: Mapping[str, str], answer_s: float
-) -> AsyncIterator[Answer]:
+) -> AsyncIterator[FrameStream]:
     """Send these frames; the frames that answer them are read inside the block."""
     headers = {"Content-Type": FRAMES_TYPE, "Accept": FRAMES_TYPE}
     async with transport.exchange(
@@ -46,7 +46,7 @@ async def post(
         if kind.partition(";")[0].strip() != FRAMES_TYPE:
             raise NotTasuki(f"{transport.address} answered with {kind[:80] or 'nothing'!r}: is this a tasuki server with --http?")
         async with aclosing(_messages_of(response)) as messages:
-            yield Answer(messages, response.headers)
+            yield FrameStream(messages, response.headers)
 
 
 async def _messages_of(response: httpx.Response) -> AsyncGenerator[Message | None, None]:

@@ -23,7 +23,7 @@ import msgspec
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, TasukiError, Unavailable
-from tasuki.net.blob_files import Source
+from tasuki.net.blob_files import FileSource
 from tasuki.net.http.names import BLOBS_PATH
 from tasuki.net.http.transport import CutOff, HttpTransport
 
@@ -124,7 +124,7 @@ class DirectBlobs:
 
     # ------------------------------------------------------------------------------------------------ into the bucket
 
-    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
         """Have the blob kept; only what is not in the bucket is sent. NotDirect: it is not kept."""
         way = await self._way(ref)
         if way.links:
@@ -147,7 +147,7 @@ class DirectBlobs:
     async def _send_all(
         self,
         bucket: httpx.AsyncClient,
-        source: Source,
+        source: FileSource,
         links: list[_Link],
         sent_bytes: int,
         progress: Callable[[int], None] | None,
@@ -164,7 +164,7 @@ class DirectBlobs:
         except _Failed as failed:
             raise self._judged(failed) from failed
 
-    async def _send(self, bucket: httpx.AsyncClient, link: _Link, source: Source) -> None:
+    async def _send(self, bucket: httpx.AsyncClient, link: _Link, source: FileSource) -> None:
         # The bucket refuses what was damaged on its way. MD5 is what all of them know; the sha256 of the whole is compared later.
         own = {"Content-MD5": await _md5(source, link), "Content-Length": str(link.size_bytes)}
         data = source.pieces(link.offset, link.offset + link.size_bytes)
@@ -238,7 +238,7 @@ class DirectBlobs:
         return NotDirect()
 
 
-async def _md5(source: Source, link: _Link) -> str:
+async def _md5(source: FileSource, link: _Link) -> str:
     """Of the bytes that a link is for. They are read twice, and never all in memory."""
     loop = asyncio.get_running_loop()
     digest, left = hashlib.md5(usedforsecurity=False), link.size_bytes

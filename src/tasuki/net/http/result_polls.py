@@ -37,7 +37,7 @@ PAUSE_MAX_S = 5.0
 CUTS_MAX = 2  # in a row; a third means that the server is gone
 
 
-class Post(Protocol):
+class PostFrames(Protocol):
     """Sends frames, gives the messages of the answer as they come."""
 
     def __call__(
@@ -65,7 +65,7 @@ class _Poll:
 class Watches:
     """`hear` gets what the owner should know, `fail` what ends the link, `post` sends."""
 
-    def __init__(self, post: Post, hear: Callable[[Message], None], fail: Callable[[TasukiError], None]) -> None:
+    def __init__(self, post: PostFrames, hear: Callable[[Message], None], fail: Callable[[TasukiError], None]) -> None:
         self._post, self._hear, self._fail = post, hear, fail
         self._loop = asyncio.get_running_loop()
         self._msg_ids = itertools.count(FIRST_MSG_ID)

@@ -17,7 +17,7 @@ import msgspec
 
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable, from_wire
-from tasuki.net.http.early_response import EarlyAnswers, proxy_of
+from tasuki.net.http.early_response import EarlyResponseTransport, proxy_of
 from tasuki.net.tcp_link import system_words
 from tasuki.net.tls import handshake_words
 
@@ -47,7 +47,7 @@ class NotTasuki(ConfigError):
     """Something else answers at this address."""
 
 
-class Said(msgspec.Struct):
+class ErrorBody(msgspec.Struct):
     """The error in an answer of ours."""
 
     code: str
@@ -58,7 +58,7 @@ class Said(msgspec.Struct):
 class _Envelope(msgspec.Struct):
     """Every answer of a tasuki server that is not 2xx."""
 
-    error: Said
+    error: ErrorBody
 
 
 class HttpTransport:
@@ -86,7 +86,7 @@ class HttpTransport:
         # Without a context of ours, httpx would load the CAs of certifi, for plain HTTP too. This one trusts nobody.
         context = tls or (ssl.create_default_context() if address.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S)
-        early = EarlyAnswers(context, limits, proxy_of(address) if proxies else None) if stop_when_answered else None
+        early = EarlyResponseTransport(context, limits, proxy_of(address) if proxies else None) if stop_when_answered else None
         self._client = httpx.AsyncClient(verify=context, headers={"Accept-Encoding": "identity"}, limits=limits, transport=early)
 
     async def close(self) -> None:
@@ -202,7 +202,7 @@ class HttpTransport:
         return NoConnection(f"no connection to {self.address}: {error}")
 
 
-async def said_in(response: httpx.Response) -> Said | None:
+async def said_in(response: httpx.Response) -> ErrorBody | None:
     """What a tasuki server refused with; None if something else answered."""
     body = b""
     async for piece in response.aiter_bytes():
@@ -215,7 +215,7 @@ async def said_in(response: httpx.Response) -> Said | None:
         return None
 
 
-def _of_tasuki(status: int, said: Said) -> TasukiError:
+def _of_tasuki(status: int, said: ErrorBody) -> TasukiError:
     """In the words of the wire, where some of HTTP's have other names."""
     match said.code:
         case "INVALID_PAYLOAD":

@@ -26,8 +26,8 @@ from tasuki.core.address import Address
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, HelloWorker, JobsFinished, Message, Welcome
 from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, TooLarge, Unauthorized, Unavailable
-from tasuki.net.blob_files import Source
-from tasuki.net.http.base_link import HttpChannel
+from tasuki.net.blob_files import FileSource
+from tasuki.net.http.base_link import BaseHttpLink
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.frame_bodies import REQUEST_MAX_BYTES, check_token, post
 from tasuki.net.http.names import FRAMES_MAX, SESSION_HEADER, WORKER_PATH
@@ -44,7 +44,7 @@ LEAVE_S = 3.0
 logger = logging.getLogger("tasuki.worker")
 
 
-class HttpWorkerLink(HttpChannel):
+class HttpWorkerLink(BaseHttpLink):
     """One address, for as long as it answers and knows the session."""
 
     def __init__(
@@ -269,7 +269,7 @@ class HttpWorkerLink(HttpChannel):
 class _WorkerBlobs(HttpBlobs):
     """A token that is refused may have been rotated. Whether that is the end is for the link to find out; a transfer waits."""
 
-    async def put(self, source: Source, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
+    async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
         with _patiently():
             await super().put(source, ref, progress)
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import subject as subjects
-from tasuki.core.job import LEASED, READY, Incident, Job, OnDisconnect, Outcome
+from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, Outcome
 from tasuki.core.lifecycle import Event
 from tasuki.core.store_messages import COUNTED, AuditRow, Filter, GroupCounts, JobKind, Page, Report, TokenRow, kind_of
 from tasuki.errors import InvalidInput
@@ -32,7 +32,7 @@ Entry = tuple[float, int, str]
 """What the sorted indexes hold: what they are sorted by, the seq, the job_id."""
 
 
-class Said(msgspec.Struct, frozen=True):
+class ReportDigest(msgspec.Struct, frozen=True):
     """The report that ended an attempt, to know its repeat by. A message may differ: a program's log tail often does."""
 
     verb: Event
@@ -44,13 +44,13 @@ class Said(msgspec.Struct, frozen=True):
     result_sha256: str | None
 
     @classmethod
-    def of(cls, report: Report, verb: Event) -> Said:
+    def of(cls, report: Report, verb: Event) -> ReportDigest:
         outcome = report.outcome
         shown = (verb, report.worker_id, report.lease_id, report.attempt)
         return cls(*shown, outcome.exit_code, outcome.error_code, outcome.result_sha256)
 
 
-class Record(msgspec.Struct, frozen=True):
+class MemoryJob(msgspec.Struct, frozen=True):
     """One job with what is kept beside it."""
 
     seq: int
@@ -61,9 +61,9 @@ class Record(msgspec.Struct, frozen=True):
     """Waits for `promote`."""
     ttl_s: float = 0.0
     """Of the lease; `take_over` renews by it."""
-    said: Said | None = None
+    said: ReportDigest | None = None
     """Known until the next grant or requeue."""
-    incidents: tuple[Incident, ...] = ()
+    incidents: tuple[JobIncident, ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -96,7 +96,7 @@ class MemoryRecords:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, MemoryJob] = {}
         self._tokens: dict[str, TokenRow] = {}  # by token_id, oldest first
         self._audit: list[AuditRow] = []
         self._all: list[Entry] = []  # by seq
@@ -131,13 +131,13 @@ class MemoryRecords:
         """Nothing to give back."""
 
     # -- records and their indexes --------------------------------------------------------------------------------
-    def _put(self, job_id: str, new: Record | None) -> None:
+    def _put(self, job_id: str, new: MemoryJob | None) -> None:
         """Set or delete the one record; the only place that changes `_records`."""
         old = self._records.get(job_id)
         self._undo.append(lambda: self._place(job_id, old))
         self._place(job_id, new)
 
-    def _place(self, job_id: str, new: Record | None) -> None:
+    def _place(self, job_id: str, new: MemoryJob | None) -> None:
         old = self._records.pop(job_id, None)
         if old is not None:
             self._unindex(old)
@@ -145,7 +145,7 @@ class MemoryRecords:
             self._records[job_id] = new
             self._index(new)
 
-    def _indexes(self, record: Record) -> Iterator[tuple[list[Entry], float]]:
+    def _indexes(self, record: MemoryJob) -> Iterator[tuple[list[Entry], float]]:
         """The sorted lists that this record stands in, and by what."""
         job = record.job
         yield self._all, 0.0
@@ -162,7 +162,7 @@ class MemoryRecords:
             assert job.finished_at is not None
             yield self._ended, job.finished_at
 
-    def _index(self, record: Record) -> None:
+    def _index(self, record: MemoryJob) -> None:
         job = record.job
         for entries, key in self._indexes(record):
             insort(entries, (key, record.seq, job.job_id))
@@ -170,7 +170,7 @@ class MemoryRecords:
         for sha256 in record.blobs():
             self._blobs.setdefault(sha256, {})[job.job_id] = None
 
-    def _unindex(self, record: Record) -> None:
+    def _unindex(self, record: MemoryJob) -> None:
         job = record.job
         for entries, key in self._indexes(record):
             del entries[bisect_left(entries, (key, record.seq, job.job_id))]
@@ -186,15 +186,15 @@ class MemoryRecords:
             if not self._blobs[sha256]:
                 del self._blobs[sha256]
 
-    def _change(self, record: Record, job: Job, *incidents: Incident, delayed: bool = False) -> Record:
+    def _change(self, record: MemoryJob, job: Job, *incidents: JobIncident, delayed: bool = False) -> MemoryJob:
         """Put the record with its job changed, its version counted up and its story told on."""
         job = replace(job, version=record.job.version + 1)
         new = replace(record, job=job, delayed=delayed, incidents=record.incidents + incidents)
         self._put(job.job_id, new)
         return new
 
-    def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> Incident:
-        return Incident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable(reason))
+    def _incident(self, kind: str, job: Job, *, worker_id: str = "", actor: str = "", reason: str = "") -> JobIncident:
+        return JobIncident(self.clock.wall(), kind, job.attempt, worker_id, actor, storable(reason))
 
     def _is_later(self, not_before: float | None) -> bool:
         return not_before is not None and not_before > self.clock.wall()
@@ -219,7 +219,7 @@ class MemoryRecords:
                 jobs.append(job)
         return Page(jobs, str(self._all[position][1]) if position > 0 else None)
 
-    def incidents(self, job_id: str) -> list[Incident]:
+    def incidents(self, job_id: str) -> list[JobIncident]:
         record = self._records.get(job_id)
         return list(record.incidents) if record else []
 

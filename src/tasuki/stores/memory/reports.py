@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from tasuki.core.job import Incident, Job, OnDisconnect, Outcome, Progress, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Event, Verdict, after, after_failure, after_loss, sources
-from tasuki.core.store_messages import Answer, Held, Recorded, Report, Standing
+from tasuki.core.job import Job, JobIncident, OnDisconnect, Outcome, Progress, State
+from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
+from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus
 from tasuki.stores.memory.blobs import MemoryBlobs
-from tasuki.stores.memory.records import Record, Said
+from tasuki.stores.memory.records import MemoryJob, ReportDigest
 from tasuki.stores.texts import storable
 
 _KINDS: dict[Event, str] = {
@@ -31,35 +31,35 @@ class MemoryReports(MemoryBlobs):
     """Verbs of workers that show a lease."""
 
     # -- workers: showing a lease ---------------------------------------------------------------------------------
-    def start(self, claims: Sequence[Held]) -> list[Standing]:
+    def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         with self.turn():
             return [self._start(claim) for claim in claims]
 
-    def _start(self, claim: Held) -> Standing:
+    def _start(self, claim: HeldLease) -> LeaseStatus:
         record = self._claimed(claim)
         if record is None:
-            return Standing.LOST
+            return LeaseStatus.LOST
         job = record.job
         if job.state is State.ASSIGNED:
             self._change(record, replace(job, state=after(job.state, Event.START), started_at=self.clock.wall()))
         elif job.state is State.ORPHANED:
             self._resume(record, claim)
-        return Standing.CANCEL if job.cancel_requested else Standing.GO_ON
+        return LeaseStatus.CANCEL if job.cancel_requested else LeaseStatus.GO_ON
 
-    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         with self.turn():
             return [self._renew(claim) for claim in claims]
 
-    def _renew(self, claim: Held) -> Standing:
+    def _renew(self, claim: HeldLease) -> LeaseStatus:
         record = self._claimed(claim)
         if record is None:
-            return Standing.LOST
+            return LeaseStatus.LOST
         if record.job.state is State.ORPHANED:
             record = self._resume(record, claim)
         self._extend(record, claim.ttl_s, claim.progress)
-        return Standing.CANCEL if record.job.cancel_requested else Standing.GO_ON
+        return LeaseStatus.CANCEL if record.job.cancel_requested else LeaseStatus.GO_ON
 
-    def _resume(self, record: Record, claim: Held) -> Record:
+    def _resume(self, record: MemoryJob, claim: HeldLease) -> MemoryJob:
         """Its worker is back before anybody took the job."""
         job = record.job
         assert job.lease is not None
@@ -69,17 +69,17 @@ class MemoryReports(MemoryBlobs):
         job = replace(job, state=after(job.state, Event.RESUME), lease=lease, started_at=started_at)
         return self._change(replace(record, ttl_s=claim.ttl_s), job, incident)
 
-    def _extend(self, record: Record, ttl_s: float, progress: Progress | None = None) -> None:
+    def _extend(self, record: MemoryJob, ttl_s: float, progress: Progress | None = None) -> None:
         assert record.job.lease is not None
         lease = replace(record.job.lease, expires_at=self.clock.lease() + ttl_s + LEASE_MARGIN_S)
         job = replace(record.job, lease=lease, progress=progress or record.job.progress)
         self._put(job.job_id, replace(record, job=job, ttl_s=ttl_s))
 
-    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
+    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
         with self.turn():
             return [self._release(claim, reason) for claim in claims]
 
-    def _release(self, claim: Held, reason: str) -> bool:
+    def _release(self, claim: HeldLease, reason: str) -> bool:
         record = self._claimed(claim)
         if record is None or record.job.state not in sources(Event.RELEASE):
             return False
@@ -93,7 +93,7 @@ class MemoryReports(MemoryBlobs):
         self._change(record, replace(job, state=after(job.state, Event.RELEASE), lease=None), incident)
         return True
 
-    def _claimed(self, claim: Held) -> Record | None:
+    def _claimed(self, claim: HeldLease) -> MemoryJob | None:
         """The record, if the claim shows its current lease."""
         record = self._records.get(claim.job_id)
         lease = record.job.lease if record else None
@@ -107,30 +107,32 @@ class MemoryReports(MemoryBlobs):
         return record
 
     # -- workers: reporting ---------------------------------------------------------------------------------------
-    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         with self.turn():
             return [self._report(report, Event.SUCCEED) for report in reports]
 
-    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         with self.turn():
             return [self._report(report, Event.FAIL) for report in reports]
 
-    def _report(self, report: Report, verb: Event) -> Recorded:
+    def _report(self, report: Report, verb: Event) -> ReportAnswer:
         record = self._records.get(report.job_id)
         if record is None:
-            return Recorded(Answer.FENCED, None, "there is no such job")
+            return ReportAnswer(ReportStatus.FENCED, None, "there is no such job")
         job, lease = record.job, record.job.lease
         shown = (report.worker_id, report.lease_id, report.attempt)
         if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt):
             return self._repeated_or_fenced(record, report, verb)
         ref = report.outcome.result_ref
         if ref is not None and self._missing_among((ref.sha256,)):
-            return Recorded(Answer.BLOB_MISSING, job.state, f"its result, blob {ref.sha256}, is not stored; bring it again")
+            return ReportAnswer(
+                ReportStatus.BLOB_MISSING, job.state, f"its result, blob {ref.sha256}, is not stored; bring it again"
+            )
         if job.started_at is None:
             job = replace(job, started_at=report.started_at)
         report = replace(report, outcome=replace(report.outcome, message=storable(report.outcome.message)))
         if verb is Event.SUCCEED:
-            answer = Recorded(Answer.RECORDED, after(job.state, verb))
+            answer = ReportAnswer(ReportStatus.RECORDED, after(job.state, verb))
             record = self._end(record, job, verb, report.outcome)
         else:
             verdict = after_failure(
@@ -142,28 +144,28 @@ class MemoryReports(MemoryBlobs):
                 max_retries=job.spec.max_retries,
                 backoff_s=job.spec.backoff_s,
             )
-            answer = Recorded(Answer.RECORDED, verdict.state, verdict.reason)
+            answer = ReportAnswer(ReportStatus.RECORDED, verdict.state, verdict.reason)
             record = self._settle(replace(record, job=job), verdict, report.outcome)
-        self._put(job.job_id, replace(record, said=Said.of(report, verb)))
+        self._put(job.job_id, replace(record, said=ReportDigest.of(report, verb)))
         return answer
 
-    def _repeated_or_fenced(self, record: Record, report: Report, verb: Event) -> Recorded:
-        if record.said == Said.of(report, verb):
-            return Recorded(Answer.REPEATED, record.job.state)
+    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
+        if record.said == ReportDigest.of(report, verb):
+            return ReportAnswer(ReportStatus.REPEATED, record.job.state)
         job = record.job
         reason = (
             f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {job.attempt} is {job.state}"
         )
-        incident = Incident(self.clock.wall(), "fenced", report.attempt, report.worker_id, "", reason)
+        incident = JobIncident(self.clock.wall(), "fenced", report.attempt, report.worker_id, "", reason)
         self._put(job.job_id, replace(record, incidents=(*record.incidents, incident)))
-        return Recorded(Answer.FENCED, job.state, reason)
+        return ReportAnswer(ReportStatus.FENCED, job.state, reason)
 
-    def _end(self, record: Record, job: Job, event: Event, outcome: Outcome, *incidents: Incident) -> Record:
+    def _end(self, record: MemoryJob, job: Job, event: Event, outcome: Outcome, *incidents: JobIncident) -> MemoryJob:
         """The job becomes terminal."""
         ended = replace(job, state=after(job.state, event), lease=None, outcome=outcome, finished_at=self.clock.wall())
         return self._change(record, ended, *incidents)
 
-    def _settle(self, record: Record, verdict: Verdict, outcome: Outcome | None) -> Record:
+    def _settle(self, record: MemoryJob, verdict: Disposition, outcome: Outcome | None) -> MemoryJob:
         """Do what the verdict on an attempt says; without an outcome it is the store's own word on a lost worker."""
         lease = record.job.lease
         assert lease is not None
@@ -183,7 +185,7 @@ class MemoryReports(MemoryBlobs):
         )
         return self._change(record, job, incident, delayed=not_before is not None)
 
-    def _loss(self, record: Record) -> Verdict:
+    def _loss(self, record: MemoryJob) -> Disposition:
         job = record.job
         assert job.lease is not None
         return after_loss(

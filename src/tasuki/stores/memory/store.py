@@ -49,7 +49,7 @@ from tasuki.core.store_messages import (
     Submitted,
 )
 from tasuki.errors import Conflict, InvalidInput, StaleEpoch
-from tasuki.stores.memory.records import Entry, Record, matches
+from tasuki.stores.memory.records import Entry, MemoryJob, matches
 from tasuki.stores.memory.reports import MemoryReports
 from tasuki.stores.store import Clock, Feature
 from tasuki.stores.texts import storable
@@ -100,7 +100,7 @@ class MemoryStore(MemoryReports):
                 not_before=spec.not_before,
                 not_after=spec.not_after,
             )
-            self._put(spec.job_id, Record(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before)))
+            self._put(spec.job_id, MemoryJob(self._last_seq, job, _encode(spec), delayed=self._is_later(spec.not_before)))
             return Submitted(spec.job_id, created=True)
         if record.job.body_hash != submission.body_hash:
             owner = (record.job.submitter, record.job.spec.subject)
@@ -145,7 +145,7 @@ class MemoryStore(MemoryReports):
             return Requeued(False, record.job.state if record else None)
         return Requeued(True, self._requeue(record, actor=actor, reason=reason).job.state)
 
-    def _requeue(self, record: Record, *, actor: str, reason: str) -> Record:
+    def _requeue(self, record: MemoryJob, *, actor: str, reason: str) -> MemoryJob:
         job = record.job
         was = f"was {job.state}"
         if job.outcome is not None and (job.outcome.message or job.outcome.error_code):
@@ -207,7 +207,7 @@ class MemoryStore(MemoryReports):
                 grants.append(self._grant(record, request))
         return grants
 
-    def _take_from_lost(self, record: Record, by: str) -> Record | None:
+    def _take_from_lost(self, record: MemoryJob, by: str) -> MemoryJob | None:
         """A lease that is over, asked for by job_id before the reaper came: the loss counts. None if that ended the job."""
         verdict = self._loss(record)
         if verdict.state.terminal:
@@ -218,7 +218,7 @@ class MemoryStore(MemoryReports):
         reason = f"{verdict.reason}; taken over by {by}"
         return self._change(record, job, self._incident("taken_over", job, worker_id=record.job.lease.worker_id, reason=reason))
 
-    def _grant(self, record: Record, to: LeaseRequest | Assignment, *, epoch: int | None = None) -> Grant:
+    def _grant(self, record: MemoryJob, to: LeaseRequest | Assignment, *, epoch: int | None = None) -> Grant:
         attempt = record.job.attempt + 1
         lease = Lease(
             lease_id=self._random(LEASE_ID_BYTES).hex(),
@@ -300,7 +300,7 @@ class MemoryStore(MemoryReports):
             self._check_epoch(epoch)
             return [self._reap(self._records[job_id], epoch) for job_id in _due(self._leased, self.clock.lease(), limit)]
 
-    def _reap(self, record: Record, epoch: int) -> Reaped:
+    def _reap(self, record: MemoryJob, epoch: int) -> Reaped:
         lease = record.job.lease
         assert lease is not None
         verdict = self._loss(record)
@@ -315,13 +315,13 @@ class MemoryStore(MemoryReports):
                 self._skip(self._records[job_id], epoch)
             return late
 
-    def _skip(self, record: Record, epoch: int) -> None:
+    def _skip(self, record: MemoryJob, epoch: int) -> None:
         job = replace(record.job, leader_epoch=epoch)
         assert job.not_after is not None
         outcome = skip_outcome(job.not_after, job.outcome)
         self._end(record, job, Event.SKIP, outcome, self._incident("skipped", job, reason=outcome.message))
 
-    def _is_late(self, record: Record) -> bool:
+    def _is_late(self, record: MemoryJob) -> bool:
         return is_late(record.job.not_after, self.clock.wall())
 
     def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
@@ -352,7 +352,7 @@ def _may_take(request: LeaseRequest, subject: str) -> bool:
     return any(matches(pattern, subject) for pattern in request.patterns) and not request.leaves(subject)
 
 
-def _heard_since(record: Record, at: float) -> bool:
+def _heard_since(record: MemoryJob, at: float) -> bool:
     """Whether its worker got or renewed the lease after this time of the lease clock."""
     lease = record.job.lease
     assert lease is not None

@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.job import (
-    Incident,
     Job,
+    JobIncident,
     JobSpec,
     Lease,
     OnDisconnect,
@@ -52,7 +52,7 @@ _FIXED_MAP = 0x80
 _FIXED_MAP_MAX = 15
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SpecFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What of a job never changes, as far as Lua needs it; the head of `{app}:spec:{id}`."""
 
     subject: str
@@ -73,7 +73,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     delay_first_loss: Text = False
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class JobRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What of a job changes: `{app}:job:{id}`. The last three are known to the script, not to whoever submits."""
 
     state: str
@@ -130,8 +130,8 @@ def flag(value: bool) -> str:
     return "1" if value else "0"
 
 
-read_record = msgspec.msgpack.Decoder(Record).decode
-_decode_facts = msgspec.msgpack.Decoder(Facts).decode
+read_record = msgspec.msgpack.Decoder(JobRecord).decode
+_decode_facts = msgspec.msgpack.Decoder(SpecFacts).decode
 
 # ---------------------------------------------------------------------------------------------------- specs
 
@@ -153,14 +153,14 @@ def shape_of(
     subject: str, exec: str, submitter: str, priority: int, max_retries: int, max_losses: int, backoff_s: float
 ) -> Shape:
     group, kind = group_of(subject), str(kind_of(exec, submitter).value)
-    facts = Facts(
+    facts = SpecFacts(
         subject, group, kind, str(priority), submitter, str(max_retries), str(max_losses), repr(backoff_s), "0" * _HASH_CHARS
     )
     return Shape((priority, group, kind, subject), encode(facts)[: -_HASH_CHARS - len(_PLAIN_FACTS)])
 
 
 _HASH_CHARS = 64
-_PLAIN_FACTS = b"\xc2" * (len(Facts.__struct_fields__) - Facts.__struct_fields__.index("body_hash") - 1)
+_PLAIN_FACTS = b"\xc2" * (len(SpecFacts.__struct_fields__) - SpecFacts.__struct_fields__.index("body_hash") - 1)
 """What stands behind the hash of a body as long as none of it is there: false for each field."""
 
 
@@ -182,8 +182,8 @@ def template_value(template: JobSpec, submitter: str) -> bytes:
     return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _spec_head(template)
 
 
-def _all_facts(spec: JobSpec, submitter: str, hashed: Text) -> Facts:
-    return Facts(
+def _all_facts(spec: JobSpec, submitter: str, hashed: Text) -> SpecFacts:
+    return SpecFacts(
         spec.subject,
         group_of(spec.subject),
         str(kind_of(spec.exec, submitter).value),
@@ -213,7 +213,7 @@ def _spec_head(template: JobSpec) -> bytes:
     return _grown(encode(fields)) + encode("job_id")
 
 
-def split(value: bytes) -> tuple[Facts, bytes]:
+def split(value: bytes) -> tuple[SpecFacts, bytes]:
     """The facts, and the spec, in which a payload that has a key of its own is missing."""
     end = _LENGTH_BYTES + int.from_bytes(value[:_LENGTH_BYTES], "big")
     return _decode_facts(value[_LENGTH_BYTES:end]), value[end:]
@@ -223,7 +223,7 @@ def split(value: bytes) -> tuple[Facts, bytes]:
 def record_head(group: str, has_payload: bool) -> bytes:
     """The record of a new job that waits for nothing, up to its last three fields."""
     new = ("PENDING", group, "1" if has_payload else False)
-    fields = (*new, *[False] * (len(Record.__struct_fields__) - len(new)))
+    fields = (*new, *[False] * (len(JobRecord.__struct_fields__) - len(new)))
     return encode(fields)[:-_LAST_FIELDS]
 
 
@@ -350,7 +350,7 @@ def job(row: Reply) -> Job | None:
     )
 
 
-def _lease(record: Record, rare: dict[str, str], expires_at: bytes | None) -> Lease | None:
+def _lease(record: JobRecord, rare: dict[str, str], expires_at: bytes | None) -> Lease | None:
     if not isinstance(record.lease_id, str):
         return None
     return Lease(
@@ -364,9 +364,9 @@ def _lease(record: Record, rare: dict[str, str], expires_at: bytes | None) -> Le
     )
 
 
-def incident(packed: bytes) -> Incident:
+def incident(packed: bytes) -> JobIncident:
     at, kind, attempt, worker_id, actor, reason = _decode_story(packed)
-    return Incident(float(at), kind, attempt, worker_id, actor, reason)
+    return JobIncident(float(at), kind, attempt, worker_id, actor, reason)
 
 
 # ---------------------------------------------------------------------------------------------------- tokens

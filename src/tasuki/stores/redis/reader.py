@@ -24,7 +24,7 @@ from tasuki.errors import InvalidInput
 from tasuki.stores.memory.records import matches
 from tasuki.stores.redis import verbs
 from tasuki.stores.redis.codec import outcome_texts
-from tasuki.stores.redis.verbs import Call, Found
+from tasuki.stores.redis.verbs import FilterFields, ScriptCall
 from tasuki.stores.texts import storable
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class RedisReader:
     """`RedisStore` adds the verbs that change jobs."""
 
     @abstractmethod
-    def _do(self, call: Call[T]) -> T:
+    def _do(self, call: ScriptCall[T]) -> T:
         """Call it, in the turn that is open if one is."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class RedisReader:
         return self._do(verbs.audit(limit))
 
 
-def _is_wanted(filter: Filter, found: Found) -> bool:
+def _is_wanted(filter: Filter, found: FilterFields) -> bool:
     record, facts = found.record, found.facts
     if filter.states and record.state not in filter.states:
         return False

@@ -22,7 +22,7 @@ from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TA
 from tasuki.core.store_messages import COUNTED, kind_of
 from tasuki.core.subject import group_of
 from tasuki.stores.generations import GENERATIONS_BEGIN_AT
-from tasuki.stores.redis.codec import RARE, Facts, Record, template_value
+from tasuki.stores.redis.codec import RARE, JobRecord, SpecFacts, template_value
 
 _FIELDS_AT_ONCE = 15  # and the id
 _LIST_HEAD_BYTES = 3  # of a msgpack list of 16 elements or more
@@ -114,12 +114,12 @@ def _constants() -> str:
 
 def _records() -> str:
     """The functions that make a job's table of its record, and back; and a table of its facts."""
-    names = Record.__struct_fields__
+    names = JobRecord.__struct_fields__
     hot = [name for name in names if name != "rare"]
     # A table that is made with more than 16 fields is made for 32: most jobs have few of them at a time.
     fields, late = hot[:_FIELDS_AT_ONCE], hot[_FIELDS_AT_ONCE:]
     packed = ", ".join("rare or false" if name == "rare" else f"job.{name} or false" for name in names)
-    facts = ", ".join(f"{name} = row[{number}] or nil" for number, name in enumerate(Facts.__struct_fields__, 1))
+    facts = ", ".join(f"{name} = row[{number}] or nil" for number, name in enumerate(SpecFacts.__struct_fields__, 1))
     return f"""
 local RARE = {_literal(dict.fromkeys(RARE, 1))}
 -- Without a table for the list itself: what follows its head ({_LIST_HEAD_BYTES} bytes) is read one by one.

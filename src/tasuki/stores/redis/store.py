@@ -16,22 +16,22 @@ from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 from tasuki.core.app import DEFAULT_APP
-from tasuki.core.job import Incident, Job, JobSpec
+from tasuki.core.job import Job, JobIncident, JobSpec
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import (
     Answers,
     Assignment,
     Canceled,
     Grant,
-    Held,
+    HeldLease,
     LeaseRequest,
+    LeaseStatus,
     Promoted,
     Reaped,
-    Recorded,
     Report,
+    ReportAnswer,
     Requeued,
     RequeueOrder,
-    Standing,
     Submission,
     TokenRow,
     Turn,
@@ -44,8 +44,8 @@ from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, n
 from tasuki.stores.redis.reader import RedisReader
 from tasuki.stores.redis.scripts import outsiders_of, script
 from tasuki.stores.redis.turn_script import calls_of, fill
-from tasuki.stores.redis.turns import Clocks, Session
-from tasuki.stores.redis.verbs import Answered, Call, Random
+from tasuki.stores.redis.turns import Clocks, RedisSession
+from tasuki.stores.redis.verbs import Answered, Random, ScriptCall
 from tasuki.stores.store import Clock, Feature
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class _Open:
     """A turn whose verbs are called one by one."""
 
     def __init__(self) -> None:
-        self.calls: list[Call[Any]] = []
+        self.calls: list[ScriptCall[Any]] = []
         self.replies: list[Reply] = []
         self.digest = ""
         self.clocks: Clocks | None = None
@@ -67,7 +67,7 @@ class _Open:
 class RedisClock:
     """Redis TIME for leases and for people: one clock for all who share the store."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: RedisSession) -> None:
         self._session = session
 
     def lease(self) -> float:
@@ -83,7 +83,7 @@ class RedisStore(RedisReader):
     features = frozenset({Feature.FIND_TEXT, Feature.DURABLE, Feature.SHARED})
 
     def __init__(
-        self, session: Session, app: str, own_subject: str, clock: Clock | None = None, random: Random = os.urandom
+        self, session: RedisSession, app: str, own_subject: str, clock: Clock | None = None, random: Random = os.urandom
     ) -> None:
         self._session = session
         self._app, self._own_subject = app, own_subject
@@ -110,7 +110,7 @@ class RedisStore(RedisReader):
             raise ConfigError(f"app {app!r} must be letters, digits, - and _: it is the prefix of its keys in Redis")
         client = connect(url, timeout_s)
         outsiders = outsiders_of(app, template)
-        session = Session(client, name_of(url), script(app, outsiders, result_ttl_s), clock)
+        session = RedisSession(client, name_of(url), script(app, outsiders, result_ttl_s), clock)
         try:
             session.time()
             is_durable = not check or check_settings(client, name_of(url), strict=strict)
@@ -148,7 +148,7 @@ class RedisStore(RedisReader):
         if calls:
             self._session.run([call for _, call in calls], lambda replies: fill(answers, calls, replies))
 
-    def _do(self, call: Call[T]) -> T:
+    def _do(self, call: ScriptCall[T]) -> T:
         turn = self._open
         if turn is not None:
             turn.calls.append(call)
@@ -157,7 +157,7 @@ class RedisStore(RedisReader):
         if call.reads:
             return self._session.look(call)
         found: list[Reply] = []
-        calls: list[Call[Any]] = [call]
+        calls: list[ScriptCall[Any]] = [call]
         self._session.run(calls, found.extend)
         return call.decode(found[0])
 
@@ -181,19 +181,19 @@ class RedisStore(RedisReader):
     def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
         return self._do(verbs.held(holders)) if holders else []
 
-    def start(self, claims: Sequence[Held]) -> list[Standing]:
+    def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         return self._do(verbs.start(claims)) if claims else []
 
-    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         return self._do(verbs.renew(claims)) if claims else []
 
-    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
+    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
         return self._do(verbs.release(claims, reason)) if claims else []
 
-    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         return self._do(verbs.report("finish", reports)) if reports else []
 
-    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         return self._do(verbs.report("fail", reports)) if reports else []
 
     # -- the leader -----------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class RedisStore(RedisReader):
     def get(self, job_ids: Sequence[str]) -> list[Job | None]:
         return self._do(verbs.get(job_ids)) if job_ids else []
 
-    def incidents(self, job_id: str) -> list[Incident]:
+    def incidents(self, job_id: str) -> list[JobIncident]:
         return self._do(verbs.incidents(job_id))
 
     def token(self, sha256: str) -> TokenRow | None:

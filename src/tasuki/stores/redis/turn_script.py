@@ -11,11 +11,11 @@ from tasuki.core.store_messages import Answers, Turn
 from tasuki.stores.batching import PRUNE_BATCH
 from tasuki.stores.redis import verbs
 from tasuki.stores.redis.codec import Reply
-from tasuki.stores.redis.verbs import Call, Random
+from tasuki.stores.redis.verbs import Random, ScriptCall
 from tasuki.stores.store import Clock
 from tasuki.stores.texts import storable
 
-Calls = list[tuple[str, Call[Any]]]
+Calls = list[tuple[str, ScriptCall[Any]]]
 """In order; the name is that of the field of Answers. Names in `_ONE_BY_ONE` come once for each answer."""
 
 _ONE_BY_ONE = frozenset({"add_token", "revoke_token"})

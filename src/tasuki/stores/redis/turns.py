@@ -22,7 +22,7 @@ import redis
 from tasuki.errors import StaleEpoch, TasukiError, Unavailable
 from tasuki.stores.redis.codec import Argument, Reply
 from tasuki.stores.redis.connection import translate
-from tasuki.stores.redis.verbs import Call
+from tasuki.stores.redis.verbs import ScriptCall
 from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.store import Clock
 
@@ -42,7 +42,7 @@ def _twice(look: Callable[[], T]) -> T:
         return look()
 
 
-class Session:
+class RedisSession:
     """One store's connection and its numbered turns; of one thread at a time."""
 
     def __init__(self, client: redis.Redis, where: str, script: str, clock: Clock | None) -> None:
@@ -65,9 +65,9 @@ class Session:
         return int(seconds) + int(microseconds) / 1e6
 
     # -- turns ----------------------------------------------------------------------------------------------------
-    def look(self, call: Call[T]) -> T:
+    def look(self, call: ScriptCall[T]) -> T:
         """A verb that only reads. Harmless twice: a connection that broke while it idled is made again at once."""
-        calls: list[Call[Any]] = [call]
+        calls: list[ScriptCall[Any]] = [call]
         [answer] = _twice(lambda: self._send("look", calls, self._clocks())[1])
         return call.decode(answer)
 
@@ -82,7 +82,7 @@ class Session:
         except redis.RedisError as error:
             raise self._error(error) from error
 
-    def run(self, calls: Sequence[Call[Any]], done: Callable[[list[Reply]], None]) -> None:
+    def run(self, calls: Sequence[ScriptCall[Any]], done: Callable[[list[Reply]], None]) -> None:
         """All of them in one transaction. `done` gets the answers, also those that are found only when the turn is recalled."""
         self._number += 1
         clocks = self._clocks()
@@ -90,7 +90,7 @@ class Session:
         done(self._finally(mode, calls, clocks, "", done))
 
     def attempt(
-        self, calls: Sequence[Call[Any]], before: Sequence[Reply], clocks: Clocks | None
+        self, calls: Sequence[ScriptCall[Any]], before: Sequence[Reply], clocks: Clocks | None
     ) -> tuple[list[Reply], str, Clocks]:
         """What the answers would be, their digest, and the clocks that they were made by. `before` was given out already."""
         _, answers, digest, lease_clock, wall_clock = self._send("try", calls, clocks or self._clocks())
@@ -98,13 +98,13 @@ class Session:
             raise self._overtaken()
         return answers, digest.decode(), (lease_clock, wall_clock)
 
-    def commit(self, calls: Sequence[Call[Any]], clocks: Clocks, digest: str) -> None:
+    def commit(self, calls: Sequence[ScriptCall[Any]], clocks: Clocks, digest: str) -> None:
         """Do what was tried, or nothing if the answers would be others now."""
         self._number += 1
         self._finally("commit", calls, clocks, digest, lambda _: None)
 
     def _finally(
-        self, mode: str, calls: Sequence[Call[Any]], clocks: Clocks, digest: str, done: Callable[[list[Reply]], None]
+        self, mode: str, calls: Sequence[ScriptCall[Any]], clocks: Clocks, digest: str, done: Callable[[list[Reply]], None]
     ) -> list[Reply]:
         number = self._number
 
@@ -132,7 +132,7 @@ class Session:
     def _send(
         self,
         mode: str,
-        calls: Sequence[Call[Any]],
+        calls: Sequence[ScriptCall[Any]],
         clocks: Clocks,
         digest: str = "",
         *,

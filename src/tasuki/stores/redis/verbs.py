@@ -12,9 +12,8 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.job import Incident, Job, Outcome, State, differing_fields
+from tasuki.core.job import Job, JobIncident, Outcome, State, differing_fields
 from tasuki.core.store_messages import (
-    Answer,
     Assignment,
     AuditRow,
     BlobClaim,
@@ -24,16 +23,17 @@ from tasuki.core.store_messages import (
     CondemnOrder,
     Grant,
     GroupCounts,
-    Held,
+    HeldLease,
     LeaseRequest,
+    LeaseStatus,
     MissingBlobs,
     Promoted,
     Reaped,
-    Recorded,
     Report,
+    ReportAnswer,
+    ReportStatus,
     Requeued,
     RequeueOrder,
-    Standing,
     Submission,
     Submitted,
     Takes,
@@ -41,7 +41,7 @@ from tasuki.core.store_messages import (
 )
 from tasuki.errors import Conflict
 from tasuki.stores.redis import codec as values
-from tasuki.stores.redis.codec import Argument, Facts, Record, Reply, flag, optional
+from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 from tasuki.stores.texts import storable
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ LEASE_PREFIX_BYTES = 12  # one worker's leases of one request share these; a num
 ASSIGN_LEASE_BYTES = 16
 
 
-class Call(NamedTuple, Generic[T]):
+class ScriptCall(NamedTuple, Generic[T]):
     """One verb with its arguments."""
 
     verb: str
@@ -64,19 +64,19 @@ class Call(NamedTuple, Generic[T]):
     """It carries an epoch, and may be refused."""
 
 
-class Found(NamedTuple):
+class FilterFields(NamedTuple):
     """What a filter looks at."""
 
     job_id: str
-    record: Record
-    facts: Facts
+    record: JobRecord
+    facts: SpecFacts
     outcome: bytes | None
 
 
 # ---------------------------------------------------------------------------------------------------- submitters
 
 
-def submit(submissions: Sequence[Submission], on_failed: str, own_subject: str) -> Call[list[Answered]]:
+def submit(submissions: Sequence[Submission], on_failed: str, own_subject: str) -> ScriptCall[list[Answered]]:
     """A payload has a key of its own if outsiders may look for it there (`own_subject`), or if it is large."""
     places: dict[values.Place, int] = {}
     jobs: list[Argument] = []
@@ -95,7 +95,7 @@ def submit(submissions: Sequence[Submission], on_failed: str, own_subject: str) 
     def decode(reply: Reply) -> list[Answered]:
         return [_submitted(submission, row) for submission, row in zip(submissions, reply, strict=True)]
 
-    return Call("submit", arguments, decode)
+    return ScriptCall("submit", arguments, decode)
 
 
 def _submitted(submission: Submission, row: Reply) -> Answered:
@@ -111,7 +111,7 @@ def _submitted(submission: Submission, row: Reply) -> Answered:
     return Submitted.before(job)
 
 
-def cancel(orders: Sequence[tuple[str, str, str]]) -> Call[list[Canceled]]:
+def cancel(orders: Sequence[tuple[str, str, str]]) -> ScriptCall[list[Canceled]]:
     """Of (job_id, actor, reason)."""
     arguments: list[Argument] = [len(orders)]
     for job_id, actor, reason in orders:
@@ -121,7 +121,7 @@ def cancel(orders: Sequence[tuple[str, str, str]]) -> Call[list[Canceled]]:
     def decode(reply: Reply) -> list[Canceled]:
         return [_canceled(*row) for row in reply]
 
-    return Call("cancel", arguments, decode)
+    return ScriptCall("cancel", arguments, decode)
 
 
 def _canceled(
@@ -130,18 +130,18 @@ def _canceled(
     return Canceled(_state(state), requested is not None, values.text(worker_id), values.text(lease_id))
 
 
-def requeue(orders: Sequence[RequeueOrder]) -> Call[list[Requeued]]:
+def requeue(orders: Sequence[RequeueOrder]) -> ScriptCall[list[Requeued]]:
     arguments: list[Argument] = [len(orders)]
     for order in orders:
         generation = "" if order.generation is None else order.generation
         arguments += (order.job_id, order.actor, storable(order.reason), generation)
-    return Call("requeue", arguments, lambda reply: [Requeued(row[0] == b"1", _state(row[1])) for row in reply])
+    return ScriptCall("requeue", arguments, lambda reply: [Requeued(row[0] == b"1", _state(row[1])) for row in reply])
 
 
 # ---------------------------------------------------------------------------------------------------- workers
 
 
-def lease(requests: Sequence[LeaseRequest], random: Random) -> Call[list[list[Grant]]]:
+def lease(requests: Sequence[LeaseRequest], random: Random) -> ScriptCall[list[list[Grant]]]:
     # Requests of one turn mostly share one map of live workers, and idle workers ask for the same: both go once.
     maps = {id(request.live_workers): request.live_workers for request in requests}
     number_of = {key: number for number, key in enumerate(maps, 1)}
@@ -167,7 +167,7 @@ def lease(requests: Sequence[LeaseRequest], random: Random) -> Call[list[list[Gr
             for request, flat in zip(requests, reply, strict=True)
         ]
 
-    return Call("lease", arguments, decode)
+    return ScriptCall("lease", arguments, decode)
 
 
 def _wish(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
@@ -196,39 +196,39 @@ def batched(flat: Sequence[T], width: int) -> Iterator[tuple[T, ...]]:
     return zip(*(iter(flat),) * width, strict=True)
 
 
-def held(holders: Sequence[tuple[str, str]]) -> Call[list[list[Grant]]]:
-    return Call("held", [len(holders), *(part for holder in holders for part in holder)], _grant_lists, reads=True)
+def held(holders: Sequence[tuple[str, str]]) -> ScriptCall[list[list[Grant]]]:
+    return ScriptCall("held", [len(holders), *(part for holder in holders for part in holder)], _grant_lists, reads=True)
 
 
-def _shown(claim: Held) -> tuple[Argument, ...]:
+def _shown(claim: HeldLease) -> tuple[Argument, ...]:
     return claim.job_id, claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt
 
 
-def start(claims: Sequence[Held]) -> Call[list[Standing]]:
+def start(claims: Sequence[HeldLease]) -> ScriptCall[list[LeaseStatus]]:
     arguments = [len(claims), *(part for claim in claims for part in (*_shown(claim), claim.ttl_s))]
-    return Call("start", arguments, _standings)
+    return ScriptCall("start", arguments, _standings)
 
 
-def renew(claims: Sequence[Held]) -> Call[list[Standing]]:
+def renew(claims: Sequence[HeldLease]) -> ScriptCall[list[LeaseStatus]]:
     arguments: list[Argument] = [len(claims)]
     for claim in claims:
         arguments += (*_shown(claim), claim.ttl_s, "" if claim.progress is None else msgspec.json.encode(claim.progress))
-    return Call("renew", arguments, _standings)
+    return ScriptCall("renew", arguments, _standings)
 
 
-def _standings(reply: Reply) -> list[Standing]:
-    return [Standing(row.decode()) for row in reply]
+def _standings(reply: Reply) -> list[LeaseStatus]:
+    return [LeaseStatus(row.decode()) for row in reply]
 
 
-def release(claims: Sequence[Held], reason: str) -> Call[list[bool]]:
+def release(claims: Sequence[HeldLease], reason: str) -> ScriptCall[list[bool]]:
     arguments: list[Argument] = [storable(reason), len(claims)]
     for claim in claims:
         outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
         arguments += (*_shown(claim), values.encode(outcome))
-    return Call("release", arguments, flags)
+    return ScriptCall("release", arguments, flags)
 
 
-def report(verb: str, reports: Sequence[Report]) -> Call[list[Recorded]]:
+def report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
     """`finish` or `fail`."""
     arguments: list[Argument] = [len(reports), *(item.job_id for item in reports)]
     for item in reports:
@@ -246,22 +246,23 @@ def report(verb: str, reports: Sequence[Report]) -> Call[list[Recorded]]:
         if verb == "fail":
             words = outcome.message or outcome.error_code or "failed"
             arguments += (outcome.error_code or "", flag(outcome.permanent), words)
-    return Call(verb, arguments, _recorded)
+    return ScriptCall(verb, arguments, _recorded)
 
 
-_SUCCEEDED = Recorded(Answer.RECORDED, State.SUCCEEDED)
+_SUCCEEDED = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
 
 
-def _recorded(reply: Reply) -> list[Recorded]:
+def _recorded(reply: Reply) -> list[ReportAnswer]:
     return [
-        _SUCCEEDED if row == b"recorded" else Recorded(Answer(row[0].decode()), _state(row[1]), row[2].decode()) for row in reply
+        _SUCCEEDED if row == b"recorded" else ReportAnswer(ReportStatus(row[0].decode()), _state(row[1]), row[2].decode())
+        for row in reply
     ]
 
 
 # ---------------------------------------------------------------------------------------------------- the leader
 
 
-def assign(assignments: Sequence[Assignment], epoch: int, random: Random) -> Call[list[Grant | None]]:
+def assign(assignments: Sequence[Assignment], epoch: int, random: Random) -> ScriptCall[list[Grant | None]]:
     arguments: list[Argument] = [epoch, len(assignments)]
     for item in assignments:
         arguments += (
@@ -273,39 +274,41 @@ def assign(assignments: Sequence[Assignment], epoch: int, random: Random) -> Cal
             item.reconnect_grace_s,
             random(ASSIGN_LEASE_BYTES).hex(),
         )
-    return Call("assign", arguments, lambda reply: [None if row is None else values.grant(row) for row in reply], leads=True)
+    return ScriptCall(
+        "assign", arguments, lambda reply: [None if row is None else values.grant(row) for row in reply], leads=True
+    )
 
 
-def take_over(holder: str, epoch: int) -> Call[bool]:
-    return Call("take_over", [holder, epoch], is_one)
+def take_over(holder: str, epoch: int) -> ScriptCall[bool]:
+    return ScriptCall("take_over", [holder, epoch], is_one)
 
 
-def reap(epoch: int, limit: int) -> Call[list[Reaped]]:
+def reap(epoch: int, limit: int) -> ScriptCall[list[Reaped]]:
     def decode(reply: Reply) -> list[Reaped]:
         return [
             Reaped(job_id.decode(), State(state.decode()), worker_id.decode(), int(attempt), reason.decode())
             for job_id, state, worker_id, attempt, reason in reply
         ]
 
-    return Call("reap", [epoch, limit], decode, leads=True)
+    return ScriptCall("reap", [epoch, limit], decode, leads=True)
 
 
-def promote(epoch: int, limit: int) -> Call[Promoted]:
+def promote(epoch: int, limit: int) -> ScriptCall[Promoted]:
     def decode(reply: Reply) -> Promoted:
         return Promoted(tuple(subject.decode() for subject in reply[1:]), int(reply[0]))
 
-    return Call("promote", [epoch, limit], decode, leads=True)
+    return ScriptCall("promote", [epoch, limit], decode, leads=True)
 
 
-def skip(epoch: int, limit: int) -> Call[list[str]]:
-    return Call("skip", [epoch, limit], texts, leads=True)
+def skip(epoch: int, limit: int) -> ScriptCall[list[str]]:
+    return ScriptCall("skip", [epoch, limit], texts, leads=True)
 
 
-def prune(before: float, epoch: int, limit: int) -> Call[int]:
-    return Call("prune", [before, epoch, limit], int, leads=True)
+def prune(before: float, epoch: int, limit: int) -> ScriptCall[int]:
+    return ScriptCall("prune", [before, epoch, limit], int, leads=True)
 
 
-def condemn_blobs(order: CondemnOrder, epoch: int) -> Call[Condemned]:
+def condemn_blobs(order: CondemnOrder, epoch: int) -> ScriptCall[Condemned]:
     def decode(reply: Reply) -> Condemned:
         total_bytes, rows = reply
         places = tuple(
@@ -315,50 +318,50 @@ def condemn_blobs(order: CondemnOrder, epoch: int) -> Call[Condemned]:
         return Condemned(places, None if order.budget_bytes is None else int(total_bytes))
 
     arguments = [epoch, order.unused_since, optional(order.budget_bytes), order.squeezed_since, order.limit]
-    return Call("condemn_blobs", arguments, decode, leads=True)
+    return ScriptCall("condemn_blobs", arguments, decode, leads=True)
 
 
-def forget_blobs(places: Sequence[BlobPlace], epoch: int) -> Call[int]:
+def forget_blobs(places: Sequence[BlobPlace], epoch: int) -> ScriptCall[int]:
     doomed = dict.fromkeys((place.sha256, place.generation) for place in places)
-    return Call("forget_blobs", [epoch, len(doomed), *(part for place in doomed for part in place)], int, leads=True)
+    return ScriptCall("forget_blobs", [epoch, len(doomed), *(part for place in doomed for part in place)], int, leads=True)
 
 
 # ---------------------------------------------------------------------------------------------------- readers
 
 
-def get(job_ids: Sequence[str]) -> Call[list[Job | None]]:
-    return Call("get", [len(job_ids), *job_ids], lambda reply: [values.job(row) for row in reply], reads=True)
+def get(job_ids: Sequence[str]) -> ScriptCall[list[Job | None]]:
+    return ScriptCall("get", [len(job_ids), *job_ids], lambda reply: [values.job(row) for row in reply], reads=True)
 
 
-def incidents(job_id: str) -> Call[list[Incident]]:
-    return Call("incidents", [job_id], lambda reply: [values.incident(row) for row in reply], reads=True)
+def incidents(job_id: str) -> ScriptCall[list[JobIncident]]:
+    return ScriptCall("incidents", [job_id], lambda reply: [values.incident(row) for row in reply], reads=True)
 
 
-def epoch() -> Call[tuple[int, str]]:
-    return Call("epoch", [], lambda reply: (int(reply[0]), reply[1].decode()), reads=True)
+def epoch() -> ScriptCall[tuple[int, str]]:
+    return ScriptCall("epoch", [], lambda reply: (int(reply[0]), reply[1].decode()), reads=True)
 
 
-def next_due() -> Call[tuple[float | None, float | None]]:
+def next_due() -> ScriptCall[tuple[float | None, float | None]]:
     def decode(reply: Reply) -> tuple[float | None, float | None]:
         lease, delay = (None if at is None else float(at) for at in reply)
         return lease, delay
 
-    return Call("next_due", [], decode, reads=True)
+    return ScriptCall("next_due", [], decode, reads=True)
 
 
-def find(below: str | None, count: int, *, with_texts: bool) -> Call[list[Found]]:
+def find(below: str | None, count: int, *, with_texts: bool) -> ScriptCall[list[FilterFields]]:
     """The newest jobs below a seq, with what a filter looks at."""
 
-    def decode(reply: Reply) -> list[Found]:
+    def decode(reply: Reply) -> list[FilterFields]:
         return [
-            Found(job_id.decode(), values.read_record(record), values.split(spec)[0], outcome)
+            FilterFields(job_id.decode(), values.read_record(record), values.split(spec)[0], outcome)
             for job_id, record, spec, outcome in reply
         ]
 
-    return Call("find", [optional(below), count, flag(with_texts)], decode, reads=True)
+    return ScriptCall("find", [optional(below), count, flag(with_texts)], decode, reads=True)
 
 
-def counts() -> Call[dict[str, GroupCounts]]:
+def counts() -> ScriptCall[dict[str, GroupCounts]]:
     def decode(reply: Reply) -> dict[str, GroupCounts]:
         groups: dict[str, dict[str, int]] = {}
         for field, number in zip(reply[::2], reply[1::2], strict=True):
@@ -366,40 +369,40 @@ def counts() -> Call[dict[str, GroupCounts]]:
             groups.setdefault(group, {})[counter] = int(number)
         return {group: GroupCounts(**counters) for group, counters in groups.items()}
 
-    return Call("counts", [], decode, reads=True)
+    return ScriptCall("counts", [], decode, reads=True)
 
 
-def ready_ahead(job_id: str) -> Call[int | None]:
-    return Call("ready_ahead", [job_id], _optional_int, reads=True)
+def ready_ahead(job_id: str) -> ScriptCall[int | None]:
+    return ScriptCall("ready_ahead", [job_id], _optional_int, reads=True)
 
 
-def top_band() -> Call[int | None]:
-    return Call("top_band", [], _optional_int, reads=True)
+def top_band() -> ScriptCall[int | None]:
+    return ScriptCall("top_band", [], _optional_int, reads=True)
 
 
-def texts_of(verb: str, names: Sequence[str]) -> Call[list[str]]:
+def texts_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
     """`ended_among` or `revoked_among`: those of the names that are."""
-    return Call(verb, [len(names), *names], texts, reads=True)
+    return ScriptCall(verb, [len(names), *names], texts, reads=True)
 
 
 # ---------------------------------------------------------------------------------------------------- blobs and tokens
 
 
-def blob_places(sha256s: Sequence[str]) -> Call[list[BlobPlace | None]]:
+def blob_places(sha256s: Sequence[str]) -> ScriptCall[list[BlobPlace | None]]:
     def decode(reply: Reply) -> list[BlobPlace | None]:
         return [
             None if row is None else BlobPlace(sha256, int(row[0]), int(row[1]), stored=True)
             for sha256, row in zip(sha256s, reply, strict=True)
         ]
 
-    return Call("blob_places", [len(sha256s), *sha256s], decode, reads=True)
+    return ScriptCall("blob_places", [len(sha256s), *sha256s], decode, reads=True)
 
 
-def blob_owners(sha256: str, limit: int) -> Call[list[str]]:
-    return Call("blob_owners", [sha256, limit], texts, reads=True)
+def blob_owners(sha256: str, limit: int) -> ScriptCall[list[str]]:
+    return ScriptCall("blob_owners", [sha256, limit], texts, reads=True)
 
 
-def place_blobs(claims: Sequence[BlobClaim]) -> Call[list[BlobPlace]]:
+def place_blobs(claims: Sequence[BlobClaim]) -> ScriptCall[list[BlobPlace]]:
     def decode(reply: Reply) -> list[BlobPlace]:
         return [
             BlobPlace(claim.sha256, int(size_bytes), int(generation), stored == b"1")
@@ -407,15 +410,15 @@ def place_blobs(claims: Sequence[BlobClaim]) -> Call[list[BlobPlace]]:
         ]
 
     arguments = [len(claims), *(part for claim in claims for part in (claim.sha256, claim.size_bytes))]
-    return Call("place_blobs", arguments, decode)
+    return ScriptCall("place_blobs", arguments, decode)
 
 
-def blobs_stored(places: Sequence[BlobPlace]) -> Call[list[bool]]:
+def blobs_stored(places: Sequence[BlobPlace]) -> ScriptCall[list[bool]]:
     arguments = [len(places), *(part for place in places for part in (place.sha256, place.generation, place.size_bytes))]
-    return Call("blobs_stored", arguments, flags)
+    return ScriptCall("blobs_stored", arguments, flags)
 
 
-def add_token(token: TokenRow) -> Call[bool]:
+def add_token(token: TokenRow) -> ScriptCall[bool]:
     """Of a token whose texts are storable."""
 
     def decode(reply: Reply) -> bool:
@@ -423,23 +426,23 @@ def add_token(token: TokenRow) -> Call[bool]:
 
     fields = values.token_arguments(token)
     detail = f"{token.kind} {token.label}".rstrip()
-    return Call("add_token", [token.token_id, token.sha256, token.created_by, detail, len(fields), *fields], decode)
+    return ScriptCall("add_token", [token.token_id, token.sha256, token.created_by, detail, len(fields), *fields], decode)
 
 
-def token(sha256s: Sequence[str]) -> Call[list[TokenRow | None]]:
-    return Call("token", [len(sha256s), *sha256s], lambda reply: [values.token(row) for row in reply], reads=True)
+def token(sha256s: Sequence[str]) -> ScriptCall[list[TokenRow | None]]:
+    return ScriptCall("token", [len(sha256s), *sha256s], lambda reply: [values.token(row) for row in reply], reads=True)
 
 
-def tokens() -> Call[list[TokenRow]]:
-    return Call("tokens", [], lambda reply: [row for flat in reply if (row := values.token(flat)) is not None], reads=True)
+def tokens() -> ScriptCall[list[TokenRow]]:
+    return ScriptCall("tokens", [], lambda reply: [row for flat in reply if (row := values.token(flat)) is not None], reads=True)
 
 
-def revoke_token(token_id: str, actor: str) -> Call[bool]:
-    return Call("revoke_token", [token_id, actor], is_one)
+def revoke_token(token_id: str, actor: str) -> ScriptCall[bool]:
+    return ScriptCall("revoke_token", [token_id, actor], is_one)
 
 
-def audit(limit: int) -> Call[list[AuditRow]]:
-    return Call("audit", [limit], lambda reply: [values.audit_row(row) for row in reply], reads=True)
+def audit(limit: int) -> ScriptCall[list[AuditRow]]:
+    return ScriptCall("audit", [limit], lambda reply: [values.audit_row(row) for row in reply], reads=True)
 
 
 # ---------------------------------------------------------------------------------------------------- plain answers

@@ -12,14 +12,14 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from tasuki.stores.reconnecting_wakeups import TIMEOUT_S, KeptWakeups
+from tasuki.stores.reconnecting_wakeups import TIMEOUT_S, ReconnectingWakeups
 from tasuki.stores.redis.connection import connect_async
 
 IDLE_S = 5.0  # of silence: then the listener asks whether anybody is there; after as much again it connects anew
 
 
-class RedisWakeups(KeptWakeups[redis.asyncio.Redis]):
-    """`app` is the prefix of the keys of those who belong together; `server_id` see `KeptWakeups`."""
+class RedisWakeups(ReconnectingWakeups[redis.asyncio.Redis]):
+    """`app` is the prefix of the keys of those who belong together; `server_id` see `ReconnectingWakeups`."""
 
     def __init__(
         self, url: str, *, app: str, server_id: str, idle_s: float = IDLE_S, jitter: Callable[[], float] = random.random

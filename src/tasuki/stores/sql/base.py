@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tasuki.core.job import Outcome, State
 from tasuki.core.store_messages import COUNTED
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, Database, Session
+from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, Database, SqlSession
 from tasuki.stores.sql.read import SqlReads
 from tasuki.stores.sql.rows import JobRow, outcome_values, replaced_report_of
 from tasuki.stores.store import Clock
@@ -55,7 +55,7 @@ class SqlBase(SqlReads):
         self._deltas: dict[tuple[str, str], int] = {}
         self._incidents: list[tuple[Any, ...]] = []
         self._settled: list[tuple[Any, ...]] = []
-        self._session: Session
+        self._session: SqlSession
         """In a turn: its connection's."""
 
     # -- transactions ---------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class SqlBase(SqlReads):
         """Give back everything; the file is free for another owner afterwards."""
         self._database.close()
 
-    def _read(self, read: Callable[[Session], T]) -> T:
+    def _read(self, read: Callable[[SqlSession], T]) -> T:
         with self._translated():
             return read(self._session if self._depth > 0 else self._database.session)
 

@@ -1,7 +1,7 @@
 """The seam between the SQL store's verbs and a vendor: what a database gives, and what a connection to it can run.
 
 The verbs are written once; a vendor brings its statements (`statements/<vendor>.sql`), a `Database` that opens, begins and
-commits, and a `Session` that runs statements by name on one connection. Where the fastest way to do a thing differs between
+commits, and a `SqlSession` that runs statements by name on one connection. Where the fastest way to do a thing differs between
 vendors as a whole (insert a batch, claim what is ready, record a batch of finishes), it is one call of the session.
 """
 
@@ -43,7 +43,7 @@ class Queues(NamedTuple):
     limit: int
 
 
-class Session(Protocol):
+class SqlSession(Protocol):
     """One connection that runs named statements. Errors are the driver's own: see `Database.translated`."""
 
     # -- any statement --------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Database(Protocol):
         ...
 
     @property
-    def session(self) -> Session:
+    def session(self) -> SqlSession:
         """On the current connection; ask again after `begin`, which may have made a new one."""
         ...
 
@@ -137,6 +137,6 @@ class ReadOnly(Protocol):
     """A connection for readers."""
 
     @property
-    def session(self) -> Session: ...
+    def session(self) -> SqlSession: ...
     def translated(self) -> AbstractContextManager[None]: ...
     def close(self) -> None: ...

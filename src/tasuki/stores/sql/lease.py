@@ -12,7 +12,7 @@ from tasuki.core.store_messages import Assignment, Grant, LeaseRequest
 from tasuki.errors import Unavailable
 from tasuki.stores.sql.base import must_change
 from tasuki.stores.sql.database import Queues
-from tasuki.stores.sql.ready_index import Place, ReadySubjects
+from tasuki.stores.sql.ready_index import Place, ReadyIndex
 from tasuki.stores.sql.report import SqlReport
 from tasuki.stores.sql.rows import READY
 from tasuki.stores.store import Clock
@@ -33,14 +33,14 @@ class SqlLease(SqlReport):
         if not requests:
             return []
         with self._turn:
-            ready = ReadySubjects(self._session.rows, self._starts)
+            ready = ReadyIndex(self._session.rows, self._starts)
             answers = [
                 self._lease_named(request) if request.job_ids else self._lease_next(request, ready) for request in requests
             ]
             self._at("lease.written")
             return answers
 
-    def _lease_next(self, request: LeaseRequest, ready: ReadySubjects) -> list[Grant]:
+    def _lease_next(self, request: LeaseRequest, ready: ReadyIndex) -> list[Grant]:
         grants: list[Grant] = []
         if request.limit <= 0:
             return grants
@@ -55,7 +55,7 @@ class SqlLease(SqlReport):
                     return grants
         return grants
 
-    def _take(self, ready: ReadySubjects, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
+    def _take(self, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
         taken: list[Grant] = []
         for subjects in ready.windows(priority, group, request):
             members = [(subject, kind) for subject in subjects for kind in map(int, request.takes.kinds)]

@@ -63,7 +63,7 @@ class _Dumper(adapt.Dumper):
         return obj.data
 
 
-class Kind(NamedTuple):
+class ParameterType(NamedTuple):
     """One type of parameter: makes its values."""
 
     value: type[Value]
@@ -93,11 +93,13 @@ def _framed(data: bytes) -> bytes:
     return _LENGTH(len(data)) + data
 
 
-def _kind(name: str, oid: int, encode: Encode) -> Kind:
-    return Kind(type(f"Value_{name}", (Value,), {"__slots__": ()}), type(f"Dumper_{name}", (_Dumper,), {"oid": oid}), encode)
+def _kind(name: str, oid: int, encode: Encode) -> ParameterType:
+    return ParameterType(
+        type(f"Value_{name}", (Value,), {"__slots__": ()}), type(f"Dumper_{name}", (_Dumper,), {"oid": oid}), encode
+    )
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, ParameterType] = {}
 for _name, (_oid, _array_oid, _encode) in _TYPES.items():
     KINDS[_name] = _kind(_name, _oid, _encode)
     KINDS[f"{_name}[]"] = _kind(f"{_name}_array", _array_oid, _array(_oid, _encode))
@@ -123,7 +125,7 @@ class Statement(NamedTuple):
     text: str
     names: tuple[str, ...]
     """Of the parameters, if they are given by name."""
-    kinds: tuple[Kind | None, ...]
+    kinds: tuple[ParameterType | None, ...]
     """None: by the value, which is then never NULL."""
     writes: bool
     """It changes or locks rows."""

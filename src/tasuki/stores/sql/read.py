@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from tasuki.core.job import LEASED, Incident, Job
+from tasuki.core.job import LEASED, Job, JobIncident
 from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.core.subject import literal_prefix, matches
 from tasuki.errors import InvalidInput
 from tasuki.stores.retrying import Interrupted, Why
-from tasuki.stores.sql.database import Parameters, ReadOnly, Session
+from tasuki.stores.sql.database import Parameters, ReadOnly, SqlSession
 from tasuki.stores.sql.rows import FAILED_STATES, FoundRow, JobRow, job_of, token_of
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class SqlReads:
     """The verbs that only read."""
 
     @abstractmethod
-    def _read(self, read: Callable[[Session], T]) -> T:
+    def _read(self, read: Callable[[SqlSession], T]) -> T:
         """Do it on the connection; errors of the driver come out as ours."""
 
     def _select(self, name: str, parameters: Parameters = ()) -> list[Any]:
@@ -47,8 +47,8 @@ class SqlReads:
         alive = {job_id for (job_id,) in self._select_by_texts("alive_among", job_ids)}
         return [job_id for job_id in dict.fromkeys(job_ids) if job_id not in alive]
 
-    def incidents(self, job_id: str) -> list[Incident]:
-        return [Incident(*row) for row in self._select("incidents", (job_id,))]
+    def incidents(self, job_id: str) -> list[JobIncident]:
+        return [JobIncident(*row) for row in self._select("incidents", (job_id,))]
 
     def counts(self) -> dict[str, GroupCounts]:
         groups: dict[str, dict[str, int]] = {}
@@ -103,7 +103,7 @@ class SqlReads:
         return self._read(lambda session: _find(session, filter, limit, cursor))
 
 
-def _find(session: Session, filter: Filter, limit: int, cursor: str | None) -> Page:
+def _find(session: SqlSession, filter: Filter, limit: int, cursor: str | None) -> Page:
     oldest, newest = session.rows("id_range")[0]
     if newest is None:
         return Page([], None)
@@ -125,7 +125,7 @@ def _find(session: Session, filter: Filter, limit: int, cursor: str | None) -> P
     return Page([job_of(row) for row in rows], str(position) if position > oldest else None)
 
 
-def _walk(session: Session, filter: Filter, high: int, oldest: int) -> tuple[int, Iterator[Any]]:
+def _walk(session: SqlSession, filter: Filter, high: int, oldest: int) -> tuple[int, Iterator[Any]]:
     """Rows below `high` that may be wanted, the newest first; and the id down to which this walk is complete."""
     states = frozenset(filter.states)
     at = {"high": high, "low": oldest, "most": FIND_SCAN_MAX}
@@ -186,7 +186,7 @@ class SqlReader(SqlReads):
     def __init__(self, own: ReadOnly) -> None:
         self._own = own
 
-    def _read(self, read: Callable[[Session], T]) -> T:
+    def _read(self, read: Callable[[SqlSession], T]) -> T:
         try:
             return self._read_once(read)
         except Interrupted as error:
@@ -194,7 +194,7 @@ class SqlReader(SqlReads):
                 raise
             return self._read_once(read)  # a connection that idled through a restart of the database: on a new one
 
-    def _read_once(self, read: Callable[[Session], T]) -> T:
+    def _read_once(self, read: Callable[[SqlSession], T]) -> T:
         with self._own.translated():
             return read(self._own.session)
 

@@ -89,7 +89,7 @@ class Scan:
         return True
 
 
-class ReadySubjects:
+class ReadyIndex:
     """What is ready, as far as one `lease` call has asked. `starts` is where scans that did not see all left off before."""
 
     def __init__(self, rows: Callable[[str, Parameters], list[Any]], starts: dict[Place, str]) -> None:

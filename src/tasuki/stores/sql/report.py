@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tasuki.core.job import LEASED, OnDisconnect, Outcome, Progress, State
-from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Event, Verdict, after, after_failure, after_loss, sources
-from tasuki.core.store_messages import Answer, Held, Recorded, Report, Standing
+from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
+from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus
 from tasuki.errors import StaleEpoch
 from tasuki.stores.sql.base import must_change
 from tasuki.stores.sql.blobs import SqlBlobs
@@ -41,7 +41,7 @@ _KINDS: dict[Event, str] = {
 """How the story calls what ended an attempt without success."""
 
 _REPORTABLE = sources(Event.SUCCEED)
-_RECORDED = Recorded(Answer.RECORDED, State.SUCCEEDED)
+_RECORDED = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
 _DIGITS_MAX = 18  # of a row id; more would not be an integer for SQLite
 
 
@@ -55,12 +55,12 @@ class SqlReport(SqlBlobs):
     """Verbs of workers that show a lease."""
 
     # -- claims ---------------------------------------------------------------------------------------------------
-    def start(self, claims: Sequence[Held]) -> list[Standing]:
+    def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         with self._turn:
             rows = [_claim_values(claim) for claim in claims]
             return self._standings(claims, self._session.returned("start", (self.clock.wall(),), rows))
 
-    def renew(self, claims: Sequence[Held]) -> list[Standing]:
+    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
         with self._turn:
             rows = [(*_claim_values(claim), claim.ttl_s) for claim in claims]
             base = self.clock.lease() + LEASE_MARGIN_S
@@ -69,7 +69,7 @@ class SqlReport(SqlBlobs):
             self._session.changed("tell_progress", (), told)
             return answers
 
-    def _standings(self, claims: Sequence[Held], changed: list[Any]) -> list[Standing]:
+    def _standings(self, claims: Sequence[HeldLease], changed: list[Any]) -> list[LeaseStatus]:
         """An answer for each claim. Those that changed no row may still be current: started before, or ORPHANED."""
         cancels = {tuple(shown): cancel for *shown, cancel in changed}
         rest = self._rows_seen(claim.job_id for claim in claims if _shown(claim) not in cancels)
@@ -77,9 +77,9 @@ class SqlReport(SqlBlobs):
         cancels |= {shown: row.cancel_requested for shown, (_, row) in held.items() if row.job_state in LEASED}
         cancels |= self._resume([(claim, row) for claim, row in held.values() if row.job_state is State.ORPHANED])
         found = [cancels.get(_shown(claim)) for claim in claims]
-        return [Standing.LOST if cancel is None else Standing.CANCEL if cancel else Standing.GO_ON for cancel in found]
+        return [LeaseStatus.LOST if cancel is None else LeaseStatus.CANCEL if cancel else LeaseStatus.GO_ON for cancel in found]
 
-    def _resume(self, held: list[tuple[Held, JobRow]]) -> dict[tuple[Any, ...], int]:
+    def _resume(self, held: list[tuple[HeldLease, JobRow]]) -> dict[tuple[Any, ...], int]:
         """Their workers are back. Who shows its lease while the job is given to another is not in the answer."""
         if not held:
             return {}
@@ -93,7 +93,7 @@ class SqlReport(SqlBlobs):
                 self._count(row.group, after(row.job_state, Event.RESUME), 1)
         return resumed
 
-    def release(self, claims: Sequence[Held], *, reason: str = "") -> list[bool]:
+    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
         with self._turn:
             rows = self._rows(claim.job_id for claim in claims)
             answers = []
@@ -128,7 +128,7 @@ class SqlReport(SqlBlobs):
             self._count(row.group, after(row.job_state, Event.RELEASE), 1)
 
     # -- reports --------------------------------------------------------------------------------------------------
-    def finish(self, reports: Sequence[Report]) -> list[Recorded]:
+    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         if not reports:
             return []
         with self._turn:
@@ -175,7 +175,7 @@ class SqlReport(SqlBlobs):
             if report.outcome.result_ref is None or report.outcome.result_ref.sha256 in stored
         ]
 
-    def fail(self, reports: Sequence[Report]) -> list[Recorded]:
+    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
         with self._turn:
             rows = self._rows(report.job_id for report in reports)
             # Taken out of those read before: a second report on one job is judged by what the first left.
@@ -184,22 +184,24 @@ class SqlReport(SqlBlobs):
             self._at("fail.written")
             return answers
 
-    def _report(self, report: Report, verb: Event, row: JobRow | None = None) -> Recorded:
+    def _report(self, report: Report, verb: Event, row: JobRow | None = None) -> ReportAnswer:
         """One report, judged by its row, which is read unless it was just read."""
         row = row or self._row(report.job_id)
         if row is None:
-            return Recorded(Answer.FENCED, None, "there is no such job")
+            return ReportAnswer(ReportStatus.FENCED, None, "there is no such job")
         shown = (report.worker_id, report.lease_id, report.attempt)
         if row.job_state not in _REPORTABLE or shown != (row.assigned_worker_id, row.lease_id, row.attempt):
             return self._repeated_or_fenced(row, report, verb)
         ref = report.outcome.result_ref
         if ref is not None and not self._stored_among((ref.sha256,)):
-            return Recorded(Answer.BLOB_MISSING, row.job_state, f"its result, blob {ref.sha256}, is not stored; bring it again")
+            return ReportAnswer(
+                ReportStatus.BLOB_MISSING, row.job_state, f"its result, blob {ref.sha256}, is not stored; bring it again"
+            )
         started_at = row.started_at if row.started_at is not None else report.started_at
         if verb is Event.SUCCEED:
             state = after(row.job_state, verb)
             self._settle(row, state, report.outcome, not_before=row.not_before, started_at=started_at)
-            return Recorded(Answer.RECORDED, state)
+            return ReportAnswer(ReportStatus.RECORDED, state)
         verdict = after_failure(
             row.job_state,
             report.outcome,
@@ -210,19 +212,19 @@ class SqlReport(SqlBlobs):
             backoff_s=row.backoff_s,
         )
         self._end_attempt(row._replace(started_at=started_at), verdict, report.outcome)
-        return Recorded(Answer.RECORDED, verdict.state, verdict.reason)
+        return ReportAnswer(ReportStatus.RECORDED, verdict.state, verdict.reason)
 
-    def _repeated_or_fenced(self, row: JobRow, report: Report, verb: Event) -> Recorded:
+    def _repeated_or_fenced(self, row: JobRow, report: Report, verb: Event) -> ReportAnswer:
         if _is_repeat(row, report, verb):
-            return Recorded(Answer.REPEATED, row.job_state)
+            return ReportAnswer(ReportStatus.REPEATED, row.job_state)
         reason = (
             f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {row.attempt} is {row.state}"
         )
         self._incident(row, "fenced", attempt=report.attempt, worker_id=report.worker_id, reason=reason)
-        return Recorded(Answer.FENCED, row.job_state, reason)
+        return ReportAnswer(ReportStatus.FENCED, row.job_state, reason)
 
     # -- the end of an attempt without success --------------------------------------------------------------------
-    def _end_attempt(self, row: JobRow, verdict: Verdict, outcome: Outcome | None, epoch: int | None = None) -> None:
+    def _end_attempt(self, row: JobRow, verdict: Disposition, outcome: Outcome | None, epoch: int | None = None) -> None:
         """Do what the verdict says; without an outcome it is the store's own word on a lost worker."""
         self._incident(row, _KINDS[verdict.event], worker_id=row.assigned_worker_id or "", reason=verdict.reason)
         was_reported = outcome is not None
@@ -246,7 +248,7 @@ class SqlReport(SqlBlobs):
             epoch=epoch,
         )
 
-    def _loss(self, row: JobRow) -> Verdict:
+    def _loss(self, row: JobRow) -> Disposition:
         return after_loss(
             row.job_state,
             cancel_requested=bool(row.cancel_requested),
@@ -271,20 +273,20 @@ def _progress_values(progress: Progress) -> tuple[float, str]:
     return progress.fraction, storable(progress.text)
 
 
-def _claim_values(claim: Held) -> tuple[Any, ...]:
+def _claim_values(claim: HeldLease) -> tuple[Any, ...]:
     return (row_id_of(claim.lease_id), *_shown(claim))
 
 
-def _shown(claim: Held) -> tuple[Any, ...]:
+def _shown(claim: HeldLease) -> tuple[Any, ...]:
     return (claim.job_id, claim.lease_id, claim.worker_id, claim.incarnation, claim.attempt)
 
 
-def _is_held(row: JobRow | None, claim: Held) -> bool:
+def _is_held(row: JobRow | None, claim: HeldLease) -> bool:
     """Whether the claim shows a lease that may still report."""
     return row is not None and row.job_state in _REPORTABLE and _is_holder(row, claim)
 
 
-def _is_holder(row: JobRow, claim: Held) -> bool:
+def _is_holder(row: JobRow, claim: HeldLease) -> bool:
     return _shown(claim) == (row.idempotency_key, row.lease_id, row.assigned_worker_id, row.incarnation, row.attempt)
 
 

@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 """(done, all), in bytes."""
 
 
-class Facts(msgspec.Struct, frozen=True):
+class BackupFacts(msgspec.Struct, frozen=True):
     """What a copy holds, for people and for the manifest."""
 
     schema_version: int
@@ -87,7 +87,7 @@ def _copy_at(path: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-def facts_of(path: Path) -> Facts:
+def facts_of(path: Path) -> BackupFacts:
     """Read what a copy holds."""
     with _copy_at(path) as connection:
         schema = connection.execute("SELECT version FROM tasuki_schema WHERE id = 1").fetchone()
@@ -95,7 +95,7 @@ def facts_of(path: Path) -> Facts:
         epoch = connection.execute("SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?", (LEADER_SCOPE,)).fetchone()
         jobs = connection.execute("SELECT state, count(*) FROM tasuki_jobrun GROUP BY state ORDER BY state").fetchall()
     number, holder = epoch or (0, "")
-    return Facts(schema[0] if schema else 0, tuple(name for (name,) in migrations), number, holder, dict(jobs))
+    return BackupFacts(schema[0] if schema else 0, tuple(name for (name,) in migrations), number, holder, dict(jobs))
 
 
 def blobs_of(path: Path) -> list[BlobPlace]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.fairness import FairTurns
-from tasuki.core.job import Incident
+from tasuki.core.job import JobIncident
 from tasuki.core.store_messages import GroupCounts, TokenRow
 from tasuki.django.schema import SCHEMA_VERSION
 from tasuki.errors import ConfigError
@@ -120,7 +120,7 @@ class SqlStore(SqlSubmit, SqlLease, SqlLeader, SqlCollect):
         self._write_gathered_so_far()
         return super().counts()
 
-    def incidents(self, job_id: str) -> list[Incident]:
+    def incidents(self, job_id: str) -> list[JobIncident]:
         self._write_gathered_so_far()
         return super().incidents(job_id)
 

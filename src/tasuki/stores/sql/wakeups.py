@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasuki.core.conninfo import with_deadlines, without_secrets
 from tasuki.errors import ConfigError
-from tasuki.stores.reconnecting_wakeups import BATCH_MAX, QUEUE_MAX, TIMEOUT_S, KeptWakeups
+from tasuki.stores.reconnecting_wakeups import BATCH_MAX, QUEUE_MAX, TIMEOUT_S, ReconnectingWakeups
 
 if TYPE_CHECKING:
     import psycopg
@@ -29,7 +29,7 @@ _SESSION = b"SELECT set_config('synchronous_commit', 'off', false), set_config('
 _NOTIFY = b"SELECT pg_notify(%s, piece) FROM unnest(%s::text[]) AS piece"
 
 
-class PostgresWakeups(KeptWakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
+class PostgresWakeups(ReconnectingWakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
     """`server_id` is the sender of what replaces details that could not be sent."""
 
     def __init__(self, url: str, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:

@@ -28,16 +28,16 @@ from tasuki.testing.sim.ablations_orders import ORDERS
 from tasuki.testing.sim.ablations_store import STORE
 from tasuki.testing.sim.checker import Violation
 from tasuki.testing.sim.patches import Ablation
-from tasuki.testing.sim.run import Outcome, check_seed
+from tasuki.testing.sim.run import SeedOutcome, check_seed
 
-__all__ = ["ABLATIONS", "UNSEEN", "Ablation", "Found", "hunt", "table"]
+__all__ = ["ABLATIONS", "UNSEEN", "Ablation", "AblationFinding", "hunt", "table"]
 
 ABLATIONS: dict[str, Ablation] = {ablation.name: ablation for ablation in (*STORE, *ORDERS, *MACHINES)}
 
 SEEDS_MAX = 300
 
 
-class Found(msgspec.Struct, frozen=True):
+class AblationFinding(msgspec.Struct, frozen=True):
     """The first seed that showed it, and how many were tried."""
 
     seed: int
@@ -45,24 +45,24 @@ class Found(msgspec.Struct, frozen=True):
     violation: Violation
 
 
-def hunt(ablation: Ablation, seeds_max: int = SEEDS_MAX, *, store: str = "memory", first_seed: int = 0) -> Found | None:
+def hunt(ablation: Ablation, seeds_max: int = SEEDS_MAX, *, store: str = "memory", first_seed: int = 0) -> AblationFinding | None:
     """Run seed after seed without the safeguard until the checker finds something; None: it did not."""
     options = replace(ablation.options, store=store)
     with ablation.switch_off():
         for tries, seed in enumerate(range(first_seed, first_seed + seeds_max), 1):
             violation = _broken(check_seed(seed, options))
             if violation is not None:
-                return Found(seed, tries, violation)
+                return AblationFinding(seed, tries, violation)
     return None
 
 
-def _broken(outcome: Outcome) -> Violation | None:
+def _broken(outcome: SeedOutcome) -> Violation | None:
     if outcome.violations:
         return outcome.violations[0]
     return Violation("liveness", outcome.problem, outcome.virtual_s) if outcome.problem else None
 
 
-def table(found: Mapping[str, Mapping[str, Found | None]]) -> str:
+def table(found: Mapping[str, Mapping[str, AblationFinding | None]]) -> str:
     """For people: for each ablation and store after how many seeds it was found, and what was broken; then those unseen."""
     lines = ["| Without | the promise that | Seeds (memory) | Seeds (SQLite) | Broken |", "|---|---|---|---|---|"]
     for name, hits in found.items():
@@ -74,7 +74,7 @@ def table(found: Mapping[str, Mapping[str, Found | None]]) -> str:
     return "\n".join(lines)
 
 
-def _seeds(found: Found | None) -> str:
+def _seeds(found: AblationFinding | None) -> str:
     return str(found.tries) if found is not None else "not found"
 
 

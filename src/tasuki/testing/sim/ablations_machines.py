@@ -14,16 +14,16 @@ from tasuki.core.broker import broker, client_messages, cluster, settle, worker_
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.credit import Account
 from tasuki.core.client_machine import ClientMachine
-from tasuki.core.election import Following, Resigned, Term
+from tasuki.core.election import Election, Following, Resigned
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.machine import Send
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecorded, Results, SubmitJobs, Welcome
 from tasuki.core.reconnect import Redial
-from tasuki.core.store_messages import Answer, Recorded
+from tasuki.core.store_messages import ReportAnswer, ReportStatus
 from tasuki.core.worker.events import WorkerIdentity
 from tasuki.core.worker.lease_state import SeenLeases
 from tasuki.core.worker.machine import WorkerMachine
-from tasuki.core.worker.slots import Places
+from tasuki.core.worker.slots import Slots
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.patches import Ablation, Instead
 from tasuki.testing.sim.workers import SimWorker
@@ -70,9 +70,9 @@ def _told_at_once(received: Method) -> Method:
 
 def _fenced_counts(reported: Method) -> Method:
     def _reported(broker: Any, conn: int, reports: Any, answers: Any, *rest: Any) -> None:
-        taken = Recorded(Answer.RECORDED, State.SUCCEEDED)
+        taken = ReportAnswer(ReportStatus.RECORDED, State.SUCCEEDED)
         told = [
-            taken if answer.answer is Answer.FENCED and report.outcome.error_code is None else answer
+            taken if answer.answer is ReportStatus.FENCED and report.outcome.error_code is None else answer
             for report, answer in zip(reports, answers, strict=True)
         ]
         reported(broker, conn, reports, told, *rest)
@@ -228,7 +228,7 @@ _OF_WORKERS = (
         name="credit_at_the_worker",
         what="a worker runs no more attempts at once than it has places",
         invariants=("credit",),
-        seams=(Instead(Places, "take", _anyone),),
+        seams=(Instead(Slots, "take", _anyone),),
     ),
     Ablation(
         name="stops_at_the_deadline",
@@ -310,7 +310,7 @@ _OF_CLIENTS = (
         name="asks_for_the_lock",
         what="a server that does not lead asks for the lock again",
         invariants=("I1", "liveness"),
-        seams=(Instead(Term, "_follow", _asks_no_more),),
+        seams=(Instead(Election, "_follow", _asks_no_more),),
         options=SimOptions(servers=3, kinds=("coordination_lost", "coordination_cut", "pause")),
     ),
 )
@@ -349,7 +349,7 @@ UNSEEN = (
         name="steps_down_in_time",
         what="a leader that could not renew its lock stops by itself",
         why="the epoch fence refuses its next duty; no duty relies on there being no other leader",
-        seams=(Instead(Term, "_until", _until_fenced),),
+        seams=(Instead(Election, "_until", _until_fenced),),
         options=SimOptions(servers=3),
     ),
     Ablation(

@@ -10,7 +10,7 @@ from tasuki.core.job import Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.store_messages import Canceled
 from tasuki.stores.memory import reports
-from tasuki.stores.memory.records import Record
+from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.sql import lease, report
 from tasuki.stores.sql.report import SqlReport
@@ -232,7 +232,7 @@ _OF_THE_LEADER = (
         what="a lease with on_disconnect=keep lasts longer by its grace",
         invariants=("lease",),
         seams=(
-            Instead(Record, "over_at", lambda _: property(lambda record: record.job.lease.expires_at)),
+            Instead(MemoryJob, "over_at", lambda _: property(lambda record: record.job.lease.expires_at)),
             Instead(lease, "lease_over_at", lambda _: lambda clock, to: clock.lease() + to.ttl_s + LEASE_MARGIN_S),
             Reworded("renew", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),
             Reworded("renew_all", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),

@@ -22,7 +22,7 @@ from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import AnyLine
 from tasuki.testing.sim.options import SimOptions, derived
 from tasuki.testing.sim.patches import Ablation
-from tasuki.testing.sim.run import Outcome, Plan, check_plan, plan_of
+from tasuki.testing.sim.run import Plan, SeedOutcome, check_plan, plan_of
 from tasuki.testing.sim.storage import MakeStore
 from tasuki.testing.sim.world import Trace
 
@@ -48,7 +48,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidInput(f"this is no case that was saved by `tasuki sim --save`: {error}") from None
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class CaseFailure(msgspec.Struct, frozen=True, kw_only=True):
     """What a case brought to light."""
 
     what: str
@@ -68,8 +68,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class Tried(msgspec.Struct, frozen=True):
     """What came of a case. Without an outcome the run broke off with an exception."""
 
-    outcome: Outcome | None
-    failure: Failure | None
+    outcome: SeedOutcome | None
+    failure: CaseFailure | None
 
 
 def case_of(seed: int, options: SimOptions | None = None) -> Case:
@@ -93,21 +93,21 @@ def try_case(
     return Tried(outcome, failure_of(outcome))
 
 
-def failure_of(outcome: Outcome) -> Failure | None:
+def failure_of(outcome: SeedOutcome) -> CaseFailure | None:
     for violation in outcome.violations:
-        return Failure(what=violation.invariant, message=violation.message, at=violation.at, line=violation.line)
+        return CaseFailure(what=violation.invariant, message=violation.message, at=violation.at, line=violation.line)
     if outcome.problem:
-        return Failure(what=HOT_LOOP, message=outcome.problem, at=outcome.virtual_s)
+        return CaseFailure(what=HOT_LOOP, message=outcome.problem, at=outcome.virtual_s)
     if outcome.unfinished:
-        return Failure(what=UNFINISHED, message=outcome.unfinished)
+        return CaseFailure(what=UNFINISHED, message=outcome.unfinished)
     return None
 
 
-def _raised(error: Exception) -> Failure:
+def _raised(error: Exception) -> CaseFailure:
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{'/'.join(where.filename.split('/')[-2:])}:{where.lineno}"
     details = "".join(traceback.format_exception(error))
-    return Failure(what=type(error).__name__, message=f"{error} (in {where.name}, {place})", details=details)
+    return CaseFailure(what=type(error).__name__, message=f"{error} (in {where.name}, {place})", details=details)
 
 
 def switched_off(without: str) -> AbstractContextManager[None]:

@@ -31,19 +31,21 @@ from tasuki.testing.sim.checker_liveness import LivenessJudge
 from tasuki.testing.sim.checker_rows import RowJudge
 from tasuki.testing.sim.checker_schedules import ScheduleJudge
 from tasuki.testing.sim.checker_workers import WorkerJudge
-from tasuki.testing.sim.history import AnyLine, Line, Watching
+from tasuki.testing.sim.history import AnyLine, HistoryLine, WatchingEvent
 
 __all__ = ["INVARIANTS", "Broken", "Checker", "Violation"]
 
 EVENTS_PER_S_MAX = 1000.0  # of a small world at rest after its faults: ticks, heartbeats and the last jobs are a tenth of this
 
-_KINDS: dict[str, type[Line]] = {
-    kind.__name__.lower(): kind for kind in vars(history).values() if isinstance(kind, type) and issubclass(kind, Line)
+_KINDS: dict[str, type[HistoryLine]] = {
+    history.kind_of(kind.__name__): kind
+    for kind in vars(history).values()
+    if isinstance(kind, type) and issubclass(kind, HistoryLine)
 }
 
 
 class Checker:
-    """`whole`: the observer sees everything, as a simulator does; the same as a first line that is `Watching` all kinds.
+    """`whole`: the observer sees everything, as a simulator does; the same as a first line that is `WatchingEvent` all kinds.
     `raises`: the first violation is raised as `Broken` instead of only being kept."""
 
     def __init__(self, *, whole: bool = False, raises: bool = False, events_per_s_max: float = EVENTS_PER_S_MAX) -> None:
@@ -57,12 +59,12 @@ class Checker:
             ScheduleJudge(findings),
             LivenessJudge(findings, events_per_s_max),
         )
-        self._all: dict[type[Line], list[Handler]] = {}
+        self._all: dict[type[HistoryLine], list[Handler]] = {}
         for judge in self._judges:
             for kind, handler in judge.handlers().items():
                 self._all.setdefault(kind, []).append(handler)
         # Filled as kinds appear: so that to know which have been told costs nothing per line.
-        self._active: dict[type[Line], list[Handler]] = {}
+        self._active: dict[type[HistoryLine], list[Handler]] = {}
         if whole:
             self._watch(_KINDS)
 
@@ -88,7 +90,7 @@ class Checker:
 
     def _first_of(self, line: AnyLine) -> list[Handler]:
         kind = type(line)
-        if isinstance(line, Watching):
+        if isinstance(line, WatchingEvent):
             self._watch(line.kinds)
             return []
         self._findings.told.add(kind)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from tasuki.core.job import TERMINAL, State
 from tasuki.testing.sim.checker_findings import Findings, Handler, JobFacts, Judge
 from tasuki.testing.sim.history import (
-    Answered,
-    Arrived,
-    Asked,
-    Canceled,
-    Line,
-    Process,
-    Reported,
-    Row,
-    Settled,
-    Submitted,
+    AnsweredEvent,
+    ArrivedEvent,
+    AskedEvent,
+    CanceledEvent,
+    HistoryLine,
+    ProcessEvent,
+    ReportedEvent,
+    RowEvent,
+    SettledEvent,
+    SubmittedEvent,
 )
 
 _SUBMITS = ("submit", "rerun")
@@ -30,29 +30,29 @@ class ClientJudge(Judge):
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
-        self._open: dict[str, Asked] = {}
+        self._open: dict[str, AskedEvent] = {}
         self._bodies: dict[str, str] = {}
         """Of acknowledged jobs whose stored body was not known yet."""
         self._new: set[str] = set()
         self._canceled: list[tuple[str, str]] = []
-        self._arrived: list[Arrived] = []
+        self._arrived: list[ArrivedEvent] = []
         self._results: dict[tuple[str, int], str | None] = {}
         self._finished: dict[str, int] = {}
         """lease_id → how often its job had been set going when the finish was accepted."""
 
-    def handlers(self) -> dict[type[Line], Handler]:
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
         return {
-            Asked: self._asked,
-            Answered: self._answered,
-            Arrived: self._has_arrived,
-            Reported: self._reported,
-            Settled: self._settled,
-            Process: self._process,
+            AskedEvent: self._asked,
+            AnsweredEvent: self._answered,
+            ArrivedEvent: self._has_arrived,
+            ReportedEvent: self._reported,
+            SettledEvent: self._settled,
+            ProcessEvent: self._process,
         }
 
     # ------------------------------------------------------------------------------------------------ calls
 
-    def _asked(self, line: Asked) -> None:
+    def _asked(self, line: AskedEvent) -> None:
         self._open[line.call] = line
         submits, restarts = line.verb in _SUBMITS, line.verb in _RESTARTS
         if submits or restarts:
@@ -61,7 +61,7 @@ class ClientJudge(Judge):
                 job.asked |= submits
                 job.asked_restarts += restarts
 
-    def _answered(self, line: Answered) -> None:
+    def _answered(self, line: AnsweredEvent) -> None:
         asked = self._open.pop(line.call, None)
         if asked is None:
             return
@@ -73,14 +73,14 @@ class ClientJudge(Judge):
         elif asked.verb == "cancel":
             self._cancel_answered(asked, line)
 
-    def _acked(self, asked: Asked, line: Answered) -> None:
+    def _acked(self, asked: AskedEvent, line: AnsweredEvent) -> None:
         """I1: what is acknowledged is stored by then. I2: all acknowledgements agree, and one at most calls it new."""
         bodies = dict(zip(asked.job_ids, asked.bodies, strict=True)) if asked.bodies else {}
         for job_id in line.accepted:
             job = self.job(job_id)
             job.acked = True
             self.evidence["I1"] += 1
-            if Submitted in self.told and not job.existed:
+            if SubmittedEvent in self.told and not job.existed:
                 self.found("I1", f"{line.client} was told that {job_id} is stored, before it was")
             body = bodies.get(job_id)
             if body is not None and not job.removed:
@@ -94,12 +94,12 @@ class ClientJudge(Judge):
                 self.found("I2", f"{job_id} was acknowledged as new a second time")
             self._new.add(job_id)
 
-    def _cancel_answered(self, asked: Asked, line: Answered) -> None:
+    def _cancel_answered(self, asked: AskedEvent, line: AnsweredEvent) -> None:
         """I14: a caller that is told an end is told the one that it came to."""
         for job_id, state in zip(asked.job_ids, line.states, strict=False):
             if state not in TERMINAL:
                 continue
-            if Canceled in self.told and Row in self.told:
+            if CanceledEvent in self.told and RowEvent in self.told:
                 self._was_an_ending(job_id, state, "a cancel")
             else:
                 self._canceled.append((job_id, state))
@@ -110,14 +110,14 @@ class ClientJudge(Judge):
         if job.state != state and all(known != state for known, _ in job.endings):
             self.found("I14", f"{who} was told that {job_id} is {state}; it is {job.state}, and ended as {sorted(job.endings)}")
 
-    def _process(self, line: Process) -> None:
+    def _process(self, line: ProcessEvent) -> None:
         if line.what in ("crashed", "exited"):
             for call in [call for call, asked in self._open.items() if asked.client == line.name]:
                 del self._open[call]
 
     # ------------------------------------------------------------------------------------------------ how jobs ended
 
-    def _has_arrived(self, line: Arrived) -> None:
+    def _has_arrived(self, line: ArrivedEvent) -> None:
         """I13: nobody is told another result than that of the accepted finish, nor sooner. I14: nor another end."""
         job = self.job(line.job_id)
         if line.state == State.SUCCEEDED:
@@ -126,13 +126,13 @@ class ClientJudge(Judge):
             if known != line.result_sha256 and not job.removed:
                 told = f"{known} and {line.result_sha256}"
                 self.found("I13", f"clients were told two results of attempt {line.attempt} of {line.job_id}: {told}")
-            elif Reported in self.told and not job.has_result(line.attempt, line.result_sha256):
+            elif ReportedEvent in self.told and not job.has_result(line.attempt, line.result_sha256):
                 known_results = {attempt: sorted(map(str, results)) for attempt, results in job.results.items()}
                 told = f"result {line.result_sha256} of attempt {line.attempt} of {line.job_id}"
                 self.found("I13", f"{line.client} was told {told}; the finishes so far are {known_results}")
-            elif Reported not in self.told:
+            elif ReportedEvent not in self.told:
                 self._arrived.append(line)
-        elif Row not in self.told:
+        elif RowEvent not in self.told:
             self._arrived.append(line)
         elif (line.state, line.attempt) not in job.endings:
             self.evidence["I14"] += 1
@@ -141,14 +141,14 @@ class ClientJudge(Judge):
         else:
             self.evidence["I14"] += 1
 
-    def _reported(self, line: Reported) -> None:
+    def _reported(self, line: ReportedEvent) -> None:
         if line.accepted and line.verb == "finish" and line.lease_id:
             self._finished[line.lease_id] = self.job(line.job_id).restarts
 
-    def _settled(self, line: Settled) -> None:
+    def _settled(self, line: SettledEvent) -> None:
         """I14: a worker learns whether its finish was taken."""
         lease = self.findings.leases.get(line.lease_id)
-        if lease is None or Reported not in self.told:
+        if lease is None or ReportedEvent not in self.told:
             return
         job = self.job(lease.job_id)
         if job.removed:
@@ -174,7 +174,7 @@ class ClientJudge(Judge):
                 self._was_an_ending(job_id, state, "a cancel")
         for line in self._arrived:
             self._arrived_as_stored(line, self.job(line.job_id))
-        if self.findings.is_over and Answered in self.told:
+        if self.findings.is_over and AnsweredEvent in self.told:
             self.evidence["liveness"] += 1
             if self._open:
                 first = next(iter(self._open.values()))
@@ -182,7 +182,7 @@ class ClientJudge(Judge):
                     "liveness", f"{len(self._open)} calls were never answered; the first is {first.verb} of {first.client}"
                 )
 
-    def _arrived_as_stored(self, line: Arrived, job: JobFacts) -> None:
+    def _arrived_as_stored(self, line: ArrivedEvent, job: JobFacts) -> None:
         """I13, I14, where only the last row is known: it says the same, if it is of the same attempt."""
         row = job.row
         if row is None or row.attempt != line.attempt:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.testing.sim.history import Line, Reaped, Reported, Row
+from tasuki.testing.sim.history import HistoryLine, ReapedEvent, ReportedEvent, RowEvent
 
 INVARIANTS = (*(f"I{n}" for n in range(1, 18)), "lease", "credit", "liveness")
 """Those of RELIABILITY §1; `lease`: no lease is ended before its time (§3); `credit`: no worker has more than it asked for."""
@@ -42,7 +42,7 @@ class Broken(AssertionError):
         self.violation = violation
 
 
-class Lease:
+class GrantedLease:
     """The right to one attempt, as it was given."""
 
     __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "since", "ttl_s", "worker_id")
@@ -116,7 +116,7 @@ class JobFacts:
         self.attempt: int | None = None
         self.generation: int | None = None
         self.state: str | None = None
-        self.lease: Lease | None = None
+        self.lease: GrantedLease | None = None
         self.lease_known = False
         """`lease` is the current one, or there is none."""
         self.orphaned = False
@@ -129,7 +129,7 @@ class JobFacts:
         self.counted = False
         """Failures and losses of this generation are known from its first moment."""
         self.failures = self.losses = 0
-        self.row: Row | None = None
+        self.row: RowEvent | None = None
 
     def has_result(self, attempt: int, sha256: str | None) -> bool:
         """Whether this may be the result of that attempt."""
@@ -149,16 +149,16 @@ class Findings:
         self.violations: list[Violation] = []
         self.evidence: Counter[str] = Counter()
         self.raises = raises
-        self.told: set[type[Line]] = set()
+        self.told: set[type[HistoryLine]] = set()
         """The kinds of which no line is missing."""
-        self.watched: frozenset[type[Line]] = frozenset()
+        self.watched: frozenset[type[HistoryLine]] = frozenset()
         """Those of which this was so from the start."""
         self.at = 0.0
         self.line = -1
         self.healed_at: float | None = None
         self.ended = False
         self.jobs: dict[str, JobFacts] = {}
-        self.leases: dict[str, Lease] = {}
+        self.leases: dict[str, GrantedLease] = {}
         self.drifted: set[str] = set()
         self.takeovers: list[float] = []
         """When, in their order."""
@@ -175,7 +175,7 @@ class Findings:
         facts = self.jobs.get(job_id)
         if facts is None:
             facts = self.jobs[job_id] = JobFacts(job_id)
-            facts.counted = self.watched.issuperset((Reported, Reaped))
+            facts.counted = self.watched.issuperset((ReportedEvent, ReapedEvent))
         return facts
 
     @property
@@ -194,7 +194,7 @@ class Judge:
         self.told = findings.told
         self.job = findings.job
 
-    def handlers(self) -> dict[type[Line], Handler]:
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
         raise NotImplementedError
 
     def end(self) -> None:

@@ -11,26 +11,26 @@ from bisect import bisect_left
 
 from tasuki.core.job import TERMINAL, State
 from tasuki.core.lifecycle import TAKEOVER_TIE_S
-from tasuki.testing.sim.checker_findings import STORE, Findings, Handler, JobFacts, Judge, Lease
+from tasuki.testing.sim.checker_findings import STORE, Findings, GrantedLease, Handler, JobFacts, Judge
 from tasuki.testing.sim.history import (
-    Asked,
-    Began,
-    Canceled,
-    Granted,
-    Line,
-    Reaped,
-    Removed,
-    Reported,
-    Requeued,
-    Row,
-    Shown,
-    Submitted,
-    TookOver,
+    AskedEvent,
+    BeganEvent,
+    CanceledEvent,
+    GrantedEvent,
+    HistoryLine,
+    ReapedEvent,
+    RemovedEvent,
+    ReportedEvent,
+    RequeuedEvent,
+    RowEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
 )
 
-_ENDS = frozenset({Reported, Reaped, Shown})
+_ENDS = frozenset({ReportedEvent, ReapedEvent, ShownEvent})
 """Whoever tells these tells how every lease ends."""
-_STATES = _ENDS | {Canceled, Row}
+_STATES = _ENDS | {CanceledEvent, RowEvent}
 """Whoever tells these tells every state."""
 EARLY_S = 1e-6  # what rounding may take from the time between two events
 
@@ -43,22 +43,22 @@ class JobJudge(Judge):
         self._leases = findings.leases
         self._latest_wall = float("-inf")
 
-    def handlers(self) -> dict[type[Line], Handler]:
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
         return {
-            Submitted: self._submitted,
-            Granted: self._granted,
-            Shown: self._shown,
-            Reported: self._reported,
-            Reaped: self._reaped,
-            Canceled: self._canceled,
-            Requeued: self._requeued,
-            Removed: self._removed,
-            TookOver: self._took_over,
+            SubmittedEvent: self._submitted,
+            GrantedEvent: self._granted,
+            ShownEvent: self._shown,
+            ReportedEvent: self._reported,
+            ReapedEvent: self._reaped,
+            CanceledEvent: self._canceled,
+            RequeuedEvent: self._requeued,
+            RemovedEvent: self._removed,
+            TookOverEvent: self._took_over,
         }
 
     # ------------------------------------------------------------------------------------------------ submitters
 
-    def _submitted(self, line: Submitted) -> None:
+    def _submitted(self, line: SubmittedEvent) -> None:
         """I2: one job per id, all acks agree, another body is refused, and only another body."""
         if line.refused and line.refused != "CONFLICT":
             return
@@ -84,7 +84,7 @@ class JobJudge(Judge):
         elif line.generation != job.generation:
             self._set_going(job, line.generation)
 
-    def _requeued(self, line: Requeued) -> None:
+    def _requeued(self, line: RequeuedEvent) -> None:
         if line.done:
             job = self.job(line.job_id)
             expected = line.generation or (job.generation or 0) + 1
@@ -96,9 +96,13 @@ class JobJudge(Judge):
         job.restarts += 1
         if job.state is not None and job.state not in TERMINAL and self.told >= _STATES:
             self.found("I4", f"{job.job_id} was set going again while it was {job.state}")
-        elif job.generation is not None and generation != job.generation + 1 and (Requeued in self.told or Row in self.told):
+        elif (
+            job.generation is not None
+            and generation != job.generation + 1
+            and (RequeuedEvent in self.told or RowEvent in self.told)
+        ):
             self.found("I4", f"{job.job_id} went from generation {job.generation} to {generation}")
-        elif Asked in self.told:
+        elif AskedEvent in self.told:
             self.evidence["I16"] += 1
             if not job.asked_restarts:
                 self.found("I4", f"{job.job_id} was set going again, and nobody had asked for it")
@@ -109,13 +113,13 @@ class JobJudge(Judge):
         job.failures = job.losses = 0
         job.counted = True
 
-    def _canceled(self, line: Canceled) -> None:
+    def _canceled(self, line: CanceledEvent) -> None:
         """I14: what a cancel was told is what came of it."""
         if not line.state:
             return
         job = self.job(line.job_id)
         self.evidence["I14"] += 1
-        if job.state in TERMINAL and line.state != job.state and Row in self.told:
+        if job.state in TERMINAL and line.state != job.state and RowEvent in self.told:
             self.found("I14", f"{line.job_id} is {job.state}, and a cancel was told {line.state}")
             return
         if line.state in TERMINAL:
@@ -124,7 +128,7 @@ class JobJudge(Judge):
             job.let_go(attempt, job.ends.get(attempt, "canceled"))
         job.state = line.state
 
-    def _removed(self, line: Removed) -> None:
+    def _removed(self, line: RemovedEvent) -> None:
         """I4: nothing but what is over may go."""
         job = self.job(line.job_id)
         self.evidence["I4"] += 1
@@ -135,7 +139,7 @@ class JobJudge(Judge):
 
     # ------------------------------------------------------------------------------------------------ leases
 
-    def _granted(self, line: Granted) -> None:
+    def _granted(self, line: GrantedEvent) -> None:
         """I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
@@ -151,7 +155,7 @@ class JobJudge(Judge):
         elif line.lease_id in self._leases:
             self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
         self._in_time(line)
-        lease = Lease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation)
+        lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation)
         lease.keep = line.on_disconnect == "keep"
         lease.ttl_s = line.ttl_s + line.grace_s if line.ttl_s is not None else None
         lease.since = line.at
@@ -160,7 +164,7 @@ class JobJudge(Judge):
         job.attempt, job.state = line.attempt, State.ASSIGNED
         job.exists = job.existed = True
 
-    def _in_time(self, line: Granted) -> None:
+    def _in_time(self, line: GrantedEvent) -> None:
         """I12, on the highest that the store's wall clock ever showed; not_after on what it shows."""
         self._latest_wall = max(self._latest_wall, line.wall, line.highest_wall or line.wall)
         if line.not_before is not None:
@@ -174,7 +178,7 @@ class JobJudge(Judge):
                 late_s = line.wall - line.not_after
                 self.found("I12", f"attempt {line.attempt} of {line.job_id} was granted {late_s:g} s after its time")
 
-    def _shown(self, line: Shown) -> None:
+    def _shown(self, line: ShownEvent) -> None:
         """I17: a lease that was taken for the current one is, and its owner showed it."""
         if not line.held:
             return
@@ -202,13 +206,13 @@ class JobJudge(Judge):
         else:
             lease.since = line.at
 
-    def _reaped(self, line: Reaped) -> None:
+    def _reaped(self, line: ReapedEvent) -> None:
         """I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first takeover
         after that is one."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         lease = job.lease
-        is_known = Granted in self.told and job.lease_known
+        is_known = GrantedEvent in self.told and job.lease_known
         if is_known and job.state in TERMINAL:
             self.found("I4", f"{line.job_id} is {job.state}, and attempt {line.attempt} of it was reaped to {line.state}")
         elif is_known and (lease is None or job.orphaned or lease.attempt != line.attempt):
@@ -228,7 +232,7 @@ class JobJudge(Judge):
         if line.state in TERMINAL:
             job.endings.add((line.state, line.attempt))
 
-    def _lasted(self, lease: Lease, ttl_s: float) -> None:
+    def _lasted(self, lease: GrantedLease, ttl_s: float) -> None:
         self.evidence["lease"] += 1
         takeovers = self.findings.takeovers
         first = bisect_left(takeovers, lease.since - TAKEOVER_TIE_S)
@@ -236,14 +240,14 @@ class JobJudge(Judge):
         if lasted_s < ttl_s - EARLY_S:
             self.found("lease", f"{lease} of {lease.job_id} was ended {lasted_s:g} s after it was renewed; it lasts {ttl_s:g} s")
 
-    def _took_over(self, line: TookOver) -> None:
+    def _took_over(self, line: TookOverEvent) -> None:
         """Every live lease counts as renewed, unless one before did that and its worker has not renewed it since."""
         if line.done:
             self.findings.takeovers.append(line.at)
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def _reported(self, line: Reported) -> None:
+    def _reported(self, line: ReportedEvent) -> None:
         """I3: one per attempt. I6: with the current lease. I17: from its owner. I14: not besides a cancel."""
         if not line.accepted:
             return
@@ -252,7 +256,7 @@ class JobJudge(Judge):
         if line.attempt in job.reports:
             earlier = job.reports[line.attempt]
             self.found("I3", f"attempt {line.attempt} of {line.job_id} had a {earlier}, and then a {line.verb} was accepted")
-        elif line.verb == "finish" and job.state == State.CANCELED and Granted in self.told:
+        elif line.verb == "finish" and job.state == State.CANCELED and GrantedEvent in self.told:
             self.evidence["I14"] += 1
             self.found("I14", f"{line.job_id} was canceled, and then a finish of attempt {line.attempt} was accepted")
         else:
@@ -273,10 +277,10 @@ class JobJudge(Judge):
         elif line.state != State.CANCELED:
             job.failures += 1
 
-    def _came_from_the_holder(self, job: JobFacts, line: Reported) -> None:
+    def _came_from_the_holder(self, job: JobFacts, line: ReportedEvent) -> None:
         lease = job.lease
         self.evidence["I6"] += 1
-        if job.lease_known and Granted in self.told:
+        if job.lease_known and GrantedEvent in self.told:
             self.evidence["I17"] += 1
             if lease is None or lease.lease_id != line.lease_id or lease.attempt != line.attempt:
                 self.found("I6", f"a {line.verb} of {line.job_id} was accepted for {_shown(line)}; the current one is {lease}")
@@ -289,9 +293,9 @@ class JobJudge(Judge):
                 "I6", f"a {line.verb} of {line.job_id} was accepted for {_shown(line)}, which was {job.ends[line.attempt]} before"
             )
             return
-        if line.verb == "finish" and Began in self.told and line.attempt not in job.began:
+        if line.verb == "finish" and BeganEvent in self.told and line.attempt not in job.began:
             self.found("I6", f"a finish of {line.job_id} was accepted for {_shown(line)}, which never ran")
 
 
-def _shown(line: Reported) -> str:
+def _shown(line: ReportedEvent) -> str:
     return f"attempt {line.attempt} under lease {line.lease_id}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasuki.testing.sim.checker_findings import Findings, Handler, Judge
-from tasuki.testing.sim.history import Ended, Healed, Line
+from tasuki.testing.sim.history import EndedEvent, HealedEvent, HistoryLine
 
 
 class LivenessJudge(Judge):
@@ -13,13 +13,13 @@ class LivenessJudge(Judge):
         super().__init__(findings)
         self._events_per_s_max = events_per_s_max
 
-    def handlers(self) -> dict[type[Line], Handler]:
-        return {Healed: self._healed, Ended: self._ended}
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {HealedEvent: self._healed, EndedEvent: self._ended}
 
-    def _healed(self, line: Healed) -> None:
+    def _healed(self, line: HealedEvent) -> None:
         self.findings.healed_at = line.at
 
-    def _ended(self, line: Ended) -> None:
+    def _ended(self, line: EndedEvent) -> None:
         self.findings.ended = True
         healed_at = self.findings.healed_at
         if healed_at is None:

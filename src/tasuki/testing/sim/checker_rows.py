@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from tasuki.core.job import LEASED, READY, TERMINAL, State
 from tasuki.testing.sim.checker_findings import Findings, Handler, JobFacts, Judge
-from tasuki.testing.sim.history import Asked, Granted, Line, Reaped, Reported, Requeued, Row, Shown, Submitted, TookOver
+from tasuki.testing.sim.history import (
+    AskedEvent,
+    GrantedEvent,
+    HistoryLine,
+    ReapedEvent,
+    ReportedEvent,
+    RequeuedEvent,
+    RowEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
+)
 
 _DEAD = frozenset({State.FAILED, State.TIMED_OUT})
 """What a job becomes whose budgets are used up, by one failure or loss more than they allow."""
@@ -20,10 +31,10 @@ class RowJudge(Judge):
         super().__init__(findings)
         self._at_end: set[str] | None = None
 
-    def handlers(self) -> dict[type[Line], Handler]:
-        return {Row: self._row}
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {RowEvent: self._row}
 
-    def _row(self, line: Row) -> None:
+    def _row(self, line: RowEvent) -> None:
         job = self.job(line.job_id)
         self._identity(job, line)
         self._generation(job, line)
@@ -43,7 +54,7 @@ class RowJudge(Judge):
         job.attempt, job.generation, job.state = line.attempt, line.generation, line.state
         job.row = line
 
-    def _identity(self, job: JobFacts, line: Row) -> None:
+    def _identity(self, job: JobFacts, line: RowEvent) -> None:
         """I2: the body of a job never changes. I8: nor do leader writes on it go back to an older epoch. I17: nor go beyond."""
         if line.body:
             self.evidence["I2"] += 1
@@ -58,14 +69,14 @@ class RowJudge(Judge):
             self.evidence["I8"] += 1
             if epoch < before:
                 self.found("I8", f"{job_id} was written under epoch {epoch} after {before}")
-        if TookOver in self.told:
+        if TookOverEvent in self.told:
             self.evidence["I17"] += 1
             if epoch > self.findings.registered:
                 self.found(
                     "I17", f"{job_id} was written under epoch {epoch}; {self.findings.registered} is the latest registered"
                 )
 
-    def _generation(self, job: JobFacts, line: Row) -> None:
+    def _generation(self, job: JobFacts, line: RowEvent) -> None:
         """I4: terminal absorbs; only a new generation that was asked for leaves it, with both budgets whole."""
         if job.generation is None:
             return
@@ -77,10 +88,10 @@ class RowJudge(Judge):
                 both = {job.state, line.state}
                 invariant = "I14" if both == {State.CANCELED, State.SUCCEEDED} else "I4"
                 self.found(invariant, f"{line.job_id} was {job.state} and is {line.state}, in the same generation")
-        elif Requeued in self.told and Submitted in self.told:
+        elif RequeuedEvent in self.told and SubmittedEvent in self.told:
             # Whatever was told of it has moved job.generation already.
             self.found("I4", f"{line.job_id} is in generation {line.generation}, and nothing was told beyond {job.generation}")
-        elif Asked in self.told and line.generation - job.generation > job.asked_restarts:
+        elif AskedEvent in self.told and line.generation - job.generation > job.asked_restarts:
             self.found("I4", f"{line.job_id} is in generation {line.generation}, asked for {job.asked_restarts} times")
         if line.generation != job.generation:
             job.counted = False  # it was set going without a word: what was counted is of another generation
@@ -91,34 +102,39 @@ class RowJudge(Judge):
                 spent = f"{line.failures} failures and {line.losses} losses"
                 self.found("I4", f"{line.job_id} was set going again with {spent} on its budgets")
 
-    def _attempt(self, job: JobFacts, line: Row) -> None:
+    def _attempt(self, job: JobFacts, line: RowEvent) -> None:
         """I5: as many attempts as grants; a lease while somebody holds it, and only then."""
         self.evidence["I5"] += 1
         if job.attempt is not None and line.attempt != job.attempt:
             if line.attempt < job.attempt:
                 self.found("I5", f"{line.job_id} went back from attempt {job.attempt} to {line.attempt}")
-            elif Granted in self.told:
+            elif GrantedEvent in self.told:
                 self.found("I5", f"{line.job_id} is at attempt {line.attempt}, and was granted {job.attempt} times")
         is_held = line.state in LEASED or line.state == State.ORPHANED
         if is_held != (line.lease_id is not None):
             self.found("I5", f"{line.job_id} is {line.state} with lease {line.lease_id}")
-        elif job.lease_known and is_held and Granted in self.told and (job.lease is None or job.lease.lease_id != line.lease_id):
+        elif (
+            job.lease_known
+            and is_held
+            and GrantedEvent in self.told
+            and (job.lease is None or job.lease.lease_id != line.lease_id)
+        ):
             self.found("I5", f"{line.job_id} has lease {line.lease_id}, and the current one is {job.lease}")
 
-    def _budgets(self, job: JobFacts, line: Row) -> None:
+    def _budgets(self, job: JobFacts, line: RowEvent) -> None:
         """I11: as many failures and losses as there were, within the budgets; more of them end the job, with a reason."""
         self.evidence["I11"] += 1
         over = max(line.failures - line.max_retries, line.losses - line.max_losses)
         if over > (line.state in _DEAD):
             self.found("I11", f"{line.job_id} is {line.state} after {_spent(line)}")
-        elif job.counted and Reported in self.told and line.failures != job.failures:
+        elif job.counted and ReportedEvent in self.told and line.failures != job.failures:
             self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.failures} failures were reported")
-        elif job.counted and Reaped in self.told and line.losses != job.losses:
+        elif job.counted and ReapedEvent in self.told and line.losses != job.losses:
             self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.losses} attempts were lost")
         elif line.state in _DEAD and not line.error_code:
             self.found("I11", f"{line.job_id} is {line.state} without a reason")
 
-    def _result(self, job: JobFacts, line: Row) -> None:
+    def _result(self, job: JobFacts, line: RowEvent) -> None:
         """I13: the result of the accepted finish, and none before it."""
         if line.state == State.SUCCEEDED and line.attempt in job.results:
             self.evidence["I13"] += 1
@@ -128,12 +144,12 @@ class RowJudge(Judge):
             self.evidence["I13"] += 1
             if line.result_sha256 is not None:
                 self.found("I13", f"{line.job_id} is {line.state} and has a result")
-        if line.state == State.SUCCEEDED and Reported in self.told:
+        if line.state == State.SUCCEEDED and ReportedEvent in self.told:
             self.evidence["I6"] += 1
             if job.reports.get(line.attempt) != "finish":
                 self.found("I6", f"{line.job_id} succeeded without a finish of attempt {line.attempt}")
 
-    def _cancel(self, line: Row) -> None:
+    def _cancel(self, line: RowEvent) -> None:
         """I14: what somebody was told is being canceled is not tried again."""
         if line.cancel_requested:
             self.evidence["I14"] += 1
@@ -143,7 +159,7 @@ class RowJudge(Judge):
     # ------------------------------------------------------------------------------------------------ when all is over
 
     def end(self) -> None:
-        tells_ends = self.findings.watched.issuperset((Reported, Reaped, Shown)) and Granted not in self.told
+        tells_ends = self.findings.watched.issuperset((ReportedEvent, ReapedEvent, ShownEvent)) and GrantedEvent not in self.told
         for job in self.findings.jobs.values():
             exists = job.exists if self._at_end is None else job.job_id in self._at_end
             self._kept(job, exists=exists)
@@ -156,7 +172,7 @@ class RowJudge(Judge):
         """I1: what was acknowledged is there, and over once there were no more faults. What was not acknowledged as well."""
         if not job.acked and not exists:
             return
-        if job.acked and (self._at_end is not None or Submitted in self.told or Row in self.told) and not job.removed:
+        if job.acked and (self._at_end is not None or SubmittedEvent in self.told or RowEvent in self.told) and not job.removed:
             self.evidence["I1"] += 1
             if not exists:
                 self.found("I1", f"{job.job_id} was acknowledged, and is not there")
@@ -169,12 +185,12 @@ class RowJudge(Judge):
 
     def _wanted(self, job: JobFacts) -> None:
         """I2: there is no job that nobody asked for."""
-        if Asked in self.told:
+        if AskedEvent in self.told:
             self.evidence["I2"] += 1
             if not job.asked:
                 self.found("I2", f"{job.job_id} exists, and nobody submitted it")
 
-    def _each_attempt_ended(self, job: JobFacts, row: Row) -> None:
+    def _each_attempt_ended(self, job: JobFacts, row: RowEvent) -> None:
         """I5, where grants are not told: each attempt but the latest has its end, and there are no others."""
         self.evidence["I5"] += 1
         missing = [attempt for attempt in range(1, row.attempt) if attempt not in job.ends]
@@ -185,5 +201,5 @@ class RowJudge(Judge):
             self.found("I5", f"{job.job_id} is at attempt {row.attempt}, and attempt {beyond} was never granted")
 
 
-def _spent(line: Row) -> str:
+def _spent(line: RowEvent) -> str:
     return f"{line.failures} failures of {line.max_retries}, {line.losses} losses of {line.max_losses}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasuki.testing.sim.checker_findings import Findings, Handler, Judge
-from tasuki.testing.sim.history import Due, Fired, Line
+from tasuki.testing.sim.history import DueEvent, FiredEvent, HistoryLine
 
 
 class ScheduleJudge(Judge):
@@ -14,13 +14,13 @@ class ScheduleJudge(Judge):
         self._fired: dict[tuple[str, float], str] = {}
         self._due: set[tuple[str, float]] = set()
 
-    def handlers(self) -> dict[type[Line], Handler]:
-        return {Due: self._is_due, Fired: self._was_fired}
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {DueEvent: self._is_due, FiredEvent: self._was_fired}
 
-    def _is_due(self, line: Due) -> None:
+    def _is_due(self, line: DueEvent) -> None:
         self._due.add((line.definition, line.nominal))
 
-    def _was_fired(self, line: Fired) -> None:
+    def _was_fired(self, line: FiredEvent) -> None:
         """At most one. A schedule is also who asked for the job."""
         self.job(line.job_id).asked = True
         self.evidence["I15"] += 1

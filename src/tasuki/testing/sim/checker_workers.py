@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasuki.testing.sim.checker_findings import STORE, Findings, Handler, Judge
-from tasuki.testing.sim.history import Began, Busy, Drifted, Gone, Granted, Line, Process
+from tasuki.testing.sim.history import BeganEvent, BusyEvent, DriftedEvent, GoneEvent, GrantedEvent, HistoryLine, ProcessEvent
 
 _ENDS = ("crashed", "exited")
 KEEPER = "/keeper"
@@ -15,8 +15,8 @@ class WorkerJudge(Judge):
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
-        self._by_job: dict[str, dict[int, Began]] = {}
-        self._by_worker: dict[str, dict[tuple[str, int], Began]] = {}
+        self._by_job: dict[str, dict[int, BeganEvent]] = {}
+        self._by_worker: dict[str, dict[tuple[str, int], BeganEvent]] = {}
         self._lives: dict[str, set[str]] = {}
         """worker → the incarnations that ran something."""
         self._dead: set[str] = set()
@@ -25,19 +25,25 @@ class WorkerJudge(Judge):
         """worker → the line at which its keeper was killed: what ran then may outlive the worker until it starts again."""
         self._began_at: dict[tuple[str, int], int] = {}
 
-    def handlers(self) -> dict[type[Line], Handler]:
-        return {Began: self._began, Gone: self._gone, Busy: self._busy, Process: self._process, Drifted: self._drifted}
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {
+            BeganEvent: self._began,
+            GoneEvent: self._gone,
+            BusyEvent: self._busy,
+            ProcessEvent: self._process,
+            DriftedEvent: self._drifted,
+        }
 
-    def _began(self, line: Began) -> None:
+    def _began(self, line: BeganEvent) -> None:
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         if line.attempt in job.began:
             self.found("I5", f"attempt {line.attempt} of {line.job_id} ran a second time, at {line.worker_id}")
-        elif Granted in self.told and line.lease_id not in self.findings.leases:
+        elif GrantedEvent in self.told and line.lease_id not in self.findings.leases:
             self.found("I5", f"attempt {line.attempt} of {line.job_id} ran at {line.worker_id}, and was never granted")
         lives = self._lives.setdefault(line.worker_id, set())
         lives.add(line.incarnation)
-        if Gone in self.told:
+        if GoneEvent in self.told:
             if job.began:
                 self._no_other_runs(line)
             if len(lives) > 1:
@@ -47,7 +53,7 @@ class WorkerJudge(Judge):
         self._by_worker.setdefault(line.worker_id, {})[line.job_id, line.attempt] = line
         self._began_at[line.job_id, line.attempt] = self.findings.line
 
-    def _no_other_runs(self, line: Began) -> None:
+    def _no_other_runs(self, line: BeganEvent) -> None:
         """I9: whoever lost its lease has stopped by now. The one with the lower attempt is the one that lost it."""
         self.evidence["I9"] += 1
         for other in self._by_job.get(line.job_id, {}).values():
@@ -56,7 +62,7 @@ class WorkerJudge(Judge):
                 ran = f"attempt {older.attempt} of {line.job_id} ran at {older.worker_id}"
                 self.found("I9", f"{ran} while attempt {newer.attempt} did at {newer.worker_id}")
 
-    def _may_go_on(self, began: Began) -> bool:
+    def _may_go_on(self, began: BeganEvent) -> bool:
         """It was told to, its clock was wrong, or nobody was left to stop it; or it is not known whether one of these holds."""
         lease = self.findings.leases.get(began.lease_id)
         return (
@@ -67,11 +73,11 @@ class WorkerJudge(Judge):
             or self._lost_its_keeper(began)
         )
 
-    def _lost_its_keeper(self, began: Began) -> bool:
+    def _lost_its_keeper(self, began: BeganEvent) -> bool:
         killed = self._unkept.get(began.worker_id)
         return killed is not None and killed > self._began_at[began.job_id, began.attempt]
 
-    def _earlier_life_is_gone(self, line: Began) -> None:
+    def _earlier_life_is_gone(self, line: BeganEvent) -> None:
         """I10: a worker that starts again sweeps what an earlier life of it left behind, before it takes work."""
         self.evidence["I10"] += 1
         for other in self._by_worker.get(line.worker_id, {}).values():
@@ -79,13 +85,13 @@ class WorkerJudge(Judge):
                 left = f"attempt {other.attempt} of {other.job_id}"
                 self.found("I10", f"{line.worker_id} runs {line.job_id} while {left} of an earlier life of it is not gone")
 
-    def _gone(self, line: Gone) -> None:
+    def _gone(self, line: GoneEvent) -> None:
         if line.how != "ended":
             self.evidence["I10"] += 1
         self._by_job.get(line.job_id, {}).pop(line.attempt, None)
         self._by_worker.get(line.worker_id, {}).pop((line.job_id, line.attempt), None)
 
-    def _busy(self, line: Busy) -> None:
+    def _busy(self, line: BusyEvent) -> None:
         self.evidence["credit"] += 1
         if line.attempts > line.capacity:
             self.found("credit", f"{line.worker_id} has {line.attempts} attempts and room for {line.capacity}")
@@ -94,7 +100,7 @@ class WorkerJudge(Judge):
             held = line.attempts + line.waiting
             self.found("credit", f"{line.worker_id} was given {held} attempts and asks for {asked} at a time")
 
-    def _process(self, line: Process) -> None:
+    def _process(self, line: ProcessEvent) -> None:
         if line.what == "started":
             self._dead.discard(line.name)
         elif line.what in _ENDS:
@@ -102,24 +108,24 @@ class WorkerJudge(Judge):
             if line.name.endswith(KEEPER):
                 self._unkept[line.name.removesuffix(KEEPER)] = self.findings.line
 
-    def _drifted(self, line: Drifted) -> None:
+    def _drifted(self, line: DriftedEvent) -> None:
         self.findings.drifted.add(line.name)
 
     def end(self) -> None:
         """I10: what still runs when all is over belongs to a live worker that still holds its lease."""
-        if not self.findings.is_over or Gone not in self.told:
+        if not self.findings.is_over or GoneEvent not in self.told:
             return
         for runs in self._by_job.values():
             for began in runs.values():
                 self.evidence["I10"] += 1
                 self._may_still_run(began)
 
-    def _may_still_run(self, began: Began) -> None:
+    def _may_still_run(self, began: BeganEvent) -> None:
         what = f"attempt {began.attempt} of {began.job_id} still runs at {began.worker_id}"
         if began.worker_id in self._dead:
             if not self._lost_its_keeper(began):
                 self.found("I10", f"{what}, which is dead")
             return
         job = self.job(began.job_id)
-        if job.lease_known and Granted in self.told and (job.lease is None or job.lease.lease_id != began.lease_id):
+        if job.lease_known and GrantedEvent in self.told and (job.lease is None or job.lease.lease_id != began.lease_id):
             self.found("I10", f"{what}, and its lease is over; the job is {job.state}")

@@ -6,19 +6,19 @@ import itertools
 
 import msgspec
 
-from tasuki.core.client_machine import Answered as Told
-from tasuki.core.client_machine import Arrived as Came
 from tasuki.core.client_machine import Call, ClientMachine, Event, Watch, WatchRefused
+from tasuki.core.client_machine import CallAnswered as Told
 from tasuki.core.client_machine import Command as ClientCommand
+from tasuki.core.client_machine import ResultsArrived as Came
 from tasuki.core.job import body_hash
 from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import Accepted, CancelJobs, HelloClient, Request, SubmitJobs
 from tasuki.core.reconnect import Connect
 from tasuki.errors import Unavailable
 from tasuki.testing.harness_nodes import ClientNode
-from tasuki.testing.sim.history import Answered, Arrived, Asked
+from tasuki.testing.sim.history import AnsweredEvent, ArrivedEvent, AskedEvent
 from tasuki.testing.sim.load import Operation
-from tasuki.testing.sim.network import Link, Network
+from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.process import HostClock, Life
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.world import World
@@ -51,7 +51,7 @@ class SimClient(Life, ClientNode):
         self.servers = {server.address: server for server in servers}
         self.peer = peer
         self.token = token
-        self.link: Link | None = None  # type: ignore[assignment]  # of the simulated network, not of the harness
+        self.link: SimulatedLink | None = None  # type: ignore[assignment]  # of the simulated network, not of the harness
         self.asking: dict[int, Asking] = {}
         self.waiting: dict[str, None] = {}
         """Jobs whose ends it wants to hear of, and has not yet."""
@@ -84,7 +84,7 @@ class SimClient(Life, ClientNode):
         """Whoever asked will never know."""
         link = self.link
         for asking in self.asking.values():
-            self.sim.tell(Answered(at=self.sim.at, client=self.name, call=asking.call, answer="unknown"))
+            self.sim.tell(AnsweredEvent(at=self.sim.at, client=self.name, call=asking.call, answer="unknown"))
         self.died()
         self.asking = {}
         if link is not None:
@@ -137,7 +137,7 @@ class SimClient(Life, ClientNode):
         ticket = next(self._tickets)
         asking = self.asking[ticket] = Asking(f"{self.name}/{self.life}/{ticket}", verb, job_ids)
         self.sim.tell(
-            Asked(
+            AskedEvent(
                 at=self.sim.at,
                 client=self.name,
                 call=asking.call,
@@ -166,7 +166,7 @@ class SimClient(Life, ClientNode):
         if told.error is not None:
             # What may be tried again may also have happened: an earlier try of the same call, whose answer was lost.
             answer = "unknown" if isinstance(told.error, Unavailable) else "refused"
-            self.sim.tell(Answered(at=at, client=self.name, call=call, answer=answer))
+            self.sim.tell(AnsweredEvent(at=at, client=self.name, call=call, answer=answer))
         elif isinstance(told.answer, Accepted):
             exceptional = {item.index: item for item in told.answer.exceptions}
             accepted = [
@@ -175,7 +175,7 @@ class SimClient(Life, ClientNode):
             created = [one for place, one in enumerate(asking.job_ids) if place not in exceptional]
             self.waiting.update(dict.fromkeys(accepted))
             self.sim.tell(
-                Answered(at=at, client=self.name, call=call, answer="ok", accepted=tuple(accepted), created=tuple(created))
+                AnsweredEvent(at=at, client=self.name, call=call, answer="ok", accepted=tuple(accepted), created=tuple(created))
             )
         elif asking.verb == "cancel":
             words = [told.answer[job_id] for job_id in asking.job_ids]
@@ -183,18 +183,18 @@ class SimClient(Life, ClientNode):
             yes = [
                 one for one, word in zip(asking.job_ids, words, strict=True) if word["requested"] or word["state"] == "CANCELED"
             ]
-            self.sim.tell(Answered(at=at, client=self.name, call=call, answer="ok", accepted=tuple(yes), states=states))
+            self.sim.tell(AnsweredEvent(at=at, client=self.name, call=call, answer="ok", accepted=tuple(yes), states=states))
         elif asking.verb == "requeue":
             done = tuple(job_id for job_id in asking.job_ids if told.answer[job_id]["done"])
-            self.sim.tell(Answered(at=at, client=self.name, call=call, answer="ok", accepted=done))
+            self.sim.tell(AnsweredEvent(at=at, client=self.name, call=call, answer="ok", accepted=done))
         else:
-            self.sim.tell(Answered(at=at, client=self.name, call=call, answer="ok"))
+            self.sim.tell(AnsweredEvent(at=at, client=self.name, call=call, answer="ok"))
 
     def _arrived(self, arrived: Came) -> None:
         for item in arrived.items:
             self.waiting.pop(item.job_id, None)
             self.sim.tell(
-                Arrived(
+                ArrivedEvent(
                     at=self.sim.at,
                     client=self.name,
                     job_id=item.job_id,

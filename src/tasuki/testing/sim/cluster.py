@@ -1,6 +1,7 @@
 """A server among others: its election and its beats over the shared coordination, and hints to and fro.
 
-Stands in for `server/cluster.py`: the same machines (`core/election.py`, `core/hints.py`) and the reference coordination, with calls
+Stands in for `server/cluster.py`: the same machines (`core/election.py`, `core/hints.py`) and the reference coordination,
+with calls
 that can be lost before or after they were carried out, come late, or be carried out twice. Hints can be all that too.
 """
 
@@ -13,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tasuki.coords.coordination import BEAT_INTERVAL_S, Member, View
+from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, View
 from tasuki.coords.memory import MemoryCoordination
 from tasuki.core import election
-from tasuki.core.broker.events import Deposed, Elected, Hinted, Met, Publish, TookOver, Won
+from tasuki.core.broker.events import Deposed, Elected, Hinted, Met, Publish, TakeoverDone, Won
 from tasuki.core.hints import decode, everything, split
 from tasuki.core.machine import Ticked
 from tasuki.core.server_info import ServerInfo
 from tasuki.errors import TasukiError
 from tasuki.server.cluster import SCOPE
-from tasuki.testing.sim.history import Leading
+from tasuki.testing.sim.history import LeadingEvent
 from tasuki.testing.sim.network import Network
 from tasuki.testing.sim.process import HostClock
 from tasuki.testing.sim.world import World
@@ -103,13 +104,13 @@ def _carry_out(verb: Callable[[], Any]) -> None:
     verb()
 
 
-class SimCompany:
+class SimulatedCluster:
     """One server's part in it, for one life."""
 
     def __init__(self, server: SimServer, node: CoordinationNode, incarnation: str) -> None:
         self.server = server
         self.node = node
-        self.term = election.Term(server.name, ttl_s=server.sim.options.lock_ttl_s or election.LOCK_TTL_S)
+        self.term = election.Election(server.name, ttl_s=server.sim.options.lock_ttl_s or election.LOCK_TTL_S)
         self._incarnation = incarnation
         self._info = b""
         self._version = int(server.now().wall * 1000)
@@ -164,7 +165,9 @@ class SimCompany:
         info = _encode(self.server.broker.info)
         if info != self._info:
             self._info, self._version = info, self._version + 1
-        me = Member(member_id=self.server.name, kind="server", incarnation=self._incarnation, version=self._version, info=info)
+        me = ClusterMember(
+            member_id=self.server.name, kind="server", incarnation=self._incarnation, version=self._version, info=info
+        )
         known = {member_id: version for member_id, (version, _) in self._seen.items()}
         self._call("beats", lambda: self.node.coordination.beat(me, seen=known), self._met)
 
@@ -182,14 +185,14 @@ class SimCompany:
         self.server.tell(Met(tuple(info for _, info in seen.values()), view.detached))
 
     # -- who leads ------------------------------------------------------------------------------------------------
-    def told(self, command: Publish | TookOver | Deposed) -> None:
+    def told(self, command: Publish | TakeoverDone | Deposed) -> None:
         match command:
             case Publish():
                 self.node.publish(self.server, split(command.hint))
-            case TookOver():
+            case TakeoverDone():
                 self._decide(election.TookOver(command.epoch, command.done))
             case Deposed():
-                self._decide(election.Fenced(command.epoch))
+                self._decide(election.EpochFenced(command.epoch))
 
     def _decide(self, event: election.Event) -> None:
         server = self.server
@@ -209,7 +212,7 @@ class SimCompany:
                     self._lead(0)
 
     def _lead(self, epoch: int) -> None:
-        self.server.sim.tell(Leading(at=self.server.sim.at, server_id=self.server.name, epoch=epoch))
+        self.server.sim.tell(LeadingEvent(at=self.server.sim.at, server_id=self.server.name, epoch=epoch))
         self.server.tell(Elected(epoch))
 
     def _find_floor(self, asked_at: float) -> None:

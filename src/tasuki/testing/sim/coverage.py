@@ -20,27 +20,27 @@ from typing import Any
 from tasuki.core.job import TERMINAL, State
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import (
-    Answered,
+    AnsweredEvent,
     AnyLine,
-    Canceled,
-    Gone,
-    Granted,
-    Leading,
-    Led,
-    Line,
-    Process,
-    Reaped,
-    Reported,
-    Requeued,
-    Row,
-    Settled,
-    Shown,
-    Submitted,
-    TookOver,
+    CanceledEvent,
+    GoneEvent,
+    GrantedEvent,
+    HistoryLine,
+    LeadingEvent,
+    LedEvent,
+    ProcessEvent,
+    ReapedEvent,
+    ReportedEvent,
+    RequeuedEvent,
+    RowEvent,
+    SettledEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
 )
 from tasuki.testing.sim.options import SimOptions, derived
 from tasuki.testing.sim.probes import PROBES, probes
-from tasuki.testing.sim.run import Outcome, check_plan, plan_of
+from tasuki.testing.sim.run import SeedOutcome, check_plan, plan_of
 
 _EFFECTS = {"partition": "cut", "one_way": "cut"}
 """Kinds whose effect is counted under another name."""
@@ -119,22 +119,22 @@ class Coverage:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._handlers: dict[type[Line], Callable[[Any], None]] = {
-            Reported: self._reported,
-            Shown: self._shown,
-            Reaped: self._reaped,
-            Granted: self._granted,
-            Row: self._row,
-            Canceled: self._canceled,
-            Requeued: self._requeued,
-            Submitted: self._submitted,
-            Answered: self._answered,
-            Led: self._led,
-            TookOver: self._took_over,
-            Leading: self._leading,
-            Settled: self._settled,
-            Gone: self._gone,
-            Process: self._process,
+        self._handlers: dict[type[HistoryLine], Callable[[Any], None]] = {
+            ReportedEvent: self._reported,
+            ShownEvent: self._shown,
+            ReapedEvent: self._reaped,
+            GrantedEvent: self._granted,
+            RowEvent: self._row,
+            CanceledEvent: self._canceled,
+            RequeuedEvent: self._requeued,
+            SubmittedEvent: self._submitted,
+            AnsweredEvent: self._answered,
+            LedEvent: self._led,
+            TookOverEvent: self._took_over,
+            LeadingEvent: self._leading,
+            SettledEvent: self._settled,
+            GoneEvent: self._gone,
+            ProcessEvent: self._process,
         }
         self._orphaned: set[str] = set()
         self._cancel_asked: set[str] = set()
@@ -160,7 +160,7 @@ class Coverage:
         if handle is not None:
             handle(line)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: SeedOutcome) -> None:
         """The run is over."""
         self.counts.update({f"fault {kind}": count for kind, count in outcome.faults.items()})
         self.counts.update({f"effect {kind}": count for kind, count in outcome.effects.items()})
@@ -168,7 +168,7 @@ class Coverage:
         self.counts.update(f"world {name}" for name, applies in WORLDS.items() if applies(outcome.options))
 
     # -- what workers say -------------------------------------------------------------------------------------------
-    def _reported(self, line: Reported) -> None:
+    def _reported(self, line: ReportedEvent) -> None:
         if not line.accepted:
             self.counts["report repeated" if line.repeated else "report fenced"] += 1
             return
@@ -179,35 +179,35 @@ class Coverage:
             self.counts["finish wins"] += line.state == State.SUCCEEDED
             self.counts["cancel wins"] += line.state == State.CANCELED
 
-    def _shown(self, line: Shown) -> None:
+    def _shown(self, line: ShownEvent) -> None:
         if not line.held:
             self.counts["release refused" if line.verb == "release" else "lease lost"] += 1
         elif line.job_id in self._orphaned:
             self._orphaned.discard(line.job_id)
             self.counts["orphan resumed"] += 1
 
-    def _settled(self, line: Settled) -> None:
+    def _settled(self, line: SettledEvent) -> None:
         if self._granted_in.get(line.lease_id) != self._lives[line.worker_id]:
             self.counts["saved ending recorded" if line.recorded else "saved ending fenced"] += 1
 
-    def _gone(self, line: Gone) -> None:
+    def _gone(self, line: GoneEvent) -> None:
         if line.how != "ended":
             self.counts[f"attempt {line.how}"] += 1
 
     # -- what the store did -----------------------------------------------------------------------------------------
-    def _granted(self, line: Granted) -> None:
+    def _granted(self, line: GrantedEvent) -> None:
         self._granted_in[line.lease_id] = self._lives[line.worker_id]
         if line.job_id in self._orphaned:
             self._orphaned.discard(line.job_id)
             self.counts["orphan granted"] += 1
 
-    def _reaped(self, line: Reaped) -> None:
+    def _reaped(self, line: ReapedEvent) -> None:
         if line.state == State.ORPHANED:
             self._orphaned.add(line.job_id)
             self.counts["orphaned"] += 1
         self.counts["lost while canceled"] += line.state == State.CANCELED
 
-    def _row(self, line: Row) -> None:
+    def _row(self, line: RowEvent) -> None:
         if line.at_end or self._states.get(line.job_id) == line.state:
             return
         self._states[line.job_id] = line.state
@@ -219,7 +219,7 @@ class Coverage:
         self.counts["timed out"] += line.state == State.TIMED_OUT
         self.counts["skipped"] += line.state == State.SKIPPED
 
-    def _canceled(self, line: Canceled) -> None:
+    def _canceled(self, line: CanceledEvent) -> None:
         before = self._states.get(line.job_id, "")
         if line.requested:
             self._cancel_asked.add(line.job_id)
@@ -228,11 +228,11 @@ class Coverage:
         else:
             self.counts["cancel of a waiting job"] += line.state == State.CANCELED
 
-    def _requeued(self, line: Requeued) -> None:
+    def _requeued(self, line: RequeuedEvent) -> None:
         self.counts["requeued" if line.done else "requeue refused"] += 1
         self._generations[line.job_id] = line.generation
 
-    def _submitted(self, line: Submitted) -> None:
+    def _submitted(self, line: SubmittedEvent) -> None:
         if line.refused:
             self.counts["conflict"] += line.refused == "CONFLICT"
             return
@@ -242,17 +242,17 @@ class Coverage:
         self._generations[line.job_id] = line.generation
 
     # -- clients, servers, processes ----------------------------------------------------------------------------------
-    def _answered(self, line: Answered) -> None:
+    def _answered(self, line: AnsweredEvent) -> None:
         self.counts["not known"] += line.answer == "unknown"
         self.counts["refused"] += line.answer == "refused"
 
-    def _led(self, line: Led) -> None:
+    def _led(self, line: LedEvent) -> None:
         self.counts["epoch refused"] += not line.done
 
-    def _took_over(self, line: TookOver) -> None:
+    def _took_over(self, line: TookOverEvent) -> None:
         self.counts["takeover refused"] += not line.done
 
-    def _leading(self, line: Leading) -> None:
+    def _leading(self, line: LeadingEvent) -> None:
         if not line.epoch:
             self.counts["stepped down"] += line.server_id in self._leads
             self._leads.discard(line.server_id)
@@ -262,13 +262,13 @@ class Coverage:
             self.counts["the same leader again" if self._last_leader == line.server_id else "another leader"] += 1
         self._last_leader = line.server_id
 
-    def _process(self, line: Process) -> None:
+    def _process(self, line: ProcessEvent) -> None:
         if line.what == "started":
             self._lives[line.name] += 1
         self.counts["exited"] += line.what == "exited"
 
 
-def cover_seed(seed: int, options: SimOptions | None = None) -> tuple[Outcome, Counter[str]]:
+def cover_seed(seed: int, options: SimOptions | None = None) -> tuple[SeedOutcome, Counter[str]]:
     """Run a seed under the checker, and see what it covers."""
     complete = derived(seed, options or SimOptions(), tuple(KINDS))
     coverage = Coverage()

@@ -23,19 +23,19 @@ from typing import Any, NamedTuple, Protocol
 from tasuki.core.job import LEASED, State
 from tasuki.testing.sim.history import (
     AnyLine,
-    Began,
-    Canceled,
-    Ended,
-    Healed,
-    Leading,
-    Reaped,
-    Reported,
-    Requeued,
-    Row,
-    Shown,
-    Submitted,
-    TookOver,
-    Watching,
+    BeganEvent,
+    CanceledEvent,
+    EndedEvent,
+    HealedEvent,
+    LeadingEvent,
+    ReapedEvent,
+    ReportedEvent,
+    RequeuedEvent,
+    RowEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
+    WatchingEvent,
 )
 
 Query = Callable[[str], Iterable[Sequence[Any]]]
@@ -86,7 +86,7 @@ class StoredIncident(NamedTuple):
     worker_id: str
 
 
-class Stored(NamedTuple):
+class StoreEvidence(NamedTuple):
     """What a store has to say."""
 
     jobs: list[StoredJob]
@@ -96,7 +96,7 @@ class Stored(NamedTuple):
     holder: str = ""
 
 
-class Run(Protocol):
+class RunEvidence(Protocol):
     """One start of one attempt, as the job itself noted it."""
 
     @property
@@ -119,10 +119,10 @@ def sqlite_query(database: Path) -> Query:
     return query
 
 
-def read_store(query: Query) -> Stored:
+def read_store(query: Query) -> StoreEvidence:
     jobs = [StoredJob(*row) for row in query(_JOBS)]
     incidents = [StoredIncident(*row) for row in query(_INCIDENTS)]
-    return Stored(jobs, incidents, *read_epoch(query))
+    return StoreEvidence(jobs, incidents, *read_epoch(query))
 
 
 def read_epoch(query: Query) -> tuple[int, str]:
@@ -133,14 +133,14 @@ def read_epoch(query: Query) -> tuple[int, str]:
 # ---------------------------------------------------------------------------------------------------- the parts
 
 
-def store_lines(stored: Stored) -> list[AnyLine]:
+def store_lines(stored: StoreEvidence) -> list[AnyLine]:
     """What happened to each job, without the rows of the end."""
     stories: dict[str, list[StoredIncident]] = defaultdict(list)
     for incident in stored.incidents:
         stories[incident.job_id].append(incident)
     lines: list[AnyLine] = []
     for job in stored.jobs:
-        lines.append(Submitted(at=job.created_at, job_id=job.job_id, body=_hex(job.body_hash), created=True))
+        lines.append(SubmittedEvent(at=job.created_at, job_id=job.job_id, body=_hex(job.body_hash), created=True))
         lines += _Story(job).lines(stories[job.job_id])
     return lines
 
@@ -180,22 +180,22 @@ class _Story:
             case "canceled" if incident.worker_id:
                 return [self._fail(incident, State.CANCELED)]
             case "canceled":
-                return [Canceled(at=incident.at, job_id=incident.job_id, state=State.CANCELED)]
+                return [CanceledEvent(at=incident.at, job_id=incident.job_id, state=State.CANCELED)]
             case "cancel_requested":
-                return [Canceled(at=incident.at, job_id=incident.job_id, state=State.RUNNING, requested=True)]
+                return [CanceledEvent(at=incident.at, job_id=incident.job_id, state=State.RUNNING, requested=True)]
             case "released":
                 return [self._show(incident, "release")]
             case "resumed":
                 return [self._show(incident, "renew")]
             case "requeued":
-                return [Requeued(at=incident.at, job_id=incident.job_id, done=True)]
+                return [RequeuedEvent(at=incident.at, job_id=incident.job_id, done=True)]
             case _:  # fenced: nothing was written. skipped: the row says so
                 return []
 
     def _finish(self, at: float, attempt: int, sha256: str | None) -> AnyLine:
         self._ended.add(attempt)
         job = self._job
-        return Reported(
+        return ReportedEvent(
             at=at,
             verb="finish",
             job_id=job.job_id,
@@ -209,7 +209,7 @@ class _Story:
 
     def _fail(self, incident: StoredIncident, state: str) -> AnyLine:
         self._ended.add(incident.attempt)
-        return Reported(
+        return ReportedEvent(
             at=incident.at,
             verb="fail",
             job_id=incident.job_id,
@@ -224,12 +224,12 @@ class _Story:
     def _reap(self, incident: StoredIncident, state: str) -> AnyLine:
         self._ended.add(incident.attempt)
         worker_id, attempt = incident.worker_id, incident.attempt
-        return Reaped(at=incident.at, job_id=incident.job_id, attempt=attempt, worker_id=worker_id, state=state)
+        return ReapedEvent(at=incident.at, job_id=incident.job_id, attempt=attempt, worker_id=worker_id, state=state)
 
     def _show(self, incident: StoredIncident, verb: str) -> AnyLine:
         if verb == "release":
             self._ended.add(incident.attempt)
-        return Shown(
+        return ShownEvent(
             at=incident.at,
             verb=verb,
             job_id=incident.job_id,
@@ -241,10 +241,10 @@ class _Story:
         )
 
 
-def began_lines(runs: Iterable[Run]) -> list[AnyLine]:
+def began_lines(runs: Iterable[RunEvidence]) -> list[AnyLine]:
     """What the ledger says that ran; a process is called by its pid."""
     return [
-        Began(
+        BeganEvent(
             at=run.at - LEDGER_STEP_S,
             worker_id=f"pid {run.pid}",
             incarnation="",
@@ -262,9 +262,9 @@ def leading_lines(led: Mapping[str, Sequence[int]], leads: Iterable[str], at: fl
     last = {server_id: max(led[server_id], default=0) for server_id in leads}
     lines: list[AnyLine] = []
     for epoch, server_id in leaderships:
-        lines.append(Leading(at=at, server_id=server_id, epoch=epoch))
+        lines.append(LeadingEvent(at=at, server_id=server_id, epoch=epoch))
         if last.get(server_id) != epoch:
-            lines.append(Leading(at=at, server_id=server_id, epoch=0))
+            lines.append(LeadingEvent(at=at, server_id=server_id, epoch=0))
     return lines
 
 
@@ -272,28 +272,28 @@ def leading_lines(led: Mapping[str, Sequence[int]], leads: Iterable[str], at: fl
 
 
 def history(
-    *parts: Iterable[AnyLine], stored: Stored, healed_at: float, ended_at: float, watched: Sequence[str] = ()
+    *parts: Iterable[AnyLine], stored: StoreEvidence, healed_at: float, ended_at: float, watched: Sequence[str] = ()
 ) -> list[AnyLine]:
     """All parts in the order of time, with the rows at the end. `watched`: further kinds of which no line is missing."""
     happened = sorted((line for part in parts for line in part), key=lambda line: line.at)
     start_at = min(happened[0].at, healed_at) if happened else healed_at
-    lines: list[AnyLine] = [Watching(at=start_at, kinds=(*WATCHED, *watched))]
+    lines: list[AnyLine] = [WatchingEvent(at=start_at, kinds=(*WATCHED, *watched))]
     if stored.epoch:
         # The store knows its holder by another name than the log of that server does.
-        by_logs = [line.server_id for line in happened if isinstance(line, Leading) and line.epoch == stored.epoch]
-        lines.append(TookOver(at=start_at, server_id=(by_logs or [stored.holder])[0], epoch=stored.epoch, done=True))
+        by_logs = [line.server_id for line in happened if isinstance(line, LeadingEvent) and line.epoch == stored.epoch]
+        lines.append(TookOverEvent(at=start_at, server_id=(by_logs or [stored.holder])[0], epoch=stored.epoch, done=True))
     lines += [line for line in happened if line.at <= healed_at]
-    lines.append(Healed(at=healed_at))
+    lines.append(HealedEvent(at=healed_at))
     lines += [line for line in happened if line.at > healed_at]
     lines += [_row(job, ended_at) for job in stored.jobs]
-    lines.append(Ended(at=ended_at))
+    lines.append(EndedEvent(at=ended_at))
     return lines
 
 
-def _row(job: StoredJob, at: float) -> Row:
+def _row(job: StoredJob, at: float) -> RowEvent:
     is_held = job.state in LEASED or job.state == State.ORPHANED
     is_over = State(job.state).terminal
-    return Row(
+    return RowEvent(
         at=at,
         job_id=job.job_id,
         state=job.state,

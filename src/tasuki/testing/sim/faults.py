@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tasuki.testing.sim.history import Drifted, Fault
+from tasuki.testing.sim.history import DriftedEvent, FaultEvent
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.world import Streams
 
 if TYPE_CHECKING:
-    from tasuki.testing.sim.network import Link
+    from tasuki.testing.sim.network import SimulatedLink
     from tasuki.testing.sim.system import System
 
 STORE, COORDINATION = "store", "coordination"
@@ -61,7 +61,7 @@ def cast_of(options: SimOptions) -> Cast:
     return Cast(*(tuple(f"{role}-{number}" for number in range(1, (count or 0) + 1)) for role, count in counts))
 
 
-class Kind(NamedTuple):
+class FaultKind(NamedTuple):
     """`begin` does it, and says whether there was anything to do it to; `end` undoes what lasts."""
 
     hits: Callable[[Cast], tuple[str, ...]]
@@ -78,7 +78,7 @@ class Kind(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- the network
 
 
-def _links(system: System, fault: PlannedFault) -> list[Link]:
+def _links(system: System, fault: PlannedFault) -> list[SimulatedLink]:
     return [
         link
         for link in system.network.links.values()
@@ -237,7 +237,7 @@ def _drift(system: System, fault: PlannedFault) -> bool:
         return False
     clock.set_rate(1.0 + fault.amount)
     if fault.kind == "drift_far":
-        system.world.tell(Drifted(at=system.world.at, name=fault.target))
+        system.world.tell(DriftedEvent(at=system.world.at, name=fault.target))
     return True
 
 
@@ -371,36 +371,36 @@ def _coordination(cast: Cast) -> tuple[str, ...]:
 
 SHORT, LONG, OFTEN = (0.5, 3.0), (1.0, 9.0), (0.2, 0.9)
 
-KINDS: dict[str, Kind] = {
-    "slow": Kind(_processes, _slow, _slow_no_more, LONG, (0.1, 1.5)),
-    "half_open": Kind(_peers, _half_open, amount=(0.0, 1.0)),
-    "partition": Kind(_processes, _partition, _partition_over, LONG, between=_servers),
-    "one_way": Kind(_processes, _one_way, _one_way_over, LONG, (0.0, 1.0), between=_servers),
-    "refused": Kind(_servers, _refused, _refused_no_more, SHORT, (0.0, 1.0)),
-    "reset": Kind(_processes, _reset),
-    "late": Kind(_peers, _late, _late_over, (0.2, 2.0), (0.2, 3.0)),
-    "crash": Kind(_processes, _crash, _started_again, (0.2, 6.0)),
-    "power": Kind(_processes, _crash, _started_again, (1.0, 8.0)),
-    "pause": Kind(_processes, _pause, _resumed, LONG),
-    "drain": Kind(_workers, _drain),
-    "stop": Kind(_servers, _stop),
-    "jump": Kind(_clocks, _jump, amount=(-6.0, 6.0)),
-    "drift": Kind(_clocks, _drift, _drift_over, LONG, (-0.05, 0.05)),
-    "drift_far": Kind(_workers, _drift, _drift_over, (5.0, 15.0), (-0.8, -0.5)),
-    "store_slow": Kind(_store, _store_slow, _store_slow_over, SHORT, (0.1, 2.0)),
-    "store_lost": Kind(_store, _store_lost, _store_lost_over, SHORT, OFTEN),
-    "store_refused": Kind(_store, _store_refused, _store_refused_over, SHORT, OFTEN),
-    "store_restart": Kind(_store, _store_restart, _store_restart_over, SHORT),
-    "store_cut": Kind(_servers, _store_cut, _store_cut_over, LONG),
-    "disk_full": Kind(_store, _disk_full, _disk_full_over, SHORT, (0.0, 1.0)),
-    "worker_disk_full": Kind(_workers, _worker_disk_full, _worker_disk_full_over, LONG),
-    "hints_lost": Kind(_coordination, *_likely("hints_lost"), LONG, OFTEN, several=True),
-    "hints_late": Kind(_coordination, *_likely("hints_late"), LONG, OFTEN, several=True),
-    "hints_doubled": Kind(_coordination, *_likely("hints_doubled"), LONG, OFTEN, several=True),
-    "coordination_lost": Kind(_coordination, *_likely("lost"), LONG, OFTEN, several=True),
-    "coordination_late": Kind(_coordination, *_likely("late"), LONG, OFTEN, several=True),
-    "coordination_doubled": Kind(_coordination, *_likely("doubled"), LONG, OFTEN, several=True),
-    "coordination_cut": Kind(_servers, _coordination_cut, _coordination_cut_over, LONG, several=True),
+KINDS: dict[str, FaultKind] = {
+    "slow": FaultKind(_processes, _slow, _slow_no_more, LONG, (0.1, 1.5)),
+    "half_open": FaultKind(_peers, _half_open, amount=(0.0, 1.0)),
+    "partition": FaultKind(_processes, _partition, _partition_over, LONG, between=_servers),
+    "one_way": FaultKind(_processes, _one_way, _one_way_over, LONG, (0.0, 1.0), between=_servers),
+    "refused": FaultKind(_servers, _refused, _refused_no_more, SHORT, (0.0, 1.0)),
+    "reset": FaultKind(_processes, _reset),
+    "late": FaultKind(_peers, _late, _late_over, (0.2, 2.0), (0.2, 3.0)),
+    "crash": FaultKind(_processes, _crash, _started_again, (0.2, 6.0)),
+    "power": FaultKind(_processes, _crash, _started_again, (1.0, 8.0)),
+    "pause": FaultKind(_processes, _pause, _resumed, LONG),
+    "drain": FaultKind(_workers, _drain),
+    "stop": FaultKind(_servers, _stop),
+    "jump": FaultKind(_clocks, _jump, amount=(-6.0, 6.0)),
+    "drift": FaultKind(_clocks, _drift, _drift_over, LONG, (-0.05, 0.05)),
+    "drift_far": FaultKind(_workers, _drift, _drift_over, (5.0, 15.0), (-0.8, -0.5)),
+    "store_slow": FaultKind(_store, _store_slow, _store_slow_over, SHORT, (0.1, 2.0)),
+    "store_lost": FaultKind(_store, _store_lost, _store_lost_over, SHORT, OFTEN),
+    "store_refused": FaultKind(_store, _store_refused, _store_refused_over, SHORT, OFTEN),
+    "store_restart": FaultKind(_store, _store_restart, _store_restart_over, SHORT),
+    "store_cut": FaultKind(_servers, _store_cut, _store_cut_over, LONG),
+    "disk_full": FaultKind(_store, _disk_full, _disk_full_over, SHORT, (0.0, 1.0)),
+    "worker_disk_full": FaultKind(_workers, _worker_disk_full, _worker_disk_full_over, LONG),
+    "hints_lost": FaultKind(_coordination, *_likely("hints_lost"), LONG, OFTEN, several=True),
+    "hints_late": FaultKind(_coordination, *_likely("hints_late"), LONG, OFTEN, several=True),
+    "hints_doubled": FaultKind(_coordination, *_likely("hints_doubled"), LONG, OFTEN, several=True),
+    "coordination_lost": FaultKind(_coordination, *_likely("lost"), LONG, OFTEN, several=True),
+    "coordination_late": FaultKind(_coordination, *_likely("late"), LONG, OFTEN, several=True),
+    "coordination_doubled": FaultKind(_coordination, *_likely("doubled"), LONG, OFTEN, several=True),
+    "coordination_cut": FaultKind(_servers, _coordination_cut, _coordination_cut_over, LONG, several=True),
 }
 
 
@@ -439,7 +439,7 @@ class Faults:
         if not kind.begin(self.system, fault):
             return
         self.happened[fault.kind] += 1
-        world.tell(Fault(at=world.at, fault=fault.kind, target=f"{fault.target} {fault.other}".rstrip()))
+        world.tell(FaultEvent(at=world.at, fault=fault.kind, target=f"{fault.target} {fault.other}".rstrip()))
         if kind.end is not None:
             self._lasting[fault.number] = fault
             world.after(fault.for_s, f"fault {fault.kind} {fault.target} is over", self._end, fault)

@@ -5,12 +5,12 @@ has the rows of the database, what clients were told and what the jobs themselve
 happened; commits of one store in the order of their commits, and what a commit did before the rows that it left. What an observer
 cannot see it leaves out: the checker judges what is there, and says which invariants it had evidence for. But of each kind of
 line an observer tells all or none: the checker takes it that after the first line of a kind none of that kind is missing
-(`Watching` says so from the start, also of kinds of which there may be none). What excuses is never left out: `Removed`,
-`Process` and `Drifted` are told by whoever tells of the jobs and processes that they concern.
+(`WatchingEvent` says so from the start, also of kinds of which there may be none). Events that excuse others are never left out:
+`RemovedEvent`, `ProcessEvent` and `DriftedEvent` are told by the observer of the jobs and processes that they concern.
 
-Three voices. Store lines tell what a committed transaction did (`Submitted` … `Fired`). Client and worker lines tell what those
-processes saw (`Asked` … `Arrived`, `Began` … `Busy`). World lines tell what was done to all of them (`Fault`, `Healed`,
-`Ended`).
+Three voices. Store lines tell what a committed transaction did (`SubmittedEvent` … `FiredEvent`). Client and worker lines tell
+what those processes saw (`AskedEvent` … `ArrivedEvent`, `BeganEvent` … `BusyEvent`). World lines tell what was done to all of them
+(`FaultEvent`, `HealedEvent`, `EndedEvent`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from typing import IO
 import msgspec
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower, omit_defaults=True):
+def kind_of(name: str) -> str:
+    """Return the kind by which a history file names the events of a class: `tookover` for `TookOverEvent`."""
+    return name.lower().removesuffix("event")
+
+
+class HistoryLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kind_of, omit_defaults=True):
     """`at`: when, in seconds of one clock for the whole history (the simulator's own, or the host's)."""
 
     at: float
@@ -30,7 +35,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.
 # ---------------------------------------------------------------------------------------------------- the store's commits
 
 
-class Submitted(Line, frozen=True):
+class SubmittedEvent(HistoryLine, frozen=True):
     """A submit was answered by the store."""
 
     job_id: str
@@ -43,7 +48,7 @@ class Submitted(Line, frozen=True):
     """After it; one more than before if a rerun set it going."""
 
 
-class Granted(Line, frozen=True):
+class GrantedEvent(HistoryLine, frozen=True):
     """A lease was given."""
 
     job_id: str
@@ -66,7 +71,7 @@ class Granted(Line, frozen=True):
     """How much longer, because it is kept for a worker that was cut off."""
 
 
-class Shown(Line, frozen=True):
+class ShownEvent(HistoryLine, frozen=True):
     """A worker showed its lease: start, renew or release."""
 
     verb: str
@@ -79,7 +84,7 @@ class Shown(Line, frozen=True):
     """The store took it for the current lease."""
 
 
-class Reported(Line, frozen=True):
+class ReportedEvent(HistoryLine, frozen=True):
     """A worker's report: finish or fail."""
 
     verb: str
@@ -96,7 +101,7 @@ class Reported(Line, frozen=True):
     """Empty: not told."""
 
 
-class Reaped(Line, frozen=True):
+class ReapedEvent(HistoryLine, frozen=True):
     """A lease that was over was ended by the leader, or taken over by a grant (then told before that grant)."""
 
     job_id: str
@@ -106,7 +111,7 @@ class Reaped(Line, frozen=True):
     epoch: int = 0
 
 
-class Canceled(Line, frozen=True):
+class CanceledEvent(HistoryLine, frozen=True):
     """A cancel was answered by the store."""
 
     job_id: str
@@ -116,7 +121,7 @@ class Canceled(Line, frozen=True):
     """It runs, and its worker will be told."""
 
 
-class Requeued(Line, frozen=True):
+class RequeuedEvent(HistoryLine, frozen=True):
     """A terminal job was set going again (`done`), or was not."""
 
     job_id: str
@@ -124,7 +129,7 @@ class Requeued(Line, frozen=True):
     generation: int = 0
 
 
-class TookOver(Line, frozen=True):
+class TookOverEvent(HistoryLine, frozen=True):
     """A server registered its epoch, or was refused."""
 
     server_id: str
@@ -132,7 +137,7 @@ class TookOver(Line, frozen=True):
     done: bool
 
 
-class Led(Line, frozen=True):
+class LedEvent(HistoryLine, frozen=True):
     """A duty was written under an epoch, or was refused as stale."""
 
     server_id: str
@@ -140,7 +145,7 @@ class Led(Line, frozen=True):
     done: bool
 
 
-class Row(Line, frozen=True):
+class RowEvent(HistoryLine, frozen=True):
     """A job's row after a commit that touched it, or at the end."""
 
     job_id: str
@@ -165,20 +170,20 @@ class Row(Line, frozen=True):
     """Told when all was over. If there is one such row, then all jobs that exist have one."""
 
 
-class Removed(Line, frozen=True):
+class RemovedEvent(HistoryLine, frozen=True):
     """Retention deleted a terminal job."""
 
     job_id: str
 
 
-class Due(Line, frozen=True):
+class DueEvent(HistoryLine, frozen=True):
     """A nominal time of a schedule came inside its catch-up window: there must be a run for it in the end."""
 
     definition: str
     nominal: float
 
 
-class Fired(Line, frozen=True):
+class FiredEvent(HistoryLine, frozen=True):
     """A commit made this job the run of a schedule for a nominal time."""
 
     definition: str
@@ -189,7 +194,7 @@ class Fired(Line, frozen=True):
 # ---------------------------------------------------------------------------------------------------- clients
 
 
-class Asked(Line, frozen=True):
+class AskedEvent(HistoryLine, frozen=True):
     """A client began to ask. `call` is unique in the history; asking again under the same call is not told."""
 
     client: str
@@ -201,7 +206,7 @@ class Asked(Line, frozen=True):
     """Of a submit: the hash of each."""
 
 
-class Answered(Line, frozen=True):
+class AnsweredEvent(HistoryLine, frozen=True):
     """What it was told in the end."""
 
     client: str
@@ -216,7 +221,7 @@ class Answered(Line, frozen=True):
     """Of a submit: those of `accepted` that the answer called new."""
 
 
-class Arrived(Line, frozen=True):
+class ArrivedEvent(HistoryLine, frozen=True):
     """A client was told how a job ended."""
 
     client: str
@@ -230,7 +235,7 @@ class Arrived(Line, frozen=True):
 # ---------------------------------------------------------------------------------------------------- workers
 
 
-class Began(Line, frozen=True):
+class BeganEvent(HistoryLine, frozen=True):
     """A process of this attempt runs."""
 
     worker_id: str
@@ -240,7 +245,7 @@ class Began(Line, frozen=True):
     lease_id: str
 
 
-class Gone(Line, frozen=True):
+class GoneEvent(HistoryLine, frozen=True):
     """No process of this attempt is left. `how`: ended (by itself), stopped (by its worker), killed (with its worker)."""
 
     worker_id: str
@@ -251,7 +256,7 @@ class Gone(Line, frozen=True):
     how: str
 
 
-class Settled(Line, frozen=True):
+class SettledEvent(HistoryLine, frozen=True):
     """A worker was told what became of its report: recorded, or fenced."""
 
     worker_id: str
@@ -259,7 +264,7 @@ class Settled(Line, frozen=True):
     recorded: bool
 
 
-class Busy(Line, frozen=True):
+class BusyEvent(HistoryLine, frozen=True):
     """How many attempts a worker has at once, told when one is added; more than `capacity` breaks the credit bound."""
 
     worker_id: str
@@ -274,7 +279,7 @@ class Busy(Line, frozen=True):
 # ---------------------------------------------------------------------------------------------------- the world
 
 
-class Process(Line, frozen=True):
+class ProcessEvent(HistoryLine, frozen=True):
     """A process began or ended. `what`: started, crashed, exited, paused, resumed."""
 
     name: str
@@ -282,38 +287,38 @@ class Process(Line, frozen=True):
     what: str
 
 
-class Fault(Line, frozen=True):
+class FaultEvent(HistoryLine, frozen=True):
     """Something was done to the system."""
 
     fault: str
     target: str = ""
 
 
-class Drifted(Line, frozen=True):
+class DriftedEvent(HistoryLine, frozen=True):
     """The clock of this process differs from the store's by more than the margins allow: I9 is not promised for it."""
 
     name: str
     """Of a process; `store`: of the store itself, and so of all."""
 
 
-class Healed(Line, frozen=True):
+class HealedEvent(HistoryLine, frozen=True):
     """No fault from here on: what is promised to happen in the end must happen now."""
 
 
-class Leading(Line, frozen=True):
+class LeadingEvent(HistoryLine, frozen=True):
     """A server believes from now on that it leads under this epoch; 0: it does not any more. Told once each."""
 
     server_id: str
     epoch: int
 
 
-class Watching(Line, frozen=True):
+class WatchingEvent(HistoryLine, frozen=True):
     """The first line, where it is needed: of these kinds (the names of the structs, in lower case) no line is missing."""
 
     kinds: tuple[str, ...]
 
 
-class Ended(Line, frozen=True):
+class EndedEvent(HistoryLine, frozen=True):
     """The watch is over. `quiet`: nothing was left to do."""
 
     quiet: bool = True
@@ -321,9 +326,23 @@ class Ended(Line, frozen=True):
     """How many things happened since it was healed: a hot loop shows here."""
 
 
-StoreLine = Submitted | Granted | Shown | Reported | Reaped | Canceled | Requeued | TookOver | Led | Row | Removed | Due | Fired
-PeerLine = Asked | Answered | Arrived | Began | Gone | Settled | Busy
-WorldLine = Process | Fault | Drifted | Healed | Leading | Watching | Ended
+StoreLine = (
+    SubmittedEvent
+    | GrantedEvent
+    | ShownEvent
+    | ReportedEvent
+    | ReapedEvent
+    | CanceledEvent
+    | RequeuedEvent
+    | TookOverEvent
+    | LedEvent
+    | RowEvent
+    | RemovedEvent
+    | DueEvent
+    | FiredEvent
+)
+PeerLine = AskedEvent | AnsweredEvent | ArrivedEvent | BeganEvent | GoneEvent | SettledEvent | BusyEvent
+WorldLine = ProcessEvent | FaultEvent | DriftedEvent | HealedEvent | LeadingEvent | WatchingEvent | EndedEvent
 AnyLine = StoreLine | PeerLine | WorldLine
 
 _encode = msgspec.json.Encoder().encode

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tasuki.testing.sim.cases import Failure
-from tasuki.testing.sim.history import AnyLine, Fault, Watching
+from tasuki.testing.sim.cases import CaseFailure
+from tasuki.testing.sim.history import AnyLine, FaultEvent, WatchingEvent, kind_of
 from tasuki.testing.sim.process import WALL_START_S
 
 LAST_MARKED = 12  # lines of the history before a failure that are marked
@@ -26,7 +26,7 @@ _SPEAKERS = ("client", "worker_id", "server_id", "name")
 _WALL = ("wall", "highest_wall", "not_before", "not_after")  # shown from the start of the world on
 
 
-class Told(msgspec.Struct, frozen=True):
+class StoryLine(msgspec.Struct, frozen=True):
     """One line of a story."""
 
     at: float
@@ -43,23 +43,23 @@ class Story:
     """`events`: not only what the history has but each delivery, timer and commit, as `--trace` shows."""
 
     def __init__(self, *, events: bool = False) -> None:
-        self.told: list[Told] = []
+        self.told: list[StoryLine] = []
         self._events = events
         self._lines = 0
 
     def observe(self, line: AnyLine) -> None:
         number, self._lines = self._lines, self._lines + 1
-        if not isinstance(line, Watching):
+        if not isinstance(line, WatchingEvent):
             who, what = in_words(line)
-            self.told.append(Told(line.at, who, what, number))
+            self.told.append(StoryLine(line.at, who, what, number))
 
     def trace(self, at: float, label: str) -> None:
         """An event of the world."""
         if self._events and not _TOLD_ELSEWHERE.search(label):
             who, _, what = label.partition(" ")
-            self.told.append(Told(at, who, what.replace("> ", "to ", 1) if what.startswith("> ") else what, None))
+            self.told.append(StoryLine(at, who, what.replace("> ", "to ", 1) if what.startswith("> ") else what, None))
 
-    def lines(self, failure: Failure | None = None) -> Iterator[str]:
+    def lines(self, failure: CaseFailure | None = None) -> Iterator[str]:
         """All of it. Of a failing run the last lines are marked with `>`, the one that broke it with `!`."""
         end = failure.line if failure is not None else None
         for told in self.told:
@@ -69,7 +69,7 @@ class Story:
         if failure is not None:
             yield f"! {short(str(failure))}"
 
-    def of_the_job(self, failure: Failure) -> list[str]:
+    def of_the_job(self, failure: CaseFailure) -> list[str]:
         """What befell the job that the failure names, and what was done to everybody meanwhile; empty: it names none."""
         named = _JOB.search(failure.message)
         if named is None:
@@ -83,10 +83,10 @@ class Story:
 
 def in_words(line: AnyLine) -> tuple[str, str]:
     """(who, what) of a line of the history; who is `store` where it tells of a commit."""
-    if isinstance(line, Fault):
+    if isinstance(line, FaultEvent):
         return "fault", f"{line.fault} {line.target}"
     fields = {name: getattr(line, name) for name in line.__struct_fields__ if name != "at"}
-    kind = type(line).__name__.lower()
+    kind = kind_of(type(line).__name__)
     is_commit = "accepted" in fields or "held" in fields or kind in ("granted", "reaped")
     speaker = None if is_commit and kind != "answered" else next((name for name in _SPEAKERS if fields.get(name)), None)
     who = str(fields.pop(speaker)) if speaker is not None else "store"

@@ -1,6 +1,7 @@
 """Connections as TCP has them: in order, and nothing is lost inside one without its end, though the end may never be heard of.
 
-Each `Link` has two ways. A way that is muted delivers nothing more (half-open). One between two hosts that are cut off from each
+Each `SimulatedLink` has two ways. A way that is muted delivers nothing more (half-open). One between two hosts
+that are cut off from each
 other keeps what was sent, as retransmission does, until they are not. Whoever sends to an end that is gone hears of that.
 """
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Peer: TypeAlias = "SimClient | SimWorker"
 
 
-class Begin:
+class ConnectionBegin:
     """First on the way to a server: a connection is there."""
 
 
@@ -36,13 +37,13 @@ class End:
         self.reason = reason
 
 
-Item = Message | Begin | End
+Item = Message | ConnectionBegin | End
 
 
-class Way:
+class LinkDirection:
     """One direction of a link."""
 
-    def __init__(self, link: Link, *, up: bool) -> None:
+    def __init__(self, link: SimulatedLink, *, up: bool) -> None:
         self.link = link
         self.up = up
         self.mute = False
@@ -65,7 +66,7 @@ class Way:
         return self.link.server_open if self.up else self.link.node_open
 
 
-class Link:
+class SimulatedLink:
     """One connection, from a peer to a server."""
 
     def __init__(self, conn: int, node: Peer, server: SimServer) -> None:
@@ -75,8 +76,8 @@ class Link:
         self.node_open = self.server_open = True
         self.extra_s = 0.0
         """How much slower than others this connection is."""
-        self.to_server = Way(self, up=True)
-        self.to_node = Way(self, up=False)
+        self.to_server = LinkDirection(self, up=True)
+        self.to_node = LinkDirection(self, up=False)
 
 
 class Network:
@@ -84,7 +85,7 @@ class Network:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, SimulatedLink] = {}
         """Those of which at least one end is open."""
         self.cut: Counter[tuple[str, str]] = Counter()
         """(from, to): hosts between which nothing passes."""
@@ -133,10 +134,10 @@ class Network:
             node.hear(Closed(0, "connection refused"))
             return
         self._number += 1
-        link = node.link = self.links[self._number] = Link(self._number, node, server)
+        link = node.link = self.links[self._number] = SimulatedLink(self._number, node, server)
         if self.world.options.latency_s and self._chance.random() < 0.1:
             link.extra_s = 0.2 * self._chance.random()
-        self._put(link.to_server, Begin())
+        self._put(link.to_server, ConnectionBegin())
         node.hear(Opened(link.conn, node.peer))
 
     # -- sending --------------------------------------------------------------------------------------------------
@@ -150,14 +151,14 @@ class Network:
         if link is not None and link.server_open:
             self._write(link.to_node, message)
 
-    def _write(self, way: Way, message: Message) -> None:
+    def _write(self, way: LinkDirection, message: Message) -> None:
         if not self._wire:
             self._put(way, message)
             return
         for frame in FrameDecoder(FRAME_MAX_BYTES).feed(encode(message)):
             self._put(way, decode(frame, FRAME_MAX_BYTES))
 
-    def _put(self, way: Way, item: Item) -> None:
+    def _put(self, way: LinkDirection, item: Item) -> None:
         if way.mute:
             self.world.effects["half_open"] += 1
             return
@@ -170,7 +171,7 @@ class Network:
         way.pieces.append([item])
         world.at_time(way.last_at, f"{way.label}: {type(item).__name__}", self._arrive, way)
 
-    def _arrive(self, way: Way) -> None:
+    def _arrive(self, way: LinkDirection) -> None:
         if not way.pieces:
             return
         receiver = way.link.server if way.up else way.link.node
@@ -190,20 +191,20 @@ class Network:
             else:
                 self._bounce(way, piece)
 
-    def _bounce(self, way: Way, piece: list[Item]) -> None:
+    def _bounce(self, way: LinkDirection, piece: list[Item]) -> None:
         """Nobody is there any more: the sender's kernel is told so."""
         back = way.link.to_node if way.up else way.link.to_server
         if not isinstance(piece[-1], End) and back.open and not back.mute:
             self._put(back, End("connection reset"))
 
-    def _deliver(self, way: Way, piece: list[Item]) -> None:
+    def _deliver(self, way: LinkDirection, piece: list[Item]) -> None:
         link = way.link
         if way.up:
             server = link.server
             for item in piece:
                 if not link.server_open:
                     break
-                if isinstance(item, Begin):
+                if isinstance(item, ConnectionBegin):
                     server.apply(Opened(link.conn, link.node.peer))
                 elif isinstance(item, End):
                     self.server_loses(link, item.reason)
@@ -217,13 +218,13 @@ class Network:
                     break
                 if isinstance(item, End):
                     self.node_loses(link, item.reason)
-                elif not isinstance(item, Begin):
+                elif not isinstance(item, ConnectionBegin):
                     node.hear_message(Received(link.conn, item))
             if node.life == life:
                 node.flush()
 
     # -- ends -----------------------------------------------------------------------------------------------------
-    def node_loses(self, link: Link, reason: str) -> None:
+    def node_loses(self, link: SimulatedLink, reason: str) -> None:
         """The peer's side is over, and it hears so."""
         if link.node_open:
             link.node_open = False
@@ -233,7 +234,7 @@ class Network:
             node.later(0.0, f"{node.name} lost {link.server.name}", node.hear, Closed(link.conn, reason))
             self._tidy(link)
 
-    def server_loses(self, link: Link, reason: str) -> None:
+    def server_loses(self, link: SimulatedLink, reason: str) -> None:
         if link.server_open:
             link.server_open = False
             self._tidy(link)
@@ -259,24 +260,24 @@ class Network:
             link.server_open = False
             self._tidy(link)
 
-    def reset(self, link: Link) -> None:
+    def reset(self, link: SimulatedLink) -> None:
         """The connection breaks, and what was on its way is lost."""
         self.node_loses(link, "connection reset")
         link.to_server.pieces.clear()
         if link.server_open:
             link.server.hear_later(link, "connection reset")
 
-    def come_late(self, link: Link, late_s: float) -> None:
+    def come_late(self, link: SimulatedLink, late_s: float) -> None:
         """The connection breaks for its peer; what was stuck comes to the server when the peer may have sent more on another."""
         self.node_loses(link, "connection reset")
         self.world.after(late_s, f"{link.to_server.label}: late", self._unstuck, link)
 
-    def _unstuck(self, link: Link) -> None:
+    def _unstuck(self, link: SimulatedLink) -> None:
         link.to_server.stuck = False
         self._put(link.to_server, End("connection reset"))
         self.go_on()
 
-    def process_gone(self, links: list[Link], *, server: bool, silent: bool) -> None:
+    def process_gone(self, links: list[SimulatedLink], *, server: bool, silent: bool) -> None:
         """A process ended. Its kernel says so to the other ends, unless its host is gone too (`silent`)."""
         for link in links:
             mine, other = (link.to_node, link.to_server) if server else (link.to_server, link.to_node)
@@ -291,7 +292,7 @@ class Network:
                 link.node.link = None
             self._tidy(link)
 
-    def _tidy(self, link: Link) -> None:
+    def _tidy(self, link: SimulatedLink) -> None:
         if not link.node_open and not link.server_open:
             self.links.pop(link.conn, None)
 

@@ -14,10 +14,10 @@ import msgspec
 
 from tasuki.core.broker import client_messages, handshake, settle
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.cluster import Fellows
-from tasuki.core.broker.upkeep import Duties
+from tasuki.core.broker.cluster import OtherServers
+from tasuki.core.broker.upkeep import Upkeep
 from tasuki.core.client_machine import ClientMachine
-from tasuki.core.election import Awaiting, Term
+from tasuki.core.election import Awaiting, Election
 from tasuki.core.machine import Hangup
 from tasuki.core.protocol import CancelLeases
 from tasuki.core.worker.machine import WorkerMachine
@@ -82,7 +82,7 @@ _ALL: dict[str, Probe] = {
     "turn failed": Probe(settle, "turn_failed", "a server's turn was not stored, or it is not known whether it was"),
     "words carried over": Probe(settle, "_carry_over", "what workers said in it stood in the next one", _carries),
     "duty failed": Probe(
-        Duties, "failed", "a leader's turn was not stored", lambda given, _: not isinstance(given[2], StaleEpoch)
+        Upkeep, "failed", "a leader's turn was not stored", lambda given, _: not isinstance(given[2], StaleEpoch)
     ),
     "turn tried again": Probe(Retries, "wait_s", "an interrupted turn", lambda _, answer: answer is not None),
     "submit refused for space": Probe(
@@ -126,21 +126,21 @@ _ALL: dict[str, Probe] = {
     "watch asked one by one": Probe(
         ClientMachine, "_watch_refused", "one of several jobs is not there", lambda given, _: len(given[1]) > 1
     ),
-    "hint of a move": Probe(Fellows, "heard", "a worker is elsewhere now", _tells(Hangup)),
-    "hint of a cancel": Probe(Fellows, "heard", "a job is to be canceled that a worker of ours has", _tells(CancelLeases)),
+    "hint of a move": Probe(OtherServers, "heard", "a worker is elsewhere now", _tells(Hangup)),
+    "hint of a cancel": Probe(OtherServers, "heard", "a job is to be canceled that a worker of ours has", _tells(CancelLeases)),
     # the election
-    "lock not renewed in time": Probe(Term, "_step_down", "a leader's own time was over", _reason("in time")),
-    "lock lost": Probe(Term, "_step_down", "a leader was told that the lock is not its own", _reason("not ours")),
-    "fenced leader": Probe(Term, "_step_down", "a leader was refused by the store", _reason("newer epoch")),
-    "resigned": Probe(Term, "_step_down", "a leader went down in order", _reason("going down")),
+    "lock not renewed in time": Probe(Election, "_step_down", "a leader's own time was over", _reason("in time")),
+    "lock lost": Probe(Election, "_step_down", "a leader was told that the lock is not its own", _reason("not ours")),
+    "fenced leader": Probe(Election, "_step_down", "a leader was refused by the store", _reason("newer epoch")),
+    "resigned": Probe(Election, "_step_down", "a leader went down in order", _reason("going down")),
     "renewed after the end": Probe(
-        Term,
+        Election,
         "_renewed",
         "the answer came after it had stepped down",
         lambda given, _: isinstance(given[0].state, Awaiting),
         before=True,
     ),
-    "won for nothing": Probe(Term, "_took_over", "the store did not register the epoch", lambda given, _: not given[1].done),
+    "won for nothing": Probe(Election, "_took_over", "the store did not register the epoch", lambda given, _: not given[1].done),
 }
 
 PROBES: dict[str, str] = {name: probe.means for name, probe in _ALL.items()}

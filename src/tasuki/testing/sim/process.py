@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tasuki.core.machine import Now
-from tasuki.testing.sim.history import Process
+from tasuki.testing.sim.history import ProcessEvent
 from tasuki.testing.sim.world import World
 
 WALL_START_S = 1_700_000_000.0
@@ -107,23 +107,23 @@ class Life:
         self.life += 1
         self.alive, self.paused = True, False
         self._waiting = []
-        self.sim.tell(Process(at=self.sim.at, name=self.name, what="started"))
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="started"))
 
     def died(self, what: str = "crashed") -> None:
         self.life += 1
         self.alive = self.paused = False
         self._waiting = []
-        self.sim.tell(Process(at=self.sim.at, name=self.name, what=what))
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what=what))
 
     def pause(self) -> None:
         """SIGSTOP: nothing runs, nothing is lost."""
         self.paused = True
-        self.sim.tell(Process(at=self.sim.at, name=self.name, what="paused"))
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="paused"))
 
     def resume(self) -> None:
         """SIGCONT: what became due meanwhile happens now, in its order."""
         self.paused = False
-        self.sim.tell(Process(at=self.sim.at, name=self.name, what="resumed"))
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="resumed"))
         waiting, self._waiting = self._waiting, []
         for action, arguments in waiting:
             self.later(0.0, f"{self.name} catches up", action, *arguments)

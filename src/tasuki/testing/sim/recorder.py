@@ -10,21 +10,21 @@ from itertools import compress
 from operator import attrgetter
 
 from tasuki.core.job import TERMINAL, Job, OnDisconnect
-from tasuki.core.store_messages import Answer, Answers, MissingBlobs, Standing, Turn
+from tasuki.core.store_messages import Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
 from tasuki.errors import Conflict
 from tasuki.stores.store import Store
 from tasuki.testing.sim.history import (
-    Canceled,
-    Granted,
-    Led,
-    Reaped,
-    Removed,
-    Reported,
-    Requeued,
-    Row,
-    Shown,
-    Submitted,
-    TookOver,
+    CanceledEvent,
+    GrantedEvent,
+    LedEvent,
+    ReapedEvent,
+    RemovedEvent,
+    ReportedEvent,
+    RequeuedEvent,
+    RowEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
 )
 from tasuki.testing.sim.process import HostClock
 from tasuki.testing.sim.world import World
@@ -47,7 +47,7 @@ class Recorder:
         """Jobs that are not terminal."""
         self.jobs: dict[str, None] = {}
         """All that were ever stored and not removed."""
-        self._last: dict[str, Row] = {}
+        self._last: dict[str, RowEvent] = {}
         self._touched: dict[str, None] = {}
 
     def turn(self, server_id: str, turn: Turn, answers: Answers) -> None:
@@ -68,11 +68,11 @@ class Recorder:
 
     def refused(self, server_id: str, turn: Turn) -> None:
         """The store refused its epoch."""
-        self.world.tell(Led(at=self.world.at, server_id=server_id, epoch=turn.epoch, done=False))
+        self.world.tell(LedEvent(at=self.world.at, server_id=server_id, epoch=turn.epoch, done=False))
 
     def took_over(self, server_id: str, epoch: int, *, done: bool) -> None:
         self.verbs["take_over"] += 1
-        self.world.tell(TookOver(at=self.world.at, server_id=server_id, epoch=epoch, done=done))
+        self.world.tell(TookOverEvent(at=self.world.at, server_id=server_id, epoch=epoch, done=done))
 
     # -- the leader -----------------------------------------------------------------------------------------------
     def _duties(self, server_id: str, turn: Turn, answers: Answers) -> None:
@@ -84,18 +84,20 @@ class Recorder:
         for name, count in found.items():
             if count:
                 self.verbs[name] += 1
-        self.world.tell(Led(at=at, server_id=server_id, epoch=turn.epoch, done=True))
+        self.world.tell(LedEvent(at=at, server_id=server_id, epoch=turn.epoch, done=True))
         for one in answers.reap:
             self._touched[one.job_id] = None
             self.world.tell(
-                Reaped(at=at, job_id=one.job_id, attempt=one.attempt, worker_id=one.worker_id, state=one.state, epoch=turn.epoch)
+                ReapedEvent(
+                    at=at, job_id=one.job_id, attempt=one.attempt, worker_id=one.worker_id, state=one.state, epoch=turn.epoch
+                )
             )
         self._touched.update(dict.fromkeys(answers.skip))
         if answers.prune:
             known = list(self.jobs)
             for job_id, job in zip(known, self.store.get(known), strict=True):
                 if job is None:
-                    self.world.tell(Removed(at=at, job_id=job_id))
+                    self.world.tell(RemovedEvent(at=at, job_id=job_id))
                     del self.jobs[job_id]
                     del self._last[job_id]
 
@@ -105,9 +107,9 @@ class Recorder:
         for verb, reports, recorded in (("finish", turn.finish, answers.finish), ("fail", turn.fail, answers.fail)):
             for report, word in zip(reports, recorded, strict=True):
                 touched[report.job_id] = None
-                accepted = word.answer is Answer.RECORDED
+                accepted = word.answer is ReportStatus.RECORDED
                 tell(
-                    Reported(
+                    ReportedEvent(
                         at=at,
                         verb=verb,
                         job_id=report.job_id,
@@ -116,17 +118,17 @@ class Recorder:
                         worker_id=report.worker_id,
                         accepted=accepted,
                         state=word.state or "" if accepted else "",
-                        repeated=word.answer is Answer.REPEATED,
+                        repeated=word.answer is ReportStatus.REPEATED,
                         result_sha256=report.outcome.result_sha256,
                     )
                 )
-        shown = [("start", claim, word is not Standing.LOST) for claim, word in zip(turn.start, answers.start, strict=True)]
-        shown += [("renew", claim, word is not Standing.LOST) for claim, word in zip(turn.renew, answers.renew, strict=True)]
+        shown = [("start", claim, word is not LeaseStatus.LOST) for claim, word in zip(turn.start, answers.start, strict=True)]
+        shown += [("renew", claim, word is not LeaseStatus.LOST) for claim, word in zip(turn.renew, answers.renew, strict=True)]
         shown += [("release", claim, done) for claim, done in zip(turn.release, answers.release, strict=True)]
         for verb, claim, held in shown:
             touched[claim.job_id] = None
             tell(
-                Shown(
+                ShownEvent(
                     at=at,
                     verb=verb,
                     job_id=claim.job_id,
@@ -146,7 +148,7 @@ class Recorder:
                 assert job is not None
                 self._touched[grant.job_id] = None
                 self.world.tell(
-                    Granted(
+                    GrantedEvent(
                         at=at,
                         job_id=grant.job_id,
                         attempt=grant.attempt,
@@ -169,13 +171,13 @@ class Recorder:
         at = self.world.at
         for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
             self._touched[job_id] = None
-            self.world.tell(Canceled(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))
+            self.world.tell(CanceledEvent(at=at, job_id=job_id, state=canceled.state or "", requested=canceled.requested))
         if turn.requeue:
             job_ids = [order.job_id for order in turn.requeue]
             for job_id, requeued, job in zip(job_ids, answers.requeue, self.store.get(job_ids), strict=True):
                 self._touched[job_id] = None
                 generation = job.generation if job is not None else 0
-                self.world.tell(Requeued(at=at, job_id=job_id, done=requeued.done, generation=generation))
+                self.world.tell(RequeuedEvent(at=at, job_id=job_id, done=requeued.done, generation=generation))
 
     def _submitted(self, turn: Turn, answers: Answers) -> None:
         at = self.world.at
@@ -188,7 +190,7 @@ class Recorder:
                 self._touched[job_id] = None
                 self.jobs[job_id] = None
             self.world.tell(
-                Submitted(
+                SubmittedEvent(
                     at=at,
                     job_id=job_id,
                     body=submission.body_hash.hex(),
@@ -218,7 +220,7 @@ class Recorder:
         """A row that a commit touched and left as it was is not told again."""
         outcome = job.outcome
         terminal = job.state in TERMINAL
-        row = Row(
+        row = RowEvent(
             at=self.world.at,
             job_id=job_id,
             state=job.state,
@@ -247,4 +249,4 @@ class Recorder:
             self.world.tell(row)
 
 
-_compared = attrgetter(*(name for name in Row.__struct_fields__ if name not in ("at", "at_end")))
+_compared = attrgetter(*(name for name in RowEvent.__struct_fields__ if name not in ("at", "at_end")))

@@ -18,7 +18,7 @@ import msgspec
 
 from tasuki.testing.sim import faults, load
 from tasuki.testing.sim.checker import Broken, Checker, Violation
-from tasuki.testing.sim.history import AnyLine, Ended, Healed, Watching
+from tasuki.testing.sim.history import AnyLine, EndedEvent, HealedEvent, WatchingEvent
 from tasuki.testing.sim.options import SimOptions, derived
 from tasuki.testing.sim.storage import MakeStore
 from tasuki.testing.sim.system import System
@@ -39,7 +39,7 @@ class Plan(msgspec.Struct, frozen=True):
     operations: tuple[load.Operation, ...]
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class SeedOutcome(msgspec.Struct, kw_only=True):
     """What came of one seed."""
 
     seed: int
@@ -94,7 +94,7 @@ def run_seed(
     *,
     trace: Trace | None = None,
     make_store: MakeStore | None = None,
-) -> Outcome:
+) -> SeedOutcome:
     """Everything that was left open is drawn from the seed; `observe` hears every line of the history as it happens."""
     complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
     return run_plan(seed, complete, plan_of(seed, complete), observe, trace=trace, make_store=make_store)
@@ -108,9 +108,9 @@ def run_plan(
     *,
     trace: Trace | None = None,
     make_store: MakeStore | None = None,
-) -> Outcome:
+) -> SeedOutcome:
     """Run a plan. A `Broken` that `observe` raises ends it; anything else that goes wrong is raised here."""
-    outcome = Outcome(seed=seed, options=options)
+    outcome = SeedOutcome(seed=seed, options=options)
 
     def heard(line: AnyLine) -> None:
         outcome.lines += 1
@@ -118,7 +118,7 @@ def run_plan(
             observe(line)
 
     world = World(seed, options, heard, trace)
-    world.tell(Watching(at=0.0, kinds=WATCHED))
+    world.tell(WatchingEvent(at=0.0, kinds=WATCHED))
     system = System(world, make_store)
     chaos = faults.Faults(system)
     try:
@@ -145,7 +145,7 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _run(system: System, chaos: faults.Faults, plan: Plan, outcome: Outcome) -> None:
+def _run(system: System, chaos: faults.Faults, plan: Plan, outcome: SeedOutcome) -> None:
     world, options = system.world, system.world.options
     system.plan(plan.operations)
     chaos.plan(list(plan.faults))
@@ -153,7 +153,7 @@ def _run(system: System, chaos: faults.Faults, plan: Plan, outcome: Outcome) -> 
     world.run_until(options.chaos_s)
     chaos.heal()
     system.heal()
-    world.tell(Healed(at=world.at))
+    world.tell(HealedEvent(at=world.at))
     healed_at, healed_events = world.at, world.events - world.idle_events
     rested_s = 0.0
     while rested_s < options.rest_s and world.at < healed_at + options.heal_limit_s:
@@ -163,10 +163,10 @@ def _run(system: System, chaos: faults.Faults, plan: Plan, outcome: Outcome) -> 
     outcome.healed_after_s = world.at - rested_s - healed_at
     system.storage.recorder.all_rows()
     events = world.events - world.idle_events - healed_events
-    world.tell(Ended(at=world.at, quiet=not outcome.unfinished, events=events))
+    world.tell(EndedEvent(at=world.at, quiet=not outcome.unfinished, events=events))
 
 
-def _note(system: System, chaos: faults.Faults, outcome: Outcome) -> None:
+def _note(system: System, chaos: faults.Faults, outcome: SeedOutcome) -> None:
     world = system.world
     outcome.trace_hash = world.trace_hash
     outcome.events = world.events
@@ -179,7 +179,7 @@ def _note(system: System, chaos: faults.Faults, outcome: Outcome) -> None:
 
 def check_seed(
     seed: int, options: SimOptions | None = None, *, trace: Trace | None = None, make_store: MakeStore | None = None
-) -> Outcome:
+) -> SeedOutcome:
     """Run a seed under the checker: safety after every event, liveness at the end."""
     complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
     return check_plan(seed, complete, plan_of(seed, complete), trace=trace, make_store=make_store)
@@ -193,7 +193,7 @@ def check_plan(
     *,
     trace: Trace | None = None,
     make_store: MakeStore | None = None,
-) -> Outcome:
+) -> SeedOutcome:
     """The same with a plan of one's own; `observe` hears each line before the checker does, also the one that breaks it."""
     checker = Checker(raises=True)
 

@@ -31,7 +31,7 @@ from tasuki.testing.sim.scale_load import FLOODING, PATTERNS, Load
 from tasuki.testing.sim.scale_tally import Tally
 from tasuki.testing.sim.scale_world import BigClient, BigCoordination, BigNetwork, BigStore, BigWorker, BigWorld
 from tasuki.testing.sim.servers import SimServer
-from tasuki.testing.sim.workers import Endings
+from tasuki.testing.sim.workers import DrawnEndings
 
 WARM_S = 15.0  # for everybody to connect
 LOOK_S = 5.0
@@ -47,7 +47,7 @@ CURVE = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 OFFSET_MAX_S = 10_000.0
 
 
-class BigOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ScaleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a big world."""
 
     seed: int = 1
@@ -83,10 +83,10 @@ class Disaster(msgspec.Struct, frozen=True):
     who: str
 
 
-class BigSystem:
+class ScaleSystem:
     """All processes of a big world."""
 
-    def __init__(self, options: BigOptions) -> None:
+    def __init__(self, options: ScaleOptions) -> None:
         self.options = options
         self.world = world = BigWorld(options.seed, _sim_options(options), lambda line: None)
         world.leaderships = []
@@ -114,7 +114,7 @@ class BigSystem:
         name = f"worker-{number}"
         identity = WorkerIdentity(worker_id=name, incarnation="", token="", patterns=PATTERNS[number % len(PATTERNS)], capacity=1)
         peer = Peer("unix", OWN_UID, "unix socket")
-        worker = BigWorker(self.world, self.network, self.servers, identity, peer, self._clock(), Endings(self.world))
+        worker = BigWorker(self.world, self.network, self.servers, identity, peer, self._clock(), DrawnEndings(self.world))
         worker.load, worker.tally = self.load, self.tally
         return worker
 
@@ -202,7 +202,7 @@ class BigSystem:
         return self.tally.accepted == self.tally.submits and not self.tally.unheard
 
 
-def _sim_options(options: BigOptions) -> SimOptions:
+def _sim_options(options: ScaleOptions) -> SimOptions:
     return SimOptions(
         servers=options.servers,
         workers=options.workers,
@@ -220,14 +220,14 @@ def _sim_options(options: BigOptions) -> SimOptions:
     )
 
 
-Progress = Callable[["BigSystem", float], None]
+Progress = Callable[["ScaleSystem", float], None]
 """Told every ten virtual seconds: the world so far, and the CPU time that it took."""
 
 
-def run_big(options: BigOptions, progress: Progress | None = None) -> dict[str, Any]:
+def run_big(options: ScaleOptions, progress: Progress | None = None) -> dict[str, Any]:
     """Run one world to its end; the figures as plain data (`big_report.text` shows them to people)."""
     begun = time.process_time()
-    system = BigSystem(options)
+    system = ScaleSystem(options)
     thresholds = gc.get_threshold()
     gc.set_threshold(200_000, 50, 1_000)  # nearly all that lives here lives until the end
     try:
@@ -241,7 +241,7 @@ def run_big(options: BigOptions, progress: Progress | None = None) -> dict[str, 
         system.storage.close()
 
 
-def _run(system: BigSystem, progress: Progress | None, begun: float) -> None:
+def _run(system: ScaleSystem, progress: Progress | None, begun: float) -> None:
     world, end = system.world, system.load_ends
     while world.at < end or (not system.at_rest and world.at < end + DRAIN_LIMIT_S):
         world.run_until(world.at + PROGRESS_S if world.at >= end else min(end, world.at + PROGRESS_S))
@@ -253,13 +253,13 @@ def run_curve(seed: int = 1, minutes: float = 10.0) -> list[dict[str, Any]]:
     """How the delay grows with the load: the same small world again and again, without disasters."""
     found = []
     for load in CURVE:
-        shape = BigOptions(seed=seed, servers=4, workers=500, clients=8, jobs_per_s=50.0 * load, load=load, minutes=minutes)
+        shape = ScaleOptions(seed=seed, servers=4, workers=500, clients=8, jobs_per_s=50.0 * load, load=load, minutes=minutes)
         figures = run_big(msgspec.structs.replace(shape, disasters=False))
         found.append({"load": load, **figures["delay"]["all"], "busy": figures["busy"]})
     return found
 
 
-def _show(system: BigSystem, cpu_s: float, file: Path | None) -> None:
+def _show(system: ScaleSystem, cpu_s: float, file: Path | None) -> None:
     """How far it is; and the figures so far, because a run may be ended before it is over."""
     tally, at = system.tally, system.world.at - WARM_S
     done = f"{tally.submits} submitted, {tally.ends} ended, {len(tally.waiting)} wait"
@@ -271,7 +271,7 @@ def _show(system: BigSystem, cpu_s: float, file: Path | None) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tasuki.testing.sim.scale", description=(__doc__ or "").splitlines()[0])
-    usual = BigOptions()
+    usual = ScaleOptions()
     parser.add_argument("--workers", type=int, default=usual.workers)
     parser.add_argument("--servers", type=int, default=usual.servers)
     parser.add_argument("--clients", type=int, default=usual.clients)
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         figures = run_curve(chosen["seed"])
         shown, good = scale_report.curve_text(figures), True
     else:
-        figures = run_big(BigOptions(**chosen, disasters=not calm), lambda system, cpu_s: _show(system, cpu_s, file))
+        figures = run_big(ScaleOptions(**chosen, disasters=not calm), lambda system, cpu_s: _show(system, cpu_s, file))
         shown, good = scale_report.text(figures), not figures["violations"]
     sys.stdout.write(f"{shown}\n")
     if file is not None:

@@ -25,7 +25,7 @@ PRIORITIES = ((9, 0.05), (5, 0.75), (1, 0.20))
 USUAL_PRIORITY = 5
 
 
-class Group(msgspec.Struct, frozen=True):
+class LoadGroup(msgspec.Struct, frozen=True):
     """Jobs of one kind: how many of all, and how long they take beside the average job."""
 
     name: str
@@ -34,11 +34,11 @@ class Group(msgspec.Struct, frozen=True):
 
 
 GROUPS = (
-    Group("render", 0.50, 1.2),
-    Group("price", 0.25, 0.6),
-    Group("report", 0.15, 1.3),
-    Group("mail", 0.08, 0.4),
-    Group("audit", 0.02, 1.0),
+    LoadGroup("render", 0.50, 1.2),
+    LoadGroup("price", 0.25, 0.6),
+    LoadGroup("report", 0.15, 1.3),
+    LoadGroup("mail", 0.08, 0.4),
+    LoadGroup("audit", 0.02, 1.0),
 )
 REGIONS = ("asia", "europe", "america")
 SUBJECTS = {group.name: tuple(f"{group.name}.{region}" for region in REGIONS) for group in GROUPS}

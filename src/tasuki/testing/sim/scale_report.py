@@ -11,14 +11,14 @@ from tasuki.testing.sim.scale_load import GROUPS, PRIORITIES, USUAL_PRIORITY
 from tasuki.testing.sim.scale_tally import BUCKET_S, Tally
 
 if TYPE_CHECKING:
-    from tasuki.testing.sim.scale import BigSystem
+    from tasuki.testing.sim.scale import ScaleSystem
 
 WINDOW_S = 90.0  # what is looked at after a disaster
 
 Key = tuple[int, str, int]
 
 
-def figures(system: BigSystem, cpu_s: float) -> dict[str, Any]:
+def figures(system: ScaleSystem, cpu_s: float) -> dict[str, Any]:
     """All figures as plain data, in seconds and counts."""
     tally, world, options = system.tally, system.world, system.options
     busy = [count for at, _, count in system.queue if at >= system.disaster_free_from and at < system.load_ends]
@@ -72,7 +72,7 @@ def _some(tally: Tally, wanted: Callable[[Key], bool]) -> dict[str, float]:
     return percentiles(together)
 
 
-def _delays(system: BigSystem) -> dict[str, Any]:
+def _delays(system: ScaleSystem) -> dict[str, Any]:
     """From the submit to the first start; apart from the whole, in the calm time before anything befell the world."""
     tally = system.tally
     first, last = int(system.disaster_free_from // BUCKET_S), int(system.disaster_free_until // BUCKET_S)
@@ -91,7 +91,7 @@ def _delays(system: BigSystem) -> dict[str, Any]:
     }
 
 
-def _timeline(system: BigSystem) -> list[dict[str, float]]:
+def _timeline(system: ScaleSystem) -> list[dict[str, float]]:
     """Each ten seconds of submits: p50, p99 and the longest delay; how many waited and how many places were busy."""
     found = []
     for bucket in sorted({key[0] for key in system.tally.delays}):
@@ -102,7 +102,7 @@ def _timeline(system: BigSystem) -> list[dict[str, float]]:
     return found
 
 
-def _disasters(system: BigSystem) -> list[dict[str, Any]]:
+def _disasters(system: ScaleSystem) -> list[dict[str, Any]]:
     """What each did to the jobs that were submitted after it, until the next one. Groups are compared within one priority: a
     lower one waits for all of a higher one, whatever its group."""
     found = []
@@ -131,7 +131,7 @@ def _disasters(system: BigSystem) -> list[dict[str, Any]]:
     return found
 
 
-def _servers(system: BigSystem) -> dict[str, Any]:
+def _servers(system: ScaleSystem) -> dict[str, Any]:
     tally, virtual_s = system.tally, system.world.at
     tallies = [tally.servers[server.name] for server in system.servers]
     sizes = array("I")

@@ -16,7 +16,7 @@ import msgspec
 
 from tasuki.core.job import TERMINAL
 from tasuki.core.protocol import JobResult
-from tasuki.core.store_messages import Answer, Answers, Turn
+from tasuki.core.store_messages import Answers, ReportStatus, Turn
 from tasuki.stores.store import Store
 from tasuki.testing.sim.process import HostClock
 from tasuki.testing.sim.recorder import Recorder
@@ -143,9 +143,9 @@ class Tally(Recorder):
                     self.followed[grant.job_id].grants.append(grant.attempt)
         for reports, recorded in ((turn.finish, answers.finish), (turn.fail, answers.fail)):
             for report, word in zip(reports, recorded, strict=True):
-                if word.answer is Answer.FENCED:
+                if word.answer is ReportStatus.FENCED:
                     self.fenced += 1
-                elif report.job_id.startswith(SAMPLED) and word.answer is Answer.RECORDED and word.state in TERMINAL:
+                elif report.job_id.startswith(SAMPLED) and word.answer is ReportStatus.RECORDED and word.state in TERMINAL:
                     self.followed[report.job_id].finished.append((report.attempt, report.outcome.result_sha256))
 
     def _duty(self, server_id: str, turn: Turn, answers: Answers) -> None:

@@ -12,23 +12,23 @@ import itertools
 from collections.abc import Callable
 
 from tasuki.core.broker.events import Hinted
-from tasuki.core.client_machine import Answered, Arrived, Call
+from tasuki.core.client_machine import Call, CallAnswered, ResultsArrived
 from tasuki.core.hints import Hint, decode
 from tasuki.core.job import JobSpec
 from tasuki.core.machine import Closed, Received, Ticked
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, SubmitJobs
 from tasuki.core.store_messages import Answers, Grant, Turn
-from tasuki.core.worker.events import Ended, Event, Started
+from tasuki.core.worker.events import AttemptEnded, Event, Started
 from tasuki.errors import TasukiError
 from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.cluster import CoordinationNode
-from tasuki.testing.sim.history import AnyLine, Leading
+from tasuki.testing.sim.history import AnyLine, LeadingEvent
 from tasuki.testing.sim.network import Network, Peer
 from tasuki.testing.sim.scale_load import Load
 from tasuki.testing.sim.scale_tally import Tally
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.storage import StoreNode, Task
-from tasuki.testing.sim.workers import Attempt, SimWorker
+from tasuki.testing.sim.workers import SimulatedAttempt, SimWorker
 from tasuki.testing.sim.world import World
 
 TURN_S = 0.012  # what a transaction takes at a busy database, drawn from half to one and a half of it,
@@ -55,7 +55,7 @@ class BigWorld(World):
         self.at = end
 
     def tell(self, line: AnyLine) -> None:
-        if type(line) is Leading:
+        if type(line) is LeadingEvent:
             self.leaderships.append([round(line.at, 3), line.server_id, line.epoch])
 
 
@@ -157,10 +157,10 @@ class BigWorker(SimWorker):
     # -- attempts -------------------------------------------------------------------------------------------------
     def _run(self, grant: Grant) -> None:
         deadline = self.machine.lease_deadline(grant.lease_id)
-        attempt = self.attempts[grant.lease_id] = Attempt(grant, self.identity.incarnation, deadline)
+        attempt = self.attempts[grant.lease_id] = SimulatedAttempt(grant, self.identity.incarnation, deadline)
         self._plan(START_S * self.sim.streams.attempts.random(), "starts", self._start_attempt, attempt)
 
-    def _start_attempt(self, attempt: Attempt) -> None:
+    def _start_attempt(self, attempt: SimulatedAttempt) -> None:
         if attempt.stopping:
             return
         grant = attempt.grant
@@ -171,10 +171,10 @@ class BigWorker(SimWorker):
         self._plan(lasts_s, "ends", self._over, attempt, "ended", outcome)
         self.hear(Started(grant.lease_id))
 
-    def _gone(self, attempt: Attempt, how: str) -> None:
+    def _gone(self, attempt: SimulatedAttempt, how: str) -> None:
         attempt.gone = True
 
-    def _told_by_keeper(self, event: Started | Ended) -> None:
+    def _told_by_keeper(self, event: Started | AttemptEnded) -> None:
         self.attempts.pop(event.lease_id, None)
         self.hear(event)
 
@@ -195,13 +195,13 @@ class BigClient(SimClient):
         specs = [spec]
         self.apply(Call(ticket, lambda msg_id: SubmitJobs(msg_id, specs, True), watch=(spec.job_id,)))
 
-    def _answered(self, answered: Answered) -> None:
+    def _answered(self, answered: CallAnswered) -> None:
         job_id = self._submitted.pop(answered.ticket)
         if isinstance(answered.answer, Accepted) and not any(item.code for item in answered.answer.exceptions):
             self.tally.was_accepted(job_id)
         else:
             raise AssertionError(f"{self.name}: {job_id} was not accepted: {answered.answer or answered.error}")
 
-    def _arrived(self, arrived: Arrived) -> None:
+    def _arrived(self, arrived: ResultsArrived) -> None:
         for item in arrived.items:
             self.tally.arrived(item)

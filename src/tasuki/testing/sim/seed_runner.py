@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from tasuki.testing.sim.coverage import missing
 from tasuki.testing.sim.narrative import short
 from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.run import Outcome
-from tasuki.testing.sim.seed_workers import PROGRAM, Order, Ran, results
+from tasuki.testing.sim.run import SeedOutcome
+from tasuki.testing.sim.seed_workers import PROGRAM, SeedOrder, SeedReport, results
 
 COUNTED_SHARE_MIN = 0.95  # a run of which more seeds show too little is not worth its name
 SLOWEST_KEPT = 3
@@ -51,14 +51,14 @@ class Summary(msgspec.Struct, kw_only=True):
     """(seconds of CPU, seed)"""
     longest: list[tuple[float, int]] = msgspec.field(default_factory=list)
     """(virtual seconds from the last fault until all was at rest, seed)"""
-    failures: list[Ran] = msgspec.field(default_factory=list)
+    failures: list[SeedReport] = msgspec.field(default_factory=list)
     too_little: list[int] = msgspec.field(default_factory=list)
     """Seeds that do not count."""
     covered: Counter[str] = msgspec.field(default_factory=Counter)
-    """What of the rare came, if that was wanted (`Many.cover`)."""
+    """What of the rare came, if that was wanted (`SeedRunner.cover`)."""
     is_interrupted: bool = False
 
-    def add(self, ran: Ran) -> None:
+    def add(self, ran: SeedReport) -> None:
         self.seeds += 1
         seed = ran.order.seed
         self.first = seed if self.first is None else min(self.first, seed)
@@ -72,7 +72,7 @@ class Summary(msgspec.Struct, kw_only=True):
         if ran.outcome is not None:
             self._add_outcome(ran.outcome, is_good=ran.failure is None)
 
-    def _add_outcome(self, outcome: Outcome, *, is_good: bool) -> None:
+    def _add_outcome(self, outcome: SeedOutcome, *, is_good: bool) -> None:
         self.events += outcome.events
         self.turns += outcome.turns
         self.lines += outcome.lines
@@ -93,7 +93,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
     @property
     def lacking(self) -> list[str]:
-        """What a run that claims to cover everything (`Many.cover`) lacks: what of the rare never came, and seeds that count."""
+        """Name what a run that claims to cover everything (`SeedRunner.cover`) lacks: rare things, and seeds that count."""
         few = [] if self.counted >= COUNTED_SHARE_MIN * self.seeds else [f"seeds that count (only {self.counted} do)"]
         return few + missing(self.covered)
 
@@ -142,7 +142,7 @@ def options_for(seed: int, options: SimOptions, sqlite_every: int) -> SimOptions
     return replace(options, store="sqlite") if sqlite_every and seed % sqlite_every == 0 else options
 
 
-class Many(msgspec.Struct, frozen=True, kw_only=True):
+class SeedRunner(msgspec.Struct, frozen=True, kw_only=True):
     """Which seeds: so many that count, from the first on. For each that does not count one more is run, up to a tenth more."""
 
     first: int = 1
@@ -154,10 +154,10 @@ class Many(msgspec.Struct, frozen=True, kw_only=True):
     cover: bool = False
     """Count what of the rare happens."""
 
-    def orders(self, seeds: Iterable[int]) -> Iterator[Order]:
-        return (Order(seed, options_for(seed, self.options, self.sqlite_every), self.without, self.cover) for seed in seeds)
+    def orders(self, seeds: Iterable[int]) -> Iterator[SeedOrder]:
+        return (SeedOrder(seed, options_for(seed, self.options, self.sqlite_every), self.without, self.cover) for seed in seeds)
 
-    def rounds(self, summary: Summary) -> Iterator[Iterator[Order]]:
+    def rounds(self, summary: Summary) -> Iterator[Iterator[SeedOrder]]:
         """All of them; then as many as were too quiet, and so on."""
         begin, missing, end = self.first, self.count, self.first + self.count + self.count // 10
         while missing and begin < end:
@@ -167,7 +167,7 @@ class Many(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_many(
-    many: Many,
+    many: SeedRunner,
     *,
     processes: int | None = None,
     heard: Callable[[Summary], None] | None = None,

@@ -1,6 +1,7 @@
 """Processes that run seeds, one after another, and say what came of each: an order is a line of JSON, and so is the answer.
 
-`python -m tasuki.testing.sim.seed_workers` is such a process. It ends when nobody gives it orders any more, so also when its parent was
+`python -m tasuki.testing.sim.seed_workers` is such a process. It ends when nobody gives it orders any more, so also when its
+parent was
 killed. One that dies or hangs over a seed is that seed's failure, and is replaced.
 """
 
@@ -20,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from tasuki.testing.sim.cases import Failure, case_of, command_of, switched_off, try_case
+from tasuki.testing.sim.cases import CaseFailure, case_of, command_of, switched_off, try_case
 from tasuki.testing.sim.coverage import Coverage
 from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.run import Outcome
+from tasuki.testing.sim.run import SeedOutcome
 
 SEED_LIMIT_S = 120.0  # a seed takes a tenth of a second; one that takes so long never ends
 LOOK_S = 1.0  # how often that is looked at
@@ -31,7 +32,7 @@ END_TIMEOUT_S = 5.0  # for a process that has no more to do
 PROGRAM = (sys.executable, "-m", "tasuki.testing.sim.seed_workers")
 
 
-class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+class SeedOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """One seed to be run."""
 
     seed: int
@@ -48,18 +49,18 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
         return command_of(self.seed, self.options, self.without)
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SeedReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What came of an order. Without an outcome it ended with an exception, or with its process."""
 
-    order: Order
+    order: SeedOrder
     cpu_s: float = 0.0
     """The same on a busy machine, more or less."""
-    outcome: Outcome | None = None
-    failure: Failure | None = None
+    outcome: SeedOutcome | None = None
+    failure: CaseFailure | None = None
     covered: Counter[str] = msgspec.field(default_factory=Counter)
 
 
-def run_order(order: Order) -> Ran:
+def run_order(order: SeedOrder) -> SeedReport:
     began = time.process_time()
     coverage = Coverage()
     with switched_off(order.without), coverage.watching() if order.cover else nullcontext():
@@ -67,7 +68,7 @@ def run_order(order: Order) -> Ran:
     if order.cover and tried.outcome is not None:
         coverage.end(tried.outcome)
     cpu_s = time.process_time() - began
-    return Ran(order=order, cpu_s=cpu_s, outcome=tried.outcome, failure=tried.failure, covered=+coverage.counts)
+    return SeedReport(order=order, cpu_s=cpu_s, outcome=tried.outcome, failure=tried.failure, covered=+coverage.counts)
 
 
 def _counter(kind: Any, value: Any) -> Counter[str]:
@@ -75,29 +76,29 @@ def _counter(kind: Any, value: Any) -> Counter[str]:
 
 
 _encode = msgspec.json.Encoder().encode
-_decode_order = msgspec.json.Decoder(Order).decode
-_decode_ran = msgspec.json.Decoder(Ran, dec_hook=_counter).decode
+_decode_order = msgspec.json.Decoder(SeedOrder).decode
+_decode_ran = msgspec.json.Decoder(SeedReport, dec_hook=_counter).decode
 
 
-def results(processes: int, orders: Iterator[Order], program: Sequence[str] = PROGRAM) -> Generator[Ran, None, None]:
+def results(processes: int, orders: Iterator[SeedOrder], program: Sequence[str] = PROGRAM) -> Generator[SeedReport, None, None]:
     """What came of the orders, as it comes. Whoever stops asking for more has all processes ended."""
-    crew = _Crew(processes, orders, program)
+    crew = _SeedWorkers(processes, orders, program)
     try:
         yield from crew.results()
     finally:
         crew.end()
 
 
-class _Crew:
+class _SeedWorkers:
     """So many processes, each with the order that it has."""
 
-    def __init__(self, processes: int, orders: Iterator[Order], program: Sequence[str]) -> None:
+    def __init__(self, processes: int, orders: Iterator[SeedOrder], program: Sequence[str]) -> None:
         self._processes = processes
         self._orders = orders
         self._program = program
         self._busy: list[_Runner] = []
 
-    def results(self) -> Iterator[Ran]:
+    def results(self) -> Iterator[SeedReport]:
         """As they come."""
         for order in islice(self._orders, self._processes):
             self._busy.append(_Runner(self._program, order))
@@ -109,7 +110,7 @@ class _Crew:
                 if runner.is_late:
                     runner.kill()  # the next look finds that it is dead
 
-    def _take(self, runner: _Runner) -> Ran:
+    def _take(self, runner: _Runner) -> SeedReport:
         ran = runner.take()
         following = next(self._orders, None)
         if following is not None and runner.is_alive:
@@ -132,7 +133,7 @@ class _Crew:
 class _Runner:
     """One process and its order."""
 
-    def __init__(self, program: Sequence[str], order: Order) -> None:
+    def __init__(self, program: Sequence[str], order: SeedOrder) -> None:
         with _uninterrupted():
             self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.is_alive = True
@@ -143,7 +144,7 @@ class _Runner:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def give(self, order: Order) -> None:
+    def give(self, order: SeedOrder) -> None:
         self._order, self._since = order, time.monotonic()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has died: `take` finds out, and blames this order
@@ -154,7 +155,7 @@ class _Runner:
     def is_late(self) -> bool:
         return time.monotonic() - self._since > SEED_LIMIT_S
 
-    def take(self) -> Ran:
+    def take(self) -> SeedReport:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line.endswith(b"\n"):
@@ -162,7 +163,7 @@ class _Runner:
         self.is_alive = False
         lasted_s = time.monotonic() - self._since
         message = f"its process ended with exit code {self._process.wait()} after {lasted_s:.1f} s"
-        return Ran(order=self._order, failure=Failure(what="process", message=message))
+        return SeedReport(order=self._order, failure=CaseFailure(what="process", message=message))
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,4 +1,6 @@
-"""A simulated server: the production broker, its election, and its turns at the shared store. Stands in for `server/server.py`."""
+"""A simulated server: the production broker, its election, and its turns at the shared store.
+
+Stands in for `server/server.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tasuki.core.broker.events import (
     Query,
     SomeEnded,
     SomeRevoked,
-    TookOver,
+    TakeoverDone,
     TurnDone,
     TurnFailed,
 )
@@ -26,9 +28,9 @@ from tasuki.errors import TasukiError
 from tasuki.server.queries import answer_query
 from tasuki.server.server import STOP_TIMEOUT_S
 from tasuki.testing.harness_servers import ServerNode
-from tasuki.testing.sim.cluster import CoordinationNode, SimCompany
-from tasuki.testing.sim.history import Leading
-from tasuki.testing.sim.network import Link, Network
+from tasuki.testing.sim.cluster import CoordinationNode, SimulatedCluster
+from tasuki.testing.sim.history import LeadingEvent
+from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.process import HostClock, Life
 from tasuki.testing.sim.storage import StoreNode
 from tasuki.testing.sim.world import World
@@ -61,7 +63,7 @@ class SimServer(Life, ServerNode):
         self.network = network
         self.storage = storage
         self.coordination = coordination
-        self.company: SimCompany | None = None
+        self.company: SimulatedCluster | None = None
         self.stopping = False
         self._disk_at = 0.0
 
@@ -82,10 +84,10 @@ class SimServer(Life, ServerNode):
         self._disk_at = 0.0
         self.stopping = False
         if self.coordination is not None:
-            self.company = SimCompany(self, self.coordination, f"{self.name}-{self.life}")
+            self.company = SimulatedCluster(self, self.coordination, f"{self.name}-{self.life}")
             self.company.join()
         else:
-            self.sim.tell(Leading(at=self.sim.at, server_id=self.name, epoch=epoch))
+            self.sim.tell(LeadingEvent(at=self.sim.at, server_id=self.name, epoch=epoch))
         self.tick_for_ever(self._tick, self.sim.options.tick_s)
 
     def _start_again(self, life: int) -> None:
@@ -98,7 +100,7 @@ class SimServer(Life, ServerNode):
 
     def _gone(self, what: str, *, silent: bool = False) -> None:
         if self.leads:
-            self.sim.tell(Leading(at=self.sim.at, server_id=self.name, epoch=0))
+            self.sim.tell(LeadingEvent(at=self.sim.at, server_id=self.name, epoch=0))
         self.died(what)
         self.die()
         self.company = None
@@ -158,11 +160,11 @@ class SimServer(Life, ServerNode):
         if self.company is not None:
             self.company.heard(piece)
 
-    def hear_later(self, link: Link, reason: str) -> None:
+    def hear_later(self, link: SimulatedLink, reason: str) -> None:
         """Its kernel knows that a connection is gone."""
         self.later(0.0, f"{self.name} lost {link.node.name}", self._lost, link, reason)
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: SimulatedLink, reason: str) -> None:
         self.network.server_loses(link, reason)
         self.pump()
 
@@ -175,7 +177,7 @@ class SimServer(Life, ServerNode):
         last_words = error_message(0, error) if error is not None else None
         self.network.hang_up(command.conn, last_words, error.message if error is not None else "closed")
 
-    def _told(self, command: Publish | TookOver | Deposed) -> None:
+    def _told(self, command: Publish | TakeoverDone | Deposed) -> None:
         if self.company is not None:
             self.company.told(command)
 

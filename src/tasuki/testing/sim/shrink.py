@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.errors import InvalidInput
-from tasuki.testing.sim.cases import HOT_LOOP, Case, Failure, try_case
+from tasuki.testing.sim.cases import HOT_LOOP, Case, CaseFailure, try_case
 from tasuki.testing.sim.faults import COORDINATION, STORE, PlannedFault, cast_of
 from tasuki.testing.sim.load import Operation
 from tasuki.testing.sim.options import SimOptions
@@ -30,7 +30,7 @@ from tasuki.testing.sim.storage import MakeStore
 RUNS_MAX = 800  # a minute or so; most cases need 30 to 300
 SMALL_ENOUGH = 10  # faults and operations that a person can take in at once
 
-StillFails = Callable[[SimOptions, Plan], Failure | None]
+StillFails = Callable[[SimOptions, Plan], CaseFailure | None]
 """Runs it, and tells the failure if it is the one that was looked for."""
 Item = TypeVar("Item")
 
@@ -39,7 +39,7 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     """What is left, and what there was."""
 
     case: Case
-    failure: Failure
+    failure: CaseFailure
     before: Case
     runs: int
     is_minimal: bool
@@ -84,9 +84,9 @@ def _operation_text(operation: Operation) -> str:
 
 
 def same_failure(case: Case, what: str, make_store: MakeStore | None = None) -> StillFails:
-    """Fails with this invariant or exception (`Failure.what`), under the case's seed."""
+    """Fails with this invariant or exception (`CaseFailure.what`), under the case's seed."""
 
-    def still_fails(options: SimOptions, plan: Plan) -> Failure | None:
+    def still_fails(options: SimOptions, plan: Plan) -> CaseFailure | None:
         found = try_case(Case(seed=case.seed, options=options, plan=plan), make_store=make_store).failure
         return found if found is not None and found.what == what else None
 
@@ -116,7 +116,7 @@ def _size(case: Case) -> int:
 class _Shrinking:
     """The smallest case so far that fails."""
 
-    def __init__(self, case: Case, failure: Failure, still_fails: StillFails, runs: int, runs_max: int) -> None:
+    def __init__(self, case: Case, failure: CaseFailure, still_fails: StillFails, runs: int, runs_max: int) -> None:
         self.case = case
         self.failure = failure
         self.runs = runs

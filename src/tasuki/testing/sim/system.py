@@ -18,7 +18,7 @@ from tasuki.testing.sim.network import Network
 from tasuki.testing.sim.process import HostClock
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.storage import MakeStore, StoreNode
-from tasuki.testing.sim.workers import Endings, SimWorker
+from tasuki.testing.sim.workers import DrawnEndings, SimWorker
 from tasuki.testing.sim.world import World
 
 OFFSET_MAX_S = 10_000.0  # of a host's monotonic clock: its time since boot
@@ -64,7 +64,9 @@ class System:
             reconnect_grace_s=3.0 if keep else 0.0,
             takes=Takes.ANY if place == 0 else chance.choice((Takes.ANY, Takes.ANY, Takes.COMMANDS, Takes.HANDLERS)),
         )
-        return SimWorker(self.world, self.network, self.servers, identity, self._peer(name), self._clock(), Endings(self.world))
+        return SimWorker(
+            self.world, self.network, self.servers, identity, self._peer(name), self._clock(), DrawnEndings(self.world)
+        )
 
     def _client(self, name: str) -> SimClient:
         # One of the clients is an operator's, and may see and end all jobs.

@@ -16,11 +16,11 @@ from tasuki.core.machine import Now, Peer, Received, Ticked
 from tasuki.core.protocol import AssignJobs, Ending, HeartbeatAnswer, JobsRecorded
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant
-from tasuki.core.worker.events import Drain, Ended, Event, GaveBack, Restored, Started, Stop, WorkerIdentity
+from tasuki.core.worker.events import AttemptEnded, Drain, Event, GaveBack, Restored, Started, Stop, WorkerIdentity
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.testing.harness_nodes import WorkerNode
-from tasuki.testing.sim.history import Began, Busy, Gone, Settled
-from tasuki.testing.sim.network import Link, Network
+from tasuki.testing.sim.history import BeganEvent, BusyEvent, GoneEvent, SettledEvent
+from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.process import HostClock, Life
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.world import World
@@ -32,7 +32,7 @@ LOST_GRACE_S = 1.0  # the keeper kills at the latest so long after a lease's dea
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
-class Attempt(msgspec.Struct, eq=False):
+class SimulatedAttempt(msgspec.Struct, eq=False):
     """The processes of one attempt."""
 
     grant: Grant
@@ -44,7 +44,7 @@ class Attempt(msgspec.Struct, eq=False):
     gone: bool = False
 
 
-class Endings:
+class DrawnEndings:
     """How attempts end, as a seed draws it."""
 
     def __init__(self, world: World) -> None:
@@ -89,19 +89,19 @@ class SimWorker(Life, WorkerNode):
         identity: WorkerIdentity,
         peer: Peer,
         clock: HostClock,
-        endings: Endings,
+        endings: DrawnEndings,
     ) -> None:
         self.world = self.network = network
         self.servers = {server.address: server for server in servers}
         self.template = identity
         self.endings = endings
         self.disk_full = 0
-        self.link: Link | None = None  # type: ignore[assignment]  # of the simulated network, not of the harness
+        self.link: SimulatedLink | None = None  # type: ignore[assignment]  # of the simulated network, not of the harness
         self.peer = peer
         self.handlers = False
         self.forgotten: list[tuple[str, str]] = []
         self.disk: dict[str, Ending] = {}
-        self.attempts: dict[str, Attempt] = {}
+        self.attempts: dict[str, SimulatedAttempt] = {}
         self._flush_planned: float | None = None
         Life.__init__(self, world, identity.worker_id, clock)
 
@@ -198,7 +198,7 @@ class SimWorker(Life, WorkerNode):
         for lease_id, recorded in told:
             held = self.machine.held.get(lease_id)
             if held is not None and held.ending is not None:
-                self.sim.tell(Settled(at=self.sim.at, worker_id=self.name, lease_id=lease_id, recorded=recorded))
+                self.sim.tell(SettledEvent(at=self.sim.at, worker_id=self.name, lease_id=lease_id, recorded=recorded))
 
     # -- commands -------------------------------------------------------------------------------------------------
     def _dial(self, wanted: Connect) -> None:
@@ -212,7 +212,7 @@ class SimWorker(Life, WorkerNode):
 
     def _run(self, grant: Grant) -> None:
         deadline = self.machine.lease_deadline(grant.lease_id)
-        attempt = self.attempts[grant.lease_id] = Attempt(grant, self.identity.incarnation, deadline)
+        attempt = self.attempts[grant.lease_id] = SimulatedAttempt(grant, self.identity.incarnation, deadline)
         self._tell_busy()
         delay_s = START_MAX_S * self.sim.streams.attempts.random()
         if self.disk_full or self.endings.cannot_start():
@@ -224,7 +224,7 @@ class SimWorker(Life, WorkerNode):
     def _tell_busy(self, waiting: int = 0) -> None:
         identity, running = self.identity, len(self.attempts)
         room = {"capacity": identity.capacity, "ahead": identity.ahead}
-        self.sim.tell(Busy(at=self.sim.at, worker_id=self.name, attempts=running, waiting=waiting, **room))
+        self.sim.tell(BusyEvent(at=self.sim.at, worker_id=self.name, attempts=running, waiting=waiting, **room))
 
     def _stop(self, command: Stop) -> None:
         attempt = self.attempts.get(command.lease_id)
@@ -235,20 +235,20 @@ class SimWorker(Life, WorkerNode):
         self._plan(delay_s, f"{self.name} stopped {attempt.grant.job_id}", self._stopped, attempt, command.reason)
 
     # -- attempts: they belong to the host, and go on while the worker is paused ----------------------------------
-    def _plan(self, delay_s: float, label: str, action: Any, attempt: Attempt, *arguments: Any) -> None:
+    def _plan(self, delay_s: float, label: str, action: Any, attempt: SimulatedAttempt, *arguments: Any) -> None:
         self.sim.after(delay_s, label, self._if_it_lives, self.life, action, attempt, arguments)
 
-    def _if_it_lives(self, life: int, action: Any, attempt: Attempt, arguments: tuple[Any, ...]) -> None:
+    def _if_it_lives(self, life: int, action: Any, attempt: SimulatedAttempt, arguments: tuple[Any, ...]) -> None:
         if life == self.life and not attempt.gone:
             action(attempt, *arguments)
 
-    def _give_back(self, attempt: Attempt) -> None:
+    def _give_back(self, attempt: SimulatedAttempt) -> None:
         if not attempt.gone and not attempt.stopping:
             attempt.gone = True
             self.attempts.pop(attempt.grant.lease_id, None)
             self.hear(GaveBack(attempt.grant.lease_id))
 
-    def _start_attempt(self, attempt: Attempt) -> None:
+    def _start_attempt(self, attempt: SimulatedAttempt) -> None:
         if attempt.stopping:
             return
         grant = attempt.grant
@@ -257,7 +257,7 @@ class SimWorker(Life, WorkerNode):
             return
         attempt.runs = True
         self.sim.tell(
-            Began(
+            BeganEvent(
                 at=self.sim.at,
                 worker_id=self.name,
                 incarnation=attempt.incarnation,
@@ -273,18 +273,18 @@ class SimWorker(Life, WorkerNode):
         if self.paused:
             self._watch_deadline(attempt)
 
-    def _stopped(self, attempt: Attempt, reason: str) -> None:
+    def _stopped(self, attempt: SimulatedAttempt, reason: str) -> None:
         self._over(attempt, "stopped", Outcome(error_code=reason, message="stopped"))
 
-    def _over(self, attempt: Attempt, how: str, outcome: Outcome) -> None:
+    def _over(self, attempt: SimulatedAttempt, how: str, outcome: Outcome) -> None:
         self._gone(attempt, how)
-        self._notify(Ended(attempt.grant.lease_id, outcome))
+        self._notify(AttemptEnded(attempt.grant.lease_id, outcome))
 
-    def _gone(self, attempt: Attempt, how: str) -> None:
+    def _gone(self, attempt: SimulatedAttempt, how: str) -> None:
         if attempt.runs and not attempt.gone:
             grant = attempt.grant
             self.sim.tell(
-                Gone(
+                GoneEvent(
                     at=self.sim.at,
                     worker_id=self.name,
                     incarnation=attempt.incarnation,
@@ -296,29 +296,29 @@ class SimWorker(Life, WorkerNode):
             )
         attempt.gone = True
 
-    def _notify(self, event: Started | Ended) -> None:
+    def _notify(self, event: Started | AttemptEnded) -> None:
         """The keeper tells the worker, which hears it when it runs."""
         if self.paused:
             self.later(0.0, f"{self.name} is told", self._told_by_keeper, event)
         else:
             self._told_by_keeper(event)
 
-    def _told_by_keeper(self, event: Started | Ended) -> None:
-        if isinstance(event, Ended):
+    def _told_by_keeper(self, event: Started | AttemptEnded) -> None:
+        if isinstance(event, AttemptEnded):
             self.attempts.pop(event.lease_id, None)
         elif (attempt := self.attempts.get(event.lease_id)) is not None and not _decode_spec(attempt.grant.spec).exec:
             self.machine.handler_started(event.lease_id, self.clock.wall())
             return
         self.hear(event)
 
-    def _watch_deadline(self, attempt: Attempt) -> None:
+    def _watch_deadline(self, attempt: SimulatedAttempt) -> None:
         """The keeper's own timer. It matters only while the worker is paused: else that is as quick."""
         if attempt.deadline is not None and not attempt.gone:
             delay_s = max(0.0, self.clock.when(attempt.deadline) - self.sim.at)
             delay_s += LOST_GRACE_S * self.sim.streams.attempts.random()
             self._plan(delay_s, f"{self.name}'s keeper ends {attempt.grant.job_id}", self._deadline_passed, attempt)
 
-    def _deadline_passed(self, attempt: Attempt) -> None:
+    def _deadline_passed(self, attempt: SimulatedAttempt) -> None:
         if self.paused and attempt.deadline is not None and self.clock.monotonic() >= attempt.deadline:
             self.sim.effects["keeper"] += 1
             self._over(attempt, "stopped", Outcome(error_code="LEASE_LOST", message="its lease was over"))

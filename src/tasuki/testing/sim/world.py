@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tasuki.testing.sim import history
-from tasuki.testing.sim.history import AnyLine, Line
+from tasuki.testing.sim.history import AnyLine, HistoryLine
 from tasuki.testing.sim.options import SimOptions
 
 STORM_EVENTS = 4_000  # in one second of virtual time, for a small world; ten times what the busiest seeds need
@@ -133,13 +133,15 @@ class World:
         return self._hash.hexdigest()
 
 
-def told(line: Line) -> str:
+def told(line: HistoryLine) -> str:
     """A line for people."""
     shown = ((name, getattr(line, name)) for name in line.__struct_fields__ if name != "at")
-    return f"{type(line).__name__} " + " ".join(f"{name}={value}" for name, value in shown if value not in (None, "", ()))
+    return f"{type(line).__name__.removesuffix('Event')} " + " ".join(
+        f"{name}={value}" for name, value in shown if value not in (None, "", ())
+    )
 
 
-def _hashed(kind: type[Line]) -> Callable[[Line], Any]:
+def _hashed(kind: type[HistoryLine]) -> Callable[[HistoryLine], Any]:
     # Stores make lease_ids in forms of their own; job and attempt name the same thing, and are in the hash.
     return attrgetter("at", *(name for name in kind.__struct_fields__ if name not in ("at", "lease_id")))
 
@@ -147,5 +149,5 @@ def _hashed(kind: type[Line]) -> Callable[[Line], Any]:
 _HASHED = {
     kind: _hashed(kind)
     for kind in vars(history).values()
-    if isinstance(kind, type) and issubclass(kind, Line) and kind is not Line
+    if isinstance(kind, type) and issubclass(kind, HistoryLine) and kind is not HistoryLine
 }

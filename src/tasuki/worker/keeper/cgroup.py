@@ -32,7 +32,7 @@ class NoCgroup(Exception):
     """There is no cgroup for us here; the message says why. Never leaves the keeper: it works without one."""
 
 
-class Group:
+class ControlGroup:
     """The group of one keeper. Made by `join`."""
 
     def __init__(self, base: Path, incarnation: str, worker_pid: int) -> None:
@@ -43,7 +43,7 @@ class Group:
         self.has_limits = False
 
     @classmethod
-    def join(cls, incarnation: str, worker_pid: int) -> Group:
+    def join(cls, incarnation: str, worker_pid: int) -> ControlGroup:
         """Make the group and move this process into it, or NoCgroup."""
         group = cls(delegated(), incarnation, worker_pid)
         try:
@@ -143,7 +143,7 @@ class Leaf:
         _write(self.path / "cgroup.kill", "1")
 
     def remove(self) -> None:
-        with contextlib.suppress(OSError):  # a process that has just died may still be counted; `Group.close` tries again
+        with contextlib.suppress(OSError):  # a process that has just died may still be counted; `ControlGroup.close` tries again
             self.path.rmdir()
 
 

@@ -29,19 +29,19 @@ from tasuki.errors import ProtocolError, TasukiError, Unavailable
 from tasuki.worker.keeper.keeper import keep
 from tasuki.worker.keeper.protocol import (
     READ_BYTES,
-    Ended,
+    EndReason,
     Frames,
     NotSpawned,
     Order,
     Prepare,
     Prepared,
     Ready,
-    Reason,
-    Renew,
+    RenewDeadlines,
     Report,
     Spawn,
     Spawned,
-    Stop,
+    StopAttempt,
+    TreeEnded,
     Warmth,
     frame,
 )
@@ -61,13 +61,13 @@ class NotPrepared(TasukiError):
     code = "PRELOAD_FAILED"
 
 
-class Kept:
+class KeptAttempt:
     """One attempt in the keeper's hands."""
 
     def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
         self.started: asyncio.Future[Spawned] = loop.create_future()
-        self.ended: asyncio.Future[Ended] = loop.create_future()
+        self.ended: asyncio.Future[TreeEnded] = loop.create_future()
 
     def fail(self, error: Exception) -> None:
         for future in (self.started, self.ended):
@@ -86,7 +86,7 @@ class Keeper:
         self.lost: KeeperLost | None = None
         self._control = control
         self._numbers = itertools.count(1)
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, KeptAttempt] = {}
         self._frames: Frames[Report] = Frames(list[Report])
         self._orders: list[Order] = []
         self._turning = False
@@ -115,11 +115,11 @@ class Keeper:
 
     # ------------------------------------------------------------------------------------------------ orders
 
-    def spawn(self, **fields: Any) -> Kept:
+    def spawn(self, **fields: Any) -> KeptAttempt:
         """Start what the fields of a `Spawn` (but for its number) say."""
         self._attach()
         assert self._loop is not None
-        kept = Kept(next(self._numbers), self._loop)
+        kept = KeptAttempt(next(self._numbers), self._loop)
         if self.lost is not None:
             kept.fail(self.lost)
             return kept
@@ -135,21 +135,21 @@ class Keeper:
         self._attach()
         self._order(order)
 
-    def stop(self, kept: Kept, reason: Reason, grace_s: float) -> None:
+    def stop(self, kept: KeptAttempt, reason: EndReason, grace_s: float) -> None:
         """TERM, after the grace KILL. Harmless when it has ended."""
         if kept.number in self._kept:
-            self._order(Stop(kept.number, reason, grace_s))
+            self._order(StopAttempt(kept.number, reason, grace_s))
 
-    def renew(self, deadlines: Iterable[tuple[Kept, float]]) -> None:
+    def renew(self, deadlines: Iterable[tuple[KeptAttempt, float]]) -> None:
         """The lease deadlines from now on."""
         known = [(kept.number, deadline) for kept, deadline in deadlines if kept.number in self._kept]
         if known:
-            self._order(Renew(known))
+            self._order(RenewDeadlines(known))
 
     def kill_all(self) -> None:
         """The last resort: SIGKILL to every tree, without waiting."""
         for number in self._kept:
-            self._order(Stop(number, Reason.SHUTDOWN, 0.0))
+            self._order(StopAttempt(number, EndReason.SHUTDOWN, 0.0))
         self._flush()
 
     async def ready(self) -> Ready:
@@ -258,7 +258,7 @@ class Keeper:
                 self._kept.pop(report.number).fail(_why_not(report))
             case Prepared():
                 _log_prepared(report)
-            case Ended():
+            case TreeEnded():
                 _settle(self._kept.pop(report.number).ended, report)
             case Ready():
                 self._is_ready = report

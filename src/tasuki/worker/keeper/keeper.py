@@ -33,18 +33,18 @@ from tasuki.errors import ProtocolError
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.keeper.protocol import (
     READ_BYTES,
-    Ended,
+    EndReason,
     Frames,
     NotSpawned,
     Order,
     Prepare,
     Ready,
-    Reason,
-    Renew,
+    RenewDeadlines,
     Report,
     Spawn,
     Spawned,
-    Stop,
+    StopAttempt,
+    TreeEnded,
     frame,
 )
 
@@ -73,17 +73,17 @@ class Phase(enum.Enum):
     KILLING = 3
 
 
-class _Job:
+class _KeptJob:
     """One attempt that was started and is not reported yet."""
 
     def __init__(self, order: Spawn) -> None:
         self.order = order
         self.phase = Phase.STARTING
-        self.stop_with: tuple[Reason, float] | None = None
+        self.stop_with: tuple[EndReason, float] | None = None
         """Reason and grace, of a stop that came when it was too late not to start it."""
         self.exit_code: int | None = None
         """Of the first process; None while it lives."""
-        self.reason: Reason | None = None
+        self.reason: EndReason | None = None
         self.detail = ""
         self.lease_deadline = inf if order.lease_deadline is None else order.lease_deadline
         self.time_limit = inf
@@ -118,8 +118,8 @@ class KeeperLoop:
         self._system = system
         self._worker_pid = worker_pid
         self._frames: Frames[Order] = Frames(list[Order])
-        self._jobs: dict[int, _Job] = {}
-        self._by_pid: dict[int, _Job] = {}
+        self._jobs: dict[int, _KeptJob] = {}
+        self._by_pid: dict[int, _KeptJob] = {}
         self._reports: list[Report] = []
         self._unsent = bytearray()
         self._alone = False
@@ -213,11 +213,11 @@ class KeeperLoop:
                 self._system.prepare(order)
             case Spawn():
                 self._spawn(order)
-            case Renew():
+            case RenewDeadlines():
                 for number, deadline in order.deadlines:
                     if (job := self._jobs.get(number)) is not None:
                         job.lease_deadline = deadline
-            case Stop():
+            case StopAttempt():
                 if (job := self._jobs.get(order.number)) is not None:
                     self._stop(job, order.reason, order.grace_s, now())
 
@@ -234,11 +234,11 @@ class KeeperLoop:
         except ValueError:  # a NUL in an argument
             self._reports.append(NotSpawned(order.number, errno.EINVAL))
             return
-        job = self._jobs[order.number] = _Job(order)
+        job = self._jobs[order.number] = _KeptJob(order)
         if pid is not None:
             self._run(job, pid, at)
 
-    def _run(self, job: _Job, pid: int, at: float) -> None:
+    def _run(self, job: _KeptJob, pid: int, at: float) -> None:
         job.run(at)
         self._by_pid[pid] = job
         if job.order.limits.watched:
@@ -263,7 +263,7 @@ class KeeperLoop:
 
     # ------------------------------------------------------------------------------------------------ towards the end
 
-    def _stop(self, job: _Job, reason: Reason, grace_s: float, at: float) -> None:
+    def _stop(self, job: _KeptJob, reason: EndReason, grace_s: float, at: float) -> None:
         """TERM now, KILL after the grace. A later reason does not replace the first; it may only shorten the grace."""
         if job.phase is Phase.STARTING:
             self._do_not_start(job, reason, grace_s)
@@ -276,7 +276,7 @@ class KeeperLoop:
             if job.kill_at <= at:
                 self._kill(job, at)
 
-    def _do_not_start(self, job: _Job, reason: Reason, grace_s: float) -> None:
+    def _do_not_start(self, job: _KeptJob, reason: EndReason, grace_s: float) -> None:
         number = job.order.number
         if self._system.withdraw(number):
             del self._jobs[number]
@@ -284,7 +284,7 @@ class KeeperLoop:
         else:
             job.stop_with = job.stop_with or (reason, grace_s)
 
-    def _kill(self, job: _Job, at: float) -> None:
+    def _kill(self, job: _KeptJob, at: float) -> None:
         job.phase = Phase.KILLING
         self._system.kill(job.order.number)
         job.look_at = at + RECHECK_S
@@ -298,7 +298,7 @@ class KeeperLoop:
         if self._worker is not None:
             self._poll.unregister(self._worker)
         for job in list(self._jobs.values()):
-            self._stop(job, Reason.SHUTDOWN, 0.0, now())
+            self._stop(job, EndReason.SHUTDOWN, 0.0, now())
 
     def _reap(self, at: float) -> None:
         ended = self._system.reap()
@@ -320,9 +320,9 @@ class KeeperLoop:
             if job.phase is Phase.STOPPING:
                 self._kill(job, at)
             elif job.phase in (Phase.STARTING, Phase.RUNNING) and job.lease_deadline <= at:
-                self._stop(job, Reason.LEASE_LOST, min(job.order.grace_s, LEASE_LOST_GRACE_S), at)
+                self._stop(job, EndReason.LEASE_LOST, min(job.order.grace_s, LEASE_LOST_GRACE_S), at)
             elif job.phase is Phase.RUNNING:
-                self._stop(job, Reason.TIMED_OUT, job.order.grace_s, at)
+                self._stop(job, EndReason.TIMED_OUT, job.order.grace_s, at)
 
     def _watch(self, at: float) -> None:
         """Limits of whole trees, where no cgroup keeps them."""
@@ -335,10 +335,10 @@ class KeeperLoop:
                 continue
             if limits.memory_mb is not None and used.rss_bytes > limits.memory_mb * MB:
                 job.detail = f"it had {used.rss_bytes // MB} MB, its limit is {limits.memory_mb} MB"
-                self._stop(job, Reason.OOM, 0.0, at)
+                self._stop(job, EndReason.OOM, 0.0, at)
             elif limits.processes is not None and used.processes > limits.processes:
                 job.detail = f"it had {used.processes} processes, its limit is {limits.processes}"
-                self._stop(job, Reason.PROCESS_LIMIT, 0.0, at)
+                self._stop(job, EndReason.PROCESS_LIMIT, 0.0, at)
 
     def _settle(self, at: float) -> None:
         """Report the trees that are empty; kill again what is not and should be."""
@@ -351,7 +351,7 @@ class KeeperLoop:
             if job.exit_code is not None and number not in remains:
                 self._system.forget(number)
                 del self._jobs[number]
-                self._reports.append(Ended(number, job.exit_code, job.reason, job.detail, at))
+                self._reports.append(TreeEnded(number, job.exit_code, job.reason, job.detail, at))
             elif job.phase is Phase.KILLING and job.look_at <= at:
                 self._kill(job, at)
 
@@ -382,9 +382,9 @@ class KeeperLoop:
         self._poll.modify(self._control, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
 
-def _errno_of(reason: Reason) -> int:
+def _errno_of(reason: EndReason) -> int:
     """Why a job was not started that was to be stopped."""
-    return errno.ETIME if reason is Reason.LEASE_LOST else errno.ECANCELED
+    return errno.ETIME if reason is EndReason.LEASE_LOST else errno.ECANCELED
 
 
 def _nothing(*_: object) -> None:

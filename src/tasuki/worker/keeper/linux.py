@@ -32,11 +32,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasuki.worker.keeper.cgroup import Group, Leaf, NoCgroup
-from tasuki.worker.keeper.plain import Begun, PlainSystem, Reaped, Usage
+from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup
+from tasuki.worker.keeper.plain import Begun, ExitedProcess, PlainSystem, Usage
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
 from tasuki.worker.keeper.proc import Seen, environment_of, living, look, signal_checked, works_under
-from tasuki.worker.keeper.protocol import Prepare, Prepared, Ready, Reason, Spawn
+from tasuki.worker.keeper.protocol import EndReason, Prepare, Prepared, Ready, Spawn
 from tasuki.worker.linux_calls import become_subreaper, set_name
 
 RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module leaves it out because nothing uses it
@@ -83,12 +83,12 @@ class LinuxSystem(PlainSystem):
         self._warm = WarmInterpreters(self._start_interpreter)
         self._begun: list[Begun] = []
         self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE)).encode()
-        self._group: Group | None = None
+        self._group: ControlGroup | None = None
         self._no_group = "switched off"
         self._oom_kills = _machine_oom_kills()
         if cgroup:
             try:
-                self._group = Group.join(incarnation, worker_pid)
+                self._group = ControlGroup.join(incarnation, worker_pid)
             except NoCgroup as error:
                 self._no_group = str(error)
 
@@ -198,9 +198,9 @@ class LinuxSystem(PlainSystem):
 
     # ------------------------------------------------------------------------------------------------ ends
 
-    def reap(self) -> list[Reaped]:
+    def reap(self) -> list[ExitedProcess]:
         """The first processes that have ended. Strays are waited for as well, and not mentioned."""
-        ended = [Reaped(pid, os.waitstatus_to_exitcode(status)) for pid, status in _waited()]
+        ended = [ExitedProcess(pid, os.waitstatus_to_exitcode(status)) for pid, status in _waited()]
         # Only now: that a job was forked is said before it can end as our child, and so before it can be among these.
         self._warm.read()
         self._take_begun()
@@ -316,14 +316,14 @@ class LinuxSystem(PlainSystem):
         members = self._members(watched)
         return {number: Usage(len(found), sum(seen.rss_bytes for seen in found)) for number, found in members.items()}
 
-    def trouble(self, number: int, exit_code: int) -> tuple[Reason | None, str]:
+    def trouble(self, number: int, exit_code: int) -> tuple[EndReason | None, str]:
         limits, leaf = self._orders[number].limits, self._leaves.get(number)
         if leaf is not None and leaf.oom_kills():
-            return Reason.OOM, f"it needed more than its limit of {limits.memory_mb} MB"
+            return EndReason.OOM, f"it needed more than its limit of {limits.memory_mb} MB"
         if leaf is not None and leaf.forks_refused():
             return None, f"its limit of {limits.processes} processes was reached"
         if exit_code == -signal.SIGKILL and self._machine_oom():
-            return Reason.OOM, "killed by SIGKILL while the machine was out of memory"
+            return EndReason.OOM, "killed by SIGKILL while the machine was out of memory"
         return None, ""
 
     def tick(self) -> None:

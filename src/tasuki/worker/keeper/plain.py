@@ -17,7 +17,7 @@ import signal
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from tasuki.worker.keeper.protocol import NO_LIMITS, Limits, Prepare, Prepared, Ready, Reason, Spawn, Warmth
+from tasuki.worker.keeper.protocol import NO_LIMITS, EndReason, Limits, Prepare, Prepared, Ready, Spawn, Warmth
 from tasuki.worker.progress import DESCRIPTOR
 
 MB = 1024 * 1024
@@ -26,7 +26,7 @@ MEMORY_SLACK = 2  # one process may have this many times the limit; see docs/con
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-class Reaped(NamedTuple):
+class ExitedProcess(NamedTuple):
     """A process of ours that has ended and was waited for."""
 
     pid: int
@@ -101,13 +101,13 @@ class PlainSystem:
 
     # ------------------------------------------------------------------------------------------------ ends
 
-    def reap(self) -> list[Reaped]:
+    def reap(self) -> list[ExitedProcess]:
         """All that have ended by now."""
         reaped = []
         for pid in list(self.leaders):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
-                reaped.append(Reaped(pid, os.waitstatus_to_exitcode(status)))
+                reaped.append(ExitedProcess(pid, os.waitstatus_to_exitcode(status)))
                 del self.leaders[pid]
         return reaped
 
@@ -138,7 +138,7 @@ class PlainSystem:
         """By number; a job without an entry cannot be looked at."""
         return {}
 
-    def trouble(self, number: int, exit_code: int) -> tuple[Reason | None, str]:
+    def trouble(self, number: int, exit_code: int) -> tuple[EndReason | None, str]:
         """Why a job ended that the keeper did not end, as far as more is known than its exit code."""
         return None, ""
 

@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 MessageT = TypeVar("MessageT")
 
 
-class Reason(enum.StrEnum):
+class EndReason(enum.StrEnum):
     """Why an attempt was ended from outside; its value is the outcome's error code."""
 
     CANCELED = "CANCELED"
@@ -93,21 +93,21 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn", array_like=True, kw_only=T
     (not on Linux) argv is the same job in a cold one."""
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
+class RenewDeadlines(msgspec.Struct, frozen=True, tag="renew", array_like=True):
     """New lease deadlines, of all attempts that run."""
 
     deadlines: list[tuple[int, float]]
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
+class StopAttempt(msgspec.Struct, frozen=True, tag="stop", array_like=True):
     """End this attempt for this reason. Harmless when it has ended, or is being ended for another reason."""
 
     number: int
-    reason: Reason
+    reason: EndReason
     grace_s: float
 
 
-Order = Prepare | Spawn | Renew | Stop
+Order = Prepare | Spawn | RenewDeadlines | StopAttempt
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -138,13 +138,13 @@ class NotSpawned(msgspec.Struct, frozen=True, tag="not_spawned", array_like=True
     """Not empty: its warm interpreter could not be prepared, for this reason."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended", array_like=True):
+class TreeEnded(msgspec.Struct, frozen=True, tag="ended", array_like=True):
     """Nothing of the attempt is alive any more."""
 
     number: int
     exit_code: int
     """Of the first process; negative: a signal."""
-    reason: Reason | None = None
+    reason: EndReason | None = None
     """None: it ended by itself."""
     detail: str = ""
     """What is known beyond the reason: the number that passed a limit, say."""
@@ -168,7 +168,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared", array_like=True):
     """How long the import took; why it failed; why it is cold."""
 
 
-Report = Ready | Prepared | Spawned | NotSpawned | Ended
+Report = Ready | Prepared | Spawned | NotSpawned | TreeEnded
 
 _encode = msgspec.msgpack.Encoder().encode
 
