@@ -9,7 +9,7 @@ line an observer tells all or none: the checker takes it that after the first li
 `RemovedEvent`, `ProcessEvent` and `DriftedEvent` are told by the observer of the jobs and processes that they concern.
 
 Three voices. Store lines tell what a committed transaction did (`SubmittedEvent` … `FiredEvent`). Client and worker lines tell
-what those processes saw (`AskedEvent` … `ArrivedEvent`, `BeganEvent` … `BusyEvent`). World lines tell what was done to all of them
+what those processes saw (`AskedEvent` … `ArrivedEvent`, `BeganEvent` … `BusyEvent`). World lines tell what was done to them
 (`FaultEvent`, `HealedEvent`, `EndedEvent`).
 """
 
