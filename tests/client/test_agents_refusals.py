@@ -18,8 +18,7 @@ from tasuki.client.agent_download import DownloadedResult
 from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClient
 from tasuki.core.failover.breaker import BreakerState
 from tasuki.core.failover.node_ranking import NodeState
-from tasuki.errors import InvalidInput, Unauthorized, Unavailable
-from tasuki.net.http.transport import NotTrusted
+from tasuki.errors import InvalidInput, Unauthorized, Unavailable, UntrustedCertificate
 from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.client.test_agents import DEADLINE_S, Desk, at_desk
@@ -160,7 +159,7 @@ def test_a_certificate_that_changes_before_the_post_opens_no_breaker(tmp_path: P
         message = f"no TLS connection to {changed.url}: its certificate is of another"
 
         async def not_trusting(*args: object, **options: object) -> DownloadedResult:
-            raise NotTrusted(message)
+            raise UntrustedCertificate(message)
 
         desk.client.agent(changed.url).post = not_trusting  # type: ignore[method-assign]
         notes: list[str] = []

@@ -11,9 +11,8 @@ from tasuki.client.agent_node import AgentNode
 from tasuki.client.failover import AsyncAgentsClient
 from tasuki.config import parse_url
 from tasuki.core.address import Address
-from tasuki.errors import ConfigError
+from tasuki.errors import ConfigError, NoConnection
 from tasuki.net.http.early_response import proxy_of
-from tasuki.net.http.transport import NoConnection
 from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, result, result_zip
 from tests.net.test_http_worker import connect_proxy

@@ -16,9 +16,9 @@ import pytest
 import uvloop
 
 from tasuki.core.address import Address
-from tasuki.errors import ConfigError, Unavailable
+from tasuki.errors import ConfigError, NotTasuki, ResponseLost, Unavailable
 from tasuki.net import client_tls, connect
-from tasuki.net.http.transport import CutOff, HttpTransport, NotTasuki
+from tasuki.net.http.transport import HttpTransport
 from tests.certificates import TestAuthority
 
 DEADLINE_S = 20.0
@@ -213,7 +213,7 @@ def test_plain_http_at_a_port_for_tls(authority: TestAuthority) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), listening(authority.serving()) as port:
             transport = HttpTransport(Address("http", "127.0.0.1", port), None, CONNECT_S)
-            with pytest.raises(CutOff, match="if it speaks TLS, it is https://"):
+            with pytest.raises(ResponseLost, match="if it speaks TLS, it is https://"):
                 async with transport.exchange("GET", "/healthz"):
                     pass
             await transport.close()

@@ -28,12 +28,12 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.core.store_messages import Submission, Submitted
-from tasuki.errors import Conflict, Unauthorized
+from tasuki.errors import Conflict, InterruptCause, TurnInterrupted, Unauthorized
 from tasuki.server import server as server_module
 from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.clock import SystemClock
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.retrying import RETRY_S, Interrupted, Why
+from tasuki.stores.retrying import RETRY_S
 from tests.server.peers import PATIENCE_S, FakeConnection, client, worker
 
 
@@ -244,7 +244,7 @@ def test_a_server_stops_soon_though_its_store_is_away(tmp_path: Path, store: Gat
 
     def away(submissions: list[Submission], *, on_failed: str = "return") -> list[Submitted | Conflict]:
         store.entered.set()
-        raise Interrupted("the store cannot be reached", Why.CONNECTION)
+        raise TurnInterrupted("the store cannot be reached", InterruptCause.CONNECTION)
 
     store.submit = away  # type: ignore[method-assign]
 

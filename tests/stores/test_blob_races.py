@@ -25,7 +25,7 @@ from tasuki.core.store_messages import (
     Submission,
     Submitted,
 )
-from tasuki.stores.retrying import Interrupted
+from tasuki.errors import TurnInterrupted
 from tasuki.stores.sql.postgres_session import PostgresSession
 from tasuki.stores.sql.store import SqlStore
 from tests.processes import wait_until
@@ -238,7 +238,7 @@ def test_at_random_no_recorded_job_has_lost_its_blob(postgres_url: str, postgres
             answer = (
                 side.finish(report) is ReportStatus.RECORDED if report else isinstance(side.submit(job_id, sha256), Submitted)
             )
-        except Interrupted:  # the others were in the way: the whole turn was taken back
+        except TurnInterrupted:  # the others were in the way: the whole turn was taken back
             return
         tally["referred" if answer else "missing"] += 1
 

@@ -16,8 +16,7 @@ import pytest
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import Filter, LeaseRequest, Submission
-from tasuki.errors import ConfigError, Unavailable
-from tasuki.stores.retrying import Interrupted
+from tasuki.errors import ConfigError, TurnInterrupted, Unavailable
 from tasuki.stores.sql.postgres import PostgresDatabase, check_server
 from tasuki.stores.sql.store import SqlStore
 from tasuki.stores.store import Feature
@@ -215,7 +214,7 @@ def test_a_database_with_another_isolation_by_default_is_worked_on_all_the_same(
 
 def test_the_settings_are_there_again_after_a_reconnect(postgres: PostgresService, store: SqlStore) -> None:
     postgres.execute("SELECT pg_terminate_backend(%s, 5000)", (connection_of(store).info.backend_pid,))
-    with pytest.raises(Interrupted):
+    with pytest.raises(TurnInterrupted):
         store.submit([submission("a")])
 
     store.submit([submission("a")])

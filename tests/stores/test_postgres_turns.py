@@ -15,10 +15,9 @@ import pytest
 
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Answers, LeaseRequest, Report, Submission, Turn
-from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
+from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores import retrying
 from tasuki.stores.batching import StoreThread, execute_surely
-from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tests.services import PostgresService
@@ -109,10 +108,10 @@ def test_without_anybody_to_try_again_a_killed_backend_is_unavailable_and_the_ne
 ) -> None:
     postgres.execute("SELECT pg_terminate_backend(%s, 5000)", (backend_of(store),))
 
-    with pytest.raises(Interrupted, match="nothing of this was stored") as caught:
+    with pytest.raises(TurnInterrupted, match="nothing of this was stored") as caught:
         store.submit([submission("a")])
 
-    assert caught.value.why is Why.CONNECTION
+    assert caught.value.why is InterruptCause.CONNECTION
     assert store.get(["a"]) == [None]
     store.submit([submission("a")])
     assert store.counts()["render"].pending == 1
@@ -228,7 +227,7 @@ def test_without_anybody_to_ask_an_unknown_commit_says_so_and_can_be_asked_later
         store = SqlStore.open_postgresql(proxy.url)
         proxy.arm("after")
 
-        with pytest.raises(Interrupted, match="whether this was stored is not known") as caught:
+        with pytest.raises(TurnInterrupted, match="whether this was stored is not known") as caught:
             store.submit([submission("a")])
 
         assert caught.value.was_stored is not None
@@ -274,7 +273,7 @@ def test_a_thread_whose_database_is_away_ends_at_once_when_it_is_closed(postgres
         assert time.monotonic() - began < 2.0
     finally:
         postgres.start()
-    assert [type(answer) for answer in delivered] == [Interrupted, Interrupted]
+    assert [type(answer) for answer in delivered] == [TurnInterrupted, TurnInterrupted]
     assert "127.0.0.1" in str(delivered[0])
     assert postgres.password not in str(delivered)
 
@@ -369,11 +368,11 @@ def test_a_lock_that_is_held_too_long_is_a_timeout_and_tried_twice_more(
     with postgres.connect(postgres_url) as other:
         other.execute("BEGIN")
         other.execute("SELECT 1 FROM tasuki_jobrun FOR UPDATE")
-        with pytest.raises(Interrupted, match="took too long") as caught:
+        with pytest.raises(TurnInterrupted, match="took too long") as caught:
             execute_surely(store, Turn(cancel=[("a", "alice", "")]), pause)
         other.execute("ROLLBACK")
 
-    assert caught.value.why is Why.TIMEOUT
+    assert caught.value.why is InterruptCause.TIMEOUT
     assert len(tries) == 2
     assert [answer.state for answer in store.cancel(["a"], actor="alice")] == [State.CANCELED]
 
@@ -397,7 +396,7 @@ def test_an_idle_transaction_is_ended_by_the_server_and_the_store_goes_on(store:
             threading.Event().wait(0.3)
             store.submit([submission("b")])
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(TurnInterrupted):
         dawdle()
 
     assert store.get(["a", "b"]) == [None, None]
@@ -460,7 +459,7 @@ def test_a_verb_that_broke_half_way_spoils_the_turn_even_if_its_error_was_caught
 def test_conflicts_are_tried_five_times_with_growing_waits() -> None:
     retries = retrying.Retries(now=0.0, random=lambda: 1.0)
 
-    waits = [retries.wait_s(Why.CONFLICT, now=0.0) for _ in range(retrying.CONFLICT_TRIES)]
+    waits = [retries.wait_s(InterruptCause.CONFLICT, now=0.0) for _ in range(retrying.CONFLICT_TRIES)]
 
     assert waits == [0.02, 0.04, 0.08, 0.16, None]
 
@@ -468,15 +467,15 @@ def test_conflicts_are_tried_five_times_with_growing_waits() -> None:
 def test_a_lost_connection_is_tried_at_once_and_then_for_half_a_minute() -> None:
     retries = retrying.Retries(now=100.0, random=lambda: 1.0)
 
-    waits = [retries.wait_s(Why.CONNECTION, now=101.0) for _ in range(12)]
+    waits = [retries.wait_s(InterruptCause.CONNECTION, now=101.0) for _ in range(12)]
 
     assert waits[:3] == [0.0, 0.04, 0.08]
     assert waits[-1] == retrying.LOST_WAIT_MAX_S
-    assert retries.wait_s(Why.CONNECTION, now=100.0 + retrying.RETRY_S) is None
+    assert retries.wait_s(InterruptCause.CONNECTION, now=100.0 + retrying.RETRY_S) is None
 
 
 def test_waits_are_jittered_so_that_servers_do_not_come_back_together() -> None:
     early, late = (retrying.Retries(0.0, lambda chance=chance: chance) for chance in (0.0, 1.0))
 
-    assert early.wait_s(Why.TIMEOUT, 0.0) == 0.01
-    assert late.wait_s(Why.TIMEOUT, 0.0) == 0.02
+    assert early.wait_s(InterruptCause.TIMEOUT, 0.0) == 0.01
+    assert late.wait_s(InterruptCause.TIMEOUT, 0.0) == 0.02

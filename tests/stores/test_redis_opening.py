@@ -14,11 +14,10 @@ import redis
 
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import Submission
-from tasuki.errors import ConfigError, DiskFull, InternalError
+from tasuki.errors import ConfigError, DiskFull, InternalError, InterruptCause, TurnInterrupted
 from tasuki.stores.redis import connection
 from tasuki.stores.redis.connection import connect, name_of, translate
 from tasuki.stores.redis.store import RedisStore
-from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.store import Feature
 from tests.services_redis import RedisService
 
@@ -142,9 +141,9 @@ def test_nobody_there_is_an_interruption() -> None:
     with RedisService() as service:
         url = service.url()
 
-    with pytest.raises(Interrupted, match="cannot be reached") as raised:
+    with pytest.raises(TurnInterrupted, match="cannot be reached") as raised:
         RedisStore.open(url, timeout_s=1.0)
-    assert raised.value.why is Why.CONNECTION
+    assert raised.value.why is InterruptCause.CONNECTION
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
@@ -213,9 +212,9 @@ def test_a_redis_that_is_full_says_so_and_keeps_nothing_half() -> None:
 @pytest.mark.parametrize(
     ("said", "kind"),
     [
-        ("READONLY You can't write against a read only replica.", Interrupted),
-        ("LOADING Redis is loading the dataset in memory", Interrupted),
-        ("BUSY Redis is busy running a script.", Interrupted),
+        ("READONLY You can't write against a read only replica.", TurnInterrupted),
+        ("LOADING Redis is loading the dataset in memory", TurnInterrupted),
+        ("BUSY Redis is busy running a script.", TurnInterrupted),
         ("MISCONF Errors writing to the AOF file: No space left on device", DiskFull),
         ("ERR Error running script: user_script:1: attempt to index a nil value", InternalError),
     ],
@@ -224,5 +223,5 @@ def test_what_redis_says_becomes_an_error_of_ours(said: str, kind: type[Exceptio
     error = translate(redis.ResponseError(said), "Redis at x", lambda: True)
 
     assert type(error) is kind
-    if isinstance(error, Interrupted):
+    if isinstance(error, TurnInterrupted):
         assert error.was_stored is None

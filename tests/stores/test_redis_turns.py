@@ -22,11 +22,10 @@ from tasuki.core.store_messages import (
     Submitted,
     Turn,
 )
-from tasuki.errors import StaleEpoch
+from tasuki.errors import InterruptCause, StaleEpoch, TurnInterrupted
 from tasuki.stores.batching import execute, execute_surely
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.redis.store import RedisStore
-from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import token_row
@@ -157,12 +156,12 @@ def test_a_turn_that_another_server_overtook_is_a_conflict_and_leaves_nothing(st
             store.start([HeldLease("a", "w", "w/1", grant.lease_id, 1)])
 
     try:
-        with pytest.raises(Interrupted) as raised:
+        with pytest.raises(TurnInterrupted) as raised:
             overtaken()
     finally:
         other.close()
 
-    assert raised.value.why is Why.CONFLICT
+    assert raised.value.why is InterruptCause.CONFLICT
     [job] = store.get(["a"])
     assert job is not None
     assert (job.state, job.attempt) == (State.ASSIGNED, 1)
@@ -210,10 +209,10 @@ def test_a_call_that_comes_late_does_nothing_any_more(cut_store: RedisStore, pro
 
 def test_a_verb_alone_says_whether_it_was_stored(cut_store: RedisStore, proxy: RedisProxy) -> None:
     proxy.arm("after")
-    with pytest.raises(Interrupted) as raised:
+    with pytest.raises(TurnInterrupted) as raised:
         cut_store.submit([submission("a")])
 
-    assert raised.value.why is Why.CONNECTION
+    assert raised.value.why is InterruptCause.CONNECTION
     assert raised.value.was_stored is not None
     assert raised.value.was_stored()
     assert cut_store.get(["a"]) != [None]
@@ -227,7 +226,7 @@ def test_a_turn_of_single_verbs_whose_commit_was_lost_says_whether_it_was_stored
             cut_store.submit([submission("a")])
             proxy.arm("after")
 
-    with pytest.raises(Interrupted) as raised:
+    with pytest.raises(TurnInterrupted) as raised:
         cut_off()
 
     assert raised.value.was_stored is not None
@@ -238,7 +237,7 @@ def test_a_read_that_is_cut_off_can_simply_be_asked_again(cut_store: RedisStore,
     cut_store.submit([submission("a")])
     proxy.arm("before")
 
-    with contextlib.suppress(Interrupted):
+    with contextlib.suppress(TurnInterrupted):
         cut_store.get(["a"])
 
     assert proxy.cuts == 1

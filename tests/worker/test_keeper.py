@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.errors import KeeperLost
 from tasuki.worker.keeper import keeper as keeper_module
 from tasuki.worker.keeper.cgroup import NoCgroup, delegated
-from tasuki.worker.keeper.client import Keeper, KeeperLost
+from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.keeper.linux import _read_whole
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.keeper.protocol import EndReason, TreeEnded

@@ -49,9 +49,9 @@ from tasuki.doors.http.answers import json_answer
 from tasuki.doors.http.limits import REQUESTS_MAX
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.listening import bound
-from tasuki.errors import NotFound, Overloaded, TooLarge
+from tasuki.errors import KeeperLost, NotFound, Overloaded, TooLarge
 from tasuki.worker.folder import remove_tree
-from tasuki.worker.keeper.client import Keeper, KeeperLost
+from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.keeper.sweep import sweep
 from tasuki.worker.runner import CommandRunner, RunLimits
 

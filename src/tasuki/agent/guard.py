@@ -13,7 +13,7 @@ from tasuki.agent.settings import Tokens
 from tasuki.doors.http.answers import discreet
 from tasuki.doors.http.bearer import secret_of
 from tasuki.doors.http.uvicorn_server import Handler
-from tasuki.errors import InternalError, TasukiError, Unauthorized
+from tasuki.errors import AgentRefusal, InternalError, TasukiError, Unauthorized
 
 DRAINED_BODY_BYTES = 1024 * 1024
 """A body that nobody wanted, up to this, is read by uvicorn, and the connection stays."""
@@ -37,7 +37,7 @@ async def surely_answered(
             raise Unauthorized(f"this token is not one of this {who}'s")
         return GuardedResponse(await handler(request))
     except TasukiError as error:
-        told = error if isinstance(error, refusals.AgentRefusal) else discreet(error)
+        told = error if isinstance(error, AgentRefusal) else discreet(error)
         if told is not error:
             logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
     except Exception:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from tasuki.agent.refusals import AgentRefusal
 from tasuki.agent.upload import Upload, UploadFolder, UploadForm
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import InputRecord
 from tasuki.core.failover.dispatch_policy import InputRef
-from tasuki.errors import ConfigError, InvalidInput, NotFound, Unavailable
+from tasuki.errors import AgentRefusal, ConfigError, InvalidInput, NotFound, Unavailable
 from tasuki.net.http.transport import HttpTransport
 from tasuki.net.tls import client_tls
 

@@ -43,7 +43,7 @@ from tasuki.core.failover.agent_protocol import (
 )
 from tasuki.core.ids import quoted
 from tasuki.core.job import InputFile, JobSpec, Progress
-from tasuki.errors import InvalidInput, NotFound, TasukiError, Unavailable
+from tasuki.errors import AgentRefusal, InvalidInput, NotFound, TasukiError, Unavailable
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
 from tasuki.worker.runner import CommandRunner
@@ -208,7 +208,7 @@ class AgentJobs:
             asked = (
                 f"exec {quoted(form.exec)} is not allowed here" if form.exec else "the form names no exec, there is no default"
             )
-            raise refusals.AgentRefusal(400, EXEC_NOT_ALLOWED, f"{asked}; there are: {there}")
+            raise AgentRefusal(400, EXEC_NOT_ALLOWED, f"{asked}; there are: {there}")
         limits = (self._config.timeout_s, exec_.timeout_s, form.timeout_s)
         return _StartOrder(exec_, form, min(limit for limit in limits if limit is not None))
 

@@ -9,28 +9,10 @@ from starlette.responses import Response
 from tasuki.core.failover import agent_protocol
 from tasuki.doors.http import answers as http_answers
 from tasuki.doors.http.answers import envelope, error_answer, json_answer
-from tasuki.errors import NotFound, TasukiError
+from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError
 
 RETRY_AFTER_S = 1
 LOCKED = 423
-
-
-class AgentRefusal(TasukiError):
-    """An answer that is no result. `code` is the error's own, `status` the one of HTTP."""
-
-    def __init__(self, status: int, code: str, message: str, *, retry: bool = False, **details: Any) -> None:
-        super().__init__(message)
-        self.status = status
-        self.word = code
-        self.retry = retry
-        self._details = details
-
-    def details(self) -> dict[str, Any]:
-        return self._details
-
-
-class RegistryUnavailable(AgentRefusal):
-    """What agents or dispatchers share does not answer."""
 
 
 def is_running(job_id: str, node: str, since: float) -> AgentRefusal:
@@ -103,7 +85,7 @@ def program_failed(ended: agent_protocol.EndedMarker) -> AgentRefusal:
 
 
 def code_of(error: TasukiError) -> str:
-    return error.word if isinstance(error, AgentRefusal) else http_answers.code_of(error)
+    return error.code if isinstance(error, AgentRefusal) else http_answers.code_of(error)
 
 
 def refusal_answer(error: TasukiError) -> Response:
@@ -114,4 +96,4 @@ def refusal_answer(error: TasukiError) -> Response:
             del answer.headers["Connection"]  # whoever still sends must come to read this: see `EarlyAnswer`
         return answer
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retry else {}
-    return json_answer(envelope(error.word, error.message, error.details()), error.status, headers)
+    return json_answer(envelope(error.code, error.message, error.details()), error.status, headers)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple, Protocol
 
-from tasuki.agent.refusals import AgentRefusal
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.job import Outcome, Progress
-from tasuki.errors import DiskFull, InvalidInput, TasukiError
+from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, TasukiError
 from tasuki.worker.attempt import StopReason
 
 _SENDERS_MISTAKES = frozenset({"BAD_INPUT", "ARGS_NOT_ALLOWED", "ENV_NOT_ALLOWED", "EXEC_NOT_ALLOWED"})

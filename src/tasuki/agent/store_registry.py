@@ -37,7 +37,7 @@ from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, Runni
 from tasuki.core.failover.registry_records import ResultLocation, Stand, attempt_of, interrupted, outcome_of, place_of, stand_of
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome
 from tasuki.core.store_messages import BlobClaim, BlobPlace, ReportStatus, RequeueOrder, Turn
-from tasuki.errors import ConfigError, InternalError, TasukiError, Unavailable
+from tasuki.errors import AgentRefusal, ConfigError, InternalError, TasukiError, Unavailable
 from tasuki.server.store_client import StoreClient
 
 logger = logging.getLogger("tasuki.agent")
@@ -193,7 +193,7 @@ class StoreRegistry:
         await asyncio.to_thread(self._notes.write, job_id)
         try:
             granted = await self._granted(running)
-        except (AnsweredElsewhere, refusals.AgentRefusal) as error:
+        except (AnsweredElsewhere, AgentRefusal) as error:
             if isinstance(error, AnsweredElsewhere) or error.status < 500:  # else it may have been granted all the same
                 await asyncio.to_thread(self._notes.remove, job_id)
             raise

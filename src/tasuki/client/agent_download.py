@@ -22,7 +22,7 @@ import msgspec
 
 from tasuki.client.agent_answers import Elsewhere, Refusing, refusal_of
 from tasuki.core.failover.events import JobEnded, Refusal
-from tasuki.net.http.transport import CutOff
+from tasuki.errors import ResponseLost
 
 try:
     import fcntl
@@ -171,7 +171,7 @@ class Download:
     async def take(self, response: httpx.Response) -> None:
         if response.status_code == 416 and self.have:
             self.have = 0
-            raise CutOff("what an earlier process left is not of this result")
+            raise ResponseLost("what an earlier process left is not of this result")
         if not response.is_success:
             refusal, location = await refusal_of(response), response.headers.get("location", "")
             raise Elsewhere(refusal, location) if response.status_code == 307 else Refusing(refusal)
@@ -206,7 +206,7 @@ class Download:
             self._note(response)
             self._total = int(found[2]) if found is not None else None
         if not self._sha256:
-            raise CutOff("it cannot be known whether this is the rest of what an earlier process left")
+            raise ResponseLost("it cannot be known whether this is the rest of what an earlier process left")
 
     def _start_over(self, response: httpx.Response) -> None:
         if ZIP_TYPE not in response.headers.get("content-type", ""):
@@ -236,10 +236,10 @@ class Download:
         assert self._part is not None
         digest = self._hash.hexdigest()
         if self._total is not None and self.have != self._total:
-            raise CutOff(f"the result from {node} ended after {self.have} of {self._total} bytes")
+            raise ResponseLost(f"the result from {node} ended after {self.have} of {self._total} bytes")
         if self._sha256 and digest != self._sha256:
             self.have = 0  # nothing of it can be used
-            raise CutOff(f"the result from {node} has the sha256 {digest}, not {self._sha256} as announced")
+            raise ResponseLost(f"the result from {node} has the sha256 {digest}, not {self._sha256} as announced")
         self._part.file.flush()
         if not zipfile.is_zipfile(self._part.file):
             raise Refusing(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))

@@ -22,8 +22,8 @@ from tasuki.client.agent_upload import RunForm, Telling, Upload
 from tasuki.config import Address, parse_url
 from tasuki.core.failover.events import TOKEN_STATUSES, JobSays, Refusal
 from tasuki.core.failover.node_ranking import Capacity
-from tasuki.errors import ConfigError, Unavailable
-from tasuki.net.http.transport import CutOff, HttpTransport
+from tasuki.errors import ConfigError, ResponseLost, Unavailable
+from tasuki.net.http.transport import HttpTransport
 
 if TYPE_CHECKING:
     import ssl
@@ -99,7 +99,7 @@ class AgentNode:
             async with asyncio.timeout(LOOK_S):
                 health, capacity = await asyncio.gather(*asked)
         except TimeoutError:
-            raise CutOff(f"{self.name} did not answer within {LOOK_S:g} s") from None
+            raise ResponseLost(f"{self.name} did not answer within {LOOK_S:g} s") from None
         if isinstance(health, Refusal):
             raise Refusing(health)
         if isinstance(capacity, Refusal) and capacity.status in TOKEN_STATUSES:
@@ -222,7 +222,7 @@ class AgentNode:
                 async with asking as response:
                     await download.take(response)
                 return download.whole(self.name)
-            except CutOff:
+            except ResponseLost:
                 in_vain = 0 if download.have > before else in_vain + 1
                 if not download.begun or in_vain >= RESUMES_IN_VAIN:
                     raise

@@ -29,9 +29,8 @@ from tasuki.core.failover.breaker import DEFAULT_RULES, BreakerRules
 from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed, not_trusted
 from tasuki.core.failover.node_ranking import Nodes, Ranked
 from tasuki.core.ids import IdMaker, check_job_id
-from tasuki.errors import InvalidInput, TasukiError
+from tasuki.errors import InvalidInput, TasukiError, UntrustedCertificate
 from tasuki.net.event_loop import now
-from tasuki.net.http.transport import NotTrusted
 from tasuki.net.tls import client_tls
 
 __all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "RunProgress"]
@@ -186,7 +185,7 @@ class AsyncAgentsClient:
             self.nodes.seen(node, capacity, now().monotonic)
         except NotOurs as error:
             self.nodes.refused(node, error.refusal, now().monotonic)
-        except NotTrusted as error:
+        except UntrustedCertificate as error:
             self.nodes.refused(node, not_trusted(error.message), now().monotonic)
         except (TasukiError, Refusing) as error:
             self.nodes.unwell(node, str(error), now().monotonic)

@@ -45,9 +45,8 @@ from tasuki.core.failover.events import (
 )
 from tasuki.core.failover.node_ranking import Nodes
 from tasuki.core.failover.plan import FailoverPlan
-from tasuki.errors import InvalidInput, TasukiError, Unavailable
+from tasuki.errors import InvalidInput, NoConnection, TasukiError, Unavailable, UntrustedCertificate
 from tasuki.net.event_loop import now
-from tasuki.net.http.transport import NoConnection, NotTrusted
 
 log = logging.getLogger(__name__)
 HEARD_EVERY_S = 0.25
@@ -225,7 +224,7 @@ class AgentRun:
                 result = await agent.fetch(self._job.job_id, self._target, telling)
         except Refusing as error:
             self.hear(Refused(ticket, error.refusal))
-        except NotTrusted as error:  # one that a dispatcher led to is lost: it may lead to another
+        except UntrustedCertificate as error:  # one that a dispatcher led to is lost: it may lead to another
             words = error.message
             self.hear(Lost(ticket, words) if telling.is_led else Refused(ticket, not_trusted(words)))
         except Unavailable as error:

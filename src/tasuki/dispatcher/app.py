@@ -48,7 +48,7 @@ from tasuki.doors.http.bearer import secret_of
 from tasuki.doors.http.limits import REQUESTS_MAX
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.listening import bound
-from tasuki.errors import NotFound, Overloaded, TooLarge, Unavailable
+from tasuki.errors import AgentRefusal, NotFound, Overloaded, TooLarge, Unavailable
 
 logger = logging.getLogger("tasuki.dispatcher")
 CLOSE_TIMEOUT_S = 60  # downloads that are under way at the end
@@ -278,7 +278,7 @@ class Dispatcher:
         place = place_of(job) if job is not None else None
         try:
             return await self._result_of_node(request, job_id, place.address if place is not None else "")
-        except (NotFound, refusals.AgentRefusal):
+        except (NotFound, AgentRefusal):
             if job is None:
                 raise
             raise refusal_of(job) from None
@@ -303,7 +303,7 @@ class Dispatcher:
             return json_answer(recorded)
         try:
             node, found = await self._find(job_id)
-        except (NotFound, refusals.AgentRefusal):
+        except (NotFound, AgentRefusal):
             if recorded is None:
                 raise
             return json_answer(recorded)
@@ -316,7 +316,7 @@ class Dispatcher:
         running = only_running(request.query_params.get("state"))
         try:
             node, found = await self._find(job_id)
-        except (NotFound, refusals.AgentRefusal):
+        except (NotFound, AgentRefusal):
             if running or self._registry is None or (removed := await self._registry.remove(job_id)) is None:
                 raise
             left = {"left_at": removed.left_at} if removed.left_at else {}
@@ -374,14 +374,14 @@ class Dispatcher:
         return json_answer("ok")
 
 
-def _runs_at(job_id: str, name: str, address: str, since: float | None) -> refusals.AgentRefusal:
+def _runs_at(job_id: str, name: str, address: str, since: float | None) -> AgentRefusal:
     message = f"job {job_id} is running at {name}; ask again later for its result"
-    return refusals.AgentRefusal(423, "RUNNING", message, retry=True, job_id=job_id, node=name, address=address, since=since)
+    return AgentRefusal(423, "RUNNING", message, retry=True, job_id=job_id, node=name, address=address, since=since)
 
 
-def _on_its_way(job_id: str) -> refusals.AgentRefusal:
+def _on_its_way(job_id: str) -> AgentRefusal:
     message = f"job {job_id} is on its way to a node, or its node does not answer; ask again"
-    return refusals.AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id)
+    return AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id)
 
 
 def _leads_to(node: str, path: str) -> Response:

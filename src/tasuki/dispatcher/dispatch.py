@@ -17,7 +17,6 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from tasuki.agent.input_sources import INPUT_NOT_FOUND
-from tasuki.agent.refusals import AgentRefusal
 from tasuki.client.agent_answers import Refusing
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.events import LONGER_THAN_THE_JOB_S, TOKEN_STATUSES, RefusalMeaning, about, verdict_of
@@ -27,9 +26,8 @@ from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.node_pool import NodePool
 from tasuki.dispatcher.proxied_response import NodeRefusal, PassedAnswer, check_result, read_refusal
 from tasuki.dispatcher.request_bodies import RequestBody
-from tasuki.errors import InvalidInput, TasukiError, TooLarge, Unavailable
+from tasuki.errors import AgentRefusal, InvalidInput, ResponseLost, TasukiError, TooLarge, Unavailable
 from tasuki.net.event_loop import now
-from tasuki.net.http.transport import CutOff
 
 if TYPE_CHECKING:
     import httpx
@@ -203,7 +201,7 @@ class Dispatch:
             if answering.done():
                 return answering.result()
             if watching.done():
-                raise CutOff(watching.result())
+                raise ResponseLost(watching.result())
             logger.info("job %s: the client has left; it goes on at %s", job_id, node)
             raise InvalidInput(f"whoever asked for job {job_id} has left")
         finally:

@@ -19,7 +19,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs, missing
-from tasuki.agent.refusals import AgentRefusal
 from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Upload, UploadForm
 from tasuki.blobs.blob import BlobStore, BlobWriter, check_sha256
 from tasuki.core.failover.dispatch_policy import InputRef
@@ -27,8 +26,8 @@ from tasuki.dispatcher.input_retention import InputRetention
 from tasuki.dispatcher.input_writer import StoredFiles
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.request_bodies import StoredForm
-from tasuki.doors.http.answers import OtherOffset, json_answer
-from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, TooLarge
+from tasuki.doors.http.answers import json_answer
+from tasuki.errors import AgentRefusal, Corrupt, InvalidInput, NotFound, OffsetConflict, TasukiError, TooLarge
 
 logger = logging.getLogger("tasuki.dispatcher")
 SWEEP_EVERY_S = 600.0
@@ -165,7 +164,7 @@ class InputStore(StoredInputs):
         if span.start == span.stop and span.size_bytes:  # the question where to go on
             return False
         if span.start > at or (span.start and span.start != at):
-            raise OtherOffset(f"the input goes on at byte {at}, not at {span.start}", at)
+            raise OffsetConflict(f"the input goes on at byte {at}, not at {span.start}", offset=at)
         known = at - span.start
         async with aclosing(_pieces(request)) as pieces:
             async for piece in pieces:

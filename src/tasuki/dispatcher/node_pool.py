@@ -25,9 +25,8 @@ from tasuki.core.failover.node_ranking import RANK_WAIT_S, Capacity, Nodes, Node
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.proxied_response import read_refusal
 from tasuki.dispatcher.settings import DispatcherConfig
-from tasuki.errors import TasukiError
+from tasuki.errors import NoConnection, TasukiError
 from tasuki.net.event_loop import now
-from tasuki.net.http.transport import NoConnection
 
 logger = logging.getLogger("tasuki.dispatcher")
 FRESH_S = 0.6  # an answer that is not older is good enough to choose by

@@ -32,7 +32,7 @@ from tasuki.core.store_messages import Answers, Turn
 from tasuki.dispatcher.proxied_response import drain
 from tasuki.dispatcher.queued_leases import QueuedLeases
 from tasuki.dispatcher.request_bodies import StoredForm
-from tasuki.errors import NotFound, TasukiError, Unavailable
+from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError, Unavailable
 from tasuki.server.store_client import StoreClient
 
 logger = logging.getLogger("tasuki.dispatcher")
@@ -126,7 +126,7 @@ class DispatcherRegistry:
             return None
         try:
             return await question(self._records)
-        except refusals.RegistryUnavailable:
+        except RegistryUnavailable:
             self._is_away()
             return None
 
@@ -171,7 +171,7 @@ class DispatcherRegistry:
         ended, source = found
         try:
             return await self._asked(lambda records: records.opened(ended, source, cache))
-        except refusals.AgentRefusal:  # the store of results is away; its node may have it
+        except AgentRefusal:  # the store of results is away; its node may have it
             return None
 
     # ------------------------------------------------------------------------------------------------ recording

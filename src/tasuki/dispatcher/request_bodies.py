@@ -18,11 +18,10 @@ from starlette.requests import Request
 
 from tasuki.agent.guard import BODY_OVER
 from tasuki.agent.input_sources import StoredInputs, missing
-from tasuki.agent.refusals import AgentRefusal
 from tasuki.agent.upload import UploadForm
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.dispatch_policy import InputRef
-from tasuki.errors import InvalidInput, NotFound, Unavailable
+from tasuki.errors import AgentRefusal, InvalidInput, NotFound, Unavailable
 
 logger = logging.getLogger("tasuki.dispatcher")
 KEPT_MAX_BYTES = 1024 * 1024

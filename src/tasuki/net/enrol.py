@@ -12,8 +12,8 @@ import msgspec
 
 from tasuki.core.address import Address
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
-from tasuki.errors import Unauthorized, Unavailable
-from tasuki.net.http.transport import HttpTransport, NoConnection, NotTasuki
+from tasuki.errors import NoConnection, NotTasuki, Unauthorized, Unavailable
+from tasuki.net.http.transport import HttpTransport
 
 REGISTER_PATH = "/v1/workers/register"
 SELF_PATH = "/v1/workers/self"

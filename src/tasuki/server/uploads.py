@@ -21,7 +21,7 @@ from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, BlobStore, BlobWriter,
 from tasuki.core.broker.broker import error_message
 from tasuki.core.protocol import BlobPut, Chunk, Message, Reply
 from tasuki.core.store_messages import BlobPlace
-from tasuki.errors import Corrupt, InvalidInput, Overloaded, ProtocolError, TasukiError, Unavailable
+from tasuki.errors import Corrupt, InvalidInput, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
 from tasuki.server.serial_calls import SerialCalls, told
 
 UPLOADS_PER_CONNECTION_MAX = 16
@@ -42,10 +42,6 @@ class TransferConnection(Protocol):
     def pause_reading(self, why: object = None) -> None: ...
     def resume_reading(self, why: object = None) -> None: ...
     async def drain(self) -> None: ...
-
-
-class _CutOff(Unavailable):
-    """Nothing more comes, though it is not whole."""
 
 
 class _IncomingBlob:
@@ -187,7 +183,7 @@ class Uploads:
                 with suppress(Corrupt):
                     ref: BlobRef = await call(writer.commit)
                     return ref
-            except _CutOff:
+            except UploadCutOff:
                 await call(writer.suspend)
                 raise
             finally:
@@ -222,11 +218,11 @@ async def _turn(upload: _IncomingBlob, before: _IncomingBlob) -> None:
                 f"blob {upload.put.sha256} is being sent on another connection of yours; try again when it is there"
             )
     if upload.over:
-        raise _CutOff("the connection was lost")
+        raise UploadCutOff("the connection was lost")
 
 
 async def _write(upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -> None:
-    """Until the last chunk; _CutOff if it does not come."""
+    """Until the last chunk; UploadCutOff if it does not come."""
     while True:
         chunks = await _some(upload.chunks)
         written = [chunk for chunk in chunks if chunk is not None]
@@ -238,7 +234,7 @@ async def _write(upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -
         if written and written[-1].last:
             return
         if chunks[-1] is None:
-            raise _CutOff(f"the upload of blob {upload.put.sha256} goes on elsewhere, from byte {writer.size_bytes}")
+            raise UploadCutOff(f"the upload of blob {upload.put.sha256} goes on elsewhere, from byte {writer.size_bytes}")
 
 
 async def _some(queue: asyncio.Queue[Chunk | None]) -> list[Chunk | None]:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tasuki.core.store_messages import Answers, Turn
-from tasuki.errors import TasukiError, Unavailable
-from tasuki.stores.retrying import Interrupted, Retries
+from tasuki.errors import TasukiError, TurnInterrupted, Unavailable
+from tasuki.stores.retrying import Retries
 from tasuki.stores.store import Feature, Store
 
 logger = logging.getLogger("tasuki.store")
@@ -65,7 +65,7 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
             with store.turn(lasting=is_lasting(turn)):
                 _fill(answers, store, turn)
             return answers
-        except Interrupted as error:
+        except TurnInterrupted as error:
             was_stored = error.was_stored or was_stored
             wait_s = retries.wait_s(error.why, time.monotonic())
             if wait_s is None or not pause(wait_s):

@@ -6,10 +6,9 @@ words, not interruptions; they never come here.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 
-from tasuki.errors import Unavailable
+from tasuki.errors import InterruptCause
 
 RETRY_S = 30.0  # how long a lost connection is tried for: a restart of the database takes seconds, a failover some ten
 CONFLICT_TRIES = 5
@@ -18,42 +17,24 @@ FIRST_WAIT_S = 0.01
 LOST_WAIT_MAX_S = 2.0
 
 
-class Why(enum.Enum):
-    """What interrupted a turn."""
-
-    CONFLICT = "conflict"
-    """Another server's turn was in the way: a deadlock, a serialization failure."""
-    CONNECTION = "connection"
-    TIMEOUT = "timeout"
-
-
-class Interrupted(Unavailable):
-    """Nothing of the turn was stored, unless the connection broke while it was committed: then `was_stored` finds out."""
-
-    def __init__(self, message: str, why: Why, was_stored: Callable[[], bool] | None = None) -> None:
-        super().__init__(message)
-        self.why = why
-        self.was_stored = was_stored
-
-
 class Retries:
     """For one turn: how long to wait before the next try. `random()` gives 0 to 1."""
 
     def __init__(self, now: float, random: Callable[[], float]) -> None:
         self._until = now + RETRY_S
         self._random = random
-        self._seen = dict.fromkeys(Why, 0)
+        self._seen = dict.fromkeys(InterruptCause, 0)
 
-    def wait_s(self, why: Why, now: float) -> float | None:
+    def wait_s(self, why: InterruptCause, now: float) -> float | None:
         """None: enough."""
         self._seen[why] += 1
         seen = self._seen[why]
-        if why is Why.CONNECTION:
+        if why is InterruptCause.CONNECTION:
             if now >= self._until:
                 return None
             # At once first: a backend that was ended, or a connection that idled too long, is whole again with the next one.
             return 0.0 if seen == 1 else self._jittered(min(LOST_WAIT_MAX_S, FIRST_WAIT_S * 2**seen))
-        if seen >= (CONFLICT_TRIES if why is Why.CONFLICT else TIMEOUT_TRIES):
+        if seen >= (CONFLICT_TRIES if why is InterruptCause.CONFLICT else TIMEOUT_TRIES):
             return None
         return self._jittered(FIRST_WAIT_S * 2**seen)
 

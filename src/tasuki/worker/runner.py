@@ -24,7 +24,7 @@ import msgspec
 
 from tasuki.blobs.disk import disk_full_as_error
 from tasuki.core.job import InputFile, Outcome, Progress
-from tasuki.errors import DiskFull, TasukiError, Unavailable
+from tasuki.errors import DiskFull, KeeperLost, TasukiError, Unavailable
 from tasuki.worker.attempt import (
     Attempt,
     JobRefused,
@@ -39,7 +39,7 @@ from tasuki.worker.environment import base_environment
 from tasuki.worker.execs import Exec
 from tasuki.worker.exit_policy import judged, rules_of
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
-from tasuki.worker.keeper.client import Keeper, KeeperLost, KeptAttempt
+from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.keeper.keeper import LEASE_LOST_GRACE_S, now
 from tasuki.worker.keeper.protocol import EndReason, Ready, Spawned, TreeEnded
 from tasuki.worker.keeper.sweep import sweep

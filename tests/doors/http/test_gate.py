@@ -12,8 +12,8 @@ from starlette.requests import Request
 from tasuki.core.access import PeerKind, token_sha256
 from tasuki.core.machine import Now
 from tasuki.core.store_messages import TokenRow
-from tasuki.doors.http.authentication import Authenticator, Caller, Revoked
-from tasuki.errors import Unauthorized, Unavailable
+from tasuki.doors.http.authentication import Authenticator, Caller
+from tasuki.errors import TokenRevoked, Unauthorized, Unavailable
 
 KINDS = frozenset({PeerKind.CLIENT})
 
@@ -100,7 +100,7 @@ def test_a_token_that_was_revoked_before_a_request_came_is_refused_whatever_an_e
         store.answer()
 
         assert (await before).secret == "a"
-        with pytest.raises(Revoked):
+        with pytest.raises(TokenRevoked):
             await after
 
     played(test)

@@ -15,65 +15,23 @@ from tasuki.errors import (
     Forbidden,
     InternalError,
     InvalidInput,
+    NoResult,
+    NotFinished,
     NotFound,
+    OffsetConflict,
+    OutOfTurn,
+    ResultConflict,
     StaleEpoch,
     TasukiError,
     TooLarge,
     Unauthorized,
     Unavailable,
+    UnknownSession,
     from_wire,
 )
 
 JSON = "application/json"
 RETRY_AFTER_S = 1
-
-
-class NotFinished(TasukiError):
-    """The job has no result yet."""
-
-    code = "NOT_FINISHED"
-
-
-class FinishedOtherwise(TasukiError):
-    """The job has another result already."""
-
-    code = "CONFLICT"
-
-
-class OutOfTurn(TasukiError):
-    """A request of a worker's session that does not follow on what the server has."""
-
-    code = "OUT_OF_TURN"
-
-
-class NoSession(NotFound):
-    """A worker's session that this server does not know; perhaps another one does."""
-
-
-class OtherOffset(TasukiError):
-    """A piece of a blob that does not begin where the server is."""
-
-    code = "CONFLICT"
-
-    def __init__(self, message: str, offset: int) -> None:
-        super().__init__(message)
-        self.offset = offset
-
-    def details(self) -> dict[str, Any]:
-        return {"offset": self.offset}
-
-
-class EndedOtherwise(TasukiError):
-    """The job has ended, and has no result: it failed or was canceled."""
-
-    code = "JOB_FAILED"
-
-    def __init__(self, message: str, **details: Any) -> None:
-        super().__init__(message)
-        self._details = details
-
-    def details(self) -> dict[str, Any]:
-        return self._details
 
 
 _STATUSES: tuple[tuple[type[TasukiError], int], ...] = (
@@ -86,10 +44,10 @@ _STATUSES: tuple[tuple[type[TasukiError], int], ...] = (
     (Fenced, 409),
     (StaleEpoch, 503),
     (NotFinished, 409),
-    (FinishedOtherwise, 409),
-    (OtherOffset, 409),
+    (ResultConflict, 409),
+    (OffsetConflict, 409),
     (OutOfTurn, 409),
-    (EndedOtherwise, 409),
+    (NoResult, 409),
     (Unavailable, 503),
     (DeadlineExceeded, 503),
 )
@@ -130,7 +88,7 @@ def error_answer(error: TasukiError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     elif status == 413:
         headers["Connection"] = "close"  # what it sends besides is not read
-    elif isinstance(error, NoSession):
+    elif isinstance(error, UnknownSession):
         headers["Connection"] = "close"  # a balancer may lead the next one to the server that has it
     elif status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)

@@ -10,12 +10,11 @@ from tasuki.core.app import WORDS, template_of
 from tasuki.core.app_documents import result_of
 from tasuki.core.job import BlobRef, JobSpec
 from tasuki.core.protocol import Acceptance
-from tasuki.doors.http.answers import EndedOtherwise, NotFinished
 from tasuki.doors.http.clients import TokenConnection
 from tasuki.doors.http.context import RequestContext, iso, refusal_of, submit, told
 from tasuki.doors.http.limits import wait_of, whole_number
 from tasuki.doors.http.response_schemas import AppAccepted, AppAcceptedMany, AppResult, AppStatus
-from tasuki.errors import NotFound, TooLarge
+from tasuki.errors import NoResult, NotFinished, NotFound, TooLarge
 
 RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is taken apart here; results of /v1 are streamed
 
@@ -96,9 +95,7 @@ async def result(call: RequestContext) -> AppResult:
             raise NotFinished(f"job {call.job_id!r} is {word}; ask again later, or wait for it with ?wait=25")
         if word != "finished":
             outcome = view["outcome"] or {}
-            raise EndedOtherwise(
-                f"job {call.job_id!r} is {word}: {detail_of(view)}", status=word, error_code=outcome.get("error_code")
-            )
+            raise NoResult(f"job {call.job_id!r} is {word}: {detail_of(view)}", status=word, error_code=outcome.get("error_code"))
         data = await _bytes_of(client, view)
     return AppResult(job_id=view["job_id"], status=word, **result_of(data, view["outcome"]["meta"]))
 

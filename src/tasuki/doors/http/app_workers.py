@@ -18,7 +18,6 @@ from tasuki.core.protocol import Claim
 from tasuki.core.report_limits import check_outcome
 from tasuki.core.store_messages import Grant, LeaseStatus
 from tasuki.doors.http import enrolment
-from tasuki.doors.http.answers import FinishedOtherwise
 from tasuki.doors.http.context import RequestContext, iso, status_and_error
 from tasuki.doors.http.limits import gone, wait_of
 from tasuki.doors.http.request_schemas import FailureReport, ResultReport
@@ -35,7 +34,7 @@ from tasuki.doors.http.response_schemas import (
     WorkerRevoked,
 )
 from tasuki.doors.http.workers import HttpWorker, claim_of, shown_lease_id
-from tasuki.errors import Fenced, Forbidden, NotFound, TasukiError
+from tasuki.errors import Fenced, Forbidden, NotFound, ResultConflict, TasukiError
 from tasuki.server.assembly import make_secret
 
 TRACEBACK_MAX_CHARS = 8 * 1024
@@ -159,7 +158,7 @@ def why_not(claim: Claim, job: Job | None, worker_id: str, subject: str) -> Tasu
     if lease is not None and lease.lease_id == claim.lease_id and lease.worker_id != worker_id:
         return Forbidden(f"the lease of job {job.job_id!r} belongs to another worker")
     if job.state is State.SUCCEEDED and (job.assigned_worker_id, job.attempt) == (worker_id, claim.attempt):
-        return FinishedOtherwise(f"job {job.job_id!r} is finished, and what was recorded is not this result under this lease")
+        return ResultConflict(f"job {job.job_id!r} is finished, and what was recorded is not this result under this lease")
     now = "another attempt runs" if job.state in LEASED else f"the job is {WORDS[job.state]}"
     return Fenced(f"this is not the current lease of job {job.job_id!r}: {now}; drop the work")
 

@@ -11,14 +11,8 @@ from starlette.requests import Request
 from tasuki.core.access import Identity, PeerKind, identify, token_sha256
 from tasuki.core.store_messages import TokenRow
 from tasuki.doors.http.bearer import secret_of
-from tasuki.errors import Forbidden
+from tasuki.errors import Forbidden, TokenRevoked
 from tasuki.server.server import Server
-
-
-class Revoked(Forbidden):
-    """The token was good once."""
-
-    code = "TOKEN_REVOKED"
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -37,7 +31,7 @@ def judge(row: TokenRow | None, wall: float) -> Identity:
     """Unknown and expired tokens are 401, revoked (and spent) ones 403."""
     if row is not None and row.revoked_at is not None:
         what = "was used" if row.kind == PeerKind.ENROL else "was revoked"
-        raise Revoked(f"token {row.token_id} {what}; ask for another one")
+        raise TokenRevoked(f"token {row.token_id} {what}; ask for another one")
     return identify(row, wall)
 
 

@@ -13,22 +13,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import BlobRef
-from tasuki.doors.http.answers import OtherOffset
 from tasuki.doors.http.context import RequestContext, transfer_talk
 from tasuki.doors.http.limits import BODY_TIMEOUT_S
 from tasuki.doors.http.response_schemas import BlobHad, BlobKept, BlobPart
 from tasuki.doors.http.v1 import stream
-from tasuki.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable
 
 _range = re.compile(r"bytes=(\d{1,15})-(\d{0,15})").fullmatch
 _content_range = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})", re.ASCII).fullmatch
 _size = re.compile(r"\d{1,15}").fullmatch
-
-
-class OtherBytes(InvalidInput):
-    """What came is not what was announced."""
-
-    code = Corrupt.code
 
 
 def _sha256(call: RequestContext) -> str:
@@ -70,7 +63,7 @@ async def _put_part(call: RequestContext, start: int, stop: int, size_bytes: int
     if offset is None:
         return BlobKept(ref.sha256, size_bytes)
     if offset != stop:
-        raise OtherOffset(f"blob {ref.sha256} goes on at byte {offset}, not at {start}", offset)
+        raise OffsetConflict(f"blob {ref.sha256} goes on at byte {offset}, not at {start}", offset=offset)
     return BlobPart(ref.sha256, size_bytes, offset)
 
 
@@ -93,7 +86,7 @@ def _told_as_input() -> Iterator[None]:
     try:
         yield
     except Corrupt as error:
-        raise OtherBytes(error.message) from None
+        raise BlobMismatch(error.message) from None
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:

@@ -9,10 +9,9 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from tasuki.core.job import BlobRef, is_sha256
-from tasuki.doors.http.blobs import OtherBytes
 from tasuki.doors.http.context import RequestContext, transfer_talk
 from tasuki.doors.http.response_schemas import BlobDownload, BlobLink, BlobTaken, BlobUpload
-from tasuki.errors import Corrupt, InvalidInput, NotFound
+from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from tasuki.core.access import Identity
@@ -46,7 +45,7 @@ async def upload(call: RequestContext) -> BlobUpload:
     try:
         way = await direct.upload(place, owner_of(call.caller.identity))
     except Corrupt as error:
-        raise OtherBytes(error.message) from None
+        raise BlobMismatch(error.message) from None
     if place.stored and not way.links:
         return BlobUpload(have=True)
     return BlobUpload(direct=True, links=[_told(link) for link in way.links], missing_bytes=way.missing_bytes)
@@ -62,7 +61,7 @@ async def commit(call: RequestContext) -> BlobTaken:
         try:
             taken = await direct.take(place, owner_of(call.caller.identity), COMMIT_WAIT_S)
         except Corrupt as error:
-            raise OtherBytes(error.message) from None
+            raise BlobMismatch(error.message) from None
         if taken:
             await talk.brought(place)
         return BlobTaken(taken)

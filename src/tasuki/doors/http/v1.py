@@ -10,14 +10,13 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
 from tasuki.core.protocol import Acceptance
-from tasuki.doors.http.answers import EndedOtherwise, NotFinished
 from tasuki.doors.http.app_jobs import detail_of
 from tasuki.doors.http.clients import TokenConnection
 from tasuki.doors.http.context import RequestContext, refusal_of, submit, told
 from tasuki.doors.http.limits import number, wait_of, whole_number
 from tasuki.doors.http.request_schemas import JobBody, JobsBody
 from tasuki.doors.http.response_schemas import AcceptedMany, JobAccepted, LogResponse
-from tasuki.errors import InvalidInput
+from tasuki.errors import InvalidInput, NoResult, NotFinished
 
 LOG_WAIT_MAX_S = 25.0
 OFFSET_MAX = 2**53
@@ -155,7 +154,7 @@ async def result(call: RequestContext) -> Response:
             raise NotFinished(f"job {call.job_id!r} is {view['state']}; ask again later, or wait for it with ?wait=25")
         if view["state"] != State.SUCCEEDED and (outcome is None or not outcome["result_bytes"]):
             error_code = outcome["error_code"] if outcome is not None else None
-            raise EndedOtherwise(
+            raise NoResult(
                 f"job {call.job_id!r} is {view['state']}: {detail_of(view)}", state=view["state"], error_code=error_code
             )
         headers = {"X-Tasuki-State": view["state"], "X-Content-Type-Options": "nosniff"}

@@ -14,11 +14,11 @@ from collections import deque
 import msgspec
 
 from tasuki.core.protocol import AssignJobs, Claim, ErrorMessage, HelloWorker, JobsFinished, JobsReleased, Message, Welcome
-from tasuki.doors.http.answers import NoSession, OutOfTurn, discreet
+from tasuki.doors.http.answers import discreet
 from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.limits import REQUESTS_MAX
 from tasuki.doors.http.virtual_connection import VirtualConnection
-from tasuki.errors import NotFound, Overloaded, TasukiError, Unavailable
+from tasuki.errors import NotFound, OutOfTurn, Overloaded, TasukiError, Unavailable, UnknownSession
 from tasuki.net.tcp_link import encode_answer
 from tasuki.server.server import Server
 
@@ -200,7 +200,7 @@ class Lines:
         """Another worker's session is as unknown as one that there never was."""
         line = self._lines.get(name)
         if line is None or line.owner != caller.sha256:
-            raise NoSession(f"{UNKNOWN}: the server was started again, or another one has it")
+            raise UnknownSession(f"{UNKNOWN}: the server was started again, or another one has it")
         return line
 
     def drop(self, line: HttpWorkerSession, why: str) -> None:

@@ -37,19 +37,13 @@ from tasuki.core.protocol import (
 from tasuki.core.store_messages import Grant, LeaseStatus, Takes
 from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, VirtualConnection
-from tasuki.errors import Overloaded, TasukiError, Unauthorized, Unavailable
+from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailable
 from tasuki.server.server import Server
 
 INCARNATION = "http"  # its leases live by the renewals of each; a process that starts again does not know the old ones
 STARTED_AFTER_S = 0.5  # below what the server waits before it delivers an assignment again
 WAITING_MAX = 16  # lease requests of one worker at once
 LATEST_REPORTS_S = 60.0  # how long a lease that was handed out is remembered beyond its ttl
-
-
-class TooManyRequests(Overloaded):
-    """One caller has too many requests open."""
-
-    code = "TOO_MANY_REQUESTS"
 
 
 class Handed(msgspec.Struct):

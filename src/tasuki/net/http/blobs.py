@@ -11,11 +11,11 @@ from contextlib import aclosing, suppress
 import msgspec
 
 from tasuki.core.job import BlobRef
-from tasuki.errors import Conflict, Corrupt, TooLarge
+from tasuki.errors import Conflict, Corrupt, ResponseLost, TooLarge
 from tasuki.net.blob_files import FileSource
 from tasuki.net.http.names import BLOBS_PATH
 from tasuki.net.http.presigned import DirectBlobs, NotDirect
-from tasuki.net.http.transport import CutOff, HttpTransport
+from tasuki.net.http.transport import HttpTransport
 
 OFFER_MAX_BYTES = 64 * 1024
 PIECE_FIRST_BYTES = 8 * 1024 * 1024
@@ -71,12 +71,12 @@ class HttpBlobs:
                 if stop - offset <= PIECE_MIN_BYTES:
                     raise
                 self._piece_bytes = self._piece_max_bytes = max(PIECE_MIN_BYTES, (stop - offset) // 2)
-            except CutOff:  # perhaps something on the way has a limit for time, or hangs up on what is too large
+            except ResponseLost:  # perhaps something on the way has a limit for time, or hangs up on what is too large
                 self._piece_bytes = max(PIECE_MIN_BYTES, (stop - offset) // 2)
                 self._piece_max_bytes = max(PIECE_FIRST_BYTES, self._piece_bytes)
                 raise
             except Conflict:
-                raise CutOff(f"another upload of blob {ref.sha256} came between this one and its end") from None
+                raise ResponseLost(f"another upload of blob {ref.sha256} came between this one and its end") from None
             else:
                 offset = stop
                 self._piece_bytes = min(2 * self._piece_bytes, self._piece_max_bytes)
@@ -107,7 +107,7 @@ class HttpBlobs:
         try:
             return msgspec.json.decode(answer, type=_Had)
         except msgspec.DecodeError as error:
-            raise CutOff(f"the answer to the offer of a blob cannot be read: {error}") from None
+            raise ResponseLost(f"the answer to the offer of a blob cannot be read: {error}") from None
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
         """The bytes from an offset on. More than there should be is Corrupt."""
@@ -135,7 +135,7 @@ class HttpBlobs:
                 if fresh:
                     yield fresh
             if left:
-                raise CutOff(f"a blob ended {left} bytes before its end")
+                raise ResponseLost(f"a blob ended {left} bytes before its end")
 
 
 def _path(ref: BlobRef) -> str:

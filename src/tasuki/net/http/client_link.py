@@ -31,12 +31,22 @@ from tasuki.core.protocol import (
     SubmitJobs,
     Welcome,
 )
-from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, TooLarge, Unauthorized
+from tasuki.errors import (
+    Forbidden,
+    InvalidInput,
+    NoConnection,
+    NotFound,
+    NotTasuki,
+    ResponseLost,
+    TasukiError,
+    TooLarge,
+    Unauthorized,
+)
 from tasuki.net.http.base_link import BaseHttpLink
 from tasuki.net.http.frame_bodies import check_token, post
 from tasuki.net.http.names import FRAMES_MAX, FRAMES_PATH
 from tasuki.net.http.result_polls import Watches, names_jobs
-from tasuki.net.http.transport import ANSWER_S, CutOff, NoConnection, NotTasuki
+from tasuki.net.http.transport import ANSWER_S
 from tasuki.wire.messages import encode
 
 REQUESTS_AT_ONCE = 8
@@ -147,7 +157,7 @@ class HttpClientLink(BaseHttpLink):
                 async for message in messages:
                     unanswered.discard(getattr(message, "corr_id", 0))
                     self._hear(message)
-        except (NoConnection, CutOff, NotTasuki, Unauthorized, Forbidden) as error:
+        except (NoConnection, ResponseLost, NotTasuki, Unauthorized, Forbidden) as error:
             self._broken(error)
         except TasukiError as error:
             if isinstance(error, NotFound) or not self._greeted:
@@ -222,7 +232,7 @@ class HttpClientLink(BaseHttpLink):
             error = Unauthorized(
                 "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
             )
-        if not isinstance(error, NoConnection | CutOff | NotTasuki):  # final, if it was the Hello that was refused
+        if not isinstance(error, NoConnection | ResponseLost | NotTasuki):  # final, if it was the Hello that was refused
             self._on_message(self, ErrorMessage(0, error.code, error.message, error.details()))
         self.abort(error.message)
 

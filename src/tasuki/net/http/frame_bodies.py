@@ -9,9 +9,9 @@ from typing import NamedTuple
 import httpx
 
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
-from tasuki.errors import InvalidInput, UnknownFrame
+from tasuki.errors import InvalidInput, NotTasuki, ResponseLost, UnknownFrame
 from tasuki.net.http.names import FRAMES_TYPE
-from tasuki.net.http.transport import CutOff, HttpTransport, NotTasuki
+from tasuki.net.http.transport import HttpTransport
 from tasuki.wire.frames import Frame, FrameDecoder
 from tasuki.wire.messages import decode
 
@@ -55,11 +55,11 @@ async def _messages_of(response: httpx.Response) -> AsyncGenerator[Message | Non
         try:
             frames = decoder.feed(piece)
         except InvalidInput as error:
-            raise CutOff(f"an answer cannot be read: {error.message}") from None
+            raise ResponseLost(f"an answer cannot be read: {error.message}") from None
         for frame in frames:
             yield _decoded(frame)
     if decoder.partial:
-        raise CutOff("an answer ended in the middle of a frame")
+        raise ResponseLost("an answer ended in the middle of a frame")
 
 
 def _decoded(frame: Frame) -> Message | None:
@@ -68,4 +68,4 @@ def _decoded(frame: Frame) -> Message | None:
     except UnknownFrame:  # of a newer server, to a newer peer
         return None
     except InvalidInput as error:
-        raise CutOff(f"an answer cannot be read: {error.message}") from None
+        raise ResponseLost(f"an answer cannot be read: {error.message}") from None

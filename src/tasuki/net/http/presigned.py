@@ -22,10 +22,10 @@ import httpx
 import msgspec
 
 from tasuki.core.job import BlobRef
-from tasuki.errors import Corrupt, TasukiError, Unavailable
+from tasuki.errors import Corrupt, ResponseLost, TasukiError, Unavailable
 from tasuki.net.blob_files import FileSource
 from tasuki.net.http.names import BLOBS_PATH
-from tasuki.net.http.transport import CutOff, HttpTransport
+from tasuki.net.http.transport import HttpTransport
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -120,7 +120,7 @@ class DirectBlobs:
         except _Failed as failed:
             raise self._judged(failed) from failed
         if left:
-            raise CutOff(f"a blob ended {left} bytes before its end")
+            raise ResponseLost(f"a blob ended {left} bytes before its end")
 
     # ------------------------------------------------------------------------------------------------ into the bucket
 
@@ -228,7 +228,7 @@ class DirectBlobs:
         """A link that has ended, a bucket that restarts: with new links it may work. Not for ever."""
         self._strikes += 1
         if not failed.off and self._strikes < STRIKES_MAX:
-            return CutOff(str(failed))
+            return ResponseLost(str(failed))
         logger.warning("%s; blobs go through the server for the next %g minutes", failed, AGAIN_S / 60)
         return self._not_here()
 

@@ -19,9 +19,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol
 
 from tasuki.core.protocol import BATCH_MAX, FRAME_MAX_BYTES, ErrorMessage, Message, Reply, Request, Results
-from tasuki.errors import Overloaded, TasukiError, Unavailable
+from tasuki.errors import NoConnection, Overloaded, ResponseLost, TasukiError, Unavailable
 from tasuki.net.http.names import FRAMES_MAX
-from tasuki.net.http.transport import CutOff, NoConnection
 from tasuki.wire.messages import encode
 
 FIRST_MSG_ID = 1 << 41  # above what a machine's own counter reaches, so that the two never meet
@@ -185,7 +184,7 @@ class Watches:
         try:
             told = await self._ask(poll)
             self._cuts = 0
-        except CutOff as error:
+        except ResponseLost as error:
             told = 0
             self._cut(error, self._loop.time() - began)
         except NoConnection as error:
@@ -206,7 +205,7 @@ class Watches:
         else:
             self._open()
 
-    def _cut(self, error: CutOff, lasted_s: float) -> None:
+    def _cut(self, error: ResponseLost, lasted_s: float) -> None:
         if lasted_s > POLL_WAIT_MIN_S:  # something on the way has less patience than we
             self._wait_s = max(POLL_WAIT_MIN_S, min(self._wait_s, lasted_s * 0.7))
             return
@@ -265,7 +264,7 @@ class Watches:
             return 1
         if message.code not in (Unavailable.code, Overloaded.code):
             # One of them is gone, deleted after its end was due. The owner asks for all again and finds out which.
-            self._fail(CutOff(f"jobs that are waited for cannot be watched any more: {message.message}"))
+            self._fail(ResponseLost(f"jobs that are waited for cannot be watched any more: {message.message}"))
         return 0
 
 

@@ -16,7 +16,18 @@ import httpx
 import msgspec
 
 from tasuki.core.address import Address
-from tasuki.errors import ConfigError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, Unavailable, from_wire
+from tasuki.errors import (
+    InvalidInput,
+    NoConnection,
+    NotTasuki,
+    Overloaded,
+    ResponseLost,
+    TasukiError,
+    TooLarge,
+    Unauthorized,
+    UntrustedCertificate,
+    from_wire,
+)
 from tasuki.net.http.early_response import EarlyResponseTransport, proxy_of
 from tasuki.net.tcp_link import system_words
 from tasuki.net.tls import handshake_words
@@ -29,22 +40,6 @@ RETRY_AFTER_MAX_S = 30.0
 ERROR_MAX_BYTES = 64 * 1024
 
 _seconds = re.compile(r"\d{1,6}").fullmatch
-
-
-class NoConnection(Unavailable):
-    """Nothing was sent: nobody is there, or not whom we trust."""
-
-
-class NotTrusted(NoConnection):
-    """Somebody is there, with a certificate that we do not trust: that may well be for us to correct, as with --tls-ca."""
-
-
-class CutOff(Unavailable):
-    """It may have been done: the answer did not come, or not whole."""
-
-
-class NotTasuki(ConfigError):
-    """Something else answers at this address."""
 
 
 class ErrorBody(msgspec.Struct):
@@ -167,7 +162,7 @@ class HttpTransport:
         if status == 413:
             return TooLarge(f"{answered}: something before the server takes no request that large; raise its limit for bodies")
         if status == 429 or status >= 500:
-            return CutOff(f"{answered}, and not as a tasuki server does: what is before it may not reach it")
+            return ResponseLost(f"{answered}, and not as a tasuki server does: what is before it may not reach it")
         if status == 400 and self.address.scheme == "http":  # what nginx and others say to plain HTTP at a port for TLS
             return NotTasuki(f"{answered}, and not as a tasuki server does: is it https://?")
         return NotTasuki(f"{answered}, and not as a tasuki server does: is there a proxy or a firewall before it?")
@@ -185,17 +180,17 @@ class HttpTransport:
             case httpx.LocalProtocolError():
                 return InvalidInput(f"the request to {self.address} cannot be sent: {error}")
             case httpx.TimeoutException():
-                return CutOff(f"{self.address} has not answered within {answer_s:g} s")
+                return ResponseLost(f"{self.address} has not answered within {answer_s:g} s")
             case httpx.RemoteProtocolError() if not self._answered and self.address.scheme == "http":
-                return CutOff(f"{self.address} hung up without an answer in HTTP; if it speaks TLS, it is https://")
+                return ResponseLost(f"{self.address} hung up without an answer in HTTP; if it speaks TLS, it is https://")
             case _:
-                return CutOff(f"the connection to {self.address} was lost: {error or type(error).__name__}")
+                return ResponseLost(f"the connection to {self.address} was lost: {error or type(error).__name__}")
 
     def _not_connected(self, error: Exception) -> NoConnection:
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLError):
                 why = handshake_words(cause, self.address.host, plain="http", own_ca=self._own_ca)
-                kind = NotTrusted if isinstance(cause, ssl.SSLCertVerificationError) else NoConnection
+                kind = UntrustedCertificate if isinstance(cause, ssl.SSLCertVerificationError) else NoConnection
                 return kind(f"no TLS connection to {self.address}: {why}")
             if isinstance(cause, OSError) and cause.errno is not None and cause.strerror:
                 return NoConnection(f"no connection to {self.address}: {system_words(cause)}")
@@ -227,7 +222,7 @@ def _of_tasuki(status: int, said: ErrorBody) -> TasukiError:
         case "METHOD_NOT_ALLOWED":
             return from_wire("NOT_FOUND", said.message)
     error = from_wire(said.code, said.message, said.details)
-    return CutOff(said.message) if type(error) is TasukiError and status >= 500 else error
+    return ResponseLost(said.message) if type(error) is TasukiError and status >= 500 else error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

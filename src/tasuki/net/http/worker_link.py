@@ -25,13 +25,24 @@ from msgspec.structs import replace
 from tasuki.core.address import Address
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, HelloWorker, JobsFinished, Message, Welcome
-from tasuki.errors import Forbidden, InvalidInput, NotFound, TasukiError, TooLarge, Unauthorized, Unavailable
+from tasuki.errors import (
+    Forbidden,
+    InvalidInput,
+    NoConnection,
+    NotFound,
+    NotTasuki,
+    ResponseLost,
+    TasukiError,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+)
 from tasuki.net.blob_files import FileSource
 from tasuki.net.http.base_link import BaseHttpLink
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.frame_bodies import REQUEST_MAX_BYTES, check_token, post
 from tasuki.net.http.names import FRAMES_MAX, SESSION_HEADER, WORKER_PATH
-from tasuki.net.http.transport import ANSWER_S, CutOff, HttpTransport, NoConnection, NotTasuki
+from tasuki.net.http.transport import ANSWER_S, HttpTransport
 from tasuki.wire.messages import encode
 
 POLL_WAIT_S = 25.0
@@ -186,7 +197,7 @@ class HttpWorkerLink(BaseHttpLink):
                 tries = min(tries + 1, TRIES_MAX)  # it came back at once, with nothing: asking again at once would be a hot loop
             except (Unavailable, NotFound) as error:
                 lasted_s = self._loop.time() - began
-                if isinstance(error, CutOff) and lasted_s > POLL_WAIT_MIN_S:  # something on the way has less patience than we
+                if isinstance(error, ResponseLost) and lasted_s > POLL_WAIT_MIN_S:  # a proxy has a shorter timeout than this poll
                     self._wait_s = max(POLL_WAIT_MIN_S, min(self._wait_s, lasted_s * 0.7))
                     tries = 0
                 tries += 1
@@ -285,7 +296,7 @@ def _patiently() -> Iterator[None]:
     try:
         yield
     except Unauthorized as error:
-        raise CutOff(error.message) from error
+        raise ResponseLost(error.message) from error
 
 
 def _is_final(error: TasukiError, tries: int) -> bool:

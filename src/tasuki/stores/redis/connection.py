@@ -22,8 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from tasuki.errors import ConfigError, DiskFull, InternalError, TasukiError
-from tasuki.stores.retrying import Interrupted, Why
+from tasuki.errors import ConfigError, DiskFull, InternalError, InterruptCause, TasukiError, TurnInterrupted
 
 logger = logging.getLogger("tasuki.store")
 
@@ -125,11 +124,11 @@ def translate(error: redis.RedisError, where: str, was_stored: Callable[[], bool
     if any(word in said for word in _FULL):
         return DiskFull(f"{where} cannot keep more: {said}; nothing was stored, try again when there is space")
     if any(word in said for word in _MOVED):
-        return Interrupted(f"{where} does not take writes now: {said}; nothing was stored", Why.CONNECTION)
+        return TurnInterrupted(f"{where} does not take writes now: {said}; nothing was stored", InterruptCause.CONNECTION)
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return Interrupted(f"{where} cannot be reached: {said}", Why.CONNECTION, was_stored)
+        return TurnInterrupted(f"{where} cannot be reached: {said}", InterruptCause.CONNECTION, was_stored)
     if "BUSY" in said:
-        return Interrupted(f"{where} is busy: {said}; nothing was stored", Why.TIMEOUT)
+        return TurnInterrupted(f"{where} is busy: {said}; nothing was stored", InterruptCause.TIMEOUT)
     return InternalError(f"{where}: {said}")
 
 

@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 import redis
 
-from tasuki.errors import StaleEpoch, TasukiError, Unavailable
+from tasuki.errors import InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.redis.codec import Argument, Reply
 from tasuki.stores.redis.connection import translate
 from tasuki.stores.redis.verbs import ScriptCall
-from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.store import Clock
 
 T = TypeVar("T")
@@ -36,8 +35,8 @@ NO_CLOCKS: Clocks = ("", "")
 def _twice(look: Callable[[], T]) -> T:
     try:
         return look()
-    except Interrupted as error:
-        if error.why is not Why.CONNECTION or isinstance(error.__cause__, redis.TimeoutError):
+    except TurnInterrupted as error:
+        if error.why is not InterruptCause.CONNECTION or isinstance(error.__cause__, redis.TimeoutError):
             raise
         return look()
 
@@ -122,8 +121,10 @@ class RedisSession:
         found: list[Reply] = answers[0]
         return found
 
-    def _overtaken(self) -> Interrupted:
-        return Interrupted(f"{self._where}: another server changed what this turn had seen; nothing was stored", Why.CONFLICT)
+    def _overtaken(self) -> TurnInterrupted:
+        return TurnInterrupted(
+            f"{self._where}: another server changed what this turn had seen; nothing was stored", InterruptCause.CONFLICT
+        )
 
     # -- calls ----------------------------------------------------------------------------------------------------
     def _clocks(self) -> Clocks:
@@ -160,7 +161,7 @@ class RedisSession:
 
     def _error(self, error: redis.RedisError, was_stored: Callable[[], bool] | None = None) -> TasukiError:
         translated = translate(error, self._where, was_stored)
-        if isinstance(translated, Interrupted):
+        if isinstance(translated, TurnInterrupted):
             # What it was connected to may be a replica now, or its answer may still come and be taken for the next one.
             self._client.connection_pool.disconnect()
         return translated

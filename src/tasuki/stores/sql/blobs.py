@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tasuki.core.store_messages import BlobClaim, BlobPlace
+from tasuki.errors import InterruptCause, TurnInterrupted
 from tasuki.stores.generations import lowest_generation
-from tasuki.stores.retrying import Interrupted, Why
 from tasuki.stores.sql.base import SqlBase
 from tasuki.stores.sql.database import NOTHING_STORED
 
@@ -43,7 +43,7 @@ class SqlBlobs(SqlBase):
             missing = [sha256 for sha256 in sizes if sha256 not in places]
             if missing:
                 story = f"blob {missing[0]} was placed by another server and condemned in this moment"
-                raise Interrupted(f"{story}; {NOTHING_STORED}, try again", Why.CONFLICT)
+                raise TurnInterrupted(f"{story}; {NOTHING_STORED}, try again", InterruptCause.CONFLICT)
             return [places[claim.sha256] for claim in claims]
 
     def _touch(self, sha256s: Iterable[str]) -> dict[str, BlobPlace]:

@@ -21,8 +21,7 @@ import psycopg
 
 from tasuki.core.conninfo import with_deadlines
 from tasuki.core.election import LOCK_TTL_S
-from tasuki.errors import ConfigError, Unavailable
-from tasuki.stores.retrying import Interrupted, Why
+from tasuki.errors import ConfigError, InterruptCause, TurnInterrupted, Unavailable
 from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED
 from tasuki.stores.sql.django_connection import InDjango
 from tasuki.stores.sql.postgres_errors import Translated, is_lost, name_of, translate
@@ -185,7 +184,7 @@ class PostgresDatabase:
                 self._drop_connection()
                 number = self._number
                 cause = translate(error, NOT_KNOWN, self._given, lost=True)
-                raise Interrupted(cause.message, Why.CONNECTION, lambda: self._was_stored(number)) from error
+                raise TurnInterrupted(cause.message, InterruptCause.CONNECTION, lambda: self._was_stored(number)) from error
             raise
         if self._control.statusmessage != "COMMIT":
             raise Unavailable(f"{name_of(self._given)} rolled the turn back; {NOTHING_STORED}")

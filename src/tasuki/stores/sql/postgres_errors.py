@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 import psycopg
 
 from tasuki.core.conninfo import without_secrets
-from tasuki.errors import ConfigError, DiskFull, TasukiError, Unavailable
-from tasuki.stores.retrying import Interrupted, Why
+from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, TurnInterrupted, Unavailable
 
 CONFLICTS = frozenset({"40001", "40P01"})  # serialization failure, deadlock
 TIMEOUTS = frozenset({"57014", "55P03"})  # statement_timeout, lock_timeout
@@ -52,11 +51,11 @@ def translate(error: psycopg.Error, fate: str, given: Mapping[str, object], *, l
     if code == "53100":
         return DiskFull(f"the disk of {where} is full; {fate}, try again when there is space")
     if code in CONFLICTS:
-        return Interrupted(f"{where}: {said}; {fate}", Why.CONFLICT)
+        return TurnInterrupted(f"{where}: {said}; {fate}", InterruptCause.CONFLICT)
     if code in TIMEOUTS:
-        return Interrupted(f"{where} took too long: {said}; {fate}", Why.TIMEOUT)
+        return TurnInterrupted(f"{where} took too long: {said}; {fate}", InterruptCause.TIMEOUT)
     if lost:
-        return Interrupted(f"{where} cannot be reached: {said}; {fate}", Why.CONNECTION)
+        return TurnInterrupted(f"{where} cannot be reached: {said}; {fate}", InterruptCause.CONNECTION)
     return Unavailable(f"{where} cannot be used: {said}; {fate}")
 
 

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from tasuki.core.job import LEASED, Job, JobIncident
 from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.core.subject import literal_prefix, matches
-from tasuki.errors import InvalidInput
-from tasuki.stores.retrying import Interrupted, Why
+from tasuki.errors import InterruptCause, InvalidInput, TurnInterrupted
 from tasuki.stores.sql.database import Parameters, ReadOnly, SqlSession
 from tasuki.stores.sql.rows import FAILED_STATES, FoundRow, JobRow, job_of, token_of
 
@@ -189,8 +188,8 @@ class SqlReader(SqlReads):
     def _read(self, read: Callable[[SqlSession], T]) -> T:
         try:
             return self._read_once(read)
-        except Interrupted as error:
-            if error.why is not Why.CONNECTION:
+        except TurnInterrupted as error:
+            if error.why is not InterruptCause.CONNECTION:
                 raise
             return self._read_once(read)  # a connection that idled through a restart of the database: on a new one
 

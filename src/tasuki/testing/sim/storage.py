@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tasuki.core.store_messages import Answers, Turn
-from tasuki.errors import DiskFull, StaleEpoch, TasukiError, Unavailable
+from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.batching import execute
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.retrying import Interrupted, Retries, Why
+from tasuki.stores.retrying import Retries
 from tasuki.stores.store import Clock, Store
 from tasuki.testing.sim.network import Network
 from tasuki.testing.sim.process import HostClock
@@ -130,14 +130,14 @@ class StoreNode:
             return
         try:
             if self.away(server):
-                raise Interrupted("the connection to the store was lost", Why.CONNECTION)
+                raise TurnInterrupted("the connection to the store was lost", InterruptCause.CONNECTION)
             if task.answers is None:
                 self._refuse()
                 task.answers = execute(self.store, task.turn)
                 self.turns += 1
                 self.recorder.turn(server.name, task.turn, task.answers)
                 self._lose_answer()
-        except Interrupted as error:
+        except TurnInterrupted as error:
             task.retries = task.retries or Retries(task.begun_at, self._chance.random)
             wait_s = task.retries.wait_s(error.why, server.clock.monotonic())
             if wait_s is None:
@@ -159,7 +159,7 @@ class StoreNode:
         if troubles.refused and chance.random() < troubles.refused:
             self.world.effects["store_refused"] += 1
             if chance.random() < 0.5:
-                raise Interrupted("a deadlock", Why.CONFLICT)
+                raise TurnInterrupted("a deadlock", InterruptCause.CONFLICT)
             raise Unavailable("the database is locked by another process; nothing was stored")
 
     def _lose_answer(self) -> None:
@@ -167,7 +167,7 @@ class StoreNode:
         if self.troubles.lost and chance.random() < self.troubles.lost:
             self.world.effects["store_lost"] += 1
             if chance.random() < KNOWN_AFTER_ALL:
-                raise Interrupted("the connection broke while it was committed", Why.CONNECTION)
+                raise TurnInterrupted("the connection broke while it was committed", InterruptCause.CONNECTION)
             raise Unavailable("the connection broke while it was committed; it is not known whether it was stored")
 
     def _answer(self, task: Task, answer: Answers | TasukiError) -> None:

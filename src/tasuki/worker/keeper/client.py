@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from tasuki.errors import ProtocolError, TasukiError, Unavailable
+from tasuki.errors import KeeperLost, PreloadFailed, ProtocolError
 from tasuki.worker.keeper.keeper import keep
 from tasuki.worker.keeper.protocol import (
     READ_BYTES,
@@ -49,16 +49,6 @@ from tasuki.worker.keeper.protocol import (
 CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that sits in the kernel
 
 logger = logging.getLogger(__name__)
-
-
-class KeeperLost(Unavailable):
-    """The keeper is gone, and with it all hold on what it had started. The worker ends; its next start sweeps."""
-
-
-class NotPrepared(TasukiError):
-    """The warm interpreter of the exec could not import its modules, or did not live to fork; the message says why."""
-
-    code = "PRELOAD_FAILED"
 
 
 class KeptAttempt:
@@ -285,7 +275,7 @@ class Keeper:
 
 def _why_not(report: NotSpawned) -> Exception:
     if report.message:
-        return NotPrepared(f"its interpreter cannot be used: {report.message}; correct its modules, or the exec")
+        return PreloadFailed(f"its interpreter cannot be used: {report.message}; correct its modules, or the exec")
     return OSError(report.errno, os.strerror(report.errno))
 
 
