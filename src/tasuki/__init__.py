@@ -1,19 +1,19 @@
 """tasuki runs commands on many machines, and keeps its promise when machines die.
 
-The public names below are loaded when they are first used (PEP 562): `import tasuki` reads this file and nothing else,
+The public names below are loaded when they are first used (PEP 562): `import tasuki` reads this file and `version.py`,
 so `tasuki --help` and a user's Django start-up do not pay for the client, and a client never pays for the server.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tasuki.version import __version__
+
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient, Client
     from tasuki.core.job import InputFile, Job, JobSpec, State
     from tasuki.errors import TasukiError
     from tasuki.worker import Worker
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "AgentsClient",

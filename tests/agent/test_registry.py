@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tasuki.agent import registry_queries, store_registry
-from tasuki.agent.registry_leases import boot_time
+from tasuki.clocks import boot_time
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.job import Job, Lease, Outcome, State
 from tasuki.core.store_messages import Report, RequeueOrder, Turn

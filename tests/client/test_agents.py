@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tasuki.client.failover import AgentResult, AgentsClient, AsyncAgentsClient, Progress
+from tasuki.clocks import now
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.breaker import BreakerState
 from tasuki.errors import Conflict, InvalidInput, Unavailable
-from tasuki.net.event_loop import now
 from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 

@@ -14,11 +14,11 @@ import pytest
 from tasuki.client import agent_inputs, agent_node
 from tasuki.client.agent_inputs import LARGE_BYTES
 from tasuki.client.failover import AsyncAgentsClient
+from tasuki.clocks import now
 from tasuki.core.failover.breaker import BreakerState
 from tasuki.core.failover.node_ranking import NodeState
 from tasuki.dispatcher.settings import Mode
 from tasuki.errors import Unauthorized
-from tasuki.net.event_loop import now
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import DispatcherStage, code_of, job, tell, two_nodes
 

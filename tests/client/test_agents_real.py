@@ -18,8 +18,8 @@ import pytest
 
 from tasuki.cli import exit_codes
 from tasuki.client.failover import AgentResult, AgentsClient, AsyncAgentsClient
+from tasuki.clocks import now
 from tasuki.core.failover.breaker import BreakerRules, BreakerState
-from tasuki.net.event_loop import now
 from tests.client.agent_processes import Agents, start_agents
 from tests.processes import TASUKI, wait_until
 

@@ -71,8 +71,8 @@ def test_the_readme_shows_every_public_name() -> None:
     assert not [name for name in NAMES if not re.search(rf"\b{name}\b", text)]
 
 
-def test_importing_tasuki_loads_nothing_else_of_it() -> None:
-    assert {name for name in loaded_by("import tasuki") if name.startswith("tasuki")} == {"tasuki"}
+def test_importing_tasuki_loads_its_version_and_nothing_else_of_it() -> None:
+    assert {name for name in loaded_by("import tasuki") if name.startswith("tasuki")} == {"tasuki", "tasuki.version"}
 
 
 @pytest.mark.parametrize("statement", ["import tasuki", "import tasuki.client", "import tasuki.worker"])

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tasuki.clocks import boot_time
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
-from tasuki.worker.keeper.keeper import now
 from tests.worker.runs import DEADLINE_S, alive, until
 
 ESCAPE = Path(__file__).with_name("escape.py")
@@ -85,4 +85,4 @@ def play(scenario: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def in_s(seconds: float) -> float:
-    return now() + seconds
+    return boot_time() + seconds

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tasuki.clocks import now
 from tasuki.config import parse_url
 from tasuki.core.address import Address
 from tasuki.core.broker import enrolment
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import TasukiError, Unauthorized
 from tasuki.net.enrol import is_good, register
-from tasuki.net.event_loop import now
 from tasuki.worker import Worker, rotation
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tests.doors.http.stage import Stage

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tasuki.clocks import now
 from tasuki.config import parse_url
 from tasuki.core.access import WORKER_TOKEN_S, token_sha256
 from tasuki.core.machine import Closed, Opened, Peer, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import TasukiError
-from tasuki.net.event_loop import now
 from tasuki.worker import rotation as module
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.rotation import Rotation, new_token

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 from tasuki.agent.correlation import on_behalf_of
+from tasuki.clocks import boot_time
 from tasuki.core.failover.registry_records import lease_deadline
 from tasuki.core.job import Outcome
 from tasuki.core.store_messages import Answers, Grant, HeldLease, LeaseStatus, Report, Turn
@@ -24,11 +24,6 @@ LOOKS_PER_TTL = 24
 
 Execute = Callable[[Turn], Awaitable[Answers]]
 Lost = Callable[[StopReason], None]
-
-
-def boot_time() -> float:
-    """The clock of deadlines: it goes on while the machine sleeps, and is the keeper's."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class RegistryLease:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.registry_leases import boot_time
 from tasuki.agent.remote_results import BlobSource, RemoteResultResponse, ResultSource
 from tasuki.agent.result_response import ResultResponse
+from tasuki.clocks import boot_time
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentState, EndedMarker
 from tasuki.core.failover.registry_records import Stand, attempt_of, held_of, place_of, stand_of

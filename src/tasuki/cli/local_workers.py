@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tasuki.cli.server_process import Events
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
+from tasuki.core.backoff import Backoff
 
 RESTART_FIRST_S = 0.5
 RESTART_MAX_S = 30.0
@@ -70,7 +71,7 @@ class LocalWorkers:
 
     async def _keep(self, number: int) -> None:
         loop = asyncio.get_running_loop()
-        wait_s = RESTART_FIRST_S
+        backoff = Backoff(RESTART_FIRST_S, RESTART_MAX_S)
         while not self._ending.is_set():
             began = loop.time()
             # The pipe is never written to: it ends when we do, even by SIGKILL, and the child with it. A session of its own
@@ -86,7 +87,8 @@ class LocalWorkers:
             if self._ending.is_set():
                 return
             if loop.time() - began > SOUND_AFTER_S:
-                wait_s = RESTART_FIRST_S
+                backoff.reset()
+            wait_s = backoff.next_s()
             self._events.tell(
                 "worker-ended",
                 f"{number} (exit {code}); started again in {wait_s:g} s",
@@ -96,4 +98,3 @@ class LocalWorkers:
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), wait_s)
-            wait_s = min(wait_s * 2, RESTART_MAX_S)

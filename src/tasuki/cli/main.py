@@ -95,7 +95,7 @@ def _root(
     version: bool = typer.Option(False, "--version", help="Show the version."),
 ) -> None:
     if version:
-        from tasuki import __version__
+        from tasuki.version import __version__
 
         print(f"tasuki {__version__}")
         raise typer.Exit

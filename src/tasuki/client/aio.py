@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tasuki import __version__
 from tasuki.client.embedded import ensure_server
 from tasuki.client.handles import AsyncJobHandle
 from tasuki.client.logs import LogFollower
+from tasuki.clocks import now
 from tasuki.config import DataFolder, data_folder, default_url, find_token, parse_url
 from tasuki.core.client_machine import (
     Call,
@@ -54,7 +54,7 @@ from tasuki.core.protocol import (
 from tasuki.core.reconnect import Connect, believed
 from tasuki.errors import ConfigError, InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
 from tasuki.net import ServerConnection, client_tls
-from tasuki.net.event_loop import now
+from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
 from tasuki.wire.messages import encode
 

@@ -24,13 +24,13 @@ from tasuki.client.agent_upload import read_upload
 from tasuki.client.breaker_notes import BreakerNotes
 from tasuki.client.failover_run import AgentResult, AgentRun, RunProgress, keep
 from tasuki.client.loop_thread import LoopThread
+from tasuki.clocks import now
 from tasuki.config import find_token, parse_agents
 from tasuki.core.failover.breaker import DEFAULT_RULES, BreakerRules
 from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed, not_trusted
 from tasuki.core.failover.node_ranking import Nodes, Ranked
 from tasuki.core.ids import IdMaker, check_job_id
 from tasuki.errors import InvalidInput, TasukiError, UntrustedCertificate
-from tasuki.net.event_loop import now
 from tasuki.net.tls import client_tls
 
 __all__ = ["AgentResult", "AgentsClient", "AsyncAgentsClient", "RunProgress"]

@@ -18,6 +18,7 @@ from tasuki.client.agent_download import DownloadedResult
 from tasuki.client.agent_inputs import LARGE_BYTES
 from tasuki.client.agent_node import AgentNode, JobView
 from tasuki.client.agent_upload import Upload
+from tasuki.clocks import now
 from tasuki.core.failover.events import (
     Ask,
     Begin,
@@ -46,7 +47,6 @@ from tasuki.core.failover.events import (
 from tasuki.core.failover.node_ranking import Nodes
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.errors import InvalidInput, NoConnection, TasukiError, Unavailable, UntrustedCertificate
-from tasuki.net.event_loop import now
 
 log = logging.getLogger(__name__)
 HEARD_EVERY_S = 0.25

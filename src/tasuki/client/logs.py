@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import msgspec
 
 from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
+from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, TasukiError
@@ -145,7 +146,7 @@ class LogFollower:
 
         Failed attempts are read to their end while the next one waits. What the last one leaves stands in its result.
         """
-        pause_s = PAUSE_MIN_S
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S)
         loop = asyncio.get_running_loop()
         welcome = self._client.welcome
         if welcome is not None and "logs" not in welcome.features:  # an older server: all of it comes with the result
@@ -159,7 +160,7 @@ class LogFollower:
                 continue
             part = self._taken(answer)
             if part is not None:
-                pause_s = PAUSE_MIN_S
+                backoff.reset()
                 if part.data:
                     yield part
                 continue
@@ -176,9 +177,8 @@ class LogFollower:
                     continue
                 return
             if loop.time() - asked_at >= PAUSE_MAX_S:  # the worker has waited with it
-                pause_s = PAUSE_MIN_S
-            await asyncio.wait({ending}, timeout=pause_s)
-            pause_s = min(PAUSE_MAX_S, pause_s * 2)
+                backoff.reset()
+            await asyncio.wait({ending}, timeout=backoff.next_s())
 
     async def _ask(self, ending: Ending | None) -> _Answer | None:
         """The answer to the next question; None: ask again, or the job has ended meanwhile."""

@@ -18,6 +18,7 @@ import enum
 
 import msgspec
 
+from tasuki.core.backoff import Backoff
 from tasuki.core.job import LEASED, READY, TERMINAL, Outcome, State
 from tasuki.errors import InvalidTransition
 
@@ -97,8 +98,7 @@ class Disposition(msgspec.Struct, frozen=True, gc=False):
 
 def retry_delay_s(backoff_s: float, n: int) -> float:
     """Delay of retry n, the first is 0. Exact: jitter is for polls and reconnects."""
-    # 2**60 s is past any cap; the bound keeps the power from growing without end for absurd n.
-    return min(RETRY_DELAY_MAX_S, backoff_s * float(1 << min(n, 60)))
+    return Backoff(backoff_s, RETRY_DELAY_MAX_S).delay_s(n)
 
 
 def after_failure(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from tasuki.core.address import Address, parse_url
+from tasuki.core.backoff import Backoff, jittered
 from tasuki.errors import ConfigError
 
 BACKOFF_FIRST_S = 0.2
@@ -56,6 +57,7 @@ class Redial:
     def __init__(self, given: Sequence[Address], jitter: Callable[[], float]) -> None:
         self._given = tuple(dict.fromkeys(given))
         self._jitter = jitter
+        self._backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S, jitter)
         self._ring = self._shuffled(self._given)
         """The next one to dial comes first."""
         self._missed: dict[Address, int] = {}
@@ -100,8 +102,7 @@ class Redial:
         rounds, place = divmod(self._failures, len(self._ring))
         if self._failures == 0:
             return 0.0
-        wait_s = IN_ROUND_S if place else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(1 << min(rounds - 1, 16)))
-        return wait_s * (0.5 + self._jitter() / 2)
+        return jittered(IN_ROUND_S, self._jitter) if place else self._backoff.delay_s(rounds - 1)
 
     # ------------------------------------------------------------------------------------------------ learning
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from tasuki.agent.correlation import on_behalf_of
 from tasuki.client.agent_answers import Refusing
+from tasuki.clocks import now
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.node_ranking import NodeState
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.node_pool import Knows, NodePool
 from tasuki.errors import TasukiError
-from tasuki.net.event_loop import now
 
 logger = logging.getLogger("tasuki.dispatcher")
 REMEMBERED_MAX = 1024  # jobs

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from tasuki.agent.input_sources import INPUT_NOT_FOUND
 from tasuki.client.agent_answers import Refusing
+from tasuki.clocks import now
 from tasuki.core.failover import agent_protocol
 from tasuki.core.failover.events import LONGER_THAN_THE_JOB_S, TOKEN_STATUSES, RefusalMeaning, about, verdict_of
 from tasuki.core.failover.plan import ODD_MAX, WATCH_S
@@ -27,7 +28,6 @@ from tasuki.dispatcher.node_pool import NodePool
 from tasuki.dispatcher.proxied_response import NodeRefusal, PassedAnswer, check_result, read_refusal
 from tasuki.dispatcher.request_bodies import RequestBody
 from tasuki.errors import AgentRefusal, InvalidInput, ResponseLost, TasukiError, TooLarge, Unavailable
-from tasuki.net.event_loop import now
 
 if TYPE_CHECKING:
     import httpx

@@ -19,6 +19,7 @@ import msgspec
 
 from tasuki.client.agent_answers import Refusing
 from tasuki.client.agent_node import ASK_S, AgentNode
+from tasuki.clocks import now
 from tasuki.core.failover.dispatch_policy import candidates, look_every_s, rendezvous, well
 from tasuki.core.failover.events import JobSays, Refusal
 from tasuki.core.failover.node_ranking import RANK_WAIT_S, Capacity, Nodes, NodeState, Ranked
@@ -26,7 +27,6 @@ from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.proxied_response import read_refusal
 from tasuki.dispatcher.settings import DispatcherConfig
 from tasuki.errors import NoConnection, TasukiError
-from tasuki.net.event_loop import now
 
 logger = logging.getLogger("tasuki.dispatcher")
 FRESH_S = 0.6  # an answer that is not older is good enough to choose by

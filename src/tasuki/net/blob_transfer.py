@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, BinaryIO, Protocol, Self
 
+from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, DiskFull, Overloaded, ProtocolError, TasukiError, Unavailable, from_wire
@@ -112,7 +113,7 @@ class BlobLine:
             raise Corrupt(f"blob {ref.sha256} of job {job_id!r} arrived with sha256 {digest.hexdigest()}; try again")
 
     async def _persist(self, once: Callable[[Carrier], Awaitable[None]]) -> None:
-        pause_s = RETRY_FIRST_S
+        backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
         while True:
             carrier = await self._wait_for_carrier()
             try:
@@ -124,10 +125,9 @@ class BlobLine:
                 if isinstance(error, DiskFull | Overloaded):  # the caller's to decide
                     raise
             if self._carrier is carrier:  # the server said "not now"; a lost connection is made again in its own time
-                await self._pause(pause_s)
-                pause_s = min(2 * pause_s, RETRY_MAX_S)
+                await self._pause(backoff.next_s())
             else:
-                pause_s = RETRY_FIRST_S
+                backoff.reset()
 
     async def _wait_for_carrier(self) -> Carrier:
         while self._carrier is None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasuki import __version__
 from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
 from tasuki.blobs.disk import disk_full_as_error, sync_folder
 from tasuki.blobs.folder import FolderBlobs
@@ -24,6 +23,7 @@ from tasuki.config import DataFolder
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, NotFound
 from tasuki.server.archive import DATABASE_NAME, ArchiveWriter, Manifest, blob_name
+from tasuki.version import __version__
 
 COPIES_MAX = 3
 

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tasuki.blobs.blob import BlobStore
+from tasuki.clocks import now
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.broker.broker import Broker, error_message
 from tasuki.core.broker.events import (
@@ -226,7 +226,7 @@ class Server:
         self._pump()
 
     def now(self) -> Now:
-        return Now(time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
+        return now()
 
     def _look_at_disk(self) -> None:
         stat = os.statvfs(self.config.data)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 
+from tasuki.clocks import boot_time
+
 
 class SystemClock:
-    """Leases by CLOCK_BOOTTIME, which goes on while the machine sleeps and which nobody can set; the wall clock for people."""
+    """The boot clock for leases, the wall clock for times that people read."""
 
     def lease(self) -> float:
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
+        return boot_time()
 
     def wall(self) -> float:
         return time.time()

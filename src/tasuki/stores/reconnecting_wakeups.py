@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
+from tasuki.core.backoff import Backoff
 from tasuki.core.hints import everything
 
 logger = logging.getLogger("tasuki.wakeups")
@@ -122,7 +123,7 @@ class ReconnectingWakeups(ABC, Generic[Connection]):
     async def _keep(self, role: str, serve: Callable[[Connection], Awaitable[None]]) -> None:
         """Have a connection for this role as long as we live."""
         loop = asyncio.get_running_loop()
-        failures = 0
+        backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S, self._jitter)
         while True:
             connected_at = None
             try:
@@ -136,10 +137,8 @@ class ReconnectingWakeups(ABC, Generic[Connection]):
             except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without hints, and we try again
                 self._is_down(role, error)
             if connected_at is not None and loop.time() - connected_at >= STEADY_S:
-                failures = 0
-            failures += 1
-            wait_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(1 << min(failures - 1, 16)))
-            await asyncio.sleep(wait_s * (0.5 + self._jitter() / 2))
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
 
     def _is_up(self, role: str) -> None:
         if role in self._down:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tasuki.core.backoff import Backoff
 from tasuki.errors import InterruptCause
 
 RETRY_S = 30.0  # how long a lost connection is tried for: a restart of the database takes seconds, a failover some ten
@@ -22,7 +23,8 @@ class Retries:
 
     def __init__(self, now: float, random: Callable[[], float]) -> None:
         self._until = now + RETRY_S
-        self._random = random
+        self._lost = Backoff(FIRST_WAIT_S, LOST_WAIT_MAX_S, random)
+        self._conflict = Backoff(FIRST_WAIT_S, jitter=random)
         self._seen = dict.fromkeys(InterruptCause, 0)
 
     def wait_s(self, why: InterruptCause, now: float) -> float | None:
@@ -33,11 +35,7 @@ class Retries:
             if now >= self._until:
                 return None
             # At once first: a backend that was ended, or a connection that idled too long, is whole again with the next one.
-            return 0.0 if seen == 1 else self._jittered(min(LOST_WAIT_MAX_S, FIRST_WAIT_S * 2**seen))
+            return 0.0 if seen == 1 else self._lost.delay_s(seen)
         if seen >= (CONFLICT_TRIES if why is InterruptCause.CONFLICT else TIMEOUT_TRIES):
             return None
-        return self._jittered(FIRST_WAIT_S * 2**seen)
-
-    def _jittered(self, wait_s: float) -> float:
-        """Two turns that ran into each other must not do so again, nor all servers come back at the same moment."""
-        return wait_s * (0.5 + self._random() / 2)
+        return self._conflict.delay_s(seen)

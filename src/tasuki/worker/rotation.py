@@ -19,11 +19,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from tasuki.clocks import now
 from tasuki.core.access import TOKEN_PREFIXES, PeerKind, token_sha256
+from tasuki.core.backoff import Backoff
 from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, Unavailable, from_wire
-from tasuki.net.event_loop import now
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 
 ROTATE = "worker.rotate"
@@ -64,7 +65,7 @@ class Rotation:
         """The server has a token like the one that we made."""
         self._asked = 0
         self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._retry_s = 0.0
+        self._backoff: Backoff | None = None
         self._retry_at = 0.0
         self._woken = asyncio.Event()
 
@@ -183,8 +184,9 @@ class Rotation:
                 self._taken = True
                 self._hang_up(error)
             life_s = self._kept.token.ttl_s
-            self._retry_s = min(life_s * RETRY_MAX, max(RETRY_MIN_S, life_s * RETRY_FIRST, self._retry_s * 2))
-            wait_s = self._retry_s * (0.5 + self._jitter() / 2)
+            if self._backoff is None:
+                self._backoff = Backoff(max(RETRY_MIN_S, life_s * RETRY_FIRST), life_s * RETRY_MAX, self._jitter)
+            wait_s = self._backoff.next_s()
             self._retry_at = now().monotonic + wait_s
             logger.warning("the token was not rotated, tried again in %.0f s: %s", wait_s, error.message)
 
@@ -212,7 +214,7 @@ class Rotation:
         old = self._kept.token
         self._keep(replace(self._kept, token=fresh, pending=None, previous=old))
         await self._save("the new token")
-        self._retry_s = self._retry_at = 0.0
+        self._backoff, self._retry_at = None, 0.0
         self._choose(fresh)
         logger.info("the token was rotated: %s takes the place of %s", fresh.token_id, old.token_id)
         if self._shown.token_id == old.token_id:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from tasuki.blobs.disk import disk_full_as_error
+from tasuki.clocks import boot_time
 from tasuki.core.job import InputFile, Outcome, Progress
 from tasuki.errors import DiskFull, KeeperLost, TasukiError, Unavailable
 from tasuki.worker.attempt import (
@@ -40,7 +41,7 @@ from tasuki.worker.execs import Exec
 from tasuki.worker.exit_policy import judged, rules_of
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
-from tasuki.worker.keeper.keeper import LEASE_LOST_GRACE_S, now
+from tasuki.worker.keeper.keeper import LEASE_LOST_GRACE_S
 from tasuki.worker.keeper.protocol import EndReason, Ready, Spawned, TreeEnded
 from tasuki.worker.keeper.sweep import sweep
 from tasuki.worker.log_follow import LogFollow
@@ -284,7 +285,7 @@ class CommandRunner:
             if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
                 outcome = msgspec.structs.replace(outcome, message=f"{outcome.message}; {shortage}")
             outcome = redactor.outcome(judged(outcome, exec_.name, exec_.exits, rules_of(attempt.spec)))
-            wall = time.time() - now()
+            wall = time.time() - boot_time()
             times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)
             if outcome.error_code == StopReason.LEASE_LOST:  # nobody would take the result
                 return RunResult(outcome)

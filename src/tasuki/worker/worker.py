@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tasuki import __version__
+from tasuki.clocks import now
 from tasuki.config import data_folder, default_url, find_token, parse_url
 from tasuki.core.job import JobSpec
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
@@ -53,7 +53,8 @@ from tasuki.core.worker.events import (
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.net import ServerConnection, client_tls
-from tasuki.net.event_loop import loop_factory, now
+from tasuki.net.event_loop import loop_factory
+from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
     Attempt,

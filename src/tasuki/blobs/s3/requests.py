@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from tasuki.blobs.blob import name_of
+from tasuki.core.backoff import Backoff
 from tasuki.errors import ConfigError, DiskFull, NotFound, TasukiError, Unavailable
 
 __all__ = ["CONNECTIONS", "RETRY_S", "S3Address", "S3Requests", "parse_s3_url"]
@@ -60,11 +61,6 @@ _WAYS_OUT = {
 }
 
 T = TypeVar("T")
-
-
-def _jitter() -> float:
-    """So that all who wait for one server do not come back in one moment."""
-    return random.uniform(0.5, 1.0)  # noqa: S311 - no secret depends on it
 
 
 class S3Address(NamedTuple):
@@ -165,7 +161,7 @@ class S3Requests:
     def patiently(self, attempt: Callable[[], T], what: str, retry_s: float | None = None) -> T:
         """Until it works, or fails for good, or time is up (Unavailable)."""
         ends_at = time.monotonic() + (self.retry_s if retry_s is None else retry_s)
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S, random.random)
         while True:
             if self._stop.is_set():
                 raise self._closing()
@@ -176,10 +172,9 @@ class S3Requests:
                 if time.monotonic() >= ends_at:
                     raise passing from error
                 logger.warning("%s; trying again", passing)
-            wait_s = min(pause_s * _jitter(), max(0.0, ends_at - time.monotonic()))
+            wait_s = min(backoff.next_s(), max(0.0, ends_at - time.monotonic()))
             if self._stop.wait(wait_s):
                 raise self._closing()
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def refuses(self, operation: str, retry_s: float, **arguments: Any) -> bool:
         """Whether the bucket sees that these bytes are not those of their checksum. If not, it has taken them."""

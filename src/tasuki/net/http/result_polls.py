@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol
 
+from tasuki.core.backoff import Backoff
 from tasuki.core.protocol import BATCH_MAX, FRAME_MAX_BYTES, ErrorMessage, Message, Reply, Request, Results
 from tasuki.errors import NoConnection, Overloaded, ResponseLost, TasukiError, Unavailable
 from tasuki.net.http.names import FRAMES_MAX
@@ -78,7 +79,7 @@ class Watches:
         self._timer: asyncio.TimerHandle | None = None
         self._made_room_at = 0.0
         self._wait_s = POLL_WAIT_S
-        self._pause_s = 0.0
+        self._backoff = Backoff(PAUSE_FIRST_S, PAUSE_MAX_S)
         self._cuts = 0
         self._closed = False
 
@@ -197,13 +198,10 @@ class Watches:
             return
         self._put_back(poll)
         if told or self._loop.time() - began >= POLL_WAIT_MIN_S / 2:
-            self._pause_s = 0.0
-        else:  # it came back at once, with nothing: asking again at once would be a hot loop
-            self._pause_s = min(PAUSE_MAX_S, max(PAUSE_FIRST_S, 2 * self._pause_s))
-        if self._pause_s:
-            self._soon(self._pause_s)
-        else:
+            self._backoff.reset()
             self._open()
+        else:  # it came back at once, with nothing: asking again at once would be a hot loop
+            self._soon(self._backoff.next_s())
 
     def _cut(self, error: ResponseLost, lasted_s: float) -> None:
         if lasted_s > POLL_WAIT_MIN_S:  # something on the way has less patience than we

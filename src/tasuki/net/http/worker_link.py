@@ -23,6 +23,7 @@ from contextlib import aclosing, contextmanager
 from msgspec.structs import replace
 
 from tasuki.core.address import Address
+from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, HelloWorker, JobsFinished, Message, Welcome
 from tasuki.errors import (
@@ -50,6 +51,7 @@ POLL_WAIT_MIN_S = 5.0
 POLL_SLACK_S = 10.0  # beyond the wait, for an answer that is on its way
 TRIES_MAX = 5  # of one request, while there is somebody who may answer
 PAUSE_FIRST_S = 0.05  # between two tries; doubled each time
+_BACKOFF = Backoff(PAUSE_FIRST_S, jitter=random.random)
 LEAVE_S = 3.0
 
 logger = logging.getLogger("tasuki.worker")
@@ -306,4 +308,4 @@ def _is_final(error: TasukiError, tries: int) -> bool:
 
 def _pause_s(tries: int, error: TasukiError | None) -> float:
     """Not the same for all workers of a server that was away. Where a server answered, another one may know us: no long wait."""
-    return PAUSE_FIRST_S * float(1 if isinstance(error, NotFound) else 1 << tries) * (0.5 + random.random() / 2)  # noqa: S311 - no secret
+    return _BACKOFF.delay_s(0 if isinstance(error, NotFound) else tries)

@@ -25,10 +25,10 @@ import select
 import signal
 import socket
 import sys
-import time
 from math import inf
 from typing import NoReturn
 
+from tasuki.clocks import boot_time
 from tasuki.errors import ProtocolError
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.keeper.protocol import (
@@ -59,11 +59,6 @@ TOGETHER_S = 0.002
 TICK_S = 1.0  # poll counts time as CLOCK_MONOTONIC: after a machine's sleep no deadline is later than this
 MB = 1024 * 1024
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the worker drains, with the keeper's help
-
-
-def now() -> float:
-    """The clock of all deadlines; the worker's `net.loops.now` reads the same one."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Phase(enum.Enum):
@@ -174,7 +169,7 @@ class KeeperLoop:
                 self._abandon()
             elif descriptor == self._control.fileno() and not self._alone:
                 self._read()
-        at = now()
+        at = boot_time()
         self._reap(at)
         self._timers(at)
         self._begin(at)  # an interpreter that was found to have ended, or was given up
@@ -184,7 +179,7 @@ class KeeperLoop:
         if not self._jobs:
             return None
         due = min(self._watch_at, self._tick_at, self._tell_at, *(job.due for job in self._jobs.values()))
-        return max(0.0, due - now()) * 1000 + 1  # poll cuts fractions off: one more, and it is not woken too early
+        return max(0.0, due - boot_time()) * 1000 + 1  # poll cuts fractions off: one more, and it is not woken too early
 
     def _read(self) -> None:
         try:
@@ -219,10 +214,10 @@ class KeeperLoop:
                         job.lease_deadline = deadline
             case StopAttempt():
                 if (job := self._jobs.get(order.number)) is not None:
-                    self._stop(job, order.reason, order.grace_s, now())
+                    self._stop(job, order.reason, order.grace_s, boot_time())
 
     def _spawn(self, order: Spawn) -> None:
-        at = now()
+        at = boot_time()
         if order.lease_deadline is not None and order.lease_deadline <= at:
             self._reports.append(NotSpawned(order.number, errno.ETIME))
             return
@@ -298,7 +293,7 @@ class KeeperLoop:
         if self._worker is not None:
             self._poll.unregister(self._worker)
         for job in list(self._jobs.values()):
-            self._stop(job, EndReason.SHUTDOWN, 0.0, now())
+            self._stop(job, EndReason.SHUTDOWN, 0.0, boot_time())
 
     def _reap(self, at: float) -> None:
         ended = self._system.reap()
@@ -364,7 +359,7 @@ class KeeperLoop:
             self._reports.clear()
             return
         if self._reports:
-            if now() < self._tell_at and all(type(report) is Spawned for report in self._reports):
+            if boot_time() < self._tell_at and all(type(report) is Spawned for report in self._reports):
                 return
             self._unsent += frame(self._reports)
             self._reports.clear()
