@@ -1,6 +1,6 @@
 """The PostgreSQL of the benches: a server of its own from the wheel, durable, with what it was set to and what it computed.
 
-It is started by tests/services.py: benches and tests run on the same PostgreSQL.
+It is started by tests/support/postgres_service.py: benches and tests run on the same PostgreSQL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from _common import HERE, leftover
 
 sys.path.insert(0, str(HERE.parent))
 
-from tests.services import PostgresService, postgres_folder
+from tests.support.postgres_service import PostgresService, postgres_folder
 
 # What somebody with a small machine would set. Everything that makes a commit durable is on.
 SETTINGS = {

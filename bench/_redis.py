@@ -1,6 +1,6 @@
 """The Redis of the benches: a server of its own from the wheel, with an append-only file, and what it computed.
 
-It is started by tests/services_redis.py: benches and tests run on the same Redis.
+It is started by tests/support/redis_service.py: benches and tests run on the same Redis.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from _common import HERE, leftover
 
 sys.path.insert(0, str(HERE.parent))
 
-from tests.services_redis import SETTINGS, RedisService, redis_program
+from tests.support.redis_service import SETTINGS, RedisService, redis_program
 
 # No rewrite of the file in mid-measurement: what it costs depends on when it begins.
 NO_REWRITE = {"auto-aof-rewrite-percentage": "0"}

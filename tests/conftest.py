@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, settings
 # The shipped suites' own asserts show their values when they fail, as those of tests do. Before anything imports them.
 pytest.register_assert_rewrite("tasuki.testing")
 
-from tests.services import PostgresService, postgres_folder  # noqa: E402
-from tests.services_redis import RedisService, other_redis_program, redis_program  # noqa: E402
-from tests.services_s3 import S3Service, weed_program  # noqa: E402
+from tests.support.postgres_service import PostgresService, postgres_folder  # noqa: E402
+from tests.support.redis_service import RedisService, other_redis_program, redis_program  # noqa: E402
+from tests.support.s3_service import S3Service, weed_program  # noqa: E402
 
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 

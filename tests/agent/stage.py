@@ -21,7 +21,7 @@ from tasuki.agent.app import Agent
 from tasuki.agent.settings import AgentConfig
 from tasuki.core.address import Address
 from tasuki.worker.execs import parse_exec_flag
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -108,7 +108,7 @@ class AgentStage:
 
     def files(self) -> set[str]:
         """All that lies in the data folder, but for what belongs to the agent itself, once what ended jobs left is removed."""
-        wait_until(lambda: not any((self.data / "trash").iterdir()), what="the trash is empty")
+        until(lambda: not any((self.data / "trash").iterdir()), what="the trash is empty")
         found = (path.relative_to(self.data) for path in self.data.rglob("*"))
         return {str(path) for path in found if path.parts[0] in ("jobs", "incoming", "trash") and len(path.parts) > 1}
 

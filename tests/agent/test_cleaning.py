@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tasuki.agent.retention import DAY_S, Retention
 from tests.agent.stage import AgentStage
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 
 def clean_after(stage: AgentStage, days: float, keep_days: float = 7.0) -> int:
@@ -34,7 +34,7 @@ def test_an_interrupted_job_is_removed_after_a_day_and_a_running_one_never(
 ) -> None:
     with make_stage() as stage:
         first = stage.begin("running", f'while [ ! -e "{tmp_path}/gate" ]; do sleep 0.02; done')
-        wait_until(lambda: (stage.data / "jobs/running/.running").exists())
+        until(lambda: (stage.data / "jobs/running/.running").exists())
         # given a folder that an agent left which could not write its end
         (stage.data / "jobs/stale").mkdir()
         marker = (stage.data / "jobs/running/.running").read_text().replace('"job_id":"running"', '"job_id":"stale"')

@@ -17,7 +17,7 @@ import pytest
 from tasuki.agent import jobs, upload
 from tasuki.errors import DiskFull
 from tests.agent.stage import BOUNDARY, AgentStage, Started, answer_to, code_of, form, head, members, part
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 
 def nothing_is_left(stage: AgentStage, job_id: str) -> bool:
@@ -176,7 +176,7 @@ def test_the_limit_holds_for_what_comes_in_chunks(make_stage: Callable[..., Agen
         status, error = answer_to(sock)
 
         assert (status, error["code"]) == (413, "TOO_LARGE")
-        wait_until(lambda: nothing_is_left(stage, job_id))
+        until(lambda: nothing_is_left(stage, job_id))
 
 
 def test_a_refusal_reaches_a_peer_that_is_still_sending(make_stage: Callable[..., AgentStage], job_id: str) -> None:
@@ -209,10 +209,10 @@ def test_an_upload_that_breaks_off_leaves_nothing(stage: AgentStage, job_id: str
     body = form(part("file", b"x" * 4_000_000, "big.bin"))
     with stage.raw() as sock:
         sock.sendall(head(job_id, len(body)) + body[:sent])
-        wait_until(lambda: stage.state(job_id) == "running")
+        until(lambda: stage.state(job_id) == "running")
         assert code_of(stage.run(job_id)) == (423, "RUNNING")
 
-    wait_until(lambda: nothing_is_left(stage, job_id))
+    until(lambda: nothing_is_left(stage, job_id))
     assert stage.run(job_id).status_code == 200
 
 
@@ -234,16 +234,16 @@ def test_a_broken_upload_leaves_the_failed_job_of_the_same_id_alone(stage: Agent
 
     with stage.raw() as sock:
         sock.sendall(head(job_id, 1000) + form(part("file", b"true", "a"))[:50])
-        wait_until(lambda: stage.state(job_id) == "running")
+        until(lambda: stage.state(job_id) == "running")
 
-    wait_until(lambda: stage.state(job_id) == "failed")
+    until(lambda: stage.state(job_id) == "failed")
     assert stage.http.get(f"/result/{job_id}").content == before
 
 
 def test_delete_ends_an_upload(stage: AgentStage, job_id: str) -> None:
     with stage.raw() as sock:
         sock.sendall(head(job_id, 5_000_000) + form(part("file", b"x" * 2_000_000, "a"))[:1_500_000])
-        wait_until(lambda: stage.state(job_id) == "running")
+        until(lambda: stage.state(job_id) == "running")
 
         assert stage.http.delete(f"/jobs/{job_id}").status_code == 200
         assert answer_to(sock)[1]["code"] == "CANCELED"
@@ -263,7 +263,7 @@ def test_expect_100_is_answered_with_a_refusal_not_with_go_on(make_stage: Callab
 def test_a_full_agent_refuses_before_the_upload_is_read(make_stage: Callable[..., AgentStage], tmp_path: Path) -> None:
     with make_stage(slots=1) as stage:
         first = stage.begin("one", f'while [ ! -e "{tmp_path}/gate" ]; do sleep 0.02; done')
-        wait_until(lambda: stage.state("one") == "running")
+        until(lambda: stage.state("one") == "running")
 
         with stage.raw() as sock:
             sock.sendall(head("two", 5_000_000))
@@ -346,9 +346,9 @@ def test_uploads_at_the_same_time_are_promised_the_same_space_once(
     monkeypatch.setattr(jobs, "check_free", lambda folder, needed, *floors: check_space(needed, free))
     with stage.raw() as first:
         first.sendall(head(f"{job_id}-1", 600_000))
-        wait_until(lambda: stage.state(f"{job_id}-1") == "running")
+        until(lambda: stage.state(f"{job_id}-1") == "running")
         second = code_of(stage.post(f"{job_id}-2", {"file": bytes(600_000)}))
-    wait_until(lambda: nothing_is_left(stage, job_id))
+    until(lambda: nothing_is_left(stage, job_id))
 
     assert second == (503, "DISK_FULL")
     assert stage.post(f"{job_id}-2", {"job.sh": b"#" * 600_000}).status_code == 200
@@ -392,7 +392,7 @@ def test_a_job_that_lasts_has_a_durable_marker_while_it_runs(
     gate, folder = tmp_path / "gate", stage.data / "jobs"
     running = stage.begin(job_id, f"while [ ! -e {gate} ]; do sleep 0.01; done")
     try:
-        wait_until(lambda: str(folder) in synced, what="the list of jobs is synced")
+        until(lambda: str(folder) in synced, what="the list of jobs is synced")
         assert synced[:2] == [f"{folder}/{job_id}/.running", f"{folder}/{job_id}"]
     finally:
         gate.touch()
@@ -418,7 +418,7 @@ def test_all_fields_of_a_form_together_are_limited(stage: AgentStage, job_id: st
         status, error = answer_to(sock)
 
     assert (status, error["code"]) == (413, "TOO_LARGE")
-    wait_until(lambda: nothing_is_left(stage, job_id))
+    until(lambda: nothing_is_left(stage, job_id))
 
 
 def test_a_delete_while_a_refused_upload_is_being_given_up_is_answered_as_always(
@@ -435,7 +435,7 @@ def test_a_delete_while_a_refused_upload_is_being_given_up_is_answered_as_always
     refused = Started(lambda: stage.run(job_id, exec="other"))
     assert entered.wait(20.0)
     deleting = Started(lambda: stage.http.delete(f"/jobs/{job_id}"))
-    wait_until(lambda: stage.call(lambda: stage.agent.desk.held(job_id).stop.done()), what="it is to be stopped")
+    until(lambda: stage.call(lambda: stage.agent.desk.held(job_id).stop.done()), what="it is to be stopped")
     gate.set()
 
     assert code_of(refused.answer()) == (400, "EXEC_NOT_ALLOWED")

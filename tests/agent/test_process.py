@@ -14,8 +14,9 @@ import pytest
 from tasuki.agent.settings import choose_default, read_tokens
 from tasuki.errors import ConfigError
 from tests.agent.stage import AgentStage, Started, code_of, members
-from tests.certificates import TestAuthority
-from tests.processes import TASUKI, ChildProcess, wait_until
+from tests.support.certificates import TestAuthority
+from tests.support.processes import TASUKI, ChildProcess
+from tests.support.waiting import until
 
 HOLD = 'while [ ! -e "{gate}" ]; do sleep 0.02; done; echo held'
 
@@ -59,7 +60,7 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
 
 def test_the_first_signal_drains(agent: AgentProcess, tmp_path: Path) -> None:
     running = Started(lambda: agent.post("one", HOLD.format(gate=tmp_path / "gate")))
-    wait_until(lambda: agent.state("one") == "running")
+    until(lambda: agent.state("one") == "running")
 
     agent.signal(signal.SIGTERM)
 
@@ -77,7 +78,7 @@ def test_the_first_signal_drains(agent: AgentProcess, tmp_path: Path) -> None:
 
 def test_the_second_signal_stops_what_runs(agent: AgentProcess, tmp_path: Path) -> None:
     running = Started(lambda: agent.post("one", f"echo $$ > {tmp_path}/pid; exec sleep 60"))
-    pid = wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+    pid = until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
 
     agent.signal(signal.SIGTERM)
     agent.wait_for_output("stopping")
@@ -91,7 +92,7 @@ def test_the_second_signal_stops_what_runs(agent: AgentProcess, tmp_path: Path) 
 
 def test_without_its_keeper_an_agent_ends(agent: AgentProcess, tmp_path: Path) -> None:
     running = Started(lambda: agent.post("one", f"echo $PPID > {tmp_path}/keeper; exec sleep 60"))
-    keeper = wait_until(lambda: (tmp_path / "keeper").exists() and (tmp_path / "keeper").read_text().strip())
+    keeper = until(lambda: (tmp_path / "keeper").exists() and (tmp_path / "keeper").read_text().strip())
 
     os.kill(int(keeper), signal.SIGKILL)
 

@@ -22,9 +22,9 @@ from tasuki.core.store_messages import Report, RequeueOrder, Turn
 from tasuki.errors import ConfigError, InternalError, Unavailable
 from tests.agent.sharing import SharingStage, two_nodes
 from tests.agent.stage import TIMEOUT_S, Started, code_of, members, report
-from tests.processes import wait_until
-from tests.services import PostgresService
-from tests.services_redis import RedisService
+from tests.support.postgres_service import PostgresService
+from tests.support.redis_service import RedisService
+from tests.support.waiting import until
 
 HOLD = 'echo "$TASUKI_ATTEMPT" >> "{folder}/runs"; while [ ! -e "{folder}/gate" ]; do sleep 0.02; done; echo held'
 LARGE = "head -c 300000 /dev/urandom > out/large"
@@ -59,7 +59,7 @@ def begin(node: SharingStage, job_id: str, folder: Path) -> Started:
     """A job that runs until there is a file `gate`; returns when it does."""
     folder.mkdir(exist_ok=True)
     started = node.begin(job_id, HOLD.format(folder=folder))
-    wait_until(lambda: (folder / "runs").exists(), what="the job runs")
+    until(lambda: (folder / "runs").exists(), what="the job runs")
     return started
 
 
@@ -87,7 +87,7 @@ def test_while_it_runs_at_one_node_the_other_refuses_and_names_it(nodes: Nodes, 
     assert code_of(refused) == code_of(looked_for) == (423, "RUNNING")
     assert refused.json()["error"]["details"]["node"] == "n1"
     assert two.http.get(f"/jobs/{job_id}").json()["state"] == "running"
-    wait_until(lambda: (found := record_of(two, job_id)) is not None and found.state is State.RUNNING)
+    until(lambda: (found := record_of(two, job_id)) is not None and found.state is State.RUNNING)
     (tmp_path / "gate").touch()
     assert running.answer().status_code == 200
     assert (tmp_path / "runs").read_text().split() == ["1"]
@@ -97,7 +97,7 @@ def test_the_same_id_to_both_at_once_is_one_run(nodes: Nodes, job_id: str, tmp_p
     script = HOLD.format(folder=tmp_path)
     both = [node.begin(job_id, script) for node in nodes]
 
-    wait_until(lambda: (tmp_path / "runs").exists())
+    until(lambda: (tmp_path / "runs").exists())
     (tmp_path / "gate").touch()
 
     answers = [started.answer() for started in both]
@@ -180,7 +180,7 @@ def test_a_job_runs_on_past_its_first_lease(nodes: Nodes, job_id: str, tmp_path:
     expires_at = lease_of(one, job_id).expires_at
 
     one.renew_now()
-    wait_until(lambda: lease_of(one, job_id).expires_at > expires_at, what="the lease is renewed")
+    until(lambda: lease_of(one, job_id).expires_at > expires_at, what="the lease is renewed")
 
     (tmp_path / "gate").touch()
     assert running.answer().status_code == 200
@@ -201,7 +201,7 @@ def test_a_removed_job_is_free_for_others(redis_nodes: Nodes, job_id: str, tmp_p
 def test_what_runs_at_another_node_is_stopped_there_before_the_next_renewal(nodes: Nodes, job_id: str, tmp_path: Path) -> None:
     one, two = nodes
     running = begin(one, job_id, tmp_path)
-    wait_until(lambda: (found := record_of(two, job_id)) is not None and found.state is State.RUNNING)
+    until(lambda: (found := record_of(two, job_id)) is not None and found.state is State.RUNNING)
     one.call(lambda: setattr(one.registry._leases, "_renew_at", boot_time() + 60.0))
     began = time.monotonic()
 
@@ -255,7 +255,7 @@ def test_a_run_that_lost_its_lease_is_removed_without_the_result_of_another_node
     one, two = redis_nodes
     script = f"[ -e {tmp_path}/gate ] || {{ touch {tmp_path}/runs; while true; do sleep 0.02; done; }}"
     running = one.begin(job_id, script)
-    wait_until((tmp_path / "runs").exists, what="the job runs")
+    until((tmp_path / "runs").exists, what="the job runs")
     lease = lease_of(two, job_id)
     two.execute(Turn(fail=[Report(job_id, lease.worker_id, lease.lease_id, lease.attempt, Outcome(error_code="TAKEN"))]))
     (tmp_path / "gate").touch()
@@ -448,7 +448,7 @@ def test_while_the_registry_is_away_what_runs_goes_on_and_nothing_new_is_taken(
 
         refused = one.run("new", "echo new")
         (tmp_path / "job" / "gate").touch()
-        wait_until(lambda: (one.data / "jobs" / "running" / ".done").exists(), what="it has ended here")
+        until(lambda: (one.data / "jobs" / "running" / ".done").exists(), what="it has ended here")
         unrecorded = one.result("running")
         service.start()
 
@@ -466,7 +466,7 @@ def test_a_lease_that_cannot_be_renewed_ends_the_job_in_time(tmp_path: Path) -> 
         service.pause()
         stopped_at = time.monotonic()
 
-        wait_until(lambda: not one.call(lambda: one.agent._runner._running), what="nothing runs any more")
+        until(lambda: not one.call(lambda: one.agent._runner._running), what="nothing runs any more")
 
         assert time.monotonic() - stopped_at < 1.0 + 2.0, "before the store could give it to another node"
         service.resume()

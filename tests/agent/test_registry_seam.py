@@ -17,7 +17,7 @@ from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import EndedMarker, RunningMarker
 from tasuki.worker.attempt import StopReason
 from tests.agent.stage import AgentStage, Started, code_of
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 
 class OneTable:
@@ -110,7 +110,7 @@ def test_what_is_done_elsewhere_is_answered_by_the_registry(stage: AgentStage, t
 
 def test_a_claim_that_is_lost_stops_the_job(stage: AgentStage, table: OneTable, job_id: str, tmp_path: Path) -> None:
     running = stage.begin(job_id, f"echo $$ > {tmp_path}/pid; exec sleep 60")
-    pid = wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+    pid = until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
 
     stage.call(lambda: table.lost(StopReason.LEASE_LOST))
 
@@ -134,10 +134,10 @@ def test_a_stop_that_comes_when_the_end_is_being_recorded_leaves_the_result(
 ) -> None:
     stage.call(table.recorded.clear)
     running = stage.begin(job_id, "true")
-    wait_until(lambda: ("record succeeded", job_id) in table.told)
+    until(lambda: ("record succeeded", job_id) in table.told)
 
     stopping = Started(lambda: stage.http.delete(f"/jobs/{job_id}?state=running"))
-    wait_until(lambda: (held := stage.agent.desk.held(job_id)) is not None and held.canceled)
+    until(lambda: (held := stage.agent.desk.held(job_id)) is not None and held.canceled)
     stage.call(table.recorded.set)
 
     assert stopping.answer().status_code == 404

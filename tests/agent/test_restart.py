@@ -17,7 +17,7 @@ import pytest
 from tasuki.agent.folders import FAULT_POINTS
 from tasuki.blobs.zip.writer import check_zip
 from tests.agent.stage import TIMEOUT_S, members, report
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 RUN_POINTS = FAULT_POINTS[:6]
 FAILED_POINTS = ("agent.failed.written", "agent.failed.marked")
@@ -58,7 +58,7 @@ class KilledAgent:
         return Path(f"/proc/{self.pid}").exists()
 
     def open(self) -> httpx.Client:
-        wait_until(lambda: (self.data / "port").exists() or not self.alive, what="the agent is open")
+        until(lambda: (self.data / "port").exists() or not self.alive, what="the agent is open")
         assert self.alive, "the agent died before it was open"
         port = json.loads((self.data / "port").read_text())["port"]
         return httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S)
@@ -69,7 +69,7 @@ class KilledAgent:
         self.wait()
 
     def wait(self) -> None:
-        wait_until(lambda: not self.alive, what=f"agent {self.pid} is gone")
+        until(lambda: not self.alive, what=f"agent {self.pid} is gone")
 
     def __enter__(self) -> KilledAgent:
         return self
@@ -160,7 +160,7 @@ def test_a_failure_is_kept_or_the_job_is_interrupted(after: AfterKills, point: s
 
 def test_nothing_of_the_killed_uploads_is_left(after: AfterKills) -> None:
     assert not list((after.data / "incoming").iterdir())
-    wait_until(lambda: not list((after.data / "trash").iterdir()), what="the trash is empty")
+    until(lambda: not list((after.data / "trash").iterdir()), what="the trash is empty")
 
 
 @pytest.mark.parametrize("point", ["agent.interrupted.written", "agent.interrupted.marked"])
@@ -183,7 +183,7 @@ def test_a_kill_ends_what_ran_and_the_job_is_interrupted_before_the_port_opens(n
         body = {"file": ("job.sh", script.encode())}
         with contextlib.suppress(httpx.ReadTimeout):
             http.post("/run/job", files=body, timeout=0.5)
-        pid = wait_until(lambda: pid_file.exists() and pid_file.read_text().strip())
+        pid = until(lambda: pid_file.exists() and pid_file.read_text().strip())
         agent.kill()
 
         with nursery.start(data) as second, second.open() as again:

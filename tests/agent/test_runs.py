@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tests.agent.stage import AgentStage, code_of, members, report
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 HOLD = 'while [ ! -e "{gate}" ]; do sleep 0.02; done; echo held'
 
@@ -150,7 +150,7 @@ def test_a_done_job_with_another_input_is_409(stage: AgentStage, job_id: str) ->
 def test_of_two_requests_with_one_id_one_runs_and_both_get_the_same_bytes(stage: AgentStage, job_id: str, tmp_path: Path) -> None:
     script = HOLD.format(gate=tmp_path / "gate")
     first = stage.begin(job_id, script)
-    wait_until(lambda: stage.state(job_id) == "running")
+    until(lambda: stage.state(job_id) == "running")
 
     second = stage.run(job_id, script)
 
@@ -165,7 +165,7 @@ def test_of_two_requests_with_one_id_one_runs_and_both_get_the_same_bytes(stage:
 def test_a_running_job_with_another_input_is_409_where_both_are_known(stage: AgentStage, job_id: str, tmp_path: Path) -> None:
     script = HOLD.format(gate=tmp_path / "gate")
     first = stage.begin(job_id, script)
-    wait_until(lambda: stage.http.get(f"/jobs/{job_id}").json().get("input"))
+    until(lambda: stage.http.get(f"/jobs/{job_id}").json().get("input"))
 
     assert code_of(stage.run(job_id, script, query="?input=" + "0" * 64)) == (409, "CONFLICT")
     assert code_of(stage.run(job_id, script, query=f"?input={hash_of(script)}")) == (423, "RUNNING")
@@ -196,7 +196,7 @@ def test_an_upload_that_is_not_what_it_says_is_refused(stage: AgentStage, job_id
 def test_a_running_job_tells_its_progress(stage: AgentStage, job_id: str, tmp_path: Path) -> None:
     first = stage.begin(job_id, f"echo progress 0.5 half way >&3; {HOLD.format(gate=tmp_path / 'gate')}")
 
-    told = wait_until(lambda: (answer := stage.http.get(f"/jobs/{job_id}").json()).get("progress") and answer)
+    told = until(lambda: (answer := stage.http.get(f"/jobs/{job_id}").json()).get("progress") and answer)
 
     assert told["progress"] == {"fraction": 0.5, "message": "half way"}
     assert {"state": "running", "exec": "sh", "node": "n1", "ended_at": None, "exit_code": None}.items() <= told.items()
@@ -206,7 +206,7 @@ def test_a_running_job_tells_its_progress(stage: AgentStage, job_id: str, tmp_pa
 
 def test_delete_ends_a_running_job_and_its_whole_tree(stage: AgentStage, job_id: str, tmp_path: Path) -> None:
     first = stage.begin(job_id, f"setsid sleep 60 & echo $! > {tmp_path}/pid; wait")
-    pid = wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+    pid = until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
 
     removed = stage.http.delete(f"/jobs/{job_id}")
 
@@ -231,11 +231,11 @@ def test_a_client_that_leaves_does_not_end_its_job(stage: AgentStage, job_id: st
     body = form(part("file", HOLD.format(gate=tmp_path / "gate").encode(), "job.sh"))
     with stage.raw() as sock:
         sock.sendall(head(job_id, len(body)) + body)
-        wait_until(lambda: stage.state(job_id) == "running")
+        until(lambda: stage.state(job_id) == "running")
 
     (tmp_path / "gate").touch()
 
-    wait_until(lambda: stage.state(job_id) == "done")
+    until(lambda: stage.state(job_id) == "done")
     assert members(stage.http.get(f"/result/{job_id}").content)["stdout.log"] == b"held\n"
 
 

@@ -14,7 +14,7 @@ import pytest
 from tasuki.agent import fsync_batch
 from tasuki.agent.fsync_batch import FsyncBatch, sync_now
 from tasuki.errors import DiskFull
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 
 def opened(folder: Path, name: str) -> int:
@@ -75,7 +75,7 @@ def test_what_comes_while_one_is_under_way_goes_in_the_next(
 
     async def test(syncer: FsyncBatch) -> None:
         first = syncer.sync([opened(tmp_path, "first")])
-        await asyncio.to_thread(wait_until, lambda: batches, what="the first is under way")
+        await asyncio.to_thread(until, lambda: batches, what="the first is under way")
         others = [syncer.sync([opened(tmp_path, str(number))]) for number in range(5)]
         await asyncio.gather(first, *others)
 
@@ -119,7 +119,7 @@ def test_who_stops_waiting_leaves_nothing_open(tmp_path: Path, batches: list[int
 
     async def test(syncer: FsyncBatch) -> None:
         leaving, staying = syncer.sync([left]), syncer.sync([other])
-        await asyncio.to_thread(wait_until, lambda: batches, what="the first is under way")
+        await asyncio.to_thread(until, lambda: batches, what="the first is under way")
         leaving.cancel()
         await staying
 

@@ -10,7 +10,7 @@ from tasuki.blobs.blob import CHUNK_BYTES
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.blobs.s3.store import S3Blobs
 from tasuki.testing.blob_suite import MAX_BLOB_BYTES, BlobSuite, Damage
-from tests.services_s3 import S3Service
+from tests.support.s3_service import S3Service
 
 
 class TestFolderBlobs(BlobSuite):

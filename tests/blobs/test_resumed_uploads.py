@@ -22,7 +22,7 @@ from tasuki.blobs.s3 import store as s3_module
 from tasuki.blobs.s3.store import SUSPENDED_MAX, S3Blobs
 from tasuki.blobs.s3.transfer import PART_BYTES
 from tasuki.errors import Corrupt, DiskFull
-from tests.services_s3 import BUCKET, S3Service
+from tests.support.s3_service import BUCKET, S3Service
 
 MIB = 1024 * 1024
 DATA = bytes(range(256)) * (3 * MIB // 256)

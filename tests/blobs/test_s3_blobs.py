@@ -18,8 +18,8 @@ from tasuki.blobs.s3.requests import S3Address, parse_s3_url
 from tasuki.blobs.s3.store import PROBE, S3Blobs
 from tasuki.blobs.s3.transfer import PART_BYTES
 from tasuki.errors import ConfigError, InvalidInput, NotFound, Unavailable
-from tests.processes import wait_until
-from tests.services_s3 import BUCKET, READER_KEY_ID, SECRET, S3Service
+from tests.support.s3_service import BUCKET, READER_KEY_ID, SECRET, S3Service
+from tests.support.waiting import until
 
 MIB = 1024 * 1024
 LARGE = bytes(range(256)) * (5 * PART_BYTES // 512)  # two parts and a half
@@ -227,7 +227,7 @@ def test_an_upload_waits_for_a_server_that_was_killed_and_finishes(
         writer.write(LARGE[: PART_BYTES + MIB])
         own_s3.kill()
         rest = in_thread(lambda: writer.write(LARGE[PART_BYTES + MIB :]))
-        wait_until(lambda: tries_failed(caplog) >= 5, 30, "the upload has knocked five times")
+        until(lambda: tries_failed(caplog) >= 5, 30, "the upload has knocked five times")
         assert not rest.done()
         own_s3.start()
         rest.result(60)
@@ -245,7 +245,7 @@ def test_a_read_goes_on_where_it_was_cut_off(blobs: S3Blobs, own_s3: S3Service, 
         first = next(chunks)
         own_s3.kill()
         rest = in_thread(lambda: b"".join(chunks))
-        wait_until(lambda: tries_failed(caplog) >= 2, 30, "the read has knocked twice")
+        until(lambda: tries_failed(caplog) >= 2, 30, "the read has knocked twice")
         own_s3.start()
         assert first + rest.result(60) == data
 
@@ -253,7 +253,7 @@ def test_a_read_goes_on_where_it_was_cut_off(blobs: S3Blobs, own_s3: S3Service, 
 def test_closing_ends_those_who_wait(blobs: S3Blobs, own_s3: S3Service, caplog: pytest.LogCaptureFixture) -> None:
     own_s3.kill()
     waiting = [in_thread(lambda: blobs.put_bytes(b"data")) for _ in range(3)]
-    wait_until(lambda: tries_failed(caplog) >= 12, 30, "they have knocked for a while")
+    until(lambda: tries_failed(caplog) >= 12, 30, "they have knocked for a while")
     before = time.monotonic()
     blobs.close()
     for future in waiting:

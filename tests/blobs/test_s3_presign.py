@@ -19,7 +19,7 @@ from tasuki.blobs.s3 import presign as presign_module
 from tasuki.blobs.s3.presign import LINK_S, PresignedUrl, S3Presign, UploadPlan
 from tasuki.blobs.s3.store import PROBE, S3Blobs
 from tasuki.errors import Corrupt, TooLarge, Unavailable
-from tests.services_s3 import BUCKET, S3Service
+from tests.support.s3_service import BUCKET, S3Service
 
 SMALL = b"abcd" * 20_000
 PART_BYTES = 5 * 1024 * 1024  # the least that a bucket takes

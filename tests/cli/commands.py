@@ -6,8 +6,7 @@ import select
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,14 +104,6 @@ def running(user: User, *arguments: str) -> Iterator[Running]:
             server.stop()
         assert server.process.stderr is not None
         server.process.stderr.close()
-
-
-def eventually(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Look until it is true; fail with its name if it does not become so."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        time.sleep(POLL_S)
 
 
 def read_fifo(path: Path) -> str:

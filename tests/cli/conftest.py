@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Running, User, eventually, running
+from tests.cli.commands import DEADLINE_S, Running, User, running
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -13,7 +14,7 @@ def user(tmp_path: Path) -> Iterator[User]:
     """Nothing runs; an embedded server that a test has started is gone afterwards."""
     made = User(tmp_path)
     yield made
-    eventually(lambda: not (made.data / "socket").exists(), "the embedded server leaves")
+    until(lambda: not (made.data / "socket").exists(), DEADLINE_S, "the embedded server leaves")
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from tasuki.core.job import Outcome
 from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.core.protocol import AssignJobs, Ending, GiveCredit, Heartbeat, JobsFinished, JobsRecorded, Message
 from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
-from tests.backups import add_blob, make_store, rows
 from tests.cli.commands import User
 from tests.doors.raw import RawPeer
-from tests.processes import ServerProcess, start_server, start_worker
+from tests.support.backups import add_blob, make_store, rows
+from tests.support.processes import ServerProcess, start_server, start_worker
 
 pytestmark = pytest.mark.e2e
 

@@ -7,8 +7,9 @@ import pytest
 
 from tasuki import Client
 from tasuki.errors import JobFailed
-from tests.cli.commands import Running, User, eventually
+from tests.cli.commands import DEADLINE_S, Running, User
 from tests.cli.inside import Done, Inside, inside
+from tests.support.waiting import until
 
 __all__ = ["inside"]
 pytestmark = pytest.mark.e2e
@@ -99,7 +100,7 @@ def test_a_named_one_is_set_going_again(operator: Operator, tmp_path: Path) -> N
     done = operator("dead", "retry", "again", "--reason", "mended")
 
     assert (done.stdout, done.returncode) == ("1 job(s) set going again\n", 0)
-    eventually(lambda: operator("status", "again", "--json").json[0]["state"] == "SUCCEEDED", "it succeeds now")
+    until(lambda: operator("status", "again", "--json").json[0]["state"] == "SUCCEEDED", DEADLINE_S, "it succeeds now")
 
 
 def test_all_of_a_subject_are_set_going_again_and_no_others(operator: Operator) -> None:

@@ -18,7 +18,8 @@ from tasuki.cli.dev_cert import CertificateFiles as CertFiles
 from tasuki.net.tls import validity_of
 from tests.cli.inside import Inside, inside
 from tests.conftest import Require
-from tests.processes import start_server, wait_until
+from tests.support.processes import start_server
+from tests.support.waiting import until
 
 __all__ = ["inside"]
 
@@ -160,7 +161,7 @@ def test_a_server_shows_it_and_reads_it_again_on_sighup(inside: Inside, tmp_path
         before = ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.ca))
         inside("dev-cert", "--out", str(files.folder), "--force")
         server.signal(signal.SIGHUP)
-        wait_until(
+        until(
             lambda: ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.ca)) != before, what="the new one is shown"
         )
         files.key.write_text("torn")

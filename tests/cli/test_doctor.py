@@ -10,7 +10,7 @@ from tasuki.cli import doctor
 from tasuki.worker.keeper import cgroup
 from tasuki.worker.keeper.cgroup import NoCgroup
 from tests.cli.commands import Running, User, running
-from tests.services_redis import RedisService
+from tests.support.redis_service import RedisService
 
 pytestmark = pytest.mark.e2e
 

@@ -14,9 +14,10 @@ from tasuki import Client
 from tasuki.cli.connect import own_token
 from tasuki.config import DataFolder
 from tasuki.errors import Unavailable
-from tests.cli.commands import User, eventually, running
+from tests.cli.commands import DEADLINE_S, User, running
 from tests.cli.inside import Inside, inside
 from tests.conftest import Require
+from tests.support.waiting import until
 
 __all__ = ["inside"]
 
@@ -92,7 +93,7 @@ def test_a_job_is_explained_canceled_and_set_going_again(tasuki: Inside) -> None
 
 
 def test_an_administrator_sees_the_house_and_makes_tokens(tasuki: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    eventually(lambda: len(tasuki("workers", "--json").json) == 1, "the worker is seen")
+    until(lambda: len(tasuki("workers", "--json").json) == 1, DEADLINE_S, "the worker is seen")
     made = tasuki("token", "create", "--kind", "client", "--json").json
     shown = [tasuki("stats"), tasuki("servers"), tasuki("token", "list")]
     monkeypatch.setenv("TASUKI_TOKEN", made["token"])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, eventually, read_fifo, running
+from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, read_fifo, running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -25,14 +26,14 @@ def test_with_nothing_running_a_command_just_runs(user: User) -> None:
 def test_the_embedded_server_leaves_after_its_last_client(user: User) -> None:
     user.run("run", "true")
 
-    eventually(lambda: not (user.data / "socket").exists(), "the socket is gone", deadline_s=10)
-    eventually(lambda: not (user.data / "tasuki.sqlite3.owner").read_text(), "the folder has no owner")
+    until(lambda: not (user.data / "socket").exists(), DEADLINE_S, "the socket is gone")
+    until(lambda: not (user.data / "tasuki.sqlite3.owner").read_text(), DEADLINE_S, "the folder has no owner")
 
 
 def test_the_embedded_server_works_off_what_was_submitted_before_it_leaves(user: User) -> None:
     user.run("submit", "--array", "1-3", "--job-id", "batch", "sleep", "0.5")
 
-    eventually(lambda: not (user.data / "socket").exists(), "the socket is gone")
+    until(lambda: not (user.data / "socket").exists(), DEADLINE_S, "the socket is gone")
     assert {view["state"] for view in user.json("list", "--json")["jobs"]} == {"SUCCEEDED"}
 
 

@@ -16,7 +16,8 @@ from tasuki.cli.connect import own_token, owner_of
 from tasuki.cli.local_workers import worker_options
 from tasuki.config import data_folder
 from tasuki.errors import ConfigError
-from tests.cli.commands import DEADLINE_S, Running, User, eventually, read_fifo, running
+from tests.cli.commands import DEADLINE_S, Running, User, read_fifo, running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +94,7 @@ def test_up_ends_in_order_and_its_jobs_finish_first(user: User, tmp_path: Path) 
         user.run("submit", "--job-id", "last", "sh", "-c", f"echo go > {tmp_path}/started; cat {tmp_path}/go-on; exit 0")
         read_fifo(tmp_path / "started")
         server.process.terminate()
-        eventually(lambda: any(line.startswith("stopping") for line in server.lines), "it says that it stops")
+        until(lambda: any(line.startswith("stopping") for line in server.lines), DEADLINE_S, "it says that it stops")
         assert server.process.poll() is None
         (tmp_path / "go-on").write_text("done\n")
         assert server.process.wait(DEADLINE_S) == 0
@@ -107,7 +108,7 @@ def test_a_second_signal_ends_up_and_the_jobs_that_still_run(user: User, tmp_pat
         user.run("submit", "--job-id", "endless", "sh", "-c", f"echo $$ > {tmp_path}/started; exec sleep 600")
         job_pid = int(read_fifo(tmp_path / "started"))
         server.process.send_signal(signal.SIGINT)
-        eventually(lambda: any(line.startswith("stopping") for line in server.lines), "it says that it stops")
+        until(lambda: any(line.startswith("stopping") for line in server.lines), DEADLINE_S, "it says that it stops")
         server.process.send_signal(signal.SIGINT)
 
         assert server.process.wait(DEADLINE_S) == 130
@@ -165,21 +166,21 @@ def workers_of(user: User) -> list[str]:
 
 def test_a_worker_that_dies_is_started_again(user: User) -> None:
     with running(user, "up", "--no-tcp", "--slots", "1"):
-        eventually(lambda: workers_of(user), "the worker is there")
+        until(lambda: workers_of(user), DEADLINE_S, "the worker is there")
         (first,) = workers_of(user)
         os.kill(int(first.rsplit("-", 2)[1]), signal.SIGKILL)
 
-        eventually(lambda: set(workers_of(user)) - {first}, "another worker is there")
+        until(lambda: set(workers_of(user)) - {first}, DEADLINE_S, "another worker is there")
 
 
 def test_the_workers_end_with_an_up_that_was_killed(user: User) -> None:
     with running(user, "up", "--no-tcp", "--slots", "1") as server:
-        eventually(lambda: workers_of(user), "the worker is there")
+        until(lambda: workers_of(user), DEADLINE_S, "the worker is there")
         pid = int(workers_of(user)[0].rsplit("-", 2)[1])
         server.process.kill()
         server.process.wait(DEADLINE_S)
 
-        eventually(lambda: not Path(f"/proc/{pid}").exists(), "the worker is gone")
+        until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, "the worker is gone")
     (user.data / "socket").unlink()
 
 

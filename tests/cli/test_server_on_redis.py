@@ -10,7 +10,7 @@ from tasuki.cli.server_process import Listen, check
 from tasuki.config import Address, DataFolder
 from tasuki.errors import ConfigError
 from tests.cli.commands import User
-from tests.services_redis import RedisService
+from tests.support.redis_service import RedisService
 
 REDIS = "redis://me:hunter2@127.0.0.1:6379/0"
 POSTGRESQL = "postgresql://me:hunter2@127.0.0.1/tasuki"

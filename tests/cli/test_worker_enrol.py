@@ -20,9 +20,10 @@ from tasuki.cli.worker_login import LoginOptions, WorkerLogin, admitted
 from tasuki.config import parse_url
 from tasuki.errors import ConfigError, TasukiError, Unauthorized, Unavailable
 from tasuki.worker.credentials import CredentialFile
-from tests.cli.commands import DEADLINE_S, TASUKI, environment, eventually
+from tests.cli.commands import DEADLINE_S, TASUKI, environment
 from tests.cli.inside import Inside, inside
 from tests.doors.http.stage import Stage
+from tests.support.waiting import until
 
 __all__ = ["inside"]
 
@@ -420,7 +421,7 @@ def test_a_worker_enrols_works_and_is_sent_away(stage: Stage, tmp_path: Path) ->
     )
     try:
         job_id = stage.submit()
-        eventually(lambda: stage.status(job_id)["status"] == "finished", "the job is done")
+        until(lambda: stage.status(job_id)["status"] == "finished", DEADLINE_S, "the job is done")
         seen = stage.get(f"/calc/zpe/jobs/{job_id}/result").json()["summary_text"]
         [path] = (data / "worker").glob("*.json")
         revoke(stage, path.read_text().split('"worker_id": "')[1].split('"')[0])

@@ -14,7 +14,8 @@ from tasuki.cli import exit_codes
 from tasuki.worker.credentials import Credential, CredentialToken
 from tasuki.worker.status import RunningJob, StatusFile, status_folder
 from tests.cli.inside import Done, Inside, inside
-from tests.processes import ServerProcess, start_server, start_worker, wait_until
+from tests.support.processes import ServerProcess, start_server, start_worker
+from tests.support.waiting import until
 
 __all__ = ["inside"]
 
@@ -156,7 +157,7 @@ def test_a_real_worker_while_it_works_and_after_it_was_killed(server: ServerProc
     arguments = ("--exec", "sleep=sleep", "--data", str(data), "--worker-id", "w7")
     with start_worker(server, *arguments, command=True) as worker, server.client() as client:
         client.submit(exec="sleep", args=["60"], job_id="long", watch=False)
-        wait_until(lambda: asked().get("running") == 1, what="the job is told of")
+        until(lambda: asked().get("running") == 1, what="the job is told of")
         assert (asked()["state"], asked()["worker_id"], asked()["pid"]) == ("running", "w7", worker.pid)
         assert inside("worker", "status", "--data", str(data)).returncode == exit_codes.OK
         worker.kill()

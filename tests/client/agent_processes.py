@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 
-from tests.processes import TASUKI, ChildProcess
+from tests.support.processes import TASUKI, ChildProcess
 
 # Notes each start in a file beside the agents; "hold" waits until the test lets it go.
 PROGRAM = """

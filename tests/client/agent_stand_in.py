@@ -11,6 +11,8 @@ import zipfile
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+from tests.support.waiting import Watched
+
 Reply = bytes | None
 """The bytes of an answer; None: hang up."""
 
@@ -58,10 +60,11 @@ def result(data: bytes, status: int = 200, outcome: str = "succeeded", **headers
     return http(status, data, ETag=etag, Tasuki_Outcome=outcome, Content_Type="application/zip", **headers)
 
 
-class StandIn:
+class StandIn(Watched):
     """`async with StandIn() as node:`. `on_post` and `on_result` are what it does; `frozen`: it accepts and says nothing."""
 
     def __init__(self, running: int = 0, limit: int = 4, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__()
         self._tls = tls
         self.data = result_zip()
         self.running, self.limit = running, limit
@@ -76,7 +79,6 @@ class StandIn:
         """What it keeps, as a dispatcher does."""
         self.on_post: Callable[[Asked], Awaitable[Reply]] = self.take
         self.on_result: Callable[[Asked], Awaitable[Reply]] = self.stored
-        self._something = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def take(self, asked: Asked) -> Reply:
@@ -106,12 +108,6 @@ class StandIn:
         for writer in self._writers:
             writer.transport.abort()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Looked at whenever a request comes."""
-        while not condition():
-            self._something.clear()
-            await self._something.wait()
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
@@ -121,7 +117,7 @@ class StandIn:
                 path, _, query = target.partition("?")
                 headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
                 self.asked.append(f"{method} {path}")
-                self._something.set()
+                self.changed()
                 answer = await self._answer(Asked(method, path, query, headers, reader, writer))
                 if answer is None:
                     return

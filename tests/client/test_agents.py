@@ -18,8 +18,8 @@ from tasuki.clocks import now
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.breaker import BreakerState
 from tasuki.errors import Conflict, InvalidInput, Unavailable
-from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
+from tests.support.certificates import TestAuthority
 
 DEADLINE_S = 20.0
 FAILOVER_S = 0.3

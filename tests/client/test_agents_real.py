@@ -21,7 +21,8 @@ from tasuki.client.failover import AgentResult, AgentsClient, AsyncAgentsClient
 from tasuki.clocks import now
 from tasuki.core.failover.breaker import BreakerRules, BreakerState
 from tests.client.agent_processes import Agents, start_agents
-from tests.processes import TASUKI, wait_until
+from tests.support.processes import TASUKI
+from tests.support.waiting import until, until_async
 
 DEADLINE_S = 30.0
 FAILOVER_S = 0.3
@@ -53,10 +54,6 @@ def tell(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main())
 
 
-async def until(condition: Any, what: str) -> None:
-    await asyncio.to_thread(wait_until, condition, DEADLINE_S, what)
-
-
 def stdout_of(ended: AgentResult) -> str:
     assert ended.path is not None
     with zipfile.ZipFile(ended.path) as archive:
@@ -69,11 +66,11 @@ def test_a_killed_agents_job_runs_at_the_other_within_300_ms(agents: Agents, tmp
             running = asyncio.create_task(
                 client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / "r.zip", job_id="killed")
             )
-            await until(lambda: agents.started("killed"), "the program has started")
+            await until_async(lambda: agents.started("killed"), DEADLINE_S, "the program has started")
             (victim,) = agents.started("killed")
             died_at = time.monotonic()
             agents.node(victim).process.kill()
-            await until(lambda: len(agents.started("killed")) == 2, "the program has started again")
+            await until_async(lambda: len(agents.started("killed")) == 2, DEADLINE_S, "the program has started again")
             took_s = time.monotonic() - died_at
             agents.let_go()
             ended = await running
@@ -91,11 +88,11 @@ def test_a_frozen_agent_is_left_and_comes_back_after_steady_health(agents: Agent
             running = asyncio.create_task(
                 client.run("pricer", ["hold"], files=[agents.book], output=tmp_path / "r.zip", job_id="frozen", silent_s=2.0)
             )
-            await until(lambda: agents.started("frozen"), "the program has started")
+            await until_async(lambda: agents.started("frozen"), DEADLINE_S, "the program has started")
             frozen = agents.node(agents.started("frozen")[0])
             frozen.signal(signal.SIGSTOP)
             try:
-                await until(lambda: len(agents.started("frozen")) == 2, "the program has started at the other one")
+                await until_async(lambda: len(agents.started("frozen")) == 2, DEADLINE_S, "the program starts at the other one")
                 breaker = {line.node: line.breaker for line in client.nodes.ranking(now().monotonic)}[frozen.url]
             finally:
                 frozen.signal(signal.SIGCONT)
@@ -118,7 +115,7 @@ def test_two_clients_with_one_id_get_the_same_bytes_of_one_run(agents: Agents, t
     async def story() -> None:
         async with AsyncAgentsClient(agents.urls, token="") as first, AsyncAgentsClient(agents.urls, token="") as second:
             earlier = asyncio.create_task(one(first, "a.zip"))
-            await until(lambda: agents.started("shared"), "the program has started")
+            await until_async(lambda: agents.started("shared"), DEADLINE_S, "the program has started")
             later = asyncio.create_task(one(second, "b.zip"))
             agents.let_go()
             await asyncio.gather(earlier, later)
@@ -184,7 +181,7 @@ def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
     command = [*TASUKI, "run", "--json", "--job-id", "stopped", "--file", "book.csv", "pricer", "hold"]
     env = {"HOME": str(agents.folder), "TASUKI_URL": f"agents:{','.join(agents.urls)}", "PATH": "/usr/bin:/bin"}
     with subprocess.Popen(command, cwd=agents.folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
-        wait_until(lambda: agents.started("stopped"), DEADLINE_S, "the program has started")
+        until(lambda: agents.started("stopped"), DEADLINE_S, "the program has started")
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=DEADLINE_S)
 
@@ -201,7 +198,7 @@ def test_a_killed_client_that_is_started_again_takes_up_its_run_and_then_its_res
     env = {"HOME": str(agents.folder), "TASUKI_URL": f"agents:{','.join(agents.urls)}", "PATH": "/usr/bin:/bin"}
     options = {"cwd": agents.folder, "env": env, "stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen([*TASUKI, *words], **options) as first:
-        wait_until(lambda: agents.started("again"), DEADLINE_S, "the program has started")
+        until(lambda: agents.started("again"), DEADLINE_S, "the program has started")
         first.kill()
 
     with subprocess.Popen([*TASUKI, *words], stdout=subprocess.PIPE, **options) as second:

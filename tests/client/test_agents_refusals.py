@@ -19,10 +19,10 @@ from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClie
 from tasuki.core.failover.breaker import BreakerState
 from tasuki.core.failover.node_ranking import NodeState
 from tasuki.errors import InvalidInput, Unauthorized, Unavailable, UntrustedCertificate
-from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.client.test_agents import DEADLINE_S, Desk, at_desk
-from tests.processes import TASUKI
+from tests.support.certificates import TestAuthority
+from tests.support.processes import TASUKI
 
 DATA = result_zip()
 NO_ZIP = b"not a ZIP at all"

@@ -15,7 +15,8 @@ from tasuki.client import agent_download
 from tasuki.client.agent_download import find_part, make_part, part_path
 from tasuki.client.failover import AgentResult, AsyncAgentsClient
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, result, result_zip
-from tests.processes import TASUKI, wait_until
+from tests.support.processes import TASUKI
+from tests.support.waiting import until
 
 DEADLINE_S = 20.0
 DATA = result_zip(size_bytes=3_000_000)
@@ -149,7 +150,7 @@ def test_a_client_killed_in_the_middle_of_a_download_is_started_again_and_fetche
             stderr=subprocess.DEVNULL,
         )
         try:
-            await asyncio.to_thread(wait_until, lambda: desk.part.exists() and desk.part.stat().st_size, what="a part is there")
+            await asyncio.to_thread(until, lambda: desk.part.exists() and desk.part.stat().st_size, what="a part is there")
         finally:
             process.kill()
             await process.wait()

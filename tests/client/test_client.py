@@ -13,7 +13,8 @@ import pytest
 from tasuki import Client
 from tasuki.core.job import JobSpec, State
 from tasuki.errors import Conflict, DeadlineExceeded, InvalidInput, JobFailed, NotFound, TooLarge, Unauthorized, Unavailable
-from tests.processes import ServerProcess, start_server, start_worker, wait_until
+from tests.support.processes import ServerProcess, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -297,7 +298,7 @@ def test_closing_while_another_thread_waits_ends_the_wait(server: ServerProcess)
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    wait_until(lambda: job._handle._waiter is not None, what="the thread waits")
+    until(lambda: job._handle._waiter is not None, what="the thread waits")
     # When the client is closed
     client.close()
     # Then the wait ends with the reason
@@ -313,7 +314,7 @@ def test_ctrl_c_ends_the_wait_for_a_result_and_nothing_else(client: Client) -> N
     job = client.submit(subject="nobody.takes")
 
     def press() -> None:
-        wait_until(lambda: job._handle._waiter is not None, what="the main thread waits")
+        until(lambda: job._handle._waiter is not None, what="the main thread waits")
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     presser = threading.Thread(target=press, daemon=True)
@@ -323,7 +324,7 @@ def test_ctrl_c_ends_the_wait_for_a_result_and_nothing_else(client: Client) -> N
         job.result(timeout=20)
     presser.join(5)
     # Then the wait has left the client's loop, the job goes on, and so does the client
-    wait_until(lambda: len(asyncio.all_tasks(client._thread.loop)) == 1, what="only the client's own tick is left")
+    until(lambda: len(asyncio.all_tasks(client._thread.loop)) == 1, what="only the client's own tick is left")
     assert client.status(job.job_id)["state"] == "PENDING"
     assert client.submit(subject="math.square", payload=b"3").result(timeout=10) == b"9"
     client.close()
@@ -371,7 +372,7 @@ def test_results_arrive_though_the_server_was_killed_and_started_again_meanwhile
         running = [client.submit(subject="wait", payload=str(gate).encode()) for _ in range(5)]
         queued = client.submit(subject="nobody.takes.yet")
         runs = gate.with_name("gate.runs")
-        wait_until(lambda: runs.exists() and len(runs.read_text().splitlines()) == 5, what="all five run")
+        until(lambda: runs.exists() and len(runs.read_text().splitlines()) == 5, what="all five run")
         # When the server is killed, and started again on the same port
         server.kill()
         late: list[object] = []
@@ -404,4 +405,4 @@ def test_embedded_server_is_there_for_the_time_being(tmp_path: Path, monkeypatch
         with Client() as second:  # which finds the one that is there
             assert second.job(job.job_id).result(timeout=10).startswith(b"PK")
     # And it leaves after its last client
-    wait_until(lambda: not owner.read_text(), timeout=20, what="the embedded server ends in order")
+    until(lambda: not owner.read_text(), timeout_s=20, what="the embedded server ends in order")

@@ -14,7 +14,7 @@ from tasuki import Client
 from tasuki.client import aio, embedded
 from tasuki.config import DataFolder, data_folder
 from tasuki.server.assembly import own_folder
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_embedded_server_that_has_left_is_no_zombie(folder: DataFolder) -> None:
     with Client():
         pid = int(owner_file(folder).read_text().split()[1])
         assert Path(f"/proc/{pid}").exists()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), timeout=20, what="the process has left and was waited for")
+    until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=20, what="the process has left and was waited for")
 
 
 @pytest.mark.e2e
@@ -90,4 +90,4 @@ def test_embedded_server_that_leaves_between_probe_and_dial_is_started_again(
     with Client(connect_timeout_s=15) as client:
         assert client.counts() is not None
     assert len(asked) == 2
-    wait_until(lambda: not owner_file(folder).read_text(), timeout=20, what="the embedded server ends in order")
+    until(lambda: not owner_file(folder).read_text(), timeout_s=20, what="the embedded server ends in order")

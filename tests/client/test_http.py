@@ -20,7 +20,7 @@ from tasuki.core.protocol import Accepted, HelloClient, Reply, Request, SubmitJo
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, Unauthorized, Unavailable
 from tests.client import test_client, test_large
 from tests.net.odd_server import Asked, OddServer, frames, http, welcome
-from tests.processes import ServerProcess, start_server, start_servers, start_worker
+from tests.support.processes import ServerProcess, start_server, start_servers, start_worker
 
 pytestmark = pytest.mark.e2e
 MIB = 1 << 20
@@ -29,7 +29,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with an HTTP door, and a worker for tests/handlers.py, which is connected over TCP."""
+    """A server with an HTTP door, and a worker for tests/support/handlers.py, which is connected over TCP."""
     with start_server(tmp_path_factory.mktemp("http"), "--http", "127.0.0.1:0") as server, start_worker(server):
         server.url = server.http_url  # from here on everybody comes this way
         yield server

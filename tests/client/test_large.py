@@ -13,7 +13,8 @@ import pytest
 
 from tasuki.core.job import InputFile
 from tasuki.errors import NotFound
-from tests.processes import ServerProcess, rss_bytes, start_worker, wait_until
+from tests.support.processes import ServerProcess, rss_bytes, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 MIB = 1 << 20
@@ -88,7 +89,7 @@ def test_same_file_is_sent_only_once(server: ServerProcess, tmp_path: Path) -> N
 
 
 def test_upload_goes_on_after_the_server_was_killed_in_the_middle_of_it(tmp_path: Path) -> None:
-    from tests.processes import start_server
+    from tests.support.processes import start_server
 
     path = tmp_path / "large.bin"
     path.write_bytes(os.urandom(LARGE_BYTES))
@@ -131,7 +132,7 @@ def test_empty_file_and_inline_file_reach_the_command(server: ServerProcess, tmp
 
 
 def test_worker_that_dies_during_its_download_leaves_no_task_behind(server: ServerProcess, tmp_path: Path) -> None:
-    from tests.processes import open_files
+    from tests.support.processes import open_files
 
     path = tmp_path / "input.bin"
     path.write_bytes(os.urandom(LARGE_BYTES))
@@ -139,6 +140,6 @@ def test_worker_that_dies_during_its_download_leaves_no_task_behind(server: Serv
     arguments = ("--subject", "dying.>", "--exec", "copy=/bin/cp {file} out/copy.bin", "--data", str(tmp_path / "worker"))
     with start_worker(server, *arguments, command=True) as worker, server.client() as client:
         client.submit(subject="dying.one", exec="copy", files=[path], max_losses=0, watch=False)
-        wait_until(lambda: list((tmp_path / "worker").rglob("input.bin")), what="the download has begun")
+        until(lambda: list((tmp_path / "worker").rglob("input.bin")), what="the download has begun")
         worker.kill()
-    wait_until(lambda: open_files(server.pid) <= before, what="the server has closed the blob")
+    until(lambda: open_files(server.pid) <= before, what="the server has closed the blob")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tasuki.coords.coordination import Busy, Coordination, Locked
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 TTL_S = 10.0
 SERVERS = 8
@@ -60,7 +60,7 @@ def it_ends_by_itself(open_one: Callable[[], Coordination]) -> None:
     begun_at = time.monotonic()
     one.acquire("leader", "one", 0.5, 0)
 
-    wait_until(lambda: two.acquire("leader", "two", TTL_S, 0) == Locked(2), what="the lock is over")
+    until(lambda: two.acquire("leader", "two", TTL_S, 0) == Locked(2), what="the lock is over")
 
     assert time.monotonic() - begun_at >= 0.5
     assert not one.renew("leader", "one", 1, TTL_S)

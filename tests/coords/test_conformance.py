@@ -12,7 +12,7 @@ from tasuki.coords.sql import SqlCoordination
 from tasuki.stores.redis.connection import connect
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.coords_suite import CoordinationSuite
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
 
 
 class TestMemoryCoordination(CoordinationSuite):

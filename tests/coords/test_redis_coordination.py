@@ -21,7 +21,7 @@ from tests.coords.contests import (
     never_two_hold_it_and_epochs_strictly_rise,
     one_of_many_gets_it,
 )
-from tests.services_redis import RedisService
+from tests.support.redis_service import RedisService
 
 TIMEOUT_S = 2.0
 SECRET = "tasuki-test-secret"

@@ -20,8 +20,8 @@ from tests.coords.contests import (
     never_two_hold_it_and_epochs_strictly_rise,
     one_of_many_gets_it,
 )
-from tests.processes import wait_until
-from tests.services import PASSWORD, PostgresService
+from tests.support.postgres_service import PASSWORD, PostgresService
+from tests.support.waiting import until
 
 ME = ClusterMember(member_id="me", incarnation="1")
 OURS = "datname = current_database() AND application_name = 'tasuki'"
@@ -170,7 +170,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs(
         other.execute("SELECT 1 FROM tasuki_scopelease FOR UPDATE")
         hanging = pool.submit(coordination.renew, "leader", "one", 1, TTL_S)
         waits = f"SELECT count(*) FROM pg_stat_activity WHERE {OURS} AND wait_event_type = 'Lock'"
-        wait_until(lambda: postgres.execute(waits, url=postgres_url) == [(1,)], what="the renewal hangs")
+        until(lambda: postgres.execute(waits, url=postgres_url) == [(1,)], what="the renewal hangs")
 
         coordination.close()
 

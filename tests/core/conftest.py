@@ -12,7 +12,7 @@ from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import Harness
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
 
 MakeWorld = Callable[..., Harness]
 

@@ -22,8 +22,8 @@ from tasuki.dispatcher.input_retention import DAY_S, InputRetention
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, sha256_of, tell, two_nodes
-from tests.processes import wait_until
-from tests.services_s3 import BUCKET, S3Service
+from tests.support.s3_service import BUCKET, S3Service
+from tests.support.waiting import until
 
 KEEP_DAYS = 7.0
 SHA256 = sha256_of(BOOK)
@@ -340,7 +340,7 @@ def test_in_a_bucket_a_mark_beside_the_input_tells_of_its_last_use(bucket: Any, 
             turn_clock(stage, 1.1)
             assert (await stage.post("b", BOOK)).status_code == 200  # the same as an upload, which is not stored again
             assert mark in keys_under(bucket, blobs)
-            await asyncio.to_thread(wait_until, is_marked_later)
+            await asyncio.to_thread(until, is_marked_later)
             kept = turn_clock(stage, 0)
 
             assert await asyncio.to_thread(kept._clean, put_at + 0.5) == 1

@@ -12,7 +12,7 @@ import pytest
 from tasuki.cli.dispatcher import _config
 from tasuki.cli.main import make
 from tasuki.dispatcher.settings import UPLOAD_MAX_BYTES
-from tests.processes import TASUKI, ChildProcess
+from tests.support.processes import TASUKI, ChildProcess
 
 AGENTS = ["--agents", "http://n1:7090,n2"]
 

@@ -14,9 +14,9 @@ import pytest
 
 from tasuki.cli.dispatcher import DEFAULT_LISTEN
 from tasuki.dispatcher.settings import DispatcherConfig
-from tests.certificates import TestAuthority
 from tests.conftest import Require
 from tests.e2e.test_proxies import program, replaced
+from tests.support.certificates import TestAuthority
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 KEEPALIVED = DEPLOY / "keepalived/keepalived.conf"

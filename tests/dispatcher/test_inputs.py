@@ -15,7 +15,7 @@ from tasuki.config import parse_url
 from tasuki.errors import ConfigError, Unavailable
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http
 from tests.dispatcher.stage import BOOK, code_of, dispatching, sha256_of, tell, two_nodes
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 LARGE = bytes(range(256)) * 16 * 1024  # 4 MiB
 SHA256 = sha256_of(LARGE)
@@ -73,9 +73,7 @@ def test_an_upload_that_was_cut_goes_on_where_it_was_at_any_dispatcher(tmp_path:
             path = f"/inputs/{SHA256}"
             _, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writer.write(f"PUT {path} HTTP/1.1\r\nHost: d\r\nContent-Length: {len(LARGE)}\r\n\r\n".encode() + LARGE[:3_000_000])
-            await asyncio.to_thread(
-                wait_until, lambda: any(_size(part) >= 2 * MIB for part in tmp_path.glob("inputs/tmp/part-*"))
-            )
+            await asyncio.to_thread(until, lambda: any(_size(part) >= 2 * MIB for part in tmp_path.glob("inputs/tmp/part-*")))
             writer.close()
 
             async def offset() -> int:

@@ -13,7 +13,7 @@ from tasuki.dispatcher import abandoned_runs, dispatch, node_pool
 from tasuki.dispatcher.node_pool import Knows
 from tests.client.agent_stand_in import Asked, Reply, StandIn
 from tests.dispatcher.stage import job, tell, two_nodes
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_a_run_that_was_done_elsewhere_is_stopped_when_its_node_answers_again() 
 
             assert one.removed == ["/jobs/a"]
             assert not two.removed
-            await asyncio.to_thread(wait_until, lambda: not stage.dispatcher._dispatch.leftovers._left)
+            await asyncio.to_thread(until, lambda: not stage.dispatcher._dispatch.leftovers._left)
             assert "tasuki_dispatcher_stopped_duplicates_total 1.0" in (await stage.http.get("/metrics")).text
 
     tell(story())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from tests.agent.sharing import SharingStage, two_nodes
 from tests.agent.stage import members, report
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal, result
 from tests.dispatcher.stage import DispatcherStage, code_of, job, tell
-from tests.processes import wait_until
-from tests.services import PostgresService
-from tests.services_redis import RedisService
+from tests.support.postgres_service import PostgresService
+from tests.support.redis_service import RedisService
+from tests.support.waiting import until_async
 
 LARGE = "head -c 300000 /dev/urandom > out/large"
 NOBODY = "http://127.0.0.1:1"
@@ -125,10 +125,6 @@ async def queued(stand_in: Hesitant, stage: Sharing, job_id: str, script: str) -
     return waiting
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    await asyncio.to_thread(wait_until, condition)
-
-
 # -------------------------------------------------------------------------------------------------------- queued
 
 
@@ -199,7 +195,7 @@ def test_a_job_that_no_node_takes_is_interrupted(nodes: Nodes, job_id: str, tmp_
             stand_in.on_post = refuse
             assert code_of(await stage.script(job_id, "echo once")) == (503, "DISK_FULL")
 
-            await until(lambda: record_of(one, job_id).state is State.FAILED)
+            await until_async(lambda: record_of(one, job_id).state is State.FAILED)
             told = await asyncio.to_thread(lambda: one.http.get(f"/jobs/{job_id}").json())
             assert told["state"] == "interrupted"
             assert (await asyncio.to_thread(one.run, job_id, "echo once")).status_code == 200
@@ -218,7 +214,7 @@ def test_of_two_dispatchers_with_one_id_the_last_has_it_and_neither_ends_what_th
             async with sharing(url, hesitant, inputs=tmp_path) as two:
                 lease = (await asyncio.to_thread(record_of, node, job_id)).lease
                 second = two.begin(job_id, "echo once")
-                await until(lambda: record_of(node, job_id).lease not in (None, lease))
+                await until_async(lambda: record_of(node, job_id).lease not in (None, lease))
 
                 first.cancel()
                 await hesitant.until(lambda: len(hesitant.posts) == 2)
@@ -347,7 +343,7 @@ def test_what_runs_at_a_node_is_removed_through_a_dispatcher_and_what_is_done_no
         one, two = nodes
         script = f'touch "{tmp_path}/runs"; while [ ! -e "{tmp_path}/gate" ]; do sleep 0.02; done'
         running = one.begin(job_id, script)
-        await until((tmp_path / "runs").exists)
+        await until_async((tmp_path / "runs").exists)
         async with sharing(one.registry_url, two, inputs=None) as stage:
             removed = await stage.http.delete(f"/jobs/{job_id}")
             assert (removed.status_code, removed.json()["state"]) == (200, "running")
@@ -402,7 +398,7 @@ def test_without_its_registry_a_dispatcher_does_what_it_does_without_one(
             service.resume()
             recording = stage.dispatcher._registry
             assert recording is not None
-            await until(lambda: recording._records is not None)
+            await until_async(lambda: recording._records is not None)
             async with Hesitant() as hesitant, sharing(url, hesitant, inputs=tmp_path) as other:
                 waiting = await queued(hesitant, other, "after", "echo once")
                 assert (await stage.http.get("/jobs/after")).json()["state"] == "queued"
@@ -434,7 +430,7 @@ def test_a_registry_that_refuses_us_is_as_good_as_away_until_it_does_not(
             monkeypatch.setattr(share, "execute", refuse)
             node.job = job("done")
             found = await stage.http.get(f"/jobs/{job_id}")
-            await until(lambda: recording._records is not None)
+            await until_async(lambda: recording._records is not None)
 
             assert (found.status_code, found.json()["state"]) == (200, "done")
             assert refusals == []
@@ -457,7 +453,7 @@ def test_a_dispatcher_starts_without_its_registry_and_uses_it_when_it_is_there(
             late = registry.DispatcherRegistry(lambda: next(places, here)(), name="late", ttl_s=15.0)
             await late.open()
             assert await late.read(job_id) is None
-            await until(lambda: late._records is not None)
+            await until_async(lambda: late._records is not None)
             found = await late.read(job_id)
             await late.close()
             assert found is not None

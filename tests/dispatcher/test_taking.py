@@ -16,10 +16,10 @@ import pytest
 from tasuki.doors.http.limits import LimitedProtocol
 from tasuki.doors.http.uvicorn_server import UvicornServer
 from tests.agent.stage import AgentStage
-from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import Asked, Reply, StandIn, result
 from tests.dispatcher.stage import dispatching, job, tell
-from tests.processes import wait_until
+from tests.support.certificates import TestAuthority
+from tests.support.waiting import until
 
 LIMIT_S = 0.15
 SIZE_BYTES = 2_000_000
@@ -80,26 +80,26 @@ def test_who_reads_nothing_of_a_result_is_cut_off_and_the_job_can_be_removed_mea
     agent: AgentStage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(asking(agent.port, "removed")) as sock:
-        wait_until(lambda: open_results() == 1)
+        until(lambda: open_results() == 1)
         assert agent.http.delete("/jobs/removed").status_code == 200
 
-        wait_until(lambda: is_cut_off(sock), what="the connection is cut")
+        until(lambda: is_cut_off(sock), what="the connection is cut")
 
-    wait_until(lambda: not open_results(), what="the file is let go of")
+    until(lambda: not open_results(), what="the file is let go of")
     assert "jobs/removed" not in agent.files()
     assert f"took nothing of its answer for {LIMIT_S} s, and is cut off" in caplog.text
 
 
 def test_an_answer_that_was_written_whole_does_not_wait_for_ever_either(agent: AgentStage) -> None:
     with closing(asking(agent.port, "small")) as sock:
-        wait_until(lambda: is_cut_off(sock), what="the connection is cut")
+        until(lambda: is_cut_off(sock), what="the connection is cut")
 
 
 def test_who_reads_slowly_gets_all_of_it(agent: AgentStage) -> None:
     with closing(asking(agent.port)) as sock:
         received, began = 0, time.monotonic()
         for step in range(9):
-            wait_until(lambda step=step: time.monotonic() >= began + step * LIMIT_S / 3)  # type: ignore[misc]
+            until(lambda step=step: time.monotonic() >= began + step * LIMIT_S / 3)  # type: ignore[misc]
             received += len(sock.recv(8192))
         assert not is_cut_off(sock)
         while received < SIZE_BYTES:
@@ -112,10 +112,10 @@ def test_a_download_that_is_left_is_not_read_to_its_end(agent: AgentStage) -> No
     sent = agent.agent._metrics.sent._value
     before = sent.get()
     with closing(asking(agent.port)) as sock:
-        wait_until(lambda: open_results() == 1)
+        until(lambda: open_results() == 1)
         sock.recv(1000)
 
-    wait_until(lambda: not open_results())
+    until(lambda: not open_results())
     assert sent.get() - before < SIZE_BYTES
 
 
@@ -127,9 +127,9 @@ def test_a_dispatcher_cuts_off_who_reads_nothing_and_lets_go_of_the_node(agent: 
             little_is_taken_over(stage.dispatcher._serving)
             sock = await asyncio.to_thread(asking, stage.port, tls=authority.trusted())
 
-            await asyncio.to_thread(wait_until, lambda: is_cut_off(sock), what="the connection is cut")
+            await asyncio.to_thread(until, lambda: is_cut_off(sock), what="the connection is cut")
 
-            await asyncio.to_thread(wait_until, lambda: not open_results(), what="the node is let go of")
+            await asyncio.to_thread(until, lambda: not open_results(), what="the node is let go of")
             sock.close()
             assert len((await stage.http.get("/result/large")).content) > SIZE_BYTES
 

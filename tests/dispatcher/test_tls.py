@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 
-from tests.certificates import TestAuthority
 from tests.client.agent_stand_in import StandIn
 from tests.dispatcher.stage import BOOK, DEADLINE_S, tell
-from tests.processes import TASUKI, ChildProcess
+from tests.support.certificates import TestAuthority
+from tests.support.processes import TASUKI, ChildProcess
 
 UNTRUSTED = "its certificate is not of the CA given with --tls-ca"
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tasuki import Client
-from tests.processes import ServerProcess, start_server, start_worker
+from tests.support.processes import ServerProcess, start_server, start_worker
 
 SERVED_WITHIN_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with a worker for tests/handlers.py."""
+    """A server with a worker for tests/support/handlers.py."""
     with start_server(tmp_path_factory.mktemp("door")) as server, start_worker(server):
         yield server
         assert server.running, server.output()

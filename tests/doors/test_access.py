@@ -14,7 +14,7 @@ from tasuki import Client
 from tasuki.core.protocol import AssignJobs, BlobGet, Chunk, ErrorMessage, GiveCredit, Reply, Welcome
 from tasuki.errors import Forbidden, NotFound, TasukiError, Unauthorized
 from tests.doors.raw import RawPeer
-from tests.processes import ServerProcess
+from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
 Served = Callable[[], None]

@@ -18,7 +18,7 @@ import pytest
 from tasuki.doors.tls import ServerCertificate, date_problem, server_tls
 from tasuki.errors import ConfigError
 from tasuki.net.tls import validity_of
-from tests.certificates import TestAuthority
+from tests.support.certificates import TestAuthority
 
 DEADLINE_S = 10.0
 

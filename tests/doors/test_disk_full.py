@@ -13,7 +13,8 @@ import pytest
 from tasuki import Client
 from tasuki.errors import DiskFull
 from tests.conftest import Require
-from tests.processes import SOURCE, TASUKI, ServerProcess, start_server, start_worker, wait_until
+from tests.support.processes import SOURCE, TASUKI, ServerProcess, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 MIB = 1 << 20
@@ -92,7 +93,7 @@ def all_succeed(client: Client, acknowledged: list[str]) -> None:
 
 def start_waiting(client: Client, gate: Path) -> str:
     job_id = client.submit(subject="wait", payload=str(gate).encode(), watch=False).job_id
-    wait_until(gate.with_name(gate.name + ".runs").exists, what="the job runs")
+    until(gate.with_name(gate.name + ".runs").exists, what="the job runs")
     return job_id
 
 
@@ -108,7 +109,7 @@ def test_below_the_floor_submits_are_refused_and_running_jobs_are_recorded(disk:
         assert accepted(client, acknowledged)
         # When the disk has less than the floor
         filler.leave(20 * MIB)
-        error = wait_until(lambda: refused(client, acknowledged), what="submits are refused")
+        error = until(lambda: refused(client, acknowledged), what="submits are refused")
         # Then the refusal names the folder and the way out, and large files are refused as well
         assert error.code == "DISK_FULL"
         assert error.retryable
@@ -123,7 +124,7 @@ def test_below_the_floor_submits_are_refused_and_running_jobs_are_recorded(disk:
         all_succeed(client, acknowledged)
         # And when there is room again, work resumes by itself
         filler.remove()
-        wait_until(lambda: accepted(client, acknowledged), what="submits are taken again")
+        until(lambda: accepted(client, acknowledged), what="submits are taken again")
         all_succeed(client, acknowledged)
     assert runs(gate) == 1
 
@@ -136,7 +137,7 @@ def fill_while_running(disk: Path, server: ServerProcess, client: Client, gate: 
         assert accepted(client, acknowledged)
     filler.take_all()
     gate.touch()
-    wait_until(lambda: refused(client, acknowledged), what="submits are refused")
+    until(lambda: refused(client, acknowledged), what="submits are refused")
     return filler
 
 
@@ -147,7 +148,7 @@ def test_not_a_byte_left_and_space_returns(disk: Path, tmp_path: Path) -> None:
         # Given a disk without a byte left; when space returns
         filler.remove()
         # Then everything that was acknowledged ends, once, and new jobs are taken
-        wait_until(lambda: accepted(client, acknowledged), what="submits are taken again")
+        until(lambda: accepted(client, acknowledged), what="submits are taken again")
         all_succeed(client, acknowledged)
         found = client.find(subject="wait")["jobs"]
         assert client.job(found[0]["job_id"]).result(timeout=10) == b"the gate is open"
@@ -165,7 +166,7 @@ def test_server_killed_on_a_full_disk_loses_nothing(disk: Path, tmp_path: Path) 
         server.restart()
         # Then all acknowledged jobs are there and end
         all_succeed(client, acknowledged)
-        wait_until(lambda: accepted(client, acknowledged), what="submits are taken again")
+        until(lambda: accepted(client, acknowledged), what="submits are taken again")
     assert runs(gate) == 1
 
 

@@ -11,7 +11,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, UNAUTHENTICATED_FRAME_MAX_BYTE
 from tasuki.wire.frames import BATCH, GZIP, ZSTD
 from tasuki.wire.messages import Type, encode
 from tests.doors.raw import RawPeer, bomb, frame
-from tests.processes import ServerProcess, rss_bytes
+from tests.support.processes import ServerProcess, rss_bytes
 
 pytestmark = pytest.mark.e2e
 MIB = 1 << 20

@@ -33,7 +33,8 @@ from tasuki.core.protocol import (
 )
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer
-from tests.processes import ServerProcess, open_files, rss_bytes, wait_until
+from tests.support.processes import ServerProcess, open_files, rss_bytes
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 MIB = 1 << 20
@@ -97,7 +98,7 @@ def test_slow_reader_that_is_hung_up_on_keeps_no_memory(server: ServerProcess, o
         peer.send(GiveCredit(1))  # a worker's word
     others_are_served()
     # Then their connections are really gone soon, though they never read what was left for them
-    wait_until(lambda: open_files(server.pid) <= before, timeout=8, what="the server drops the hung-up connections")
+    until(lambda: open_files(server.pid) <= before, timeout_s=8, what="the server drops the hung-up connections")
     for peer in peers:
         peer.socket.close()
 

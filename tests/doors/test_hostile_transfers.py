@@ -19,7 +19,8 @@ from tasuki.core.protocol import (
 )
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer
-from tests.processes import ServerProcess, rss_bytes, wait_until
+from tests.support.processes import ServerProcess, rss_bytes
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 MIB = 1 << 20
@@ -149,7 +150,7 @@ def test_half_sent_upload_leaves_no_file_behind(server: ServerProcess) -> None:
         peer.send(Chunk(msg_id, 0, bytes(1000)))
         assert peer.alive()
         assert any(path.stat().st_size == 1000 for path in server.folder.blobs.rglob("*") if path.is_file())
-    wait_until(
+    until(
         lambda: not any(path.stat().st_size == 1000 for path in server.folder.blobs.rglob("*") if path.is_file()),
         what=f"the half blob below {temporary} is removed",
     )

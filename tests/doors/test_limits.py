@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,8 @@ from tasuki.server.assembly import StorageLocations, make_server, prepare_folder
 from tasuki.server.server import Server, ServerConfig
 from tasuki.wire.messages import encode
 from tests.doors.raw import RawPeer, bomb
-from tests.processes import open_files, start_server
+from tests.support.processes import open_files, start_server
+from tests.support.waiting import until_async
 
 DEADLINE_S = 5.0
 
@@ -60,15 +61,6 @@ async def opened(root: Path) -> AsyncIterator[Door]:
 async def in_thread(work, *arguments):
     """The raw peers block, the server must run."""
     return await asyncio.wait_for(asyncio.to_thread(work, *arguments), 2 * DEADLINE_S)
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    """Ask again in every few turns of the loop until it holds."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def is_served(door: Door) -> None:
@@ -188,7 +180,7 @@ def test_slow_reader_is_cut_off_after_the_stall_deadline(tmp_path: Path, monkeyp
                     peer.send(Request(5, "find", {"limit": 900}))
                 await is_served(door)
                 # Then the server lets go of it
-                await eventually(lambda: not links)
+                await until_async(lambda: not links)
             await is_served(door)
 
     asyncio.run(main())
@@ -208,12 +200,12 @@ def test_peer_that_is_hung_up_on_and_does_not_read_is_dropped_after_a_while(
                 await in_thread(peer.as_client, door.token)
                 connection = next(iter(door.server._links.values()))
                 peer.send(Request(5, "find", {"limit": 900}))
-                await eventually(lambda: connection.transport.get_write_buffer_size())
+                await until_async(lambda: connection.transport.get_write_buffer_size())
                 descriptors = open_files(os.getpid())
                 # When it breaks the protocol with megabytes still unread
                 peer.send(GiveCredit(1))  # a worker's word
                 # Then the socket itself is gone soon, not only our memory of it
-                await eventually(lambda: open_files(os.getpid()) < descriptors)
+                await until_async(lambda: open_files(os.getpid()) < descriptors)
 
     asyncio.run(main())
 
@@ -235,7 +227,7 @@ def test_more_connections_than_allowed_are_told_so_and_the_others_stay(tmp_path:
             assert await client.counts() == {}
             # And there is room again when one leaves
             peers.pop().socket.close()
-            await eventually(lambda: len(door.server._links) <= 4)
+            await until_async(lambda: len(door.server._links) <= 4)
             with door.peer() as late:
                 await in_thread(late.as_client, door.token)
             for peer in peers:

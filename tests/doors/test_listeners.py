@@ -23,7 +23,7 @@ from tasuki.doors.tls import server_tls
 from tasuki.errors import ConfigError, Unavailable
 from tests.conftest import Require
 from tests.doors.raw import RawPeer, frame
-from tests.processes import SOURCE, TASUKI, ServerProcess, start_server, start_worker
+from tests.support.processes import SOURCE, TASUKI, ServerProcess, start_server, start_worker
 
 NOBODY = 65534
 

@@ -10,7 +10,7 @@ import pytest
 
 from tasuki import Client
 from tasuki.errors import JobFailed
-from tests.processes import ServerProcess, start_worker
+from tests.support.processes import ServerProcess, start_worker
 
 pytestmark = pytest.mark.e2e
 

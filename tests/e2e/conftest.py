@@ -13,7 +13,7 @@ import pytest
 
 from tasuki import Client
 from tests.e2e.stage import LEAD_TTL_S, LEASE_TTL_S, STORES, Ledger, wait_until_met
-from tests.processes import ServerProcess, start_server, start_servers
+from tests.support.processes import ServerProcess, start_server, start_servers
 
 
 @pytest.fixture(params=STORES)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from tests.certificates import TestAuthority
-from tests.processes import TASUKI, ChildProcess, wait_until
+from tests.support.certificates import TestAuthority
+from tests.support.processes import TASUKI, ChildProcess
+from tests.support.waiting import until
 
 TOKEN = "secret-of-the-test"
 DEADLINE_S = 20.0
@@ -77,7 +78,7 @@ def start_dispatchers(
 
 def the_one_with(job_id: str, dispatchers: list[DispatcherProcess]) -> tuple[DispatcherProcess, DispatcherProcess]:
     """(the dispatcher through which this job runs, the other one)."""
-    wait_until(lambda: any(one.has(job_id) for one in dispatchers), DEADLINE_S, f"job {job_id} is at a node")
+    until(lambda: any(one.has(job_id) for one in dispatchers), DEADLINE_S, f"job {job_id} is at a node")
     east, west = dispatchers
     return (east, west) if east.has(job_id) else (west, east)
 

@@ -14,7 +14,8 @@ import pytest
 
 from tasuki import Client
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tests.processes import ServerProcess, WorkerProcess, start_worker, wait_until
+from tests.support.processes import ServerProcess, WorkerProcess, start_worker
+from tests.support.waiting import until
 
 HERE = Path(__file__).parent
 LEASE_TTL_S = 3.0
@@ -68,7 +69,7 @@ class Ledger:
         def begun() -> list[Run]:
             return [run for run in self.of(job_id) if run.attempt == attempt]
 
-        return wait_until(begun, timeout, f"attempt {attempt} of job {job_id} begins")[0]
+        return until(begun, timeout, f"attempt {attempt} of job {job_id} begins")[0]
 
 
 def jobs_worker(server: Servers, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
@@ -93,7 +94,7 @@ def wait_until_met(servers: Sequence[ServerProcess]) -> None:
     urls = {server.url for server in servers}
     for server in servers:
         with server.client() as client:
-            wait_until(lambda client=client: urls == _addresses(client), SOON_S, "the servers know each other")
+            until(lambda client=client: urls == _addresses(client), SOON_S, "the servers know each other")
 
 
 def _addresses(client: Client) -> set[str]:
@@ -106,7 +107,7 @@ def leader_of(servers: Sequence[ServerProcess], timeout: float = SOON_S) -> Serv
     def leading() -> list[ServerProcess]:
         return [server for server in servers if server.running and server.leads]
 
-    return wait_until(leading, timeout, "one of the servers leads")[0]
+    return until(leading, timeout, "one of the servers leads")[0]
 
 
 def assert_one_finish_each(client: Client, job_ids: Iterable[str], group: str) -> None:

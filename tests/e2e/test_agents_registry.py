@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from tests.agent.stage import Started, code_of, report
-from tests.processes import TASUKI, ChildProcess, wait_until
-from tests.services_redis import RedisService
-from tests.services_s3 import S3Service
+from tests.support.processes import TASUKI, ChildProcess
+from tests.support.redis_service import RedisService
+from tests.support.s3_service import S3Service
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -122,7 +123,7 @@ def agents(
 def test_one_id_sent_to_both_at_once_is_one_run(agents: tuple[AgentProcess, AgentProcess], tmp_path: Path) -> None:
     script = run_until_gate(tmp_path)
     both = [Started(lambda agent=agent: agent.post("both", script)) for agent in agents]  # type: ignore[misc]
-    wait_until(lambda: attempts(tmp_path))
+    until(lambda: attempts(tmp_path))
     (tmp_path / "gate").touch()
 
     answers = [started.answer() for started in both]
@@ -167,13 +168,13 @@ def test_another_node_takes_over_from_one_that_was_killed_and_has_its_results(
     assert done.status_code == 200
     script = run_until_gate(tmp_path)
     cut_off = Started(lambda: one.post("running", script))
-    wait_until(lambda: attempts(tmp_path) == ["1"])
+    until(lambda: attempts(tmp_path) == ["1"])
     assert code_of(two.post("running", script)) == (423, "RUNNING")
 
     one.kill()
     killed_at = time.monotonic()
     (tmp_path / "gate").touch()
-    answer = wait_until(lambda: (found := two.post("running", script)).status_code == 200 and found, what="n2 takes over")
+    answer = until(lambda: (found := two.post("running", script)).status_code == 200 and found, what="n2 takes over")
 
     assert report(answer.content)["attempt"] == 2
     assert attempts(tmp_path) == ["1", "2"]

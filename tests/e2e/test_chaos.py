@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import Plan, Scene
-from tests.chaos_checks import check
-from tests.services import PostgresService
+from tests.support.chaos.checks import check
+from tests.support.chaos.rig import Plan, Scene
+from tests.support.postgres_service import PostgresService
 
 pytestmark = pytest.mark.e2e
 

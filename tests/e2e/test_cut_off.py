@@ -22,7 +22,8 @@ from tests.e2e.stage import (
     stdout_of,
     story,
 )
-from tests.processes import ChildProcess, ServerProcess, wait_until
+from tests.support.processes import ChildProcess, ServerProcess
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, postgresql_in_soak]
 
@@ -52,7 +53,7 @@ def wire(server: ServerProcess, tmp_path: Path) -> Iterator[Wire]:
 
 
 def wait_for_state(client: Client, job_id: str, state: str) -> None:
-    wait_until(lambda: client.status(job_id)["state"] == state, 2 * LOST_WITHIN_S, f"{job_id} is {state}")
+    until(lambda: client.status(job_id)["state"] == state, 2 * LOST_WITHIN_S, f"{job_id} is {state}")
 
 
 def test_stop_ends_the_job_and_another_worker_runs_it(
@@ -71,7 +72,7 @@ def test_stop_ends_the_job_and_another_worker_runs_it(
         # and: the first one has let it go, and says nothing of it when it is back
         wire.mend()
         cut.wait_for_output("connected ")
-        wait_until(lambda: [one["running"] for one in client.workers()] == [0], SOON_S, "it is back with nothing to do")
+        until(lambda: [one["running"] for one in client.workers()] == [0], SOON_S, "it is back with nothing to do")
     assert story(client, "stopped") == ["lost"]
 
 
@@ -155,13 +156,13 @@ def test_an_ending_that_no_server_took_outlives_the_worker_that_is_killed(
         wire.cut()
         worker.wait_for_output("connection lost")
         gate.touch()
-        wait_until(lambda: endings(folder) == [".ending"], SOON_S, "the ending is saved")
+        until(lambda: endings(folder) == [".ending"], SOON_S, "the ending is saved")
         worker.kill()
     # when: the same worker is started again, with a line to the server
     with saving_worker(server.url, ledger, folder, wire.token, tmp_path / "two.log"):
         # then: the result is that of the run that nobody heard of, and nothing is left on disk
         assert stdout_of(job.result(SOON_S)) == "attempt 1\n"
-        wait_until(lambda: endings(folder) == [], SOON_S, "the file is removed")
+        until(lambda: endings(folder) == [], SOON_S, "the file is removed")
     assert ledger.attempts("saved") == [1]
 
 
@@ -175,7 +176,7 @@ def test_a_large_result_that_was_not_uploaded_outlives_the_worker_that_is_stoppe
         wire.cut()
         worker.wait_for_output("connection lost")
         gate.touch()
-        wait_until(lambda: not Path(f"/proc/{run.pid}").exists(), SOON_S, "the command has ended")
+        until(lambda: not Path(f"/proc/{run.pid}").exists(), SOON_S, "the command has ended")
         # when: it is told to stop, and cannot report
         worker.signal(signal.SIGTERM)
         worker.wait_for_output("draining")
@@ -184,5 +185,5 @@ def test_a_large_result_that_was_not_uploaded_outlives_the_worker_that_is_stoppe
     assert endings(folder) == [".ending", ".result"]
     with saving_worker(server.url, ledger, folder, wire.token, tmp_path / "two.log"):
         assert len(job.result(SOON_S)) > ENOUGH_BYTES
-        wait_until(lambda: endings(folder) == [], SOON_S, "the files are removed")
+        until(lambda: endings(folder) == [], SOON_S, "the files are removed")
     assert ledger.attempts("large") == [1]

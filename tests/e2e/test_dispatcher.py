@@ -22,7 +22,8 @@ import pytest
 from tasuki.client.failover import AgentsClient
 from tests.agent.stage import Started, code_of
 from tests.client.agent_processes import PROGRAM, Agents
-from tests.processes import TASUKI, ChildProcess, wait_until
+from tests.support.processes import TASUKI, ChildProcess
+from tests.support.waiting import until
 
 TOKEN = "secret-of-the-test"
 BOOK = b"100,95\n" * 200_000
@@ -94,11 +95,11 @@ class Place:
         for process in dead:
             process.wait_for_output("ready ")
         for which in dispatchers:
-            wait_until(lambda: all(map(usable, self.http[which].get("/nodes").json())), what="its agents are well")  # noqa: B023
+            until(lambda: all(map(usable, self.http[which].get("/nodes").json())), what="its agents are well")  # noqa: B023
 
     def running_at(self, job_id: str) -> str:
         """The name of the agent at which its program runs."""
-        return wait_until(lambda: self.agents.started(job_id), what=f"job {job_id} runs")[-1]
+        return until(lambda: self.agents.started(job_id), what=f"job {job_id} runs")[-1]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_a_hedge_through_the_other_dispatcher_does_not_remove_the_result(place: 
         options = {"files": [tmp_path / "book.csv"], "output": tmp_path / "result.zip", "hedge_s": 0.3, "on_note": told.append}
         running = pool.submit(lambda: client.run("pricer", ["hold"], job_id="hedged", **options))
         try:
-            wait_until(lambda: any("runs there already" in text for text in told), what="the other one was asked too")
+            until(lambda: any("runs there already" in text for text in told), what="the other one was asked too")
         finally:
             place.agents.let_go()
         assert running.result(20.0).succeeded
@@ -168,7 +169,7 @@ def test_a_node_is_killed_and_its_job_goes_on_at_the_other_without_another_uploa
     node = place.running_at("moved")
 
     place.agents.node(node).kill()
-    other = wait_until(lambda: place.agents.started("moved")[1:], what="it runs at the other node")[0]
+    other = until(lambda: place.agents.started("moved")[1:], what="it runs at the other node")[0]
     place.agents.let_go()
 
     assert stdout_of(running.answer()).startswith(b"priced 100,95")

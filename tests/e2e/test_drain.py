@@ -23,7 +23,8 @@ from tests.e2e.stage import (
     stdout_of,
     story,
 )
-from tests.processes import ServerProcess, WorkerProcess, wait_until
+from tests.support.processes import ServerProcess, WorkerProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -54,7 +55,7 @@ def test_sigterm_lets_running_jobs_end_and_takes_no_new_ones(
         for worker in (handlers, commands):
             worker.signal(signal.SIGTERM)
             worker.wait_for_output("draining")
-        wait_until(lambda: not any(worker["patterns"] for worker in client.workers()), SOON_S, "the server knows of the drain")
+        until(lambda: not any(worker["patterns"] for worker in client.workers()), SOON_S, "the server knows of the drain")
         client.submit(subject="hold.2", job_id="next", watch=False)
         client.submit(exec="step", job_id="next-command", watch=False)
 
@@ -72,7 +73,7 @@ def test_a_drain_under_load_costs_no_job_a_retry_or_a_loss(server: ServerProcess
     specs = [JobSpec(job_id=f"short-{n}", subject="load.1", payload=b"rest 0.005", max_losses=0) for n in range(2000)]
     with jobs_worker(server, ledger, "--slots", "8") as leaving, jobs_worker(server, ledger, "--slots", "8"):
         jobs = client.submit_many(specs)
-        wait_until(lambda: len(ledger.runs()) > 200, SOON_S, "the workers are at work")
+        until(lambda: len(ledger.runs()) > 200, SOON_S, "the workers are at work")
 
         # when: one of them is asked to end
         assert leaving.stop() == 0

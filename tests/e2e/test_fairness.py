@@ -9,7 +9,7 @@ import pytest
 from tasuki import Client
 from tasuki.core.job import JobSpec
 from tests.e2e.stage import SOON_S, Ledger, jobs_worker, postgresql_in_soak
-from tests.processes import ServerProcess
+from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
 

@@ -19,7 +19,7 @@ import pytest
 
 from tasuki import Client
 from tests.e2e.stage import LEAD_TTL_S, SOON_S, Ledger, assert_one_finish_each, in_background, jobs_worker, story
-from tests.processes import ServerProcess, WorkerProcess, start_server
+from tests.support.processes import ServerProcess, WorkerProcess, start_server
 
 pytestmark = pytest.mark.e2e
 

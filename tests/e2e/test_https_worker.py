@@ -18,10 +18,11 @@ from tasuki.cli import exit_codes
 from tasuki.config import parse_url
 from tasuki.core.access import token_sha256
 from tasuki.server.assembly import make_secret
-from tests.certificates import TestAuthority
 from tests.e2e.stage import SOON_S, Ledger, command_worker, stdout_of
 from tests.e2e.wire import Wire
-from tests.processes import ServerProcess, WorkerProcess, start_server, wait_until
+from tests.support.certificates import TestAuthority
+from tests.support.processes import ServerProcess, WorkerProcess, start_server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -157,7 +158,7 @@ def _story(place: Place, stack: contextlib.ExitStack) -> Story:
         place.gate(name).touch()
     stack.enter_context(seated(place, "other", takes="taken"))
     # and: one is killed when its result is on disk; its next process has a line
-    wait_until(lambda: any((saved.folder / "endings" / "saved").glob("*")), BACK_S, "the ending is saved")
+    until(lambda: any((saved.folder / "endings" / "saved").glob("*")), BACK_S, "the ending is saved")
     saved.process.kill()
     saved_state = str(client.status("saved")["state"])
     saved.wire.mend()
@@ -167,7 +168,7 @@ def _story(place: Place, stack: contextlib.ExitStack) -> Story:
     place.gate("taken").touch()
     taken_result = stdout_of(jobs["taken"].result(BACK_S))
     taken.wire.mend()
-    wait_until(lambda: time.monotonic() - began >= CUT_S, CUT_S + 1, "three lease times are over")
+    until(lambda: time.monotonic() - began >= CUT_S, CUT_S + 1, "three lease times are over")
     kept_cut_s = time.monotonic() - began
     kept.wire.mend()
     return Story(
@@ -194,7 +195,7 @@ def test_a_cancel_reaches_the_worker_within_a_second_and_logs_and_progress_come_
     job = client.submit(subject="lab.1", exec="talk", args=[str(place.gate("talk"))], job_id="talk")
     pieces = client.logs("talk")
     assert next(pieces) == b"one\n"
-    wait_until(lambda: client.status("talk").get("progress") == 0.4, SOON_S, "progress is told")
+    until(lambda: client.status("talk").get("progress") == 0.4, SOON_S, "progress is told")
     place.gate("talk").touch()
     assert b"".join(pieces) == b"two\n"
     assert stdout_of(job.result(SOON_S)) == "one\ntwo\n"
@@ -203,9 +204,9 @@ def test_a_cancel_reaches_the_worker_within_a_second_and_logs_and_progress_come_
     [run] = place.ledger.of("canceled")
     began = time.monotonic()
     client.cancel("canceled")
-    wait_until(lambda: not Path(f"/proc/{run.pid}").exists(), SOON_S, "it is stopped")
+    until(lambda: not Path(f"/proc/{run.pid}").exists(), SOON_S, "it is stopped")
     assert time.monotonic() - began < 1.0
-    wait_until(lambda: client.status("canceled")["state"] == "CANCELED", SOON_S, "it is canceled")
+    until(lambda: client.status("canceled")["state"] == "CANCELED", SOON_S, "it is canceled")
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["idle", "with a job"])
@@ -215,7 +216,7 @@ def test_a_worker_says_little(place: Place, client: Client, cut_off: Cut, lab: S
     before, began = (lab.wire.said_records, lab.wire.carried_bytes, lab.wire.connections), time.monotonic()
 
     # a heartbeat, its answer through the poll, and the next poll, three times or more
-    wait_until(lambda: lab.wire.said_records >= before[0] + 9, SOON_S, "it goes on")
+    until(lambda: lab.wire.said_records >= before[0] + 9, SOON_S, "it goes on")
 
     lasted_s = time.monotonic() - began
     beats = lasted_s / (LEASE_TTL_S / 3)
@@ -230,7 +231,7 @@ def test_a_worker_says_little(place: Place, client: Client, cut_off: Cut, lab: S
     assert connections <= 1
     place.gate("quiet").touch()
     if running:
-        wait_until(lambda: client.status("quiet")["state"] == "SUCCEEDED", SOON_S, "it has ended")
+        until(lambda: client.status("quiet")["state"] == "SUCCEEDED", SOON_S, "it has ended")
 
 
 # ---------------------------------------------------------------------------------------------------- when it was cut
@@ -253,7 +254,7 @@ def test_what_another_worker_took_meanwhile_is_the_others_and_the_first_result_i
 
     assert (told.taken_result, told.taken_runs) == ("attempt 2\n", 2)
     aside = told.taken.folder / "kept-aside" / "taken-1"
-    wait_until(lambda: (aside / "about.json").exists(), BACK_S, "it is kept aside")
+    until(lambda: (aside / "about.json").exists(), BACK_S, "it is kept aside")
     about = json.loads((aside / "about.json").read_bytes())
     assert (about["job_id"], about["attempt"], about["error_code"]) == ("taken", 1, None)
     assert stdout_of((aside / about["file"]).read_bytes()) == "attempt 1\n"

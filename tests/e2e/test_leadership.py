@@ -22,8 +22,9 @@ from tests.e2e.stage import (
     story,
     wait_until_met,
 )
-from tests.processes import ServerProcess, start_servers, wait_until
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
+from tests.support.processes import ServerProcess, start_servers
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -60,7 +61,7 @@ def test_a_killed_leader_is_followed_by_another_within_its_ttl_and_a_second(
     assert [server.leads for server in trio].count(True) == 1
     assert registered(postgres, postgres_url)[0] == first.led()[-1]
     with others[0].client() as client:
-        wait_until(lambda: sum(server["leads"] for server in servers_seen(client)) == 1, SOON_S, "others know the leader")
+        until(lambda: sum(server["leads"] for server in servers_seen(client)) == 1, SOON_S, "others know the leader")
 
     # when
     killed_at = time.monotonic()
@@ -90,7 +91,7 @@ def test_a_leader_that_ends_in_order_hands_over_at_once(trio: list[ServerProcess
     print(f"another one led {time.monotonic() - ended_at:.2f} s after the end of the first")
     assert second.led()[-1] > first.led()[-1]
     with second.client() as client:
-        wait_until(lambda: len(servers_seen(client)) == 2, SOON_S / 2, "the others do not count it any more")
+        until(lambda: len(servers_seen(client)) == 2, SOON_S / 2, "the others do not count it any more")
 
 
 def test_a_leader_that_was_frozen_steps_down_and_its_writes_are_refused(
@@ -156,9 +157,9 @@ def test_a_restart_of_postgresql_costs_no_running_job_anything(
             # then: soon one leads again, jobs are taken and retried, and the running ones are still in their first attempt
             retried = client.submit(subject="a.2", payload=b"stumble", backoff_s=0.1, job_id="retried")
             assert retried.result(2 * SOON_S) == b"2"
-            wait_until(lambda: sum(server.leads for server in servers) == 1, SOON_S, "one leads again")
+            until(lambda: sum(server.leads for server in servers) == 1, SOON_S, "one leads again")
             expiry = client.explain("b")["facts"]["lease_expires_at"]
-            wait_until(
+            until(
                 lambda: client.explain("b")["facts"]["lease_expires_at"] > expiry + LONG_LEASE_TTL_S / 2,
                 2 * LONG_LEASE_TTL_S,
                 "leases are renewed",

@@ -16,7 +16,8 @@ from tasuki.client.logs import LogFollower, LogPart
 from tasuki.errors import InvalidInput, NotFound
 from tests.e2e.stage import HERE, SOON_S, shared_postgresql_in_soak, sqlite_only
 from tests.e2e.talk import step
-from tests.processes import ChildProcess, ServerProcess, WorkerProcess, rss_bytes, start_server, start_worker, wait_until
+from tests.support.processes import ChildProcess, ServerProcess, WorkerProcess, rss_bytes, start_server, start_worker
+from tests.support.waiting import until
 
 SIZE_BYTES = 300_000  # of a step and stream: more than one piece
 END_S = 30.0
@@ -70,7 +71,7 @@ class Following:
         def seen() -> bool:
             return all(len(self.seen(stream)) == steps * talk.size_bytes for stream in self.parts)
 
-        wait_until(seen, END_S, f"{steps} steps are seen")
+        until(seen, END_S, f"{steps} steps are seen")
 
     def to_the_end(self) -> None:
         for thread in self._threads:
@@ -153,7 +154,7 @@ def test_a_new_attempt_begins_at_its_start_and_the_failed_one_was_seen_to_its_en
         talk.go(0)
         following.wait_for(talk, 1)
         talk.fail(1)
-        wait_until(lambda: client.status("talk")["attempt"] == 2, END_S, "the second attempt begins")
+        until(lambda: client.status("talk")["attempt"] == 2, END_S, "the second attempt begins")
         talk.go(1, 2, 3, 4)
         following.to_the_end()
 
@@ -193,7 +194,7 @@ class TestWithOneWorker:
 
     def test_what_there_is_now_of_a_running_job(self, shared_client: Client, tmp_path: Path) -> None:
         shell(shared_client, "now", f"echo begun; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; echo ended")
-        wait_until(lambda: list(shared_client.logs("now", follow=False)) == [b"begun\n"], SOON_S, "its first line is there")
+        until(lambda: list(shared_client.logs("now", follow=False)) == [b"begun\n"], SOON_S, "its first line is there")
         (tmp_path / "go").touch()
         shared_client.job("now").result(END_S)
 
@@ -209,7 +210,7 @@ class TestWithOneWorker:
 
             return shared_client.wait(read())
 
-        wait_until(lambda: last() == b"99\n100\n", SOON_S, "the last bytes are there")
+        until(lambda: last() == b"99\n100\n", SOON_S, "the last bytes are there")
         (tmp_path / "go").touch()
         shared_client.job("tail").result(END_S)
 
@@ -256,7 +257,7 @@ class TestWithOneWorker:
         )
         with start_worker(shared_server, "--app", "zpe", "--exec", f"zpe=/bin/sh {script}", command=True):
             job = shared_client.submit(job_id="of-an-app", subject="job.assign.zpe", payload=b"{}")
-            wait_until(lambda: shared_client.status("of-an-app")["state"] == "RUNNING", SOON_S, "it runs")
+            until(lambda: shared_client.status("of-an-app")["state"] == "RUNNING", SOON_S, "it runs")
             pieces = shared_client.logs("of-an-app")
             assert next(pieces) == b"one\n"
 
@@ -278,7 +279,7 @@ class TestWithOneWorker:
             view = shared_client.status("progress")
             return view["progress"], view["progress_text"]
 
-        wait_until(lambda: told() == (0.25, "a quarter"), 3 * SOON_S, "its progress is stored")
+        until(lambda: told() == (0.25, "a quarter"), 3 * SOON_S, "its progress is stored")
         assert "It says that it is 25% done (a quarter)." in shared_client.explain("progress")["because"]
         (tmp_path / "go").touch()
         assert shared_client.job("progress").outcome(END_S).outcome.exit_code == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.stage import SOON_S, Ledger, command_worker, jobs_worker, postgresql_in_soak, stdout_of, story
-from tests.processes import start_server
+from tests.support.processes import start_server
 
 pytestmark = pytest.mark.e2e
 

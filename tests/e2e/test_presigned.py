@@ -11,8 +11,8 @@ import pytest
 
 from tasuki.net.http.presigned import DIRECT_MIN_BYTES
 from tests.net.counting_relay import Relay
-from tests.processes import start_server, start_worker
-from tests.services_s3 import S3Service
+from tests.support.processes import start_server, start_worker
+from tests.support.s3_service import S3Service
 
 pytestmark = pytest.mark.e2e
 SIZE_BYTES = DIRECT_MIN_BYTES + 1000

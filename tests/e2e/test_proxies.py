@@ -22,9 +22,10 @@ import pytest
 
 from tasuki import Client
 from tasuki.errors import TasukiError
-from tests.certificates import TestAuthority
 from tests.conftest import Require
-from tests.processes import ChildProcess, ServerProcess, start_server, start_worker, wait_until
+from tests.support.certificates import TestAuthority
+from tests.support.processes import ChildProcess, ServerProcess, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -136,7 +137,7 @@ def make_front(request: pytest.FixtureRequest, require: Require, authority: Test
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", port)) == 0
 
-        wait_until(open_, DEADLINE_S, f"{kind} listens")
+        until(open_, DEADLINE_S, f"{kind} listens")
         return front
 
     return make

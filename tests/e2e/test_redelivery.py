@@ -20,7 +20,7 @@ from tasuki.core.protocol import (
 )
 from tests.doors.raw import RawPeer
 from tests.e2e.stage import LOST_WITHIN_S, SOON_S, Ledger, jobs_worker, shared_postgresql_in_soak, story
-from tests.processes import ServerProcess
+from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
 

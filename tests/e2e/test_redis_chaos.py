@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos_redis import Plan, Scene
 from tests.conftest import Require
-from tests.services_redis import redis_program
+from tests.support.chaos.redis_rig import Plan, Scene
+from tests.support.redis_service import redis_program
 
 pytestmark = pytest.mark.e2e
 

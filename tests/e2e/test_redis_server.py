@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from tests.e2e.stage import LEAD_TTL_S, SOON_S, leader_of
-from tests.processes import SOURCE, ServerProcess, start_server, start_servers, wait_until
-from tests.services_redis import RedisService
+from tests.support.processes import SOURCE, ServerProcess, start_server, start_servers
+from tests.support.redis_service import RedisService
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -135,7 +136,7 @@ def test_a_job_of_set_and_lpush_goes_through_lease_failed_delay_dead_letters_and
         assert raw.client.zscore("zpe:delay", "h2") - time.time() == pytest.approx(delay_s, abs=2.0)
         assert "lease" not in raw.keys_of("h2")
         raw.do_not_wait_for("h2")
-        wait_until(lambda: raw.places_of("h2") == {"queue"}, SOON_S, "it is promoted")
+        until(lambda: raw.places_of("h2") == {"queue"}, SOON_S, "it is promoted")
 
     # the fourth: no retry is left
     worker.tell(worker.lease(), "failed", **FAILURE)
@@ -160,7 +161,7 @@ def test_a_lease_that_ran_out_is_a_delayed_loss_and_its_late_result_is_refused(s
     raw.push("late")
     lost = worker.lease()
 
-    wait_until(lambda: raw.places_of("late") == {"delay"}, SOON_S, "the lease is reaped")
+    until(lambda: raw.places_of("late") == {"delay"}, SOON_S, "the lease is reaped")
 
     assert (raw.status("late"), raw.retries("late"), raw.keys_of("late")) == ("queued", 1, {"payload", "status", "retry_count"})
     assert raw.client.zscore("zpe:delay", "late") - time.time() == pytest.approx(10.0, abs=2.0)
@@ -173,7 +174,7 @@ def test_a_job_that_is_pushed_while_a_worker_waits_reaches_it_soon(server: Serve
     worker = Worker(server)
     with server.client() as client, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(worker.lease)
-        wait_until(lambda: any(seen["credit"] for seen in client.wait(client.aio.request("workers"))), SOON_S, "it waits")
+        until(lambda: any(seen["credit"] for seen in client.wait(client.aio.request("workers"))), SOON_S, "it waits")
 
         raw.push("awaited")
 
@@ -226,7 +227,7 @@ def test_after_redis_was_killed_and_came_back_with_its_append_only_file_the_serv
             assert worker.lease()["job_id"] == "waiting"
             raw.push("after")
             assert worker.lease()["job_id"] == "after"
-            wait_until(lambda: server.leads, SOON_S, "it leads")
+            until(lambda: server.leads, SOON_S, "it leads")
         raw.client.close()
 
 
@@ -242,7 +243,7 @@ def test_a_flushed_redis_gives_no_epoch_again_that_the_database_knows(
 
         raw.client.flushdb()
 
-        wait_until(lambda: first.output().count("leads no more") == 1, SOON_S, "the leader has lost its lock")
+        until(lambda: first.output().count("leads no more") == 1, SOON_S, "the leader has lost its lock")
         leader_of(pair)
         epochs = [epoch for server in pair for epoch in server.led()]
         assert sorted(epochs) == [1, 2]
@@ -269,7 +270,7 @@ def test_a_password_is_neither_in_the_log_nor_in_the_list_of_processes(
             admin.execute_command("CLIENT", "KILL", "USER", "zpe", "SKIPME", "no")
             with pytest.raises(AssertionError) as told:
                 worker.lease()
-            wait_until(lambda: "does not answer" in server.output(), SOON_S, "the server is locked out")
+            until(lambda: "does not answer" in server.output(), SOON_S, "the server is locked out")
             assert secret not in server.output() + str(told.value)
             assert str(redis_service.port) not in str(told.value), "nothing about Redis is told to a worker"
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from tasuki import Client
 from tests.e2e.stage import SOON_S, shared_sqlite_only, stdout_of
-from tests.processes import ServerProcess, start_worker
+from tests.support.processes import ServerProcess, start_worker
 
 pytestmark = [pytest.mark.e2e, shared_sqlite_only]
 

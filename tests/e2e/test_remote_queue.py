@@ -21,7 +21,7 @@ from tasuki.cli import store_client
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tests.cli.commands import TASUKI, User, environment
 from tests.cli.inside import Inside, inside
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 __all__ = ["inside"]
 pytestmark = pytest.mark.e2e
@@ -60,7 +60,7 @@ class Outsider:
         return status
 
     def wait_for(self, job_id: str, status: str) -> None:
-        wait_until(lambda: self.status(job_id) == status, 20.0, f"{job_id} is {status}, not {self.status(job_id)}")
+        until(lambda: self.status(job_id) == status, 20.0, f"{job_id} is {status}, not {self.status(job_id)}")
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_after_a_worker_was_killed_another_one_runs_its_job(
 
     # Nobody leads here: runs of the duties do it, as cron would. The first one waits for the silent worker once more.
     began = time.monotonic()
-    wait_until(lambda: duties()["reaped"], 30.0, "its lease is over")
+    until(lambda: duties()["reaped"], 30.0, "its lease is over")
     assert time.monotonic() - began >= TTL_S + LEASE_MARGIN_S / 2
     assert outsider.raw.get("zpe:retry_count:j1") == "1"
     assert outsider.raw.zscore("zpe:delay", "j1") > time.time()
@@ -161,7 +161,7 @@ def test_a_store_that_nobody_leads_is_warned_of_once(
 
     async def take_part() -> None:
         async with store_client.guest(store_client.StoreAddress(redis_url, "zpe")):
-            await asyncio.to_thread(wait_until, lambda: "no server leads" in caplog.text)
+            await asyncio.to_thread(until, lambda: "no server leads" in caplog.text)
 
     with caplog.at_level("WARNING", logger="tasuki.direct"):
         asyncio.run(take_part())

@@ -8,7 +8,8 @@ import pytest
 
 from tasuki import Client
 from tests.e2e.stage import SOON_S, Ledger, jobs_worker
-from tests.processes import ServerProcess, wait_until
+from tests.support.processes import ServerProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -52,7 +53,7 @@ def test_a_subject_that_ends_in_a_live_worker_goes_to_that_worker_only(
             assert {run.pid for run in ledger.runs() if run.job_id.startswith("bert")} == {bert.pid}
 
         # and: when it is gone, what is addressed to it goes to whoever subscribes
-        wait_until(lambda: len(shared_client.workers()) == 1, SOON_S, "the server notices that bert is gone")
+        until(lambda: len(shared_client.workers()) == 1, SOON_S, "the server notices that bert is gone")
         assert shared_client.submit(subject="to.bert", job_id="bert-late").result(SOON_S) == b"1"
         assert ledger.of("bert-late")[0].pid == anna.pid
 

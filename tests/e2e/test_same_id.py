@@ -10,7 +10,7 @@ import pytest
 from tasuki import AsyncClient, Client
 from tasuki.errors import Conflict, NotFound
 from tests.e2e.stage import SOON_S, Ledger, jobs_worker
-from tests.processes import ServerProcess
+from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
 

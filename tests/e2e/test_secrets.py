@@ -11,7 +11,8 @@ import pytest
 
 from tasuki import Client
 from tests.e2e.stage import SOON_S, sqlite_only
-from tests.processes import ServerProcess, start_worker, wait_until
+from tests.support.processes import ServerProcess, start_worker
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, sqlite_only]
 
@@ -37,7 +38,7 @@ def test_a_value_that_the_job_tells_everybody_is_told_to_nobody(server: ServerPr
         job = client.submit(exec="tell", job_id="tells", max_retries=0)
 
         # when: it is looked at while it runs, and has ended
-        wait_until(lambda: client.status("tells")["progress_text"], SOON_S, "its progress is stored")
+        until(lambda: client.status("tells")["progress_text"], SOON_S, "its progress is stored")
         seen = [b"".join(client.logs("tells", stream, follow=False)).decode() for stream in ("stdout", "stderr")]
         seen += [json.dumps(client.status("tells")), json.dumps(client.explain("tells"))]
         go_on.touch()

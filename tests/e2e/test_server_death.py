@@ -23,7 +23,8 @@ from tests.e2e.stage import (
     stdout_of,
     story,
 )
-from tests.processes import ServerProcess, start_server, wait_until
+from tests.support.processes import ServerProcess, start_server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -57,7 +58,7 @@ def kill_under_load(
             try:
                 for _ in range(kills):
                     done = len(ledger.runs())
-                    wait_until(lambda done=done: len(ledger.runs()) > done + 20, 3 * SOON_S, "jobs run between two kills")
+                    until(lambda done=done: len(ledger.runs()) > done + 20, 3 * SOON_S, "jobs run between two kills")
                     stop.wait(chance.uniform(0.0, 0.15))  # this is the random moment, not a wait for something
                     server.kill()
                     server.restart()
@@ -104,8 +105,8 @@ def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, s
             server.restart()
 
             # then: the same workers come back with their jobs, and renew them
-            wait_until(lambda: _workers(client) == before, SOON_S, "both workers are back, with one job each")
-            wait_until(lambda: _states(client, "handled", "command") == ["RUNNING"] * 2, SOON_S, "both are known to run")
+            until(lambda: _workers(client) == before, SOON_S, "both workers are back, with one job each")
+            until(lambda: _states(client, "handled", "command") == ["RUNNING"] * 2, SOON_S, "both are known to run")
 
         gate.touch()
         assert handled.result(SOON_S) == b"1"
@@ -183,13 +184,13 @@ def test_leases_are_renewed_by_the_restarted_server(
         before = _workers(client)
         server.kill()
         server.restart()
-        wait_until(lambda: _workers(client) == before, SOON_S, "the worker is back with its job")
+        until(lambda: _workers(client) == before, SOON_S, "the worker is back with its job")
 
         # when: the lease was renewed several times
         expiry = client.explain("renewed")["facts"]["lease_expires_at"]
         for _ in range(3):
             last = expiry
-            expiry = wait_until(
+            expiry = until(
                 lambda last=last: _later_expiry(client, last), SOON_S, f"a heartbeat moves the lease's end past {last}"
             )
 

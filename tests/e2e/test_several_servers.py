@@ -31,8 +31,9 @@ from tests.e2e.stage import (
     story,
     wait_until_met,
 )
-from tests.processes import ServerProcess, start_server, start_servers, wait_until
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
+from tests.support.processes import ServerProcess, start_server, start_servers
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -134,7 +135,7 @@ def test_a_subject_that_ends_in_a_worker_of_another_server_goes_to_that_worker_o
         there.client() as other,
     ):
         for one in (client, other):
-            wait_until(lambda one=one: {"anna", "bert"} <= _workers(one), SOON_S, "both servers know both workers")
+            until(lambda one=one: {"anna", "bert"} <= _workers(one), SOON_S, "both servers know both workers")
 
         jobs = [client.submit(subject=f"to.{name}", job_id=f"{name}-{n}") for n in range(10) for name in ("anna", "bert")]
 
@@ -150,7 +151,7 @@ def test_everything_is_seen_from_any_server(shared_pair: list[ServerProcess], le
         assert client.submit(subject="seen.1", job_id="seen-ended").result(SOON_S) == b"1"
         client.submit(subject="unseen.1", job_id="unseen", watch=False)
         with there.client() as other:
-            wait_until(lambda: "watcher" in _workers(other), SOON_S, "the other server knows the worker")
+            until(lambda: "watcher" in _workers(other), SOON_S, "the other server knows the worker")
 
             # when: the other one is asked, by the command line too
             listed = {job["job_id"] for job in _json(there, "list", "--json")["jobs"]}
@@ -204,8 +205,8 @@ def test_a_token_revoked_at_one_server_ends_its_connections_at_the_other(
             admin.wait(admin.aio.request("token.revoke", token_id=token_id))
 
         # then: both connections end within two seconds, and the worker with its own
-        wait_until(lambda: not client.aio.connected, REVOKED_WITHIN_S, "the client's connection is cut")
-        wait_until(lambda: not _workers(witness), REVOKED_WITHIN_S, "the worker's connection is cut")
+        until(lambda: not client.aio.connected, REVOKED_WITHIN_S, "the client's connection is cut")
+        until(lambda: not _workers(witness), REVOKED_WITHIN_S, "the worker's connection is cut")
         print(f"both connections ended {time.monotonic() - revoked_at:.2f} s after the first was revoked")
         with pytest.raises(Unauthorized):
             client.status("mine")
@@ -246,9 +247,9 @@ def test_peers_of_a_killed_server_go_on_at_another_with_what_they_run(
 
         # and: what ran goes on in its only attempt, past the lease it had from the dead server
         with survivor.client() as other:
-            wait_until(lambda: len(_workers(other)) == 2, SOON_S, "both workers are at the other server")
+            until(lambda: len(_workers(other)) == 2, SOON_S, "both workers are at the other server")
             expiry = _expiry(other, "command")
-            wait_until(lambda: _expiry(other, "command") > expiry + 1.0, SOON_S, "the other server renews the lease")
+            until(lambda: _expiry(other, "command") > expiry + 1.0, SOON_S, "the other server renews the lease")
             gate.touch()
             assert handled.result(SOON_S) == b"1"
             assert stdout_of(command.result(SOON_S)) == "attempt 1\n"
@@ -273,9 +274,9 @@ def test_peers_of_a_frozen_server_go_on_at_another_before_their_leases_are_over(
         frozen.signal(signal.SIGSTOP)
 
         # then: the worker has moved on in time, and renews its lease there
-        wait_until(lambda: len(_workers(other)) == 1, LOST_WITHIN_S, "the worker is at the other server")
+        until(lambda: len(_workers(other)) == 1, LOST_WITHIN_S, "the worker is at the other server")
         expiry = _expiry(other, "kept")
-        wait_until(lambda: _expiry(other, "kept") > expiry + 1.0, SOON_S, "the other server renews the lease")
+        until(lambda: _expiry(other, "kept") > expiry + 1.0, SOON_S, "the other server renews the lease")
 
         # and: the client too, with the result of the only run
         gate.touch()
@@ -303,7 +304,7 @@ def test_servers_that_are_restarted_one_after_the_other_under_load_cost_nothing(
         # when: each server is stopped in order and started again
         for server in pair:
             done = len(ledger.runs())
-            wait_until(lambda done=done: len(ledger.runs()) > done + 50, SOON_S, "jobs run between two restarts")
+            until(lambda done=done: len(ledger.runs()) > done + 50, SOON_S, "jobs run between two restarts")
             assert server.stop() == 0
             server.restart()
 
@@ -350,7 +351,7 @@ def test_a_client_learns_of_a_server_that_came_later_when_it_reconnects(
             # when: its server restarts, and later dies for good
             first.kill()
             first.restart()
-            wait_until(lambda: first.url in _addresses(client), SOON_S, "the client is back at the restarted server")
+            until(lambda: first.url in _addresses(client), SOON_S, "the client is back at the restarted server")
             first.kill()
 
             # then: it goes on at the other

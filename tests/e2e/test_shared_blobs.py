@@ -17,9 +17,10 @@ import pytest
 from tasuki.core.job import InputFile
 from tasuki.errors import Conflict, Corrupt
 from tests.e2e.stage import SOON_S, Ledger, in_background, jobs_worker, wait_until_met
-from tests.processes import ServerProcess, WorkerProcess, start_server, start_servers, start_worker, wait_until
-from tests.services import PostgresService
-from tests.services_s3 import BUCKET, S3Service
+from tests.support.postgres_service import PostgresService
+from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_servers, start_worker
+from tests.support.s3_service import BUCKET, S3Service
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -113,7 +114,7 @@ def wait_for_s3_in_the_middle_of_an_upload(places: Places, tmp_path: Path, away_
     with copying_worker(there, tmp_path), here.client() as client:
         with in_background(lambda: client.wait(client.aio.put_file(path, progress))) as upload:
             assert halfway.wait(SOON_S)
-            assert wait_until(lambda: uploads(places), SOON_S, "a part of it is in S3")
+            assert until(lambda: uploads(places), SOON_S, "a part of it is in S3")
 
             # when: S3 dies and is away for a while
             places.s3.kill()
@@ -195,7 +196,7 @@ def test_what_no_job_needs_any_more_is_deleted_from_s3(
             client.submit(subject="nobody.1", exec="other", files=[path], job_id="waiting")
         assert len(objects_in(s3, prefix)) == 3
         touched = "SELECT extract(epoch FROM clock_timestamp()) - max(touched_at) FROM tasuki_blob"
-        wait_until(lambda: postgres.execute(touched, url=postgres_url)[0][0] > max(GRACE_S, 1.0), SOON_S, "all times are over")
+        until(lambda: postgres.execute(touched, url=postgres_url)[0][0] > max(GRACE_S, 1.0), SOON_S, "all times are over")
         server.stop()
         server.restart()  # whoever begins to lead looks at once
 
@@ -203,10 +204,10 @@ def test_what_no_job_needs_any_more_is_deleted_from_s3(
         def left() -> list[str]:
             return [key.removeprefix(f"{prefix}/") for key in objects_in(s3, prefix)]
 
-        wait_until(lambda: len(left()) == 1, 4 * SOON_S, "two of the three objects are deleted")
+        until(lambda: len(left()) == 1, 4 * SOON_S, "two of the three objects are deleted")
         assert left()[0].startswith(f"{waiting.sha256[:2]}/{waiting.sha256}")
         rows = "SELECT sha256 FROM tasuki_blob"
-        wait_until(lambda: postgres.execute(rows, url=postgres_url) == [(waiting.sha256,)], SOON_S, "their rows too")
+        until(lambda: postgres.execute(rows, url=postgres_url) == [(waiting.sha256,)], SOON_S, "their rows too")
         assert client.status("waiting")["state"] == "PENDING"
 
 

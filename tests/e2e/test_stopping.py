@@ -8,7 +8,8 @@ import pytest
 
 from tasuki import Client
 from tests.e2e.stage import SOON_S, Ledger, command_worker, jobs_worker, shared_postgresql_in_soak, story
-from tests.processes import ServerProcess, wait_until
+from tests.support.processes import ServerProcess
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, shared_postgresql_in_soak]
 
@@ -28,7 +29,7 @@ def test_cancel_of_a_running_command_leaves_no_process_of_its_group(
     family = tmp_path / "family"
     with command_worker(shared_server, ledger):
         job = shared_client.submit(exec="step", args=["family", str(family)], job_id="family")
-        wait_until(family.exists, SOON_S, "the command has started its child")
+        until(family.exists, SOON_S, "the command has started its child")
         pids = [int(pid) for pid in family.read_text().split()]
         assert all(alive(pid) for pid in pids)
 

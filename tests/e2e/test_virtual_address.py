@@ -19,7 +19,6 @@ import httpx
 import pytest
 
 from tests.agent.stage import AgentStage, Started, code_of
-from tests.certificates import TestAuthority
 from tests.conftest import Require
 from tests.e2e.dispatchers import (
     DEADLINE_S,
@@ -32,7 +31,9 @@ from tests.e2e.dispatchers import (
     the_one_with,
 )
 from tests.e2e.test_proxies import free_port, program, replaced
-from tests.processes import ChildProcess, wait_until
+from tests.support.certificates import TestAuthority
+from tests.support.processes import ChildProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -81,7 +82,7 @@ class Place:
         self.dispatchers = start_dispatchers(stack, folder, [agent.url for agent in agents], authority)
         self.proxy = stack.enter_context(HAProxy(folder, self.dispatchers, authority))
         self._options: dict[str, Any] = {"base_url": self.proxy.url, "verify": authority.trusted(), "timeout": DEADLINE_S}
-        wait_until(self.proxy.listens, DEADLINE_S, "HAProxy listens")
+        until(self.proxy.listens, DEADLINE_S, "HAProxy listens")
 
     def _agent(self, folder: Path, name: str) -> AgentStage:
         """Its program notes its start, and says what it was given; with "hold" it ends when the test lets it go."""
@@ -109,7 +110,7 @@ class Place:
         for dispatcher in dead:
             dispatcher.await_ready()
         for dispatcher in self.dispatchers:
-            wait_until(lambda: self.takes_part(dispatcher), DEADLINE_S, f"{dispatcher.name} takes part")  # noqa: B023
+            until(lambda: self.takes_part(dispatcher), DEADLINE_S, f"{dispatcher.name} takes part")  # noqa: B023
 
     def takes_part(self, dispatcher: DispatcherProcess) -> bool:
         """By HAProxy's latest word about it; one that it has said nothing about is taken to be well."""
@@ -156,7 +157,7 @@ def test_after_the_death_of_a_dispatcher_the_documented_loop_has_the_result_with
 ) -> None:
     cut = place.begin("7f3c", LARGE)
     through, other = the_one_with("7f3c", place.dispatchers)
-    (node,) = wait_until(lambda: place.started("7f3c"), DEADLINE_S, "its program runs")
+    (node,) = until(lambda: place.started("7f3c"), DEADLINE_S, "its program runs")
     before = other.input_bytes()
 
     through.kill()
@@ -182,7 +183,7 @@ def test_a_dispatcher_that_goes_down_gets_no_new_requests_and_ends_what_it_has(p
     through, other = the_one_with("drained", place.dispatchers)
 
     through.signal(signal.SIGTERM)
-    wait_until(lambda: not place.takes_part(through), DEADLINE_S, "HAProxy takes it out")
+    until(lambda: not place.takes_part(through), DEADLINE_S, "HAProxy takes it out")
     while_it_ends = [place.run(f"new-{n}", "0", SMALL).status_code for n in range(2)]
     place.let_go()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.stage import HERE, LEASE_TTL_S, SOON_S, stdout_of
-from tests.processes import ServerProcess, WorkerProcess, start_server, start_worker, wait_until
+from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +62,7 @@ def test_when_the_worker_is_killed_its_interpreters_and_their_jobs_go(server: Se
     started = tmp_path / "started"
     with python_worker(server, tmp_path / "killed", "warm_jobs:wait_for") as worker, server.client() as client:
         client.submit(subject="killed", exec="job", args=(str(started), str(tmp_path / "never")), max_losses=0)
-        wait_until(started.exists, SOON_S, "the job runs")
+        until(started.exists, SOON_S, "the job runs")
         found = re.search(r"keeper (\d+): level", worker.wait_for_output("level "))
         assert found is not None
         kept = [*processes_of(int(found[1])), int(found[1])]
@@ -69,4 +70,4 @@ def test_when_the_worker_is_killed_its_interpreters_and_their_jobs_go(server: Se
 
         os.kill(worker.pid, signal.SIGKILL)
 
-        wait_until(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in kept), SOON_S, "all of them are gone")
+        until(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in kept), SOON_S, "all of them are gone")

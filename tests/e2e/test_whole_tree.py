@@ -14,7 +14,8 @@ import pytest
 from tasuki import Client
 from tasuki.core.job import JobSpec
 from tests.e2e.stage import HERE, LEASE_TTL_S, LOST_WITHIN_S, SOON_S, Ledger, command_worker, stdout_of
-from tests.processes import ServerProcess, WorkerProcess, open_files, start_server, start_worker, wait_until
+from tests.support.processes import ServerProcess, WorkerProcess, open_files, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -53,7 +54,7 @@ def hidden(pids: Path) -> list[int]:
         numbers = [int(line) for line in pids.read_text().split()]
         return numbers if len(numbers) == 2 else []
 
-    return wait_until(both, SOON_S, "the job has hidden its second process")
+    return until(both, SOON_S, "the job has hidden its second process")
 
 
 def living(pids: list[int]) -> list[int]:
@@ -100,7 +101,7 @@ def test_nothing_is_left_when_the_lease_cannot_be_renewed(
 
         server.signal(signal.SIGSTOP)
         try:
-            wait_until(lambda: not living(family), LEASE_TTL_S + SOON_S, "the job is ended at the lease's deadline")
+            until(lambda: not living(family), LEASE_TTL_S + SOON_S, "the job is ended at the lease's deadline")
         finally:
             server.signal(signal.SIGCONT)
 
@@ -112,7 +113,7 @@ def test_nothing_is_left_when_the_worker_is_killed(server: ServerProcess, client
 
         worker.kill()
 
-        wait_until(lambda: not living(family), SOON_S, "job and keeper are gone")
+        until(lambda: not living(family), SOON_S, "job and keeper are gone")
 
 
 def test_what_outlived_keeper_and_worker_is_gone_after_the_next_start_on_that_folder(
@@ -212,7 +213,7 @@ def test_many_short_jobs_on_many_slots_leave_no_process_descriptor_or_folder(
         def round_of(name: str) -> None:
             jobs = client.submit_many([JobSpec(job_id=f"{name}-{n}", exec="true") for n in range(SHORT_JOBS)])
             assert {job.outcome(6 * SOON_S).state for job in jobs} == {"SUCCEEDED"}
-            wait_until(lambda: not folders(), SOON_S, "every run folder is removed")
+            until(lambda: not folders(), SOON_S, "every run folder is removed")
 
         round_of("warm-up")
         before = left()

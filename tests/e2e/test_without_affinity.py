@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config import parse_url
-from tests.processes import ServerProcess, start_servers, start_worker
+from tests.support.processes import ServerProcess, start_servers, start_worker
 
 pytestmark = pytest.mark.e2e
 

@@ -22,7 +22,8 @@ from tests.e2e.stage import (
     stdout_of,
     story,
 )
-from tests.processes import ChildProcess, ServerProcess, wait_until
+from tests.support.processes import ChildProcess, ServerProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -109,7 +110,7 @@ def test_a_finish_that_comes_after_the_job_was_given_away_is_fenced(
             # then: the report is refused, and the refusal is kept
             hung.wait_for_output("job late attempt 1: refused")
             assert not job.done
-            wait_until(lambda: "fenced" in story(client, "late"), SOON_S, "explain tells of the fenced finish")
+            until(lambda: "fenced" in story(client, "late"), SOON_S, "explain tells of the fenced finish")
 
             # and: the result is the second attempt's
             second.signal(signal.SIGCONT)

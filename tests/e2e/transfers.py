@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tasuki.config import parse_url
 from tests.e2e.metered import Metered
-from tests.processes import ChildProcess, ServerProcess, start_server, wait_until
+from tests.support.processes import ChildProcess, ServerProcess, start_server
+from tests.support.waiting import until
 
 SEND = """
 import asyncio, sys
@@ -60,11 +61,11 @@ def send_with_deaths(tmp_path: Path, door: str, size_bytes: int, patience_s: flo
 
         way.hold_at(size_bytes // 2)
         with client("first.log"):
-            wait_until(stands_at(0.5), patience_s, "half of it is on its way")
+            until(stands_at(0.5), patience_s, "half of it is on its way")
         way.cut()
         way.hold_at(size_bytes * 3 // 4)
         with client("second.log") as second:
-            wait_until(stands_at(0.75), patience_s, "three quarters of it are on their way")
+            until(stands_at(0.75), patience_s, "three quarters of it are on their way")
             server.kill()
             server.restart()
             way.target = port_of(server, door)

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import ServerProcess, start_server, start_worker
 from tests.shape.source import ROOT
+from tests.support.processes import ServerProcess, start_server, start_worker
 
 EXAMPLES = ROOT / "examples"
 TESTED = {

@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import Require
 from tests.examples.tutorial import Terminals, blocks_of, check_shown, steps_of
-from tests.services_redis import RedisService
 from tests.shape.source import ROOT
+from tests.support.redis_service import RedisService
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 LAB_PC = (TUTORIALS / "lab-pc.md").read_text(encoding="utf-8")

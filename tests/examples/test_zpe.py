@@ -23,8 +23,8 @@ import pytest
 from tasuki.core.job import Progress
 from tasuki.worker.attempt import RunResult
 from tests.conftest import Require
-from tests.processes import wait_until
 from tests.shape.source import ROOT
+from tests.support.waiting import until
 from tests.worker.runs import alive, archive_of, attempt_of, close_runners, exec_of, runner_in
 
 ZPE = ROOT / "examples" / "zpe"
@@ -201,7 +201,7 @@ def test_when_it_is_told_to_stop_pw_ends_and_nothing_is_left(shell: Shell) -> No
 
     with subprocess.Popen(shell.command(os.fspath(ZPE / "h2.json")), env=shell.environment, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_until(pid_file.exists, what="pw.x runs")
+            until(pid_file.exists, what="pw.x runs")
             process.send_signal(signal.SIGTERM)
             code = process.wait(30)
         finally:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from tests.processes import ChildProcess
+from tests.support.processes import ChildProcess
 
 BLOCK_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0

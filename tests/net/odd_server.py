@@ -12,6 +12,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, HelloClient, Message, Welcome
 from tasuki.net.http.names import FRAMES_TYPE
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
+from tests.support.waiting import Watched
 
 
 class Asked(NamedTuple):
@@ -66,16 +67,16 @@ def welcome(asked: Asked) -> bytes:
 Answer = bytes | Callable[[Asked], bytes] | Callable[[Asked], Awaitable[bytes]]
 
 
-class OddServer:
+class OddServer(Watched):
     """`async with OddServer(answer) as server:`. `answer` gets each request and gives the bytes; empty: it hangs up."""
 
     def __init__(self, answer: Answer, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__()
         self.answer = answer
         self.asked: list[Asked] = []
         self.hung_up = 0
         """How many requests their sender left before they were answered."""
         self._tls = tls
-        self._something = asyncio.Event()
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> OddServer:
@@ -94,18 +95,12 @@ class OddServer:
         await self.until(lambda: len(self.asked) >= count)
         return self.asked[count - 1]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Looked at whenever a request comes, or is left by its sender."""
-        while not condition():
-            self._something.clear()
-            await self._something.wait()
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
         try:
             while (asked := await self._read(reader)) is not None:
                 self.asked.append(asked)
-                self._something.set()
+                self.changed()
                 answer = await self._answer_to(asked, reader)
                 writer.write(answer)
                 if not answer or b"Connection: close" in answer:
@@ -132,7 +127,7 @@ class OddServer:
         if answering.done():
             return await answering
         self.hung_up += 1
-        self._something.set()
+        self.changed()
         answering.cancel()
         return b""
 

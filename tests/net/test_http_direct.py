@@ -29,10 +29,10 @@ from tasuki.net.http.presigned import DirectBlobs, NotDirect, _Download, _Link, 
 from tasuki.net.http.transport import HttpTransport
 from tasuki.server.assembly import open_direct
 from tasuki.wire.messages import encode
-from tests.certificates import TestAuthority
 from tests.doors.http.stage import Stage
 from tests.net.counting_relay import Relay
-from tests.services_s3 import BUCKET, S3Service
+from tests.support.certificates import TestAuthority
+from tests.support.s3_service import BUCKET, S3Service
 
 PART_BYTES = 5 * 1024 * 1024
 SMALL_BYTES, LARGE_BYTES = 300_000, 2 * PART_BYTES + 1000

@@ -31,9 +31,9 @@ from tasuki.net.http.names import FRAMES_TYPE, SESSION_HEADER
 from tasuki.net.http.worker_link import POLL_WAIT_S, HttpWorkerLink
 from tasuki.wire.frames import encode_frame
 from tasuki.wire.messages import encode
-from tests.certificates import TestAuthority
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http
 from tests.net.owners import LinkOwner
+from tests.support.certificates import TestAuthority
 
 DEADLINE_S = 10.0
 HELLO = HelloWorker(msg_id=1, worker_id="w", incarnation="i", token="tsk_w_secret", version=2)

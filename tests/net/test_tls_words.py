@@ -19,7 +19,7 @@ from tasuki.core.address import Address
 from tasuki.errors import ConfigError, NotTasuki, ResponseLost, Unavailable
 from tasuki.net import client_tls, connect
 from tasuki.net.http.transport import HttpTransport
-from tests.certificates import TestAuthority
+from tests.support.certificates import TestAuthority
 
 DEADLINE_S = 20.0
 CONNECT_S = 5.0

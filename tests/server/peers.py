@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeVar
 
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import HelloClient, HelloWorker, Message, Welcome
 from tasuki.errors import TasukiError
 from tasuki.server.server import Server
+from tests.support.waiting import Watched
 
 PATIENCE_S = 10.0
 M = TypeVar("M", bound=Message)
 
 
-class FakeConnection:
+class FakeConnection(Watched):
     """What doors give to the server. While `writable` is not set it takes nothing more."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.peer = Peer("unix", os.getuid(), "unix socket")
         self.codec: str | None = None
         self.said: list[Message] = []
@@ -29,7 +31,6 @@ class FakeConnection:
         self.paused: set[object] = set()
         self.writable = asyncio.Event()
         self.writable.set()
-        self._heard = asyncio.Event()
 
     @property
     def full(self) -> bool:
@@ -42,18 +43,18 @@ class FakeConnection:
     def send_together(self, messages: Iterable[Message]) -> None:
         self.writes.append(list(messages))
         self.said += self.writes[-1]
-        self._heard.set()
+        self.changed()
 
     def trust(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
 
     def close(self, error: TasukiError | None = None) -> None:
         self.closed = error
-        self._heard.set()
+        self.changed()
 
     def pause_reading(self, why: object = None) -> None:
         self.paused.add(why)
-        self._heard.set()
+        self.changed()
 
     def resume_reading(self, why: object = None) -> None:
         self.paused.discard(why)
@@ -69,13 +70,6 @@ class FakeConnection:
         """The count-th message of this kind; fails when it does not come."""
         await self.until(lambda: len(self.all(kind)) >= count)
         return self.all(kind)[count - 1]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Look again whenever the server did something to this connection."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                self._heard.clear()
-                await self._heard.wait()
 
 
 async def client(server: Server) -> tuple[int, FakeConnection]:

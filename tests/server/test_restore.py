@@ -24,7 +24,7 @@ from tasuki.server.restore import check_backup, restore
 from tasuki.server.swap_in import finish_publishing
 from tasuki.stores.sql import sqlite_backup
 from tasuki.stores.sql.sqlite_backup import EPOCH_STEP
-from tests.backups import AGAIN, LARGE, Made, add_blob, make_store, opened, rows
+from tests.support.backups import AGAIN, LARGE, Made, add_blob, make_store, opened, rows
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -23,7 +23,8 @@ from tasuki.server.server import Server, ServerConfig
 from tasuki.stores.clock import SystemClock
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Feature
-from tests.server.peers import PATIENCE_S, client, worker
+from tests.server.peers import client, worker
+from tests.support.waiting import until_async
 
 LOCK_TTL_S = 0.6
 
@@ -127,12 +128,6 @@ class World:
                     await server.stop()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - nobody signals what happens inside a server
-            await asyncio.sleep(0.01)
-
-
 def leaders(servers: list[Server]) -> list[Server]:
     return [server for server in servers if server.broker.duties.epoch]
 
@@ -149,8 +144,8 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 def test_exactly_one_leads_and_all_know_each_other(world: World) -> None:
     async def work() -> None:
         async with world.servers("a", "b", "c") as servers:
-            await until(lambda: leaders(servers))
-            await until(lambda: all(len(server.broker.fellows.servers) == 2 for server in servers))
+            await until_async(lambda: leaders(servers))
+            await until_async(lambda: all(len(server.broker.fellows.servers) == 2 for server in servers))
             assert len(leaders(servers)) == 1
             [leader] = leaders(servers)
             assert world.store.epoch() == (leader.broker.duties.epoch, leader.config.server_id)
@@ -163,11 +158,11 @@ def test_one_that_does_not_stand_takes_part_and_never_leads(world: World) -> Non
         guest = world.make("guest", stands=False)
         await guest.start()
         async with world.servers("a") as [server]:
-            await until(lambda: server.broker.duties.epoch)
-            await until(lambda: guest.broker.fellows.servers and server.broker.fellows.servers)
+            await until_async(lambda: server.broker.duties.epoch)
+            await until_async(lambda: guest.broker.fellows.servers and server.broker.fellows.servers)
             epoch = server.broker.duties.epoch
             await server.stop()
-            await until(lambda: not guest.broker.fellows.servers)
+            await until_async(lambda: not guest.broker.fellows.servers)
             # Nobody else asks for the lock, which is free.
             assert world.coordination.acquire("leader", "test", LOCK_TTL_S, 0) == Locked(epoch + 1)
             assert not guest.broker.duties.epoch
@@ -179,13 +174,13 @@ def test_one_that_does_not_stand_takes_part_and_never_leads(world: World) -> Non
 def test_a_leader_that_stops_hands_over_without_waiting_for_its_ttl(world: World) -> None:
     async def work() -> None:
         async with world.servers("a", "b") as servers:
-            await until(lambda: leaders(servers))
+            await until_async(lambda: leaders(servers))
             [first] = leaders(servers)
             epoch = first.broker.duties.epoch
             [second] = [server for server in servers if server is not first]
             await first.stop()
-            await until(lambda: second.broker.duties.epoch > epoch)
-            await until(lambda: not second.broker.fellows.servers)
+            await until_async(lambda: second.broker.duties.epoch > epoch)
+            await until_async(lambda: not second.broker.fellows.servers)
 
     run(work)
 
@@ -193,12 +188,12 @@ def test_a_leader_that_stops_hands_over_without_waiting_for_its_ttl(world: World
 def test_a_leader_that_cannot_renew_steps_down_by_itself_and_another_takes_over(world: World) -> None:
     async def work() -> None:
         async with world.servers("a", "b") as servers:
-            await until(lambda: leaders(servers))
+            await until_async(lambda: leaders(servers))
             [first] = leaders(servers)
             [second] = [server for server in servers if server is not first]
             epoch = first.broker.duties.epoch
             world.coordination.deaf_to.add(first.config.server_id)
-            await until(lambda: second.broker.duties.epoch)
+            await until_async(lambda: second.broker.duties.epoch)
             assert not first.broker.duties.epoch
             assert second.broker.duties.epoch > epoch
 
@@ -208,13 +203,13 @@ def test_a_leader_that_cannot_renew_steps_down_by_itself_and_another_takes_over(
 def test_an_epoch_that_the_store_refuses_deposes_the_leader(world: World) -> None:
     async def work() -> None:
         async with world.servers("a") as [server]:
-            await until(lambda: server.broker.duties.epoch)
+            await until_async(lambda: server.broker.duties.epoch)
             epoch = server.broker.duties.epoch
             # When somebody else has taken over in the store, whatever the lock says
             world.store.take_over("usurper", epoch + 5)
-            await until(lambda: server.broker.duties.epoch != epoch)
+            await until_async(lambda: server.broker.duties.epoch != epoch)
             # Then it leads again only under an epoch above that
-            await until(lambda: server.broker.duties.epoch)
+            await until_async(lambda: server.broker.duties.epoch)
             assert server.broker.duties.epoch > epoch + 5
 
     run(work)
@@ -223,10 +218,10 @@ def test_an_epoch_that_the_store_refuses_deposes_the_leader(world: World) -> Non
 def test_a_job_submitted_at_one_server_runs_at_the_other(world: World) -> None:
     async def work() -> None:
         async with world.servers("a", "b") as servers:
-            await until(lambda: all(server.broker.fellows.servers for server in servers))
+            await until_async(lambda: all(server.broker.fellows.servers for server in servers))
             (mine, _), (its, runner) = await client(servers[0]), await worker(servers[1])
             servers[1].received(its, GiveCredit(1))
-            await until(lambda: servers[1].broker.workers["w1"].account.available)
+            await until_async(lambda: servers[1].broker.workers["w1"].account.available)
             servers[0].received(mine, SubmitJobs(5, [JobSpec(job_id="job")]))
             assert (await runner.wait_for(AssignJobs)).grants[0].job_id == "job"
 
@@ -252,11 +247,11 @@ def test_a_worker_detached_at_one_server_gets_nothing_at_the_other(world: World)
             conn, admin = await client(first)
             first.received(conn, Request(7, "detach", {"worker_id": "w1", "reason": "its disk is failing"}))
             assert (await admin.wait_for(Reply)).body == {"worker_id": "w1", "changed": True}
-            await until(lambda: "w1" in second.broker.fellows.detached)
+            await until_async(lambda: "w1" in second.broker.fellows.detached)
             first.received(conn, Request(8, "detach", {"worker_id": "w1"}))
             assert (await admin.wait_for(Reply, 2)).body == {"worker_id": "w1", "changed": False}
             first.received(conn, Request(9, "attach", {"worker_id": "w1"}))
-            await until(lambda: not second.broker.fellows.detached)
+            await until_async(lambda: not second.broker.fellows.detached)
 
     run(work)
 
@@ -264,13 +259,13 @@ def test_a_worker_detached_at_one_server_gets_nothing_at_the_other(world: World)
 def test_what_is_no_hint_and_what_is_no_server_does_no_harm(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with world.servers("a") as [server]:
-            await until(lambda: server.broker.duties.epoch)
+            await until_async(lambda: server.broker.duties.epoch)
             strange = ClusterMember(member_id="future", incarnation="x", version=1, info=b"\xc1 not msgpack")
             world.coordination.beat(strange, seen={})
             for listener in world.grapevine.listeners:
                 listener(b"{ this is no hint")
                 listener(everything("elsewhere"))
-            await until(lambda: "is not understood" in caplog.text)
+            await until_async(lambda: "is not understood" in caplog.text)
             assert server.broker.fellows.servers == {"future": ServerInfo(server_id="future")}
             assert server.broker.duties.epoch
 

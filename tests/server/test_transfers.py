@@ -21,9 +21,9 @@ from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
 from tasuki.server.transfers import BlobTransfers
 from tasuki.server.uploads import UPLOADS_PER_CONNECTION_MAX
-from tests.processes import wait_until
 from tests.server.peers import FakeConnection
-from tests.services_s3 import S3Service
+from tests.support.s3_service import S3Service
+from tests.support.waiting import until
 
 DATA = b"0123456789" * 1000
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -183,7 +183,7 @@ def test_a_half_sent_blob_is_dropped_with_its_connection(blobs: FolderBlobs, tmp
 
     run(blobs, work)
     assert not blobs.has(SHA256)
-    wait_until(lambda: [path for path in tmp_path.rglob("*") if path.is_file()] == [], what="the half of it is removed")
+    until(lambda: [path for path in tmp_path.rglob("*") if path.is_file()] == [], what="the half of it is removed")
 
 
 # ---------------------------------------------------------------------------------------------------- out
@@ -354,7 +354,7 @@ def test_a_writer_that_comes_when_its_peer_is_gone_is_given_back(stubborn: Stubb
         transfers.forget(1)
         await asyncio.sleep(0)
         stubborn.go_on.set()
-        await asyncio.to_thread(wait_until, lambda: list((stubborn.root / "tmp").iterdir()) == [], what="nothing of it is left")
+        await asyncio.to_thread(until, lambda: list((stubborn.root / "tmp").iterdir()) == [], what="nothing of it is left")
 
     assert run(stubborn, work).said == []
 

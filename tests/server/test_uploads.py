@@ -19,8 +19,8 @@ from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ProtocolError
 from tasuki.server import uploads
 from tasuki.server.transfers import BlobTransfers
-from tests.processes import wait_until
 from tests.server.peers import FakeConnection
+from tests.support.waiting import until
 
 MIB = 1024 * 1024
 DATA = bytes(range(256)) * (3 * MIB // 256)
@@ -144,7 +144,7 @@ def test_a_server_that_closes_in_mid_upload_keeps_what_came(blobs: FolderBlobs) 
     async def work(scene: Scene) -> None:
         await scene.offer(1).wait_for(Reply)
         scene.send(1, 0, MIB)
-        await asyncio.to_thread(wait_until, lambda: kept_bytes(blobs) == MIB, what="it is written")
+        await asyncio.to_thread(until, lambda: kept_bytes(blobs) == MIB, what="it is written")
 
     run(blobs, work).transfers._in.shutdown()
     with blobs.begin(SHA256, len(DATA), resume_key="token:alice") as writer:
@@ -330,6 +330,6 @@ def test_what_nobody_came_back_for_is_swept(blobs: FolderBlobs) -> None:
         [partial] = (blobs.root / "tmp").iterdir()
         os.utime(partial, (time.time() - PARTIAL_GRACE_S - 60,) * 2)
         scene.transfers.sweep()
-        await asyncio.to_thread(wait_until, lambda: left_behind(blobs) == [], what="it is gone")
+        await asyncio.to_thread(until, lambda: left_behind(blobs) == [], what="it is gone")
 
     run(blobs, work)

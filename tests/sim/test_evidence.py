@@ -23,7 +23,7 @@ from tasuki.testing.sim.evidence import (
 )
 from tasuki.testing.sim.history import AnyLine, AskedEvent
 from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -14,7 +14,7 @@ from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import SeedOutcome
 from tasuki.testing.sim.seed_runner import SeedRunner, Summary, options_for, run_many
 from tasuki.testing.sim.seed_workers import SeedOrder, SeedReport, run_order
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 SMALL = SimOptions(servers=1, workers=2, clients=2, jobs=10, chaos_s=4.0, faults=4)
 
@@ -144,7 +144,7 @@ def start_many() -> subprocess.Popen[str]:
     """The command with two processes at work, in a process group of its own."""
     command = [sys.executable, "-m", "tasuki", "sim", "--seeds", "100000", "--processes", "2"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_until(lambda: len(children_of(started.pid)) == 2, 30.0, "its processes are started")
+    until(lambda: len(children_of(started.pid)) == 2, 30.0, "its processes are started")
     return started
 
 
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_it_with_what_there_is() -> None:
     assert started.returncode == 130
     assert "INTERRUPTED: " in told
     assert "Traceback" not in errors
-    wait_until(lambda: is_gone(started.pid), 10.0, "no process is left")
+    until(lambda: is_gone(started.pid), 10.0, "no process is left")
 
 
 def test_the_processes_end_when_their_parent_was_killed() -> None:
@@ -174,7 +174,7 @@ def test_the_processes_end_when_their_parent_was_killed() -> None:
     started.kill()
     started.wait(10)
 
-    wait_until(lambda: is_gone(started.pid), 20.0, "no process is left")
+    until(lambda: is_gone(started.pid), 20.0, "no process is left")
     assert started.stdout is not None
     assert started.stderr is not None
     started.stdout.close()

@@ -14,7 +14,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.processes import ChildProcess, wait_until
+from tests.support.processes import ChildProcess
+from tests.support.waiting import until
 
 NETWORK = "10.0.0."
 FIRST = 11
@@ -36,7 +37,7 @@ class Machine:
         holder = stack.enter_context(ChildProcess(["unshare", "--net", "sleep", "infinity"], folder / f"{name}.machine.log", {}))
         self.pid = holder.pid
         space, ours = Path(f"/proc/{holder.pid}/ns/net"), Path("/proc/self/ns/net").readlink()
-        wait_until(lambda: space.readlink() != ours, what=f"{name} has a network of its own")
+        until(lambda: space.readlink() != ours, what=f"{name} has a network of its own")
         self.within = ("nsenter", f"--net={space}")
         self.run("ip", "link", "set", "lo", "up")
 

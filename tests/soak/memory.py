@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.processes import rss_bytes
+from tests.support.processes import rss_bytes
 
 ALLOWED_BYTES = 100 * 10**6
 LOOK_S = 0.02

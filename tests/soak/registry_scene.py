@@ -33,8 +33,8 @@ from tasuki.client.failover import AsyncAgentsClient
 from tasuki.core.failover.breaker import BreakerRules
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tests.client.agent_processes import ListeningProcess, steady_port
-from tests.processes import wait_until
 from tests.soak.registry_witness import Witness
+from tests.support.waiting import until
 
 PROGRAM = Path(__file__).with_name("exclusive_program.py")
 FAULTS = ("kill", "kill for long", "freeze", "freeze for long", "freeze for long", "freeze and kill", "stop")
@@ -284,7 +284,7 @@ class RegistryScene:
 
     def _settle(self, problems: list[str]) -> None:
         try:
-            wait_until(lambda: not self._unsettled(), SETTLED_WITHIN_S, "all is settled")
+            until(lambda: not self._unsettled(), SETTLED_WITHIN_S, "all is settled")
         except AssertionError as error:
             problems.append(f"{error}: {self._unsettled()}")
 
@@ -300,7 +300,7 @@ class RegistryScene:
         """Stopped in order, agents leave no process."""
         problems += [f"{agent.name} ended with {code}" for agent in self.agents if (code := agent.stop(30.0)) != 0]
         try:
-            wait_until(lambda: not self._processes(), SETTLED_WITHIN_S, "no process is left")
+            until(lambda: not self._processes(), SETTLED_WITHIN_S, "no process is left")
         except AssertionError as error:
             problems.append(f"{error}: {self._processes()}")
 

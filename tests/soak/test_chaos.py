@@ -14,7 +14,8 @@ from tasuki.core.job import JobSpec
 from tests.e2e import test_fault_points as faults
 from tests.e2e.stage import SOON_S, Ledger, assert_one_finish_each, jobs_worker
 from tests.e2e.test_server_death import kill_under_load
-from tests.processes import start_server, wait_until
+from tests.support.processes import start_server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.soak
 
@@ -66,7 +67,7 @@ def test_deaths_of_workers_and_servers_together_leave_one_finish_each(tmp_path: 
             # when: again and again a worker is killed and replaced, or the server is killed and restarted, or both
             for _ in range(12):
                 done = len(ledger.runs())
-                wait_until(lambda done=done: results.done() or len(ledger.runs()) > done + 50, 6 * SOON_S, "work goes on")
+                until(lambda done=done: results.done() or len(ledger.runs()) > done + 50, 6 * SOON_S, "work goes on")
                 moment.wait(chance.uniform(0.0, 0.5))
                 dies = chance.choice(["worker", "server", "both"])
                 if dies != "server":

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import ServerProcess, start_server, wait_until
+from tests.support.processes import ServerProcess, start_server
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.soak, pytest.mark.e2e]
 
@@ -71,7 +72,7 @@ class Worker(threading.Thread):
         try:
             answer = self._client.post(path, json=body)
         except httpx.TransportError:
-            wait_until(lambda: self._stop_wanted.is_set() or self._server_answers(), 60, "the server is there again")
+            until(lambda: self._stop_wanted.is_set() or self._server_answers(), 60, "the server is there again")
             return None
         if answer.status_code >= 500 and answer.status_code != 503:
             self.unexpected.append(answer.text)
@@ -97,9 +98,9 @@ def test_every_job_ends_once_though_servers_and_leases_die(tmp_path: Path) -> No
             worker.start()
         for _ in range(KILLS):
             before = sum(len(worker.recorded) for worker in workers)
-            wait_until(lambda before=before: sum(len(w.recorded) for w in workers) > before or _ended(admin), 60, "work goes on")
+            until(lambda before=before: sum(len(w.recorded) for w in workers) > before or _ended(admin), 60, "work goes on")
             server.restart()
-        wait_until(lambda: _ended(admin), 120, "all jobs have ended")
+        until(lambda: _ended(admin), 120, "all jobs have ended")
         stop.set()
         for worker in workers:
             worker.join(30.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import JobSpec
-from tests.processes import start_server, start_worker
+from tests.support.processes import start_server, start_worker
 
 pytestmark = pytest.mark.soak
 

@@ -10,8 +10,8 @@ import pytest
 
 from tasuki.core.job import BlobRef, InputFile
 from tests.e2e.transfers import MIB, make_file, send_with_deaths
-from tests.processes import ServerProcess, start_server
 from tests.soak.memory import ALLOWED_BYTES, watched
+from tests.support.processes import ServerProcess, start_server
 
 pytestmark = pytest.mark.soak
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos_redis import Plan, Scene
 from tests.conftest import Require
-from tests.services_redis import other_redis_program, redis_program
+from tests.support.chaos.redis_rig import Plan, Scene
+from tests.support.redis_service import other_redis_program, redis_program
 
 pytestmark = [pytest.mark.soak, pytest.mark.e2e]
 

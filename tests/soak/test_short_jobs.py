@@ -10,7 +10,8 @@ import pytest
 from tasuki.core.job import JobSpec
 from tests.e2e.stage import SOON_S
 from tests.e2e.test_whole_tree import keeper_of
-from tests.processes import open_files, rss_bytes, start_server, start_worker, wait_until
+from tests.support.processes import open_files, rss_bytes, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.soak
 
@@ -35,7 +36,7 @@ def test_a_minute_of_short_jobs_on_200_slots_leaves_nothing(tmp_path: Path) -> N
             return list((tmp_path / "worker/runs").glob("*/[!.]*"))
 
         def all_removed() -> None:
-            wait_until(lambda: not folders(), SOON_S, "every run folder is removed")
+            until(lambda: not folders(), SOON_S, "every run folder is removed")
 
         one_round(0)
         all_removed()

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import TestAuthority
 from tests.conftest import Require
 from tests.e2e.dispatchers import TOKEN, DispatcherProcess, documented_loop
 from tests.e2e.test_proxies import program, replaced
-from tests.processes import TASUKI, ChildProcess, wait_until
 from tests.soak.machines import Lan, missing
+from tests.support.certificates import TestAuthority
+from tests.support.processes import TASUKI, ChildProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.soak
 
@@ -87,7 +88,7 @@ class Place:
     def await_holder(self, address: str, name: str, timeout_s: float = DEADLINE_S) -> float:
         """Wait until this machine holds it, and no other one; how long it took, in seconds."""
         began = time.monotonic()
-        wait_until(lambda: self.held_by(address) == [name], timeout_s, f"{name} holds {address}")
+        until(lambda: self.held_by(address) == [name], timeout_s, f"{name} holds {address}")
         return time.monotonic() - began
 
     def restore(self) -> None:
@@ -139,8 +140,8 @@ class Place:
         return ChildProcess(command, self._folder / f"client-{job_id}.log", env)
 
     def await_run(self, job_id: str, through: str) -> None:
-        wait_until(lambda: self.dispatchers[through].has(job_id), DEADLINE_S, f"job {job_id} goes through {through}")
-        wait_until(lambda: self.started(job_id), DEADLINE_S, f"the program of job {job_id} runs")
+        until(lambda: self.dispatchers[through].has(job_id), DEADLINE_S, f"job {job_id} goes through {through}")
+        until(lambda: self.started(job_id), DEADLINE_S, f"the program of job {job_id} runs")
 
     def started(self, job_id: str) -> list[str]:
         """The agents at which its program was started, in order."""
@@ -225,7 +226,7 @@ def test_the_first_takes_its_address_back_and_a_request_through_the_other_is_sen
         place.dispatchers["east"].start_again()
         place.dispatchers["east"].wait_for_output("ready ")
         took_s = place.await_holder(ADDRESSES["east"], "east", MOVED_WITHIN_S)
-        wait_until(lambda: "curl: " in loop.output(), DEADLINE_S, "the client hears that its connection is gone")
+        until(lambda: "curl: " in loop.output(), DEADLINE_S, "the client hears that its connection is gone")
         priced = place.result("back", loop)
 
     print(f"back: {took_s:.1f} s until the first has its address again")
@@ -238,9 +239,9 @@ def test_a_machine_that_is_cut_off_loses_the_address_and_its_requests_are_sent_a
     with place.begin("unplugged", "east", ADDRESSES["east"]) as loop:
         began = time.monotonic()
         place.lan.pull("east")
-        wait_until(lambda: place.lan["west"].holds(ADDRESSES["east"]), MOVED_WITHIN_S, "west holds the address of east")
+        until(lambda: place.lan["west"].holds(ADDRESSES["east"]), MOVED_WITHIN_S, "west holds the address of east")
         took_s = time.monotonic() - began
-        wait_until(lambda: "curl: " in loop.output(), DEADLINE_S, "the client hears that its connection is gone")
+        until(lambda: "curl: " in loop.output(), DEADLINE_S, "the client hears that its connection is gone")
         priced = place.result("unplugged", loop)
     place.lan.plug("east")
 
@@ -255,7 +256,7 @@ def test_while_no_agent_takes_jobs_the_addresses_stay_and_say_so(place: Place) -
     for agent in place.agents.values():
         agent.kill()
     for address in ADDRESSES.values():
-        wait_until(lambda: place.health(address) == "503", DEADLINE_S, f"{address} says 503")  # noqa: B023
+        until(lambda: place.health(address) == "503", DEADLINE_S, f"{address} says 503")  # noqa: B023
     for keepalived in place.keepalived:
         keepalived.wait_for_output("from 150 to 90")
 
@@ -263,4 +264,4 @@ def test_while_no_agent_takes_jobs_the_addresses_stay_and_say_so(place: Place) -
     for agent in place.agents.values():
         agent.start_again()
     for address in ADDRESSES.values():
-        wait_until(lambda: place.health(address) == "200", DEADLINE_S, f"{address} is well")  # noqa: B023
+        until(lambda: place.health(address) == "200", DEADLINE_S, f"{address} is well")  # noqa: B023

@@ -11,8 +11,9 @@ import pytest
 
 from tests.e2e.metered import Metered
 from tests.e2e.transfers import MIB, kept_bytes, make_file, port_of
-from tests.processes import ServerProcess, WorkerProcess, start_server, start_worker, wait_until
 from tests.soak.memory import ALLOWED_BYTES, watched
+from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.soak
 
@@ -56,11 +57,11 @@ def test_a_result_of_a_gib_whose_worker_and_server_are_killed_is_hardly_sent_twi
         with server.client() as client:
             client.submit(exec="copy", job_id="large")
         with worker_of(server, way.port, tmp_path, token, copy):
-            wait_until(stands_at(0.5), PATIENCE_S, "half of the result is on its way")
+            until(stands_at(0.5), PATIENCE_S, "half of the result is on its way")
         way.cut()
         way.hold_at(size_bytes * 3 // 4)
         with worker_of(server, way.port, tmp_path, token, copy) as again:
-            wait_until(stands_at(0.75), PATIENCE_S, "three quarters of it are on their way")
+            until(stands_at(0.75), PATIENCE_S, "three quarters of it are on their way")
             server.kill()
             server.restart()
             way.target = port_of(server, "http")

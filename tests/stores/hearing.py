@@ -11,6 +11,7 @@ import uvloop
 
 from tasuki.core.hints import Hint, decode, everything
 from tasuki.stores.wakeups import Wakeups
+from tests.support.waiting import Watched
 
 TIMEOUT_S = 10.0
 LISTENING = decode(everything())
@@ -19,22 +20,19 @@ RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": as
 W = TypeVar("W", bound=Wakeups)
 
 
-class Ear:
+class Ear(Watched):
     """What one server heard."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.heard: list[Hint] = []
-        self._changed = asyncio.Event()
 
     def __call__(self, piece: bytes) -> None:
         self.heard.append(decode(piece))
-        self._changed.set()
+        self.changed()
 
-    async def until(self, condition: Callable[[list[Hint]], bool], timeout_s: float = TIMEOUT_S) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition(self.heard):
-                self._changed.clear()
-                await self._changed.wait()
+    async def hears(self, condition: Callable[[list[Hint]], bool], timeout_s: float = TIMEOUT_S) -> None:
+        await self.until(lambda: condition(self.heard), timeout_s)
 
 
 @asynccontextmanager
@@ -43,7 +41,7 @@ async def listening(wakeups: W) -> AsyncIterator[tuple[W, Ear]]:
     ear = Ear()
     await wakeups.start(ear)
     try:
-        await ear.until(lambda heard: LISTENING in heard)
+        await ear.hears(lambda heard: LISTENING in heard)
         yield wakeups, ear
     finally:
         await wakeups.close()

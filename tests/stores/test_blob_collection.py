@@ -15,7 +15,7 @@ from tasuki.stores.sql.sqlite_session import SqliteSession
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
 
 WINDOW = 10
 

@@ -28,8 +28,8 @@ from tasuki.core.store_messages import (
 from tasuki.errors import TurnInterrupted
 from tasuki.stores.sql.postgres_session import PostgresSession
 from tasuki.stores.sql.store import SqlStore
-from tests.processes import wait_until
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
+from tests.support.waiting import until
 
 BLOB = "ab" * 32
 ALL = CondemnOrder(1e12)
@@ -112,7 +112,7 @@ def in_thread(work: Callable[[], Any]) -> Future[Any]:
 def wait_for_a_waiter(postgres: PostgresService) -> None:
     """Until a connection stands before somebody's lock."""
     question = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-    wait_until(lambda: postgres.execute(question)[0][0] > 0, 20, "a connection waits for a lock")
+    until(lambda: postgres.execute(question)[0][0] > 0, 20, "a connection waits for a lock")
 
 
 def test_a_blob_that_is_about_to_be_referred_to_is_passed_over(sides: tuple[Side, Side], refer: Refer) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.store_suite import MakeStore, StoreSuite
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
 
 
 class TestMemoryStore(StoreSuite):

@@ -19,7 +19,7 @@ from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
 
 PROCESSES = 8
 

@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.errors import Unavailable
 from tasuki.stores.sql.store import SqlStore
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 LOCK_TTL_S = 2.0
 
@@ -30,7 +30,7 @@ def test_a_transaction_that_a_frozen_leader_left_open_is_over_before_its_lock_is
         def freeze() -> None:
             with frozen.turn():
                 frozen.reap(epoch=1)
-                wait_until(taken_over, LOCK_TTL_S, "another one takes over while the lock still lasts")
+                until(taken_over, LOCK_TTL_S, "another one takes over while the lock still lasts")
 
         # then: another one takes over, and the first one learns that nothing of its turn is stored
         with pytest.raises(Unavailable):

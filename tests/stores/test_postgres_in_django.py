@@ -19,7 +19,7 @@ from tasuki.django.models import Token  # noqa: E402
 from tasuki.errors import StaleEpoch  # noqa: E402
 from tasuki.stores.sql.postgres import connection_parameters  # noqa: E402
 from tasuki.stores.sql.store import SqlStore  # noqa: E402
-from tests.services import PostgresService  # noqa: E402
+from tests.support.postgres_service import PostgresService  # noqa: E402
 
 
 def submission(job_id: str) -> Submission:

@@ -14,8 +14,8 @@ from tasuki.errors import StaleEpoch
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
-from tests.processes import wait_until
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
+from tests.support.waiting import until
 
 WAIT_S = 20.0
 
@@ -84,7 +84,7 @@ def test_a_leader_that_comes_while_another_takes_over_waits_and_is_refused(
     with new.turn():
         assert new.take_over("new", 6)
         reaping = Background(old.reap)
-        wait_until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the old leader waits for the new one's commit")
+        until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the old leader waits for the new one's commit")
         assert not reaping.is_done
 
     with pytest.raises(StaleEpoch, match="epoch 5 does not lead, 6 does"):
@@ -99,7 +99,7 @@ def test_a_takeover_waits_until_the_old_leaders_transaction_has_ended(
     with old.store.turn():
         reaped: list[Reaped] = old.reap()
         takeover = Background(lambda: new.take_over("new", 6))
-        wait_until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the new leader waits for the old one's commit")
+        until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the new leader waits for the old one's commit")
         assert not takeover.is_done
 
     assert takeover.result() is True
@@ -127,7 +127,7 @@ def test_the_fence_is_the_first_lock_of_every_leader_verb(
         other.execute("BEGIN")
         other.execute("UPDATE tasuki_scopeepoch SET holder = holder")
         waiting = Background(lambda: LEADER_VERBS[verb](old.store, 5))
-        wait_until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, f"{verb} waits for the epoch")
+        until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, f"{verb} waits for the epoch")
         free = other.execute("SELECT count(*) FROM (SELECT 1 FROM tasuki_jobrun FOR UPDATE SKIP LOCKED) AS free").fetchone()
         other.execute("ROLLBACK")
 
@@ -149,7 +149,7 @@ def test_a_mere_exists_would_have_let_the_stale_leader_write(postgres: PostgresS
         new.execute("UPDATE tasuki_scopeepoch SET epoch = 6, holder = 'new' WHERE scope = 'leader'")
         new.execute("UPDATE tasuki_jobrun SET leader_epoch = 6 WHERE idempotency_key = 'a'")
         writing = Background(lambda: stale.execute(statement).rowcount)
-        wait_until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the stale leader waits for the row")
+        until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the stale leader waits for the row")
         new.execute("COMMIT")
 
         assert writing.result() == 1  # one would wish for 0

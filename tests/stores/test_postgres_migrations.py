@@ -16,7 +16,7 @@ from tasuki.django import schema, standalone
 from tasuki.errors import ConfigError
 from tasuki.stores.sql.postgres import connection_parameters
 from tasuki.stores.sql.store import SqlStore
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
 
 OPENER = """
 import sys

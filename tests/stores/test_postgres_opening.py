@@ -20,7 +20,7 @@ from tasuki.errors import ConfigError, TurnInterrupted, Unavailable
 from tasuki.stores.sql.postgres import PostgresDatabase, check_server
 from tasuki.stores.sql.store import SqlStore
 from tasuki.stores.store import Feature
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
 
 
 def submission(job_id: str, **fields: Any) -> Submission:

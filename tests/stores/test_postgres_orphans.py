@@ -11,9 +11,9 @@ from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import GRACE_S, PAST_LEASE_S, Stage
-from tests.processes import wait_until
-from tests.services import PostgresService
 from tests.stores.test_postgres_leader import WAIT_S, Background, waits_for_a_lock
+from tests.support.postgres_service import PostgresService
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_worker_that_is_back_loses_to_a_grant_that_is_under_way(
     with there.turn():
         [new] = lease(there)
         renewing = Background(lambda: here.renew(kept))
-        wait_until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the renewal waits for the grant")
+        until(lambda: waits_for_a_lock(postgres, postgres_url), WAIT_S, "the renewal waits for the grant")
 
     assert renewing.result() is LeaseStatus.LOST
     job = here.job("a")

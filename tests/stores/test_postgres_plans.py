@@ -15,7 +15,7 @@ from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.postgres_values import Statement, find_statement, statements
 from tasuki.stores.sql.statement_files import load
 from tasuki.stores.sql.store import SqlStore
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
 
 ROWS = 100_000
 FIND = [name for name, text in load("postgresql").one.items() if "{and}" in text]

@@ -20,8 +20,8 @@ from tasuki.stores import retrying
 from tasuki.stores.batching import StoreThread, execute_surely
 from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
-from tests.services import PostgresService
 from tests.stores.cutting_proxy import CuttingProxy
+from tests.support.postgres_service import PostgresService
 
 WAIT_S = 20.0
 ROOT = Path(__file__).parents[2]

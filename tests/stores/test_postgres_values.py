@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasuki.stores.sql.postgres_values import KINDS, register, statement_of
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
 
 numbers = st.integers(-(2**63), 2**63 - 1)
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))

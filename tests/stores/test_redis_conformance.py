@@ -7,7 +7,7 @@ import pytest
 from tasuki.core.job import JobSpec
 from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.store_suite import MakeStore, StoreSuite
-from tests.services_redis import RedisService, other_redis_program, redis_program, version_of
+from tests.support.redis_service import RedisService, other_redis_program, redis_program, version_of
 
 
 class TestRedisStore(StoreSuite):

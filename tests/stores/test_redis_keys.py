@@ -18,7 +18,7 @@ from tasuki.errors import Conflict
 from tasuki.stores.redis.store import RedisStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage, token_row
-from tests.services_redis import RedisService
+from tests.support.redis_service import RedisService
 
 PAYLOAD = b'{"molecule": "H2"}'
 RESULT_TTL_S = 3600

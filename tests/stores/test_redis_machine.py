@@ -11,7 +11,7 @@ from tasuki.stores.redis.store import RedisStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_machine import StoreMachine
-from tests.services_redis import RedisService
+from tests.support.redis_service import RedisService
 
 LONG = settings(max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
 SHORT = settings(LONG, max_examples=8, stateful_step_count=40)

@@ -19,7 +19,7 @@ from tasuki.stores.redis import connection
 from tasuki.stores.redis.connection import connect, name_of, translate
 from tasuki.stores.redis.store import RedisStore
 from tasuki.stores.store import Feature
-from tests.services_redis import RedisService
+from tests.support.redis_service import RedisService
 
 SECRET = "tasuki-test-secret"
 

@@ -14,7 +14,7 @@ from tasuki.core.job import JobSpec, Outcome, State
 from tasuki.core.lifecycle import TRANSITIONS, Event, after_failure, after_loss, is_late, skip_outcome, sources
 from tasuki.core.subject import matches
 from tasuki.stores.redis.scripts import outsiders_of, rules_script, script
-from tests.services_redis import RedisService
+from tests.support.redis_service import RedisService
 
 HELD = st.sampled_from(sorted(sources(Event.RETRY)))
 LEASED = st.sampled_from(sorted(sources(Event.LOSE)))

@@ -29,8 +29,8 @@ from tasuki.stores.redis.store import RedisStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import token_row
-from tests.services_redis import RedisService
 from tests.stores.redis_proxy import RedisProxy
+from tests.support.redis_service import RedisService
 
 TIMEOUT_S = 2.0
 

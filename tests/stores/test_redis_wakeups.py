@@ -16,9 +16,9 @@ from tasuki.core.hints import Hint, decode, everything, split
 from tasuki.errors import ConfigError
 from tasuki.stores.reconnecting_wakeups import BATCH_MAX, QUEUE_MAX
 from tasuki.stores.redis.wakeups import RedisWakeups
-from tests.processes import wait_until
-from tests.services_redis import RedisService
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
+from tests.support.redis_service import RedisService
+from tests.support.waiting import until
 
 IDLE_S = 0.2
 
@@ -39,7 +39,7 @@ def test_a_hint_reaches_the_others(redis_url: str, loop: str) -> None:
             sender.publish(split(hint("a", "job-1")))
 
             for ear in (b, c, own):
-                await ear.until(lambda heard: hint("a", "job-1") in heard)
+                await ear.hears(lambda heard: hint("a", "job-1") in heard)
 
     RUNNERS[loop](scenario())
 
@@ -51,7 +51,7 @@ def test_many_pieces_arrive_in_order(redis_url: str) -> None:
         async with server(redis_url, "a") as (sender, _), server(redis_url, "b") as (_, b):
             sender.publish(pieces)
 
-            await b.until(lambda heard: len(heard) == 1 + len(pieces))
+            await b.hears(lambda heard: len(heard) == 1 + len(pieces))
             assert b.heard[1:] == [decode(piece) for piece in pieces]
 
     asyncio.run(scenario())
@@ -67,12 +67,12 @@ def test_other_apps_and_other_databases_hear_nothing(redis_service: RedisService
             server(here, "c", app="other") as (others, c),
         ):
             sender.publish(split(hint("a", "job-1")))
-            await own.until(lambda heard: hint("a", "job-1") in heard)
+            await own.hears(lambda heard: hint("a", "job-1") in heard)
             # What comes later on the same connection shows that nothing came before.
             there.publish(split(hint("b", "last")))
             others.publish(split(hint("c", "last")))
-            await b.until(lambda heard: hint("b", "last") in heard)
-            await c.until(lambda heard: hint("c", "last") in heard)
+            await b.hears(lambda heard: hint("b", "last") in heard)
+            await c.hears(lambda heard: hint("c", "last") in heard)
 
             assert (b.heard, c.heard) == ([LISTENING, hint("b", "last")], [LISTENING, hint("c", "last")])
 
@@ -89,11 +89,11 @@ def test_after_a_lost_connection_the_listener_looks_at_everything_and_hears_agai
         async with server(redis_url, "a") as (sender, _), server(redis_url, "b") as (_, b):
             await asyncio.to_thread(raw.execute_command, "CLIENT", "KILL", "TYPE", "pubsub")
             await asyncio.to_thread(raw.execute_command, "CLIENT", "KILL", "TYPE", "normal")
-            await b.until(lambda heard: heard.count(LISTENING) == 2)
+            await b.hears(lambda heard: heard.count(LISTENING) == 2)
 
             sender.publish(split(hint("a", "job-1")))
 
-            await b.until(is_told("a", "job-1"))
+            await b.hears(is_told("a", "job-1"))
 
     asyncio.run(scenario())
     raw.close()
@@ -109,11 +109,11 @@ def test_what_was_published_during_an_outage_is_told_as_everything() -> None:
             for number in range(2 * QUEUE_MAX):
                 sender.publish(split(hint("a", f"job-{number}")))
             await asyncio.to_thread(service.start)
-            await b.until(lambda heard: heard.count(LISTENING) >= 2)
+            await b.hears(lambda heard: heard.count(LISTENING) >= 2)
 
             sender.publish(split(hint("a", "job-after")))
 
-            await b.until(is_told("a", "job-after"))
+            await b.hears(is_told("a", "job-after"))
 
     with RedisService() as service:
         asyncio.run(scenario(service))
@@ -123,10 +123,10 @@ def test_a_redis_that_hangs_is_noticed_though_nothing_is_sent(caplog: pytest.Log
     async def scenario(service: RedisService) -> None:
         async with server(service.url(), "a") as (_, ear):
             service.pause()
-            await asyncio.to_thread(wait_until, lambda: "no answer within" in caplog.text, TIMEOUT_S, "the silence is noticed")
+            await asyncio.to_thread(until, lambda: "no answer within" in caplog.text, TIMEOUT_S, "the silence is noticed")
             service.resume()
 
-            await ear.until(lambda heard: heard.count(LISTENING) == 2)
+            await ear.hears(lambda heard: heard.count(LISTENING) == 2)
 
     with RedisService() as service:
         asyncio.run(scenario(service))
@@ -156,11 +156,11 @@ def test_closing_gives_both_connections_back(redis_service: RedisService, redis_
     async def scenario() -> None:
         async with server(redis_url, "a") as (sender, ear):
             sender.publish(split(hint("a", "job-1")))
-            await ear.until(lambda heard: hint("a", "job-1") in heard)
+            await ear.hears(lambda heard: hint("a", "job-1") in heard)
             assert await asyncio.to_thread(connections) == 2
 
     asyncio.run(scenario())
-    wait_until(lambda: connections() == 0, TIMEOUT_S, "both are gone")
+    until(lambda: connections() == 0, TIMEOUT_S, "both are gone")
     raw.close()
 
 
@@ -172,7 +172,7 @@ def test_behind_a_sentinel_the_master_carries_the_hints(redis_service: RedisServ
     async def scenario(url: str) -> None:
         async with server(url, "a") as (sender, _), server(url, "b") as (_, b):
             sender.publish(split(hint("a", "job-1")))
-            await b.until(lambda heard: hint("a", "job-1") in heard)
+            await b.hears(lambda heard: hint("a", "job-1") in heard)
 
     with RedisService(str(config), "--sentinel", only={"bind": "127.0.0.1"}) as sentinel:
         asyncio.run(scenario(f"redis+sentinel://127.0.0.1:{sentinel.port}/main/{number}"))

@@ -22,7 +22,7 @@ from tasuki.stores.sql.sqlite_backup import (
 )
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import KEEP, Stage
-from tests.backups import add_blob, make_store, opened, rows
+from tests.support.backups import add_blob, make_store, opened, rows
 
 
 class Lives:

@@ -15,7 +15,7 @@ from tasuki.core.store_messages import LeaseRequest, Submission
 from tasuki.core.subject import group_of, matches
 from tasuki.stores.sql.ready_index import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
 from tasuki.stores.sql.store import SqlStore
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
 
 MANY = 3 * SUBJECTS_AT_ONCE + 7
 MANY_GROUPS = 2 * GROUPS_AT_ONCE + 88

@@ -12,7 +12,7 @@ from tasuki.core.store_messages import Grant, GroupCounts, Submitted
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import PAST_LEASE_S, Stage
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
 
 JOBS = 256
 

@@ -20,8 +20,8 @@ from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_machine import StoreMachine
-from tests.services import PostgresService
-from tests.sqlite_files import with_tables
+from tests.support.postgres_service import PostgresService
+from tests.support.sqlite_files import with_tables
 
 # Measured: 60 histories of 50 steps take about 10 s on SQLite.
 LONG = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,9 +12,9 @@ from tasuki.core.hints import PIECE_MAX_BYTES, Hint, decode, everything, split
 from tasuki.errors import ConfigError
 from tasuki.stores.sql.wakeups import BATCH_MAX, QUEUE_MAX, PostgresWakeups
 from tasuki.stores.wakeups import NoWakeups
-from tests.processes import wait_until
-from tests.services import PASSWORD, PostgresService
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
+from tests.support.postgres_service import PASSWORD, PostgresService
+from tests.support.waiting import until
 
 
 def server(url: str, name: str) -> AbstractAsyncContextManager[tuple[PostgresWakeups, Ear]]:
@@ -36,8 +36,8 @@ def test_a_hint_reaches_the_others_within_a_second(postgres_url: str, loop: str)
         ):
             sender.publish(split(hint("a", "job-1")))
 
-            await b.until(lambda heard: hint("a", "job-1") in heard, timeout_s=1.0)
-            await c.until(lambda heard: hint("a", "job-1") in heard, timeout_s=1.0)
+            await b.hears(lambda heard: hint("a", "job-1") in heard, timeout_s=1.0)
+            await c.hears(lambda heard: hint("a", "job-1") in heard, timeout_s=1.0)
 
     RUNNERS[loop](scenario())
 
@@ -50,7 +50,7 @@ def test_many_pieces_of_full_size_arrive_in_order(postgres_url: str) -> None:
         async with server(postgres_url, "a") as (sender, _), server(postgres_url, "b") as (_, b):
             sender.publish(pieces)
 
-            await b.until(lambda heard: len(heard) == 1 + len(pieces))
+            await b.hears(lambda heard: len(heard) == 1 + len(pieces))
             assert b.heard[1:] == [decode(piece) for piece in pieces]
 
     asyncio.run(scenario())
@@ -63,7 +63,7 @@ def test_any_text_arrives_as_it_was_sent(postgres_url: str) -> None:
         async with server(postgres_url, "a") as (sender, _), server(postgres_url, "b") as (_, b):
             sender.publish(split(odd))
 
-            await b.until(lambda heard: odd in heard)
+            await b.hears(lambda heard: odd in heard)
 
     asyncio.run(scenario())
 
@@ -76,12 +76,12 @@ def test_after_a_lost_connection_the_listener_looks_at_everything_and_hears_agai
     async def scenario() -> None:
         async with server(postgres_url, "a") as (sender, _), server(postgres_url, "b") as (_, b):
             await asyncio.to_thread(hang_up_on_all, postgres, postgres_url)
-            await b.until(lambda heard: heard.count(LISTENING) == 2)
+            await b.hears(lambda heard: heard.count(LISTENING) == 2)
 
             sender.publish(split(hint("a", "job-1")))
 
             # Sent on the new connection, or replaced because the loss of the old one was noticed by sending it.
-            await b.until(lambda heard: any(one.server_id == "a" for one in heard))
+            await b.hears(lambda heard: any(one.server_id == "a" for one in heard))
 
     asyncio.run(scenario())
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -99,12 +99,12 @@ def test_what_was_published_during_an_outage_is_told_as_everything(caplog: pytes
             for number in range(2 * QUEUE_MAX):
                 sender.publish(split(hint("a", f"job-{number}")))
             await asyncio.to_thread(postgres.start)
-            await b.until(lambda heard: heard.count(LISTENING) == 2)
+            await b.hears(lambda heard: heard.count(LISTENING) == 2)
 
             # The sender may have come back before the listener did, which then was told to look at everything anyway.
             sender.publish(split(hint("a", "job-after")))
 
-            await b.until(lambda heard: any("job-after" in one.ended or one == decode(everything("a")) for one in heard))
+            await b.hears(lambda heard: any("job-after" in one.ended or one == decode(everything("a")) for one in heard))
 
     with PostgresService() as postgres:
         asyncio.run(scenario(postgres))
@@ -120,7 +120,7 @@ def test_more_than_the_queue_holds_becomes_one_everything(postgres_url: str) -> 
             for number in range(QUEUE_MAX + 1):
                 sender.publish(split(hint("a", f"job-{number}")))
 
-            await b.until(lambda heard: len(heard) >= 2)
+            await b.hears(lambda heard: len(heard) >= 2)
             assert b.heard[1:] == [decode(everything("a"))]
 
     asyncio.run(scenario())
@@ -170,12 +170,12 @@ def test_closing_gives_both_connections_back(postgres: PostgresService, postgres
     async def scenario() -> None:
         async with server(postgres_url, "a") as (sender, ear):
             sender.publish(split(hint("a", "job-1")))
-            await ear.until(lambda heard: hint("a", "job-1") in heard)
+            await ear.hears(lambda heard: hint("a", "job-1") in heard)
             assert await asyncio.to_thread(postgres.execute, count, url=postgres_url) == [(2,)]
 
     asyncio.run(scenario())
 
-    wait_until(lambda: postgres.execute(count, url=postgres_url) == [(0,)], what="the backends are gone")
+    until(lambda: postgres.execute(count, url=postgres_url) == [(0,)], what="the backends are gone")
 
 
 def test_an_address_that_is_not_understood_is_refused_without_its_password() -> None:

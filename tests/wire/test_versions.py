@@ -13,7 +13,7 @@ from tasuki import AsyncClient, Worker
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.protocol import PROTOCOL_OLDEST, PROTOCOL_VERSION
 from tasuki.errors import TasukiError, VersionMismatch
-from tests.processes import ServerProcess, start_server, start_worker
+from tests.support.processes import ServerProcess, start_server, start_worker
 from tests.wire import peer_v1
 from tests.wire.peer_v1 import (
     ACK,

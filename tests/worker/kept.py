@@ -12,7 +12,8 @@ from typing import Any
 
 from tasuki.clocks import boot_time
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
-from tests.worker.runs import DEADLINE_S, alive, until
+from tests.support.waiting import until_async
+from tests.worker.runs import DEADLINE_S, alive
 
 ESCAPE = Path(__file__).with_name("escape.py")
 
@@ -53,7 +54,7 @@ class Stage:
     async def escape(self, *words: str, **fields: Any) -> tuple[KeptAttempt, list[int]]:
         """A job that hides, once it is hidden, and its two process numbers."""
         kept = self.spawn(sys.executable, "-I", "-S", str(ESCAPE), str(self.pids), *words, **fields)
-        await until(lambda: len(self.numbers()) == 2, "the job has hidden its second process")
+        await until_async(lambda: len(self.numbers()) == 2, what="the job has hidden its second process")
         return kept, self.numbers()
 
     def numbers(self) -> list[int]:

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import os
-import time
 import zipfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -68,14 +67,6 @@ async def run_async(runner: CommandRunner, attempt: Attempt, meanwhile: Meanwhil
 
 def run(runner: CommandRunner, attempt: Attempt, meanwhile: Meanwhile | None = None) -> RunResult:
     return asyncio.run(run_async(runner, attempt, meanwhile))
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for a condition of the outside world, which tells nobody; a failure names what did not happen."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"within {DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.005)
 
 
 def alive(pid: int) -> bool:

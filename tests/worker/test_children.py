@@ -17,7 +17,8 @@ from tasuki.core.job import JobSpec, Outcome
 from tasuki.errors import Unavailable
 from tasuki.worker.attempt import HandlerJob, StopReason
 from tasuki.worker.function_processes import FunctionProcesses
-from tests.worker.runs import DEADLINE_S, alive, until
+from tests.support.waiting import until_async
+from tests.worker.runs import DEADLINE_S, alive
 
 
 def echo(job: HandlerJob) -> bytes:
@@ -193,7 +194,7 @@ def test_an_idle_child_that_died_is_not_used(children: FunctionProcesses) -> Non
     async def scenario() -> bytes | None:
         first = int((await call(children, "pid", job_of())).result or b"")
         os.kill(first, signal.SIGKILL)
-        await until(lambda: not children._idle, "the death is noticed")
+        await until_async(lambda: not children._idle, what="the death is noticed")
         return (await call(children, "echo", job_of(b"x"))).result
 
     assert asyncio.run(scenario()) == b"x"
@@ -214,7 +215,7 @@ def test_a_stop_kills_a_function_that_computes(children: FunctionProcesses, tmp_
     note = tmp_path / "note"
 
     async def end(stop: "asyncio.Future[StopReason]") -> None:
-        await until(note.exists, "the function runs")
+        await until_async(note.exists, what="the function runs")
         stop.set_result(reason)
 
     outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), None, end))
@@ -228,11 +229,11 @@ def test_a_canceled_task_leaves_no_child_at_work(children: FunctionProcesses, tm
 
     async def scenario() -> None:
         running = asyncio.ensure_future(call(children, "spins", job_of(str(note).encode())))
-        await until(note.exists, "the function runs")
+        await until_async(note.exists, what="the function runs")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        await until(lambda: not alive(pids_in(note)[0]), "the child is dead")
+        await until_async(lambda: not alive(pids_in(note)[0]), what="the child is dead")
 
     asyncio.run(scenario())
 
@@ -241,7 +242,7 @@ def test_without_its_template_nothing_runs_and_the_error_says_what_to_do(childre
     async def scenario() -> None:
         await call(children, "echo", job_of())
         children.kill_all()
-        await until(lambda: children._template_gone, "the end is noticed")
+        await until_async(lambda: children._template_gone, what="the end is noticed")
         with pytest.raises(Unavailable, match="restart the worker"):
             await call(children, "echo", job_of())
 
@@ -260,7 +261,7 @@ def test_children_die_with_their_template(children: FunctionProcesses, tmp_path:
     note = tmp_path / "note"
 
     async def kill(_: "asyncio.Future[StopReason]") -> None:
-        await until(note.exists, "the function runs")
+        await until_async(note.exists, what="the function runs")
         os.kill(children.template_pid, signal.SIGKILL)
 
     outcome = asyncio.run(call(children, "spins", job_of(str(note).encode()), None, kill))
@@ -268,14 +269,14 @@ def test_children_die_with_their_template(children: FunctionProcesses, tmp_path:
     child, sleeper = pids_in(note)
     os.kill(sleeper, signal.SIGKILL)  # nobody is left who knows of it
     assert outcome.error_code == "SIGNAL"
-    asyncio.run(until(lambda: not alive(child), "the child is dead"))
+    asyncio.run(until_async(lambda: not alive(child), what="the child is dead"))
 
 
 def test_close_ends_the_template_and_its_children(children: FunctionProcesses) -> None:
     async def scenario() -> int:
         number = int((await call(children, "pid", job_of())).result or b"")
         children.close()
-        await until(lambda: not alive(number), "the child is dead")
+        await until_async(lambda: not alive(number), what="the child is dead")
         return number
 
     asyncio.run(scenario())
@@ -315,7 +316,7 @@ def test_children_die_with_the_worker(tmp_path: Path) -> None:
     )
     assert worker.stdout is not None
     template = int(worker.stdout.readline())
-    asyncio.run(until(note.exists, "the function runs"))
+    asyncio.run(until_async(note.exists, what="the function runs"))
     involved = [template, *pids_in(note)]
     assert len(involved) == 3  # with what the function itself has started
 
@@ -323,7 +324,7 @@ def test_children_die_with_the_worker(tmp_path: Path) -> None:
     worker.wait()
     worker.stdout.close()
 
-    asyncio.run(until(lambda: not [number for number in involved if alive(number)], "all of them are dead"))
+    asyncio.run(until_async(lambda: not [number for number in involved if alive(number)], what="all of them are dead"))
 
 
 def test_waiting_for_children_needs_no_thread(children: FunctionProcesses, tmp_path: Path) -> None:
@@ -331,7 +332,7 @@ def test_waiting_for_children_needs_no_thread(children: FunctionProcesses, tmp_p
     threads = threading.active_count()
 
     async def look(stop: "asyncio.Future[StopReason]") -> None:
-        await until(note.exists, "the function runs")
+        await until_async(note.exists, what="the function runs")
         assert threading.active_count() == threads
         stop.set_result(StopReason.SHUTDOWN)
 

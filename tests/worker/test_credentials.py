@@ -15,7 +15,7 @@ from tasuki.config import parse_url
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, Unavailable
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken, file_name, read_credential
-from tests.processes import SOURCE
+from tests.support.processes import SOURCE
 
 SERVER = parse_url("https://control.example")[0]
 TOKEN = CredentialToken(secret="tsk_w_secret", token_id="t1", issued_at=1000.0, expires_at=1700.0)

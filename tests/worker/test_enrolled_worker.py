@@ -20,7 +20,7 @@ from tasuki.net.enrol import is_good, register
 from tasuki.worker import Worker, rotation
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tests.doors.http.stage import Stage
-from tests.worker.runs import until
+from tests.support.waiting import until_async
 
 SUBJECT = "job.assign.zpe"
 
@@ -131,7 +131,7 @@ def it_is_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_lease_over_http_is_longer(stage: Stage, tcp_url: str, tmp_path: Path, transport: str, ttl_s: float) -> None:
     enrolled = Enrolled(stage, stage.url if transport == "http" else tcp_url, tmp_path)
 
-    assert work(enrolled, lambda: until(lambda: enrolled.worker._welcome, "connected")) is None
+    assert work(enrolled, lambda: until_async(lambda: enrolled.worker._welcome, what="connected")) is None
 
     assert enrolled.worker._welcome is not None
     assert enrolled.worker._welcome.lease_ttl_s == ttl_s
@@ -148,14 +148,14 @@ def test_the_token_is_rotated_while_a_job_runs(
     old = enrolled.credential.token
 
     async def rotate_in_mid_job() -> None:
-        await until(lambda: enrolled.begun, "the job runs")
+        await until_async(lambda: enrolled.begun, what="the job runs")
         with it_is_time(monkeypatch):
-            await until(lambda: enrolled.kept.token.token_id != old.token_id, "the token was rotated")
-        await until(lambda: enrolled.worker.connected and enrolled.kept.previous is None, "it is back with the new one")
+            await until_async(lambda: enrolled.kept.token.token_id != old.token_id, what="the token was rotated")
+        await until_async(lambda: enrolled.worker.connected and enrolled.kept.previous is None, what="it uses the new one")
         assert await is_good([stage.address], None, enrolled.kept.token.secret)
         assert not await is_good([stage.address], None, old.secret)
         enrolled.may_end.set()
-        await until(lambda: stage.status(job_id)["status"] == "finished", "the result is recorded")
+        await until_async(lambda: stage.status(job_id)["status"] == "finished", what="the result is recorded")
 
     assert work(enrolled, rotate_in_mid_job) is None
     assert (enrolled.begun, enrolled.stopped) == (1, 0)
@@ -170,11 +170,11 @@ def test_a_token_that_ends_in_mid_job_does_not_end_the_job(stage: Stage, tmp_pat
     job_id = stage.submit()
 
     async def outlive_the_token() -> None:
-        await until(lambda: enrolled.begun, "the job runs")
-        await until(lambda: now().wall > enrolled.credential.token.issued_at + life_s + 0.2, "its first token is over")
-        await until(lambda: enrolled.worker.connected, "it is there")
+        await until_async(lambda: enrolled.begun, what="the job runs")
+        await until_async(lambda: now().wall > enrolled.credential.token.issued_at + life_s + 0.2, what="its first token is over")
+        await until_async(lambda: enrolled.worker.connected, what="it is there")
         enrolled.may_end.set()
-        await until(lambda: stage.status(job_id)["status"] == "finished", "the result is recorded")
+        await until_async(lambda: stage.status(job_id)["status"] == "finished", what="the result is recorded")
 
     assert work(enrolled, outlive_the_token) is None
     assert (enrolled.begun, enrolled.stopped) == (1, 0)
@@ -188,9 +188,9 @@ def test_a_worker_that_is_revoked_stops_its_jobs_and_says_why(stage: Stage, tcp_
     stage.submit()
 
     async def revoke() -> None:
-        await until(lambda: enrolled.begun, "the job runs")
+        await until_async(lambda: enrolled.begun, what="the job runs")
         stage.call("DELETE", f"/calc/zpe/compute/servers/{enrolled.credential.worker_id}", stage.admin)
-        await until(lambda: False, "the worker ends")
+        await until_async(lambda: False, what="the worker ends")
 
     error = work(enrolled, revoke)
 
@@ -213,7 +213,7 @@ def test_a_worker_whose_exchanged_token_was_revoked_is_told_of_that_one(stage: S
     )
     stage.call("DELETE", f"/calc/zpe/compute/servers/{enrolled.credential.worker_id}", stage.admin)
 
-    error = work(enrolled, lambda: until(lambda: False, "the worker ends"))
+    error = work(enrolled, lambda: until_async(lambda: False, what="the worker ends"))
 
     assert isinstance(error, Unauthorized)
     assert f"token {enrolled.credential.token.token_id} was revoked" in error.message

@@ -19,7 +19,7 @@ from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.input_downloads import InputDownloads
 from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
 from tasuki.worker.transfers import WorkerTransfers
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 CONTENT = os.urandom(64 * 1024) * (2 * RESUMED_INPUT_MIN_BYTES // (64 * 1024))
 REF = BlobRef(hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
@@ -153,7 +153,7 @@ def test_two_attempts_that_need_the_same_blob_at_once_do_not_disturb_each_other(
         assert (tmp_path / "two").read_bytes() == CONTENT
         # then: what the first one has is as it was, once its last pieces have reached the disk
         [part] = parts(tmp_path)
-        await asyncio.to_thread(wait_until, lambda: part.stat().st_size >= HALF, 10.0, "its pieces are on the disk")
+        await asyncio.to_thread(until, lambda: part.stat().st_size >= HALF, 10.0, "its pieces are on the disk")
         assert part.read_bytes() == CONTENT[:HALF]
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)

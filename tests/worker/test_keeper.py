@@ -24,9 +24,10 @@ from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.keeper.protocol import EndReason, TreeEnded
 from tasuki.worker.keeper.sweep import sweep
 from tests.conftest import Require
-from tests.processes import open_files, wait_until
+from tests.support.processes import open_files
+from tests.support.waiting import until, until_async
 from tests.worker.kept import Stage, in_s, keeper_for, play
-from tests.worker.runs import alive, until
+from tests.worker.runs import alive
 
 _numbers = itertools.count(1)
 ORDINARY_SIGNALS = (1 << 31) - 1  # above them the C library has two of its own
@@ -199,7 +200,7 @@ def test_term_reaches_the_whole_tree_and_it_has_its_grace_although_the_first_pro
 
     async def scenario() -> TreeEnded:
         kept = simple.shell(script)
-        await until(lambda: simple.numbers(), "the second session is ready")
+        await until_async(lambda: simple.numbers(), what="the second session is ready")
         simple.keeper.stop(kept, EndReason.CANCELED, 5.0)
         return await kept.ended
 
@@ -212,7 +213,7 @@ def test_term_reaches_the_whole_tree_and_it_has_its_grace_although_the_first_pro
 def test_a_later_reason_may_shorten_the_grace_but_not_replace_the_first(simple: Stage) -> None:
     async def scenario() -> TreeEnded:
         kept = simple.shell(f"trap '' TERM; echo $$ >> {simple.pids}; while :; do sleep 0.01; done")
-        await until(lambda: simple.numbers(), "the job is deaf")
+        await until_async(lambda: simple.numbers(), what="the job is deaf")
         simple.keeper.stop(kept, EndReason.CANCELED, 60.0)
         simple.keeper.stop(kept, EndReason.LEASE_LOST, 0.0)
         return await kept.ended
@@ -224,7 +225,7 @@ def test_no_grace_is_longer_than_the_lease(simple: Stage) -> None:
     async def scenario() -> tuple[TreeEnded, float]:
         deaf = f"trap '' TERM; echo $$ >> {simple.pids}; while :; do sleep 0.01; done"
         kept = simple.shell(deaf, lease_deadline=in_s(0.5))
-        await until(lambda: simple.numbers(), "the job is deaf")
+        await until_async(lambda: simple.numbers(), what="the job is deaf")
         began = time.monotonic()
         simple.keeper.stop(kept, EndReason.CANCELED, 60.0)
         return await kept.ended, time.monotonic() - began
@@ -253,7 +254,7 @@ def test_a_worker_that_hangs_changes_nothing_about_the_deadline(simple: Stage) -
     async def scenario() -> bool:
         kept = simple.shell(f"echo $$ >> {simple.pids}; exec sleep 60", lease_deadline=in_s(0.3))
         await kept.started
-        wait_until(lambda: simple.numbers() and not simple.living(), what="the job is ended while this loop hangs")
+        until(lambda: simple.numbers() and not simple.living(), what="the job is ended while this loop hangs")
         return kept.ended.done()
 
     assert not play(scenario)
@@ -296,7 +297,7 @@ def test_when_the_worker_is_killed_its_jobs_and_its_keeper_go(tmp_path: Path, in
     worker.kill()
     worker.communicate()
 
-    wait_until(lambda: not any(alive(pid) for pid in [*pids, keeper_pid]), what="nothing of the worker is alive")
+    until(lambda: not any(alive(pid) for pid in [*pids, keeper_pid]), what="nothing of the worker is alive")
 
 
 def test_when_the_keeper_is_killed_the_worker_learns_it_and_a_sweep_ends_the_rest(stage: Stage, incarnation: str) -> None:
@@ -401,7 +402,7 @@ def test_a_worker_that_talks_nonsense_loses_its_jobs_and_its_keeper(tmp_path: Pa
 
     pids = play(scenario)
 
-    wait_until(lambda: not any(alive(pid) for pid in pids), what="the jobs are gone")
+    until(lambda: not any(alive(pid) for pid in pids), what="the jobs are gone")
     keeper.close()
 
 
@@ -449,7 +450,7 @@ def test_without_linux_it_works_by_group_and_says_so(tmp_path: Path, incarnation
     assert "what calls setsid is not found" in detail
     assert own_end.exit_code == 4
     assert deaf.reason is EndReason.TIMED_OUT
-    wait_until(lambda: not stage.living(), what="the group is gone")
+    until(lambda: not stage.living(), what="the group is gone")
 
 
 def test_many_short_jobs_leave_no_process_and_no_descriptor(stage: Stage) -> None:

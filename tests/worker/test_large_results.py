@@ -22,6 +22,7 @@ from tasuki.worker.outbox_files import OutboxRecord, Unreported
 from tasuki.worker.rejected_results import RejectedResults
 from tasuki.worker.settings import SAVE_AT_ONCE_BYTES
 from tasuki.worker.transfers import WorkerTransfers
+from tests.support.waiting import until_async
 
 SMALLER, LARGE = b"x" * 100_000, b"y" * SAVE_AT_ONCE_BYTES
 
@@ -87,11 +88,6 @@ def play(data: Path | None, act: Callable[[Scene], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - the deadline is the scene's
-        await asyncio.sleep(0.001)
-
-
 # ---------------------------------------------------------------------------------------------------- on disk first
 
 
@@ -135,7 +131,7 @@ def test_a_smaller_one_is_saved_if_nobody_takes_it_for_a_while_and_brought_all_t
     async def act(scene: Scene) -> None:
         (tmp_path / "result.zip").write_bytes(SMALLER)
         bringing = scene.bring(record(tmp_path / "result.zip"))
-        await until(lambda: scene.told == [EndingSaved("lease")])
+        await until_async(lambda: scene.told == [EndingSaved("lease")])
         assert len(scene.on_disk()) == 1
         server = Server(scene)
         scene.line.carried_by(server)
@@ -195,7 +191,7 @@ def test_an_async_handler_that_is_canceled_for_it_does_the_same(tmp_path: Path) 
 def test_a_token_that_was_revoked_costs_no_result(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         bringing = scene.bring(record(LARGE))
-        await until(lambda: scene.told)
+        await until_async(lambda: scene.told)
         scene.ends = True  # the machine says Exit: the line is closed, and the worker ends
         scene.line.close(Unauthorized("token t was revoked"))
         assert await bringing is None
@@ -220,7 +216,7 @@ def test_without_a_folder_an_attempt_that_is_stopped_has_ended(tmp_path: Path) -
 def test_a_canceled_job_has_ended_and_its_result_is_of_no_use(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         bringing = scene.bring(record(LARGE))
-        await until(lambda: scene.told)
+        await until_async(lambda: scene.told)
         scene.stopped = StopReason.CANCELED
         scene.stop.set_result(StopReason.CANCELED)
         ended = await bringing

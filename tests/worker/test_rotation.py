@@ -18,7 +18,7 @@ from tasuki.errors import TasukiError
 from tasuki.worker import rotation as module
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tasuki.worker.rotation import Rotation, new_token
-from tests.worker.runs import until
+from tests.support.waiting import until_async
 
 ADDRESS = parse_url("https://control.example")[0]
 PEER = Peer("tcp", None, "control.example:443")
@@ -159,7 +159,7 @@ async def _run(work: Awaitable[None]) -> None:
 
 
 def settle(worker: Worker) -> Coroutine[Any, Any, None]:
-    return until(lambda: worker.settled and worker.welcomes, "the worker is let in with the token that it keeps")
+    return until_async(lambda: worker.settled and worker.welcomes, what="the worker is let in with the token that it keeps")
 
 
 def test_a_token_in_the_last_third_of_its_life_is_exchanged_and_the_worker_comes_back_with_the_new_one(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_token_in_the_last_third_of_its_life_is_exchanged_and_the_worker_comes
     worker = Worker(control, tmp_path)
 
     async def rotated() -> None:
-        await until(lambda: worker.welcomes == 2 and worker.settled, "rotated")
+        await until_async(lambda: worker.welcomes == 2 and worker.settled, what="rotated")
 
     live(worker, rotated)
 
@@ -187,7 +187,7 @@ def test_a_young_token_stays(tmp_path: Path) -> None:
     worker = Worker(control, tmp_path)
 
     async def nothing_happens() -> None:
-        await until(lambda: worker.welcomes, "connected")
+        await until_async(lambda: worker.welcomes, what="connected")
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -220,7 +220,7 @@ def test_nothing_is_told_to_the_server_before_it_is_on_disk(tmp_path: Path) -> N
         return control.rotate(worker.shown, params)
 
     worker.answer = answer
-    live(worker, lambda: until(lambda: worker.welcomes == 2, "rotated"))
+    live(worker, lambda: until_async(lambda: worker.welcomes == 2, what="rotated"))
 
     [pending] = on_disk
     assert pending is not None
@@ -252,7 +252,7 @@ def test_when_the_answer_is_lost_the_token_that_is_good_is_found(tmp_path: Path,
 
 
 async def settled_with(worker: Worker, asked: list[dict[str, str]]) -> None:
-    await until(lambda: asked and worker.settled and worker.kept.token.token_id == asked[0]["token_id"], "settled")
+    await until_async(lambda: asked and worker.settled and worker.kept.token.token_id == asked[0]["token_id"], what="settled")
 
 
 def test_a_request_that_was_done_after_its_connection_was_lost_counts_too(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_an_id_that_is_somebody_elses_is_changed(tmp_path: Path) -> None:
         return control.rotate(worker.shown, params)
 
     worker.answer = answer
-    live(worker, lambda: until(lambda: worker.settled and worker.kept.token != old, "rotated"))
+    live(worker, lambda: until_async(lambda: worker.settled and worker.kept.token != old, what="rotated"))
 
     assert control.requests[0]["token_id"] not in control.good.values()
 
@@ -306,7 +306,7 @@ def test_a_server_that_cannot_is_asked_again(tmp_path: Path) -> None:
         return control.rotate(worker.shown, params)
 
     worker.answer = answer
-    live(worker, lambda: until(lambda: worker.welcomes == 2 and worker.settled, "rotated"))
+    live(worker, lambda: until_async(lambda: worker.welcomes == 2 and worker.settled, what="rotated"))
 
     assert len(control.requests) == 4
     assert len({asked["sha256"] for asked in control.requests}) == 1, "one secret, until it is taken"
@@ -327,7 +327,7 @@ def test_a_full_disk_keeps_the_old_token_in_use(tmp_path: Path, monkeypatch: pyt
         save(credential)
 
     monkeypatch.setattr(worker.seat, "save", full)
-    live(worker, lambda: until(lambda: worker.welcomes == 2 and worker.settled, "rotated when there was room"))
+    live(worker, lambda: until_async(lambda: worker.welcomes == 2 and worker.settled, what="rotated when there was room"))
 
     assert len(control.requests) == 1
     assert len(tries) >= 3
@@ -338,7 +338,7 @@ def test_a_revoked_worker_is_sent_away_for_the_first_reason(tmp_path: Path) -> N
     enrolled(tmp_path, old, pending)
     worker = Worker(Control(), tmp_path)
 
-    live(worker, lambda: until(lambda: worker.sent_away, "sent away"))
+    live(worker, lambda: until_async(lambda: worker.sent_away, what="sent away"))
 
     assert worker.sent_away == f"{old.secret} is not known here"
     assert worker.kept.token == old
@@ -356,7 +356,7 @@ def test_a_connection_that_came_with_the_old_token_may_end_with_a_refusal(tmp_pa
         return control.rotate(worker.shown, params)
 
     worker.answer = answer
-    live(worker, lambda: until(lambda: worker.settled and worker.kept.token != old, "rotated"))
+    live(worker, lambda: until_async(lambda: worker.settled and worker.kept.token != old, what="rotated"))
 
     assert worker.sent_away == ""
 
@@ -375,7 +375,12 @@ def test_a_server_that_was_restored_from_a_backup_still_knows_the_one_before(tmp
         return Reply(ASKED, {"token_id": params["token_id"], "ttl_s": WEEK_S})  # said, and undone by the restore
 
     worker.answer = answer
-    live(worker, lambda: until(lambda: worker.settled and worker.kept.token.token_id not in ("old", *forgotten), "rotated again"))
+    live(
+        worker,
+        lambda: until_async(
+            lambda: worker.settled and worker.kept.token.token_id not in ("old", *forgotten), what="rotated again"
+        ),
+    )
 
     assert worker.sent_away == ""
 
@@ -410,7 +415,7 @@ def test_a_worker_that_is_killed_while_it_rotates_gets_in_at_its_next_start(
     monkeypatch.setattr(killed.seat, "save", dying_save)
     killed.answer = dying_answer
     with pytest.raises(Killed):
-        live(killed, lambda: until(lambda: False, "it is killed"))
+        live(killed, lambda: until_async(lambda: False, what="it is killed"))
 
     again = Worker(control, tmp_path)
     live(again, lambda: settle(again))

@@ -22,6 +22,7 @@ from tasuki.worker.attempt import Attempt, StopReason
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.logs import LogCaps
 from tasuki.worker.runner import CommandRunner, RunLimits
+from tests.support.waiting import until_async
 from tests.worker.runs import (
     OWNER,
     alive,
@@ -35,7 +36,6 @@ from tests.worker.runs import (
     runner_in,
     shell,
     text_of,
-    until,
 )
 
 Stop = asyncio.Future[StopReason]
@@ -409,7 +409,7 @@ def test_a_canceled_job_hears_term_and_may_end_in_order(tmp_path: Path) -> None:
     script = f"sh -c 'trap \"echo bye; exit 0\" TERM; touch {ready}; while :; do sleep 0.02; done' & wait"
 
     async def cancel(_: CommandRunner, stop: Stop) -> None:
-        await until(ready.exists, "the job is ready")
+        await until_async(ready.exists, what="the job is ready")
         stop.set_result(StopReason.CANCELED)
 
     result = run(runner_in(tmp_path, limits=RunLimits(grace_s=5)), shell(script), cancel)
@@ -422,7 +422,7 @@ def test_a_stopped_process_can_be_canceled(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
     async def cancel(_: CommandRunner, stop: Stop) -> None:
-        await until(lambda: pids_in(pids), "the job has started")
+        await until_async(lambda: pids_in(pids), what="the job has started")
         os.kill(pids_in(pids)[0], signal.SIGSTOP)
         stop.set_result(StopReason.CANCELED)
 
@@ -438,7 +438,7 @@ def test_the_reason_of_a_stop_is_the_outcomes_error_code(tmp_path: Path, reason:
     pids = tmp_path / "pids"
 
     async def end(_: CommandRunner, stop: Stop) -> None:
-        await until(lambda: pids_in(pids), "the job has started")
+        await until_async(lambda: pids_in(pids), what="the job has started")
         stop.set_result(reason)
 
     outcome = run(runner_in(tmp_path), shell(f"echo $$ > {pids}; exec sleep 1000"), end).outcome
@@ -465,7 +465,7 @@ def test_a_canceled_task_leaves_no_process(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         running = asyncio.ensure_future(run_async(runner_in(tmp_path), shell(f"echo $$ > {pids}; exec sleep 1000")))
-        await until(lambda: pids_in(pids), "the job has started")
+        await until_async(lambda: pids_in(pids), what="the job has started")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -478,7 +478,7 @@ def test_kill_all_ends_every_job_at_once(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
     async def kill(runner: CommandRunner, _: Stop) -> None:
-        await until(lambda: pids_in(pids), "the job has started")
+        await until_async(lambda: pids_in(pids), what="the job has started")
         runner.kill_all()
 
     outcome = run(runner_in(tmp_path), shell(f"echo $$ > {pids}; exec sleep 1000"), kill).outcome
@@ -494,7 +494,7 @@ def test_many_jobs_at_once_need_no_thread_each(tmp_path: Path) -> None:
         runner = runner_in(tmp_path)
         script = f"touch {tmp_path}/started-$TASUKI_JOB_ID; until [ -e {gate} ]; do sleep 0.1; done"
         running = [asyncio.ensure_future(run_async(runner, shell(script, job_id=f"job-{n}"))) for n in range(40)]
-        await until(lambda: len(list(tmp_path.glob("started-*"))) == 40, "all jobs run")
+        await until_async(lambda: len(list(tmp_path.glob("started-*"))) == 40, what="all jobs run")
         threads = threading.active_count()
         gate.touch()
         return threads, [result.outcome.exit_code for result in await asyncio.gather(*running)]
@@ -517,8 +517,8 @@ def test_endless_output_is_cut_and_the_cut_is_marked(tmp_path: Path) -> None:
 
     async def watch(runner: CommandRunner, stop: Stop) -> None:
         log = runner.folders.at(attempt).logs / "stdout"
-        await until(log.exists, "the log is there")
-        await until(lambda: is_cut(log), "the log is cut while the job writes on")
+        await until_async(log.exists, what="the log is there")
+        await until_async(lambda: is_cut(log), what="the log is cut while the job writes on")
         stop.set_result(StopReason.CANCELED)
 
     attempt = shell("echo first; while :; do echo and on and on and on; done")
@@ -584,7 +584,7 @@ def test_a_start_kills_and_removes_what_a_dead_worker_left_but_not_what_a_live_o
     live = runner_in(tmp_path)
     kept = live.folders.create(shell("true"))
     worker = subprocess.Popen([sys.executable, "-c", DOOMED_WORKER, str(tmp_path), str(pids)], cwd=Path(__file__).parents[2])
-    asyncio.run(until(lambda: pids_in(pids), "the job has started"))
+    asyncio.run(until_async(lambda: pids_in(pids), what="the job has started"))
     worker.kill()
     worker.wait()
 
@@ -592,7 +592,7 @@ def test_a_start_kills_and_removes_what_a_dead_worker_left_but_not_what_a_live_o
 
     assert [path.name for path in swept] == ["doomed"]
     assert not swept[0].exists()
-    asyncio.run(until(lambda: not alive(*pids_in(pids)), "the survivor is dead"))
+    asyncio.run(until_async(lambda: not alive(*pids_in(pids)), what="the survivor is dead"))
     assert kept.path.exists()
 
 

@@ -18,7 +18,8 @@ from tasuki.worker.execs import Exec, parse_execs
 from tasuki.worker.folder import RunFolder
 from tasuki.worker.log_follow import LogFollow
 from tasuki.worker.secret_files import SECRET_MAX_BYTES, SecretProblem, problem_of, read_secrets
-from tests.worker.runs import alive, archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of, until
+from tests.support.waiting import until_async
+from tests.worker.runs import alive, archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of
 
 VALUE = "hunter2-is-no-password"
 
@@ -121,7 +122,7 @@ def test_progress_that_names_a_value_is_masked(tmp_path: Path, secret: Path) -> 
     runner = runner_in(tmp_path, tool, on_progress=lambda lease_id, progress: told.append(progress))
 
     async def wait_for_it(*_: object) -> None:
-        await until(lambda: told, "progress is told")
+        await until_async(lambda: told, what="progress is told")
         (tmp_path / "seen").touch()
 
     run(runner, attempt_of(exec="tool"), wait_for_it)
@@ -138,7 +139,7 @@ def test_a_value_that_the_job_prints_is_masked_for_those_who_follow_it(tmp_path:
 
     async def follow(*_: object) -> None:
         written = runner.folders.at(attempt_of(exec="tool")).logs / "stdout"
-        await until(lambda: written.exists() and written.stat().st_size > len("key: "), "the first half is written")
+        await until_async(lambda: written.exists() and written.stat().st_size > len("key: "), what="the first half is written")
         tails.ask(ReadLog(1, "lease-1", "stdout", 0))
         tails.ask(ReadLog(2, "lease-1", "stdout", len("key: "), wait_s=10.0))
         gone_on.touch()

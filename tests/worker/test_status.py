@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.worker import status as module
 from tasuki.worker.status import JOBS_MAX, RunningJob, Status, StatusFile, read_all, status_folder
-from tests.processes import wait_until
+from tests.support.waiting import until, until_async
 
 JOB = RunningJob(job_id="job-1", attempt=2, subject="zpe.h2", since=12.0)
 
@@ -34,8 +34,8 @@ def kept(data: Path, work: Callable[[StatusFile, list[RunningJob]], Awaitable[No
     asyncio.run(main())
 
 
-async def until(data: Path, holds: Callable[[Status], bool], what: str) -> None:
-    await asyncio.to_thread(wait_until, lambda: any(map(holds, read_all(data))), 10.0, what)
+async def status_until(data: Path, holds: Callable[[Status], bool], what: str) -> None:
+    await until_async(lambda: any(map(holds, read_all(data))), what=what)
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +45,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_changes_is_told(tmp_path: Path) -> None:
     async def work(file: StatusFile, jobs: list[RunningJob]) -> None:
-        await until(tmp_path, lambda said: said.alive and said.connection.connected_since is None, "it is there")
+        await status_until(tmp_path, lambda said: said.alive and said.connection.connected_since is None, "it is there")
         file.connected("control.example:443")
         jobs.append(JOB)
-        await until(tmp_path, lambda said: said.connection.connected_since is not None and said.jobs == (JOB,), "it works")
+        await status_until(tmp_path, lambda said: said.connection.connected_since is not None and said.jobs == (JOB,), "it works")
         file.lost("nobody answers")
         file.lost("nobody answers still")
-        await until(tmp_path, lambda said: said.connection.tries == 2, "it is alone")
+        await status_until(tmp_path, lambda said: said.connection.tries == 2, "it is alone")
 
     kept(tmp_path, work)
 
@@ -74,7 +74,7 @@ def test_nothing_is_written_while_nothing_changes(tmp_path: Path, monkeypatch: p
                 return 0
 
         keeping = asyncio.ensure_future(file.keep(lambda: Watched(), lambda: False))
-        await asyncio.to_thread(wait_until, lambda: len(looked) > 5, 10.0, "it has looked again and again")
+        await asyncio.to_thread(until, lambda: len(looked) > 5, 10.0, "it has looked again and again")
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
 
@@ -86,14 +86,14 @@ def test_nothing_is_written_while_nothing_changes(tmp_path: Path, monkeypatch: p
 def test_of_thousands_of_jobs_some_are_named(tmp_path: Path) -> None:
     async def work(file: StatusFile, jobs: list[RunningJob]) -> None:
         jobs.extend([JOB] * 5000)
-        await until(tmp_path, lambda said: said.running == 5000 and len(said.jobs) == JOBS_MAX, "they are counted")
+        await status_until(tmp_path, lambda said: said.running == 5000 and len(said.jobs) == JOBS_MAX, "they are counted")
 
     kept(tmp_path, work)
 
 
 def test_a_worker_without_a_lasting_identity_leaves_nothing(tmp_path: Path) -> None:
     async def work(file: StatusFile, jobs: list[RunningJob]) -> None:
-        await until(tmp_path, lambda said: said.alive, "it is there")
+        await status_until(tmp_path, lambda said: said.alive, "it is there")
 
     kept(tmp_path, work, lasting=False)
 
@@ -113,7 +113,7 @@ def test_what_killed_workers_left_is_removed_if_nobody_will_come_back_for_it(tmp
     assert not dead.alive
 
     async def work(file: StatusFile, jobs: list[RunningJob]) -> None:
-        await until(tmp_path, lambda said: said.worker_id == "w1", "the next one is there")
+        await status_until(tmp_path, lambda said: said.worker_id == "w1", "the next one is there")
 
     kept(tmp_path, work)
 
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_to_stops_nobody(tmp_path: Path, caplog:
     (tmp_path / "worker").write_text("a file where the folder should be")
 
     async def work(file: StatusFile, jobs: list[RunningJob]) -> None:
-        await asyncio.to_thread(wait_until, lambda: caplog.messages, 10.0, "it is told once")
+        await asyncio.to_thread(until, lambda: caplog.messages, 10.0, "it is told once")
 
     kept(tmp_path, work)
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_torn_is_left_out(tmp_path: Path) -> None:
 
 def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
     async def work(file: StatusFile, jobs: list[RunningJob]) -> None:
-        await until(tmp_path, lambda said: said.alive, "it is there")
+        await status_until(tmp_path, lambda said: said.alive, "it is there")
 
     before = os.umask(0o000)
     try:

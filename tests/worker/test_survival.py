@@ -21,7 +21,8 @@ from tasuki.core.job import JobSpec
 from tasuki.core.protocol import AssignJobs, GiveCredit
 from tasuki.core.store_messages import Grant
 from tests.e2e.stage import stdout_of
-from tests.processes import ServerProcess, WorkerProcess, start_server, start_worker, wait_until
+from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
+from tests.support.waiting import until
 from tests.worker.test_worker_writes import PATIENCE_S, Desk
 
 LEASE_TTL_S = 1.0
@@ -124,14 +125,14 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
     narrows.limit_bytes["up"] = SIZE_BYTES // 3
     with command_worker(narrows.url, token, tmp_path, *keep, script=script) as worker:
         job = client.submit(subject=tmp_path.name[-40:], exec="tool", job_id="uploaded")
-        wait_until(lambda: narrows.stuck("up"), SOON_S, "a third of the result has passed")
+        until(lambda: narrows.stuck("up"), SOON_S, "a third of the result has passed")
         assert endings(tmp_path) == [".ending", ".result"]
         # when: its worker is killed, and started again with a line that carries
         worker.kill()
     with command_worker(server.url, token, tmp_path, *keep, script=script):
         # then: the result is that of the only run
         assert len(job.result(SOON_S)) > SIZE_BYTES
-        wait_until(lambda: endings(tmp_path) == [], SOON_S, "the files are removed")
+        until(lambda: endings(tmp_path) == [], SOON_S, "the files are removed")
     assert (tmp_path / "runs").read_text() == "ran\n"
     assert client.status("uploaded")["attempt"] == 1
 
@@ -145,7 +146,7 @@ def test_a_worker_that_is_killed_while_it_fetches_an_input_does_not_fetch_it_twi
     narrows.limit_bytes["down"] = SIZE_BYTES * 2 // 3
     with command_worker(narrows.url, token, tmp_path, script="sha256sum in/input") as worker:
         job = client.submit(subject=tmp_path.name[-40:], exec="tool", job_id="fetched", files=[tmp_path / "input"])
-        wait_until(lambda: narrows.stuck("down"), SOON_S, "two thirds have passed")
+        until(lambda: narrows.stuck("down"), SOON_S, "two thirds have passed")
         # when: its worker is killed, and the next attempt comes to the same one
         worker.kill()
         narrows.mend()
@@ -165,10 +166,10 @@ def test_a_large_result_that_came_too_late_is_kept_aside(
     keep = ("--on-disconnect", "keep", "--reconnect-grace", "0")
     with command_worker(narrows.url, token, tmp_path, *keep, script=script) as cut:
         job = client.submit(subject=tmp_path.name[-40:], exec="tool", job_id="late")
-        wait_until(lambda: client.status("late")["state"] == "RUNNING", SOON_S, "it runs")
+        until(lambda: client.status("late")["state"] == "RUNNING", SOON_S, "it runs")
         narrows.limit_bytes["up"] = 0
         (tmp_path / "gate").touch()
-        wait_until(lambda: endings(tmp_path) == [".ending", ".result"], SOON_S, "its result is on disk")
+        until(lambda: endings(tmp_path) == [".ending", ".result"], SOON_S, "its result is on disk")
         (tmp_path / "other").mkdir()
         other = start_worker(
             server,
@@ -180,7 +181,7 @@ def test_a_large_result_that_came_too_late_is_kept_aside(
         # when: the line is back
         narrows.mend()
         cut.wait_for_output("job late attempt 1: refused, its result is kept in ", SOON_S)
-        wait_until(lambda: endings(tmp_path) == [], SOON_S, "nothing waits any more")
+        until(lambda: endings(tmp_path) == [], SOON_S, "nothing waits any more")
     # then: it lost, and is not lost
     place = tmp_path / "data" / "kept-aside" / "late-1"
     about = json.loads((place / "about.json").read_text())

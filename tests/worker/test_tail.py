@@ -17,7 +17,8 @@ from tasuki.worker.attempt import StopReason
 from tasuki.worker.log_follow import WAITING_MAX, LogFollow
 from tasuki.worker.logs import CappedLog, LogCaps, LogRead
 from tasuki.worker.runner import CommandRunner
-from tests.worker.runs import run, runner_in, shell, text_of, until
+from tests.support.waiting import until_async
+from tests.worker.runs import run, runner_in, shell, text_of
 
 DEADLINE_S = 10.0
 
@@ -37,7 +38,7 @@ class Desk:
         self.tails.ask(ReadLog(msg_id, lease_id, stream, **fields))  # type: ignore[arg-type]
 
     async def answered(self, count: int = 1) -> list[LogPiece]:
-        await until(lambda: len(self.sent) >= count, f"{count} answers")
+        await until_async(lambda: len(self.sent) >= count, what=f"{count} answers")
         return self.sent
 
 
@@ -168,9 +169,9 @@ def test_a_log_that_cannot_be_read_or_cut_does_not_change_the_outcome(tmp_path: 
         raise OSError(errno.EIO, "Input/output error")
 
     async def asked(runner: CommandRunner, stop: asyncio.Future[StopReason]) -> None:
-        await until((tmp_path / "started").exists, "the job runs")
+        await until_async((tmp_path / "started").exists, what="the job runs")
         tails.ask(ReadLog(1, "lease-1", "stdout", wait_s=20.0))
-        await until(lambda: cut, "the log was to be cut")
+        await until_async(lambda: cut, what="the log was to be cut")
         (tmp_path / "go").touch()
 
     sent: list[LogPiece] = []

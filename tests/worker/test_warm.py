@@ -22,9 +22,10 @@ from tasuki.worker.keeper import preforked
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.keeper.proc import look
 from tasuki.worker.runner import CommandRunner
-from tests.processes import open_files, wait_until
+from tests.support.processes import open_files
+from tests.support.waiting import until, until_async
 from tests.worker.kept import ESCAPE, in_s
-from tests.worker.runs import alive, attempt_of, run, run_async, runner_in, text_of, until
+from tests.worker.runs import alive, attempt_of, run, run_async, runner_in, text_of
 
 HERE = Path(__file__).parent
 
@@ -47,7 +48,7 @@ async def freeze(runner: CommandRunner) -> list[int]:
     def found() -> list[int]:
         return [pid for pid in below(keeper_of(runner)) if alive(pid)]
 
-    await until(lambda: len(found()) == 2, "a process is parked")
+    await until_async(lambda: len(found()) == 2, what="a process is parked")
     frozen = found()
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
@@ -232,7 +233,7 @@ def test_nothing_is_left_of_a_function_that_hides(tmp_path: Path, how: str) -> N
         return [int(line) for line in pids.read_text().split()]
 
     async def meanwhile(runner: CommandRunner, stop: asyncio.Future[StopReason]) -> None:
-        await until(lambda: len(numbers()) == 2, "the job has hidden its second process")
+        await until_async(lambda: len(numbers()) == 2, what="the job has hidden its second process")
         if how == "canceled":
             stop.set_result(StopReason.CANCELED)
 
@@ -251,11 +252,11 @@ def test_the_end_of_one_job_leaves_another_of_the_same_interpreter_alone(tmp_pat
     async def scenario() -> tuple[RunResult, RunResult]:
         runner = runner_for(tmp_path / "data", "wait_for")
         long = asyncio.ensure_future(job_async(runner, str(started), str(end)))
-        await until(started.exists, "the long job runs")
+        await until_async(started.exists, what="the long job runs")
         stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         other = attempt_for(str(tmp_path / "other"), str(tmp_path / "never"), job_id="other")
         short = asyncio.ensure_future(runner.run(other, stop))
-        await until((tmp_path / "other").exists, "the other job runs")
+        await until_async((tmp_path / "other").exists, what="the other job runs")
         stop.set_result(StopReason.CANCELED)
         canceled = await short
         end.touch()
@@ -283,8 +284,10 @@ def test_a_limit_below_what_is_imported_is_the_jobs_failure(tmp_path: Path) -> N
 def test_two_hundred_jobs_leave_no_process_and_no_descriptor(tmp_path: Path) -> None:
     async def left(runner: CommandRunner) -> tuple[int, int]:
         interpreter = interpreter_of(runner)
-        await until(lambda: len(below(keeper_of(runner))) == 2, "the interpreter and what it has parked are there, and no more")
-        await until(lambda: below(interpreter) == [], "the interpreter is at rest")
+        await until_async(
+            lambda: len(below(keeper_of(runner))) == 2, what="only the interpreter and its parked children are left"
+        )
+        await until_async(lambda: below(interpreter) == [], what="the interpreter is at rest")
         return open_files(keeper_of(runner)), open_files(interpreter)
 
     async def scenario() -> tuple[set[str | None], Any, Any]:
@@ -315,10 +318,10 @@ def test_a_job_goes_on_when_its_interpreter_is_killed_and_the_next_one_has_a_new
     async def scenario() -> tuple[int, int | None, int, int]:
         runner = runner_for(tmp_path / "data", "wait_for")
         long = asyncio.ensure_future(job_async(runner, str(started), str(end)))
-        await until(started.exists, "the job runs")
+        await until_async(started.exists, what="the job runs")
         first = interpreter_of(runner)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: not alive(first), "the interpreter is gone")
+        await until_async(lambda: not alive(first), what="the interpreter is gone")
         end.touch()
         result = await long
         after = await job_async(runner, str(started), str(end))
@@ -336,7 +339,7 @@ def test_an_interpreter_that_ends_as_soon_as_it_is_ready_is_not_started_over_and
         runner = runner_for(tmp_path, "nothing")
         await job_async(runner)
         os.kill(interpreter_of(runner), signal.SIGKILL)
-        await until(lambda: below(keeper_of(runner)) == [], "the interpreter is gone")
+        await until_async(lambda: below(keeper_of(runner)) == [], what="the interpreter is gone")
         return await job_async(runner)
 
     outcome = asyncio.run(scenario()).outcome
@@ -392,7 +395,7 @@ def test_a_module_that_is_not_fit_to_be_forked_is_refused_in_words(tmp_path: Pat
 
     assert outcome.error_code == "PRELOAD_FAILED"
     assert says in outcome.message
-    wait_until(lambda: below(keeper_of(runner)) == [], what="nothing of the interpreter is left")
+    until(lambda: below(keeper_of(runner)) == [], what="nothing of the interpreter is left")
 
 
 def test_a_thread_that_a_fork_hook_starts_is_refused_too(tmp_path: Path) -> None:
@@ -441,8 +444,8 @@ def test_a_job_that_is_canceled_while_its_interpreter_imports_never_runs(tmp_pat
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef main(arguments): pass\n")
 
     async def meanwhile(runner: CommandRunner, stop: asyncio.Future[StopReason]) -> None:
-        await until(lambda: runner._running, "the job waits")
-        await until(lambda: below(keeper_of(runner)), "the interpreter imports")
+        await until_async(lambda: runner._running, what="the job waits")
+        await until_async(lambda: below(keeper_of(runner)), what="the interpreter imports")
         stop.set_result(StopReason.CANCELED)
 
     runner = runner_for(tmp_path / "data", "slow:main", env={"PYTHONPATH": str(tmp_path)})
@@ -498,12 +501,12 @@ def test_a_job_that_its_interpreter_never_lives_to_fork_is_given_back_only_so_of
             frozen = await freeze(runner)
 
             async def kill(*_: object) -> None:
-                await until(lambda: runner._running, "the job waits for its fork")
+                await until_async(lambda: runner._running, what="the job waits for its fork")
                 assert runner._keeper is not None
-                await until(lambda: not runner._keeper._orders and not runner._keeper._unsent, "the keeper was asked")
+                await until_async(lambda: not runner._keeper._orders and not runner._keeper._unsent, what="the keeper was asked")
                 for pid in frozen:
                     os.kill(pid, signal.SIGKILL)
-                await until(lambda: not any(map(alive, frozen)), "they are gone")
+                await until_async(lambda: not any(map(alive, frozen)), what="they are gone")
 
             return await job_async(runner, meanwhile=kill)
 
@@ -537,9 +540,9 @@ def test_a_stop_that_comes_while_the_interpreter_hangs_is_not_forgotten(
         frozen = await freeze(runner)
 
         async def meanwhile(_: CommandRunner, stop: asyncio.Future[StopReason]) -> None:
-            await until(lambda: runner._running, "the job waits for its fork")
+            await until_async(lambda: runner._running, what="the job waits for its fork")
             assert runner._keeper is not None
-            await until(lambda: not runner._keeper._orders and not runner._keeper._unsent, "the keeper was asked")
+            await until_async(lambda: not runner._keeper._orders and not runner._keeper._unsent, what="the keeper was asked")
             stop.set_result(StopReason.CANCELED)
             await asyncio.sleep(0)
             for pid in frozen if goes_on else ():
@@ -556,7 +559,7 @@ def test_when_the_keeper_is_killed_the_interpreter_goes_and_the_job_is_swept(tmp
     async def scenario() -> tuple[RunResult, list[int]]:
         runner = runner_for(tmp_path / "data", "wait_for")
         running = asyncio.ensure_future(job_async(runner, str(started), str(never)))
-        await until(lambda: started.exists() and started.read_text(), "the job runs")
+        await until_async(lambda: started.exists() and started.read_text(), what="the job runs")
         pids = [int(started.read_text()), interpreter_of(runner)]
         os.kill(keeper_of(runner), signal.SIGKILL)
         return await running, pids
@@ -564,7 +567,7 @@ def test_when_the_keeper_is_killed_the_interpreter_goes_and_the_job_is_swept(tmp
     result, pids = asyncio.run(scenario())
 
     assert result.outcome.error_code == "SHUTDOWN"
-    wait_until(lambda: not any(alive(pid) for pid in pids), what="job and interpreter are gone")
+    until(lambda: not any(alive(pid) for pid in pids), what="job and interpreter are gone")
 
 
 def test_where_none_can_be_kept_warm_the_worker_says_so(

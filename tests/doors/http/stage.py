@@ -23,7 +23,7 @@ from tasuki.doors.http.routes import Route
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.server.assembly import StorageLocations, make_secret, make_server, prepare_folder
 from tasuki.server.server import ServerConfig
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
 
 T = TypeVar("T")
 on_each_store = pytest.mark.parametrize("store_url", ["sqlite", "redis"], indirect=True, scope="module")

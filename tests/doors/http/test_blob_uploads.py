@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.doors.http.stage import Stage
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 MIB = 1024 * 1024
 SIZE = 3 * MIB
@@ -50,7 +50,7 @@ class Upload:
 
     def leaves_nothing(self) -> None:
         """What an offer opened is closed after its answer."""
-        wait_until(lambda: self.partials() == [], what="nothing is left of it")
+        until(lambda: self.partials() == [], what="nothing is left of it")
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_what_came_of_a_request_that_was_cut_is_kept(upload: Upload, ranged: boo
             *([f"Content-Range: bytes 0-{SIZE - 1}/{SIZE}"] if ranged else []),
         ]
         sock.sendall("\r\n".join((*lines, "\r\n")).encode() + upload.data[: 2 * MIB])
-        wait_until(lambda: upload.partials() and upload.partials()[0].stat().st_size == 2 * MIB, what="it is written")
+        until(lambda: upload.partials() and upload.partials()[0].stat().st_size == 2 * MIB, what="it is written")
 
     assert upload.offer() == {"have": False, "offset": 2 * MIB}
     assert upload.put(2 * MIB, SIZE).status_code == 200
@@ -206,4 +206,4 @@ def test_pieces_of_what_is_small_are_not_kept(stage: Stage) -> None:
 
     assert code(answer) == (409, "CONFLICT")
     assert answer.json()["error"]["details"] == {"offset": 0}
-    wait_until(lambda: list((stage.folder.blobs / "tmp").iterdir()) == [], what="nothing is left of it")
+    until(lambda: list((stage.folder.blobs / "tmp").iterdir()) == [], what="nothing is left of it")

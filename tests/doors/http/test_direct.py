@@ -22,7 +22,7 @@ from tasuki.server.presigned import PresignedTransfers
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage
-from tests.services_s3 import S3Service
+from tests.support.s3_service import S3Service
 
 PART_BYTES = 5 * 1024 * 1024
 

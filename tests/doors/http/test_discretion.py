@@ -14,8 +14,8 @@ import pytest
 from tasuki.doors.http.routes import ROUTES
 from tests.conftest import Require
 from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
-from tests.processes import wait_until
-from tests.services_redis import RedisService, redis_program
+from tests.support.redis_service import RedisService, redis_program
+from tests.support.waiting import until
 
 PASSWORD = "hunter2"
 KEYS = ("queue", "lease:index", "delay", "dlq", "status:", "payload:", "token:", "turn:", "job:")
@@ -115,7 +115,7 @@ def test_nothing_is_told_while_it_is_away(stage: Stage, redis: RedisService, lis
         away = [worker.lease(), worker.renew(leased), worker.finish(leased), worker.fail(leased)]
     finally:
         redis.start()
-    wait_until(lambda: worker.finish(leased).status_code == 200, 20.0, "the result is recorded when it is back")
+    until(lambda: worker.finish(leased).status_code == 200, 20.0, "the result is recorded when it is back")
 
     assert [answer.status_code for answer in away] == [503] * 4
     assert_nothing_told(listener, redis)

@@ -18,7 +18,7 @@ from tasuki.doors.tls import server_tls
 from tasuki.errors import ConfigError
 from tests.conftest import Require
 from tests.doors.http.stage import Stage, Worker
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 
 def test_https(tmp_path: Path, require: Require) -> None:
@@ -58,7 +58,7 @@ def _until_waiting(stage: Stage, worker: Worker) -> None:
         session = stage.server.broker.workers.get(worker.worker_id)
         return session is not None and session.account.available > 0
 
-    wait_until(waits, what=f"{worker.worker_id} waits for a job")
+    until(waits, what=f"{worker.worker_id} waits for a job")
 
 
 def test_a_lease_outlives_the_server_that_granted_it(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_short_job_is_never_noted_as_started_and_a_longer_one_is(stage: Stage,
     jobs = {leased["job_id"]: leased for leased in worker.lease(max_jobs=2).json()["jobs"]}
     worker.finish(jobs[short])
 
-    wait_until(lambda: stage.get(f"/v1/jobs/{longer}").json()["state"] == "RUNNING", what="the longer job is noted as running")
+    until(lambda: stage.get(f"/v1/jobs/{longer}").json()["state"] == "RUNNING", what="the longer job is noted as running")
 
     assert worker.finish(jobs[longer]).status_code == 200
     assert all(stage.get(f"/v1/jobs/{job_id}").json()["started_at"] for job_id in (short, longer))

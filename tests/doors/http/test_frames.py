@@ -37,7 +37,7 @@ from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE
 from tasuki.wire.frames import FrameDecoder, encode_frame
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage, Worker
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 HELLO = HelloClient(msg_id=1, client_id="c", version=2)
 
@@ -226,7 +226,7 @@ def test_a_poll_whose_asker_has_left_is_over(stage: Stage) -> None:
     with pytest.raises(httpx.ReadTimeout):
         stage.call("POST", "/v1/frames?wait=60", stage.client, content=watch, timeout=httpx.Timeout(10, read=0.3))
 
-    wait_until(lambda: stage.door._under_way == 0, what="the request has ended")
+    until(lambda: stage.door._under_way == 0, what="the request has ended")
 
 
 # ---------------------------------------------------------------------------------------------------- what is not the protocol
@@ -322,7 +322,7 @@ def test_a_token_that_is_revoked_while_it_waits_is_told_so(stage: Stage) -> None
     watch = Request(4, "watch", {"job_ids": ["revoked-1"]})
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, stage, watch, token=secret, query="?wait=20")
-        wait_until(lambda: stage.server.broker.watchers.get("revoked-1"), what="the job is watched")
+        until(lambda: stage.server.broker.watchers.get("revoked-1"), what="the job is watched")
         stage.revoke_token(token_id)
 
         assert code(waiting.result(10.0)) == (403, "TOKEN_REVOKED")
@@ -389,7 +389,7 @@ def test_a_blob_that_is_left_in_the_middle_leaves_nothing_under_way(stage: Stage
     with pytest.raises(httpx.HTTPError):
         put(stage, _broken_off(), "3" * 64, headers={"Content-Length": "100000"})  # type: ignore[arg-type]
 
-    wait_until(lambda: not stage.server._transfers.under_way(), what="the upload is dropped")
+    until(lambda: not stage.server._transfers.under_way(), what="the upload is dropped")
 
 
 def _broken_off() -> Any:

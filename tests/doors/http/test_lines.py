@@ -44,7 +44,7 @@ from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
 from tasuki.wire.frames import ZSTD, FrameDecoder, encode_frame
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 WAIT_S = 15.0  # of polls that something must end sooner
 NONSENSE = b"\x04\0\0\0nons"  # a frame with flags that there are not
@@ -95,7 +95,7 @@ class Line:
     def begin_poll(self, pool: ThreadPoolExecutor, heard: int = 0) -> Future[list[Message]]:
         """A poll that waits; the server has it when this returns."""
         poll = pool.submit(self.poll, heard)
-        wait_until(lambda: self.line is not None and self.line.users, 5.0, "the poll is at the server")
+        until(lambda: self.line is not None and self.line.users, 5.0, "the poll is at the server")
         return poll
 
     def leave(self) -> httpx.Response:
@@ -345,7 +345,7 @@ def test_a_question_that_is_newer_than_the_server_is_answered(line: Line) -> Non
 def test_what_was_told_is_told_again_until_it_is_heard(line: Line) -> None:
     line.say(Heartbeat(5), Heartbeat(6))
     both = line.poll(0)
-    wait_until(lambda: len(line.poll(0, 0)) == 2, what="both are answered")
+    until(lambda: len(line.poll(0, 0)) == 2, what="both are answered")
 
     again, rest, nothing = line.poll(0), line.poll(1), line.poll(2, 0)
 
@@ -358,7 +358,7 @@ def test_what_was_told_is_told_again_until_it_is_heard(line: Line) -> None:
 @pytest.mark.parametrize("heard", [0, 3, 9])
 def test_nobody_has_heard_more_than_was_told_or_less_than_before(line: Line, heard: int) -> None:
     line.say(Heartbeat(5), Heartbeat(6))
-    wait_until(lambda: len(line.poll(0, 0)) == 2)
+    until(lambda: len(line.poll(0, 0)) == 2)
     assert line.poll(2, 0) == []
 
     answer = line.post(f"?heard={heard}")
@@ -423,7 +423,7 @@ def test_what_nobody_hears_is_not_kept_without_end(line: Line, monkeypatch: pyte
     line.say(GiveCredit(3))
     for _ in range(3):
         line.submit(payload=bytes(6000))
-    wait_until(lambda: line.credit is None, what="the broker has forgotten it")
+    until(lambda: line.credit is None, what="the broker has forgotten it")
 
     assert error_of(line.poll(0)) == "OVERLOADED"
     assert line.line is not None
@@ -558,7 +558,7 @@ def test_a_worker_that_hung_up_in_the_middle_of_a_poll_is_missed_sooner(
 ) -> None:
     with pytest.raises(httpx.ReadTimeout):
         stage.http.post(f"/v1/worker/{line.name}?heard=0&wait=15", headers={"Authorization": f"Bearer {line.token}"}, timeout=0.1)
-    wait_until(lambda: line.line is not None and not line.line.users, what="the server has noticed")
+    until(lambda: line.line is not None and not line.line.users, what="the server has noticed")
     other = Line(stage)
     other.poll(0, 0)
 
@@ -577,12 +577,12 @@ def test_a_job_that_a_lost_worker_never_heard_of_is_anybodys_at_once(
 ) -> None:
     line.say(GiveCredit(1))
     job_id = line.submit()
-    wait_until(lambda: line.line is not None and line.line._kept, what="it is assigned")
+    until(lambda: line.line is not None and line.line._kept, what="it is assigned")
 
     monkeypatch.setattr(worker_sessions, "KEPT_S", 0.0)
     stage.run(sweep(stage))
 
-    wait_until(lambda: state_of(line, job_id) == "PENDING", 5.0, "it waits for another worker")
+    until(lambda: state_of(line, job_id) == "PENDING", 5.0, "it waits for another worker")
 
 
 @pytest.mark.parametrize("confirmed", [False, True])
@@ -595,7 +595,7 @@ def test_a_job_that_a_lost_worker_has_is_its_own_also_if_it_was_sent_again_unhea
     line.take()
     if confirmed:
         line.post("?heard=1")
-    wait_until(lambda: line.line is not None and len(line.line._kept) >= 2 - confirmed, 5.0, "it is sent again")
+    until(lambda: line.line is not None and len(line.line._kept) >= 2 - confirmed, 5.0, "it is sent again")
 
     monkeypatch.setattr(worker_sessions, "KEPT_S", 0.0)
     stage.run(sweep(stage))

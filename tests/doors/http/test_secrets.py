@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.doors.http.stage import ANSWER
-from tests.processes import ServerProcess, start_server
-from tests.services_redis import RedisService
+from tests.support.processes import ServerProcess, start_server
+from tests.support.redis_service import RedisService
 
 pytestmark = pytest.mark.e2e
 

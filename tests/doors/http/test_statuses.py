@@ -15,7 +15,7 @@ from tasuki.doors.http import limits
 from tasuki.doors.http.openapi import DESCRIPTIONS
 from tasuki.doors.http.workers import WAITING_MAX
 from tests.doors.http.stage import ANSWER, Stage, Worker, on_each_store
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 CONTRACT = (200, 204, 400, 401, 403, 404, 409, 500)
 BESIDE = (405, 413, 429, 503)
@@ -115,7 +115,7 @@ def too_many_at_once(stage: Stage, worker: Worker) -> httpx.Response:
             workers = stage.get("/v1/stats", stage.admin).json()["workers"]
             return any(one["worker_id"] == worker.worker_id and one["credit"] == WAITING_MAX for one in workers)
 
-        wait_until(all_wait, what=f"{WAITING_MAX} lease requests wait")
+        until(all_wait, what=f"{WAITING_MAX} lease requests wait")
         answer = worker.lease()
         stage.call("DELETE", f"/calc/zpe/compute/servers/{worker.worker_id}", stage.admin)
         assert [one.result(10.0).status_code for one in waiting] == [403] * WAITING_MAX
@@ -240,7 +240,7 @@ def test_a_result_is_recorded_once_the_store_can_write_again(broken_stage: Stage
     saboteur.at["finish.written"] = ZeroDivisionError(SECRET)
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(worker.finish, leased)
-        wait_until(lambda: broken_stage.server.broker.store_problem, what="the store has refused the result")
+        until(lambda: broken_stage.server.broker.store_problem, what="the store has refused the result")
         saboteur.at.clear()
 
         assert waiting.result(20.0).status_code == 200

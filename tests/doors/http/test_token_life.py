@@ -7,7 +7,7 @@ from concurrent import futures
 from typing import Any
 
 from tests.doors.http.stage import Stage, Worker, on_each_store
-from tests.processes import wait_until
+from tests.support.waiting import until
 
 pytestmark = on_each_store
 
@@ -61,7 +61,7 @@ def wait_for_worker(stage: Stage, worker: Worker) -> None:
         workers = stage.get("/v1/stats", stage.admin).json()["workers"]
         return any(one["worker_id"] == worker.worker_id and one["credit"] for one in workers)
 
-    wait_until(waits, what=f"{worker.worker_id} waits for a job")
+    until(waits, what=f"{worker.worker_id} waits for a job")
 
 
 def test_a_rotated_token_takes_the_place_of_the_one_before(stage: Stage, worker: Worker) -> None:

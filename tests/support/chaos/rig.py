@@ -31,10 +31,11 @@ from typing import Any, Self
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.testing.sim.history import FaultEvent
 from tests.e2e.stage import Ledger, jobs_worker
-from tests.processes import ChildProcess, ServerProcess, start_servers, url_of, wait_until
-from tests.services import PostgresService
+from tests.support.postgres_service import PostgresService
+from tests.support.processes import ChildProcess, ServerProcess, start_servers, url_of
+from tests.support.waiting import until
 
-CLIENT = Path(__file__).with_name("chaos_client.py")
+CLIENT = Path(__file__).with_name("client.py")
 REVIVED_WITHIN_S = 60.0
 
 
@@ -157,7 +158,7 @@ class Scene:
     def storm(self) -> None:
         """Faults at random, with one restart of PostgreSQL among them, until all jobs were submitted."""
         plan, chance, faults = self.plan, self._chance, 0
-        wait_until(lambda: len(self.ledger.runs()) > 10, 60.0, "the first jobs run")
+        until(lambda: len(self.ledger.runs()) > 10, 60.0, "the first jobs run")
         while faults < plan.faults_max and (faults < plan.faults_min or not self._all_submitted()):
             self._moment.wait(chance.uniform(*plan.gap_s))
             self._raise_failures()
@@ -208,7 +209,7 @@ class Scene:
                 return False
             return True
 
-        wait_until(started, REVIVED_WITHIN_S, f"{victim.command} starts again")
+        until(started, REVIVED_WITHIN_S, f"{victim.command} starts again")
 
     def _raise_failures(self) -> None:
         """Forget the faults that are over; whatever went wrong with them is raised."""
@@ -242,7 +243,7 @@ class Scene:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"client {n} is not answered: {self._progress(n)}") from None
             assert code == 0, client.output()[-4000:]
-        wait_until(lambda: sum(server.leads for server in self.servers) == 1, 10.0, "one server leads")
+        until(lambda: sum(server.leads for server in self.servers) == 1, 10.0, "one server leads")
         self.deeds.whole_s = time.monotonic() - self.deeds.began_at
 
     def _progress(self, n: int) -> str:

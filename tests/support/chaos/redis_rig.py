@@ -35,14 +35,15 @@ from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.evidence import StoredIncident, StoredJob, StoreEvidence
 from tasuki.testing.sim.history import AnsweredEvent, AnyLine, AskedEvent, FaultEvent, write
 from tests.e2e.stage import Ledger
-from tests.processes import TASUKI, ChildProcess, ServerProcess, start_server, wait_until
-from tests.services import _free_port
-from tests.services_redis import RedisService
+from tests.support.postgres_service import _free_port
+from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server
+from tests.support.redis_service import RedisService
+from tests.support.waiting import until
 
 APP = "zpe"
 SUBJECT = f"job.assign.{APP}"
-HTTP_WORKER = Path(__file__).with_name("chaos_http_worker.py")
-APP_JOB = Path(__file__).with_name("chaos_app_job.sh")
+HTTP_WORKER = Path(__file__).with_name("http_worker.py")
+APP_JOB = Path(__file__).with_name("app_job.sh")
 BATCH = 20
 SHOWN = ("I1", "I2", "I3", "I4", "I5", "I6", "I11", "I13", "liveness")
 REVIVED_WITHIN_S = 30.0
@@ -147,7 +148,7 @@ class Scene:
         """Jobs are submitted, and faults come, both until they are through; then all jobs end."""
         plan = self.plan
         submitting = self._pool.submit(self._submit_all)
-        wait_until(lambda: len(self.ledger.runs()) > 5, 30.0, "the first jobs run")
+        until(lambda: len(self.ledger.runs()) > 5, 30.0, "the first jobs run")
         restarts = {plan.faults * (n + 1) // (plan.redis_restarts + 1) for n in range(plan.redis_restarts)}
         for n in range(plan.faults):
             self._moment.wait(self._chance.uniform(*plan.gap_s))
@@ -160,7 +161,7 @@ class Scene:
             deed.result()
         submitting.result(plan.ends_within_s)
         self.healed_at = time.time()
-        wait_until(self._all_ended, plan.ends_within_s, "every job has ended")
+        until(self._all_ended, plan.ends_within_s, "every job has ended")
 
     def _submit_all(self) -> None:
         for n, some in enumerate(_batches(self.specs)):
@@ -168,7 +169,7 @@ class Scene:
             call = f"submit {n}"
             self.told.append(AskedEvent(at=time.time(), client="c", call=call, verb="submit", job_ids=ids, bodies=bodies))
             jobs = [_body(spec) for spec in some]
-            answer = wait_until(lambda n=n, jobs=jobs: self._submitted(n, jobs), 60.0, f"{call} is answered")
+            answer = until(lambda n=n, jobs=jobs: self._submitted(n, jobs), 60.0, f"{call} is answered")
             created = tuple(one["job_id"] for one in answer if one.get("created"))
             self.told.append(AnsweredEvent(at=time.time(), client="c", call=call, answer="ok", accepted=ids, created=created))
 
@@ -218,7 +219,7 @@ class Scene:
                 return False
             return True
 
-        wait_until(started, REVIVED_WITHIN_S, f"{victim.command} starts again")
+        until(started, REVIVED_WITHIN_S, f"{victim.command} starts again")
 
     def _freeze(self, victim: ChildProcess, away_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):

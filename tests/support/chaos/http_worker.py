@@ -1,4 +1,4 @@
-"""A worker process of the chaos tests over HTTP: `python chaos_http_worker.py URL,URL --app APP --ledger FILE --reports FILE`.
+"""A worker process of the chaos tests over HTTP: `python http_worker.py URL,URL --app APP --ledger FILE --reports FILE`.
 
 Only the standard library, as somebody's own worker may be: it starts in a moment, and is killed at any other. The token comes
 from TASUKI_TOKEN. It leases a few jobs at a time, notes each in the ledger as e2e/jobs.py does, and does what the payload says:

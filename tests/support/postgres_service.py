@@ -25,12 +25,13 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
+
+from tests.support.waiting import until
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
@@ -133,7 +134,7 @@ class PostgresService:
         self._process.wait(STOP_TIMEOUT_S)
         self._process = None
         # A new server refuses the folder while a backend of the old one lives.
-        _wait_until(lambda: not any(map(_is_alive, victims)), STOP_TIMEOUT_S, "all backends are gone")
+        until(lambda: not any(map(_is_alive, victims)), STOP_TIMEOUT_S, "all backends are gone")
 
     def pause(self) -> None:
         """Freeze the server with all its backends: its host still answers, it does not."""
@@ -247,7 +248,7 @@ class PostgresService:
                 return self._takes_connections(port)
             return False
 
-        _wait_until(answers, START_TIMEOUT_S, "PostgreSQL takes connections")
+        until(answers, START_TIMEOUT_S, "PostgreSQL takes connections")
         return process.poll() is None
 
     def _takes_connections(self, port: int) -> bool:
@@ -266,14 +267,6 @@ class PostgresService:
         main = self._process.pid
         children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
         return [main, *map(int, children)]
-
-
-def _wait_until(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    # Not that of tests/processes.py, which imports all of tasuki: services are needed where only a part of it works.
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        time.sleep(POLL_S)
 
 
 def _unprivileged(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@
             assert client.submit(subject="math.square", payload=b"7").result(timeout=10) == b"49"
 
 `start_server` runs `python -m tasuki server` on a folder of its own and a free port, with SQLite or with `store=` a database that
-several servers share; `start_servers` runs several. `start_worker` runs the handlers of `tests/handlers.py`, or with
+several servers share; `start_servers` runs several. `start_worker` runs the handlers of `tests/support/handlers.py`, or with
 `command=True` the `tasuki worker` of the command line. All return when the process is ready, and leaving the `with` block
 kills it; a test that dies before leaves nothing behind either.
 """
@@ -20,8 +20,7 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from types import TracebackType
@@ -31,10 +30,11 @@ from tasuki import AsyncClient, Client
 from tasuki.config import DataFolder, parse_url
 from tasuki.core.access import token_sha256
 from tasuki.server.assembly import make_secret
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
+from tests.support.waiting import until
 
 HANDLERS = Path(__file__).with_name("handlers.py")
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 READY_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 POLL_S = 0.01
@@ -49,15 +49,6 @@ def _kill_leftovers() -> None:
     for process in _started:
         if process.poll() is None:
             process.kill()
-
-
-def wait_until(condition: Callable[[], T], timeout: float = 10.0, what: str = "the condition holds") -> T:
-    """Ask again and again until the answer is true, and return it; AssertionError naming `what` after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not (answer := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        time.sleep(POLL_S)
-    return answer
 
 
 def rss_bytes(pid: int) -> int:
@@ -123,7 +114,7 @@ class ChildProcess:
             assert not ended, f"{self.command} ended with {self.process.returncode} before it wrote {text!r}:\n{output}"
             return ""
 
-        return wait_until(seen, timeout, f"{self.command} writes {text!r}")
+        return until(seen, timeout, f"{self.command} writes {text!r}")
 
     def rss_bytes(self) -> int:
         return rss_bytes(self.pid)
@@ -320,7 +311,7 @@ def start_worker(
     """Start a worker of a server (or of several, or of a URL); returns when it is connected, unless `wait` is False.
 
     By default it runs a script of handlers, called as `python script URL arguments…`, which must let the worker's log go
-    to stderr at level INFO (see tests/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`.
+    to stderr at level INFO (see tests/support/handlers.py). With `command=True` it is `tasuki worker --to URL arguments…`.
     """
     servers = [server] if isinstance(server, ServerProcess) else [] if isinstance(server, str) else list(server)
     url = server if isinstance(server, str) else url_of(servers)

@@ -11,10 +11,10 @@ import pytest
 from tasuki.core.job import body_hash
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.evidence import StoredIncident, StoredJob, StoreEvidence
-from tests import chaos_checks
-from tests.chaos_checks import Evidence, JobEnd
-from tests.chaos_client import LARGE_BYTES, spec_of
 from tests.e2e.stage import Run
+from tests.support.chaos import checks
+from tests.support.chaos.checks import Evidence, JobEnd
+from tests.support.chaos.client import LARGE_BYTES, spec_of
 
 RESULT = b"2 c1-1 77"
 RESULT_SHA256 = hashlib.sha256(RESULT).hexdigest()
@@ -96,12 +96,12 @@ def ends(**fields: Any) -> Evidence:
 
 
 def test_a_good_history_passes_and_shows_what_it_should() -> None:
-    chaos_checks.invariants_hold(chaos_checks.history_of(GOOD))
+    checks.invariants_hold(checks.history_of(GOOD))
 
 
 def test_no_evidence_is_a_failure_too() -> None:
     with pytest.raises(AssertionError, match="nothing shows that"):
-        chaos_checks.invariants_hold([])
+        checks.invariants_hold([])
 
 
 @pytest.mark.parametrize(
@@ -134,23 +134,23 @@ def test_no_evidence_is_a_failure_too() -> None:
     ],
 )
 def test_a_broken_invariant_is_found(invariant: str, broken: Evidence) -> None:
-    lines = chaos_checks.history_of(broken)
+    lines = checks.history_of(broken)
 
     assert invariant in {violation.invariant for violation in Checker().check(lines).violations}
     with pytest.raises(AssertionError, match=invariant):
-        chaos_checks.invariants_hold(lines)
+        checks.invariants_hold(lines)
 
 
 def all_told(found: Evidence) -> None:
-    chaos_checks.clients_were_told_everything(found, {"c1": 2})
+    checks.clients_were_told_everything(found, {"c1": 2})
 
 
 SCENE = (
     all_told,
-    chaos_checks.each_job_succeeded,
-    chaos_checks.failures_ran,
-    chaos_checks.results_are_what_the_jobs_wrote,
-    chaos_checks.blobs_are_referred_to,
+    checks.each_job_succeeded,
+    checks.failures_ran,
+    checks.results_are_what_the_jobs_wrote,
+    checks.blobs_are_referred_to,
 )
 
 
@@ -165,19 +165,19 @@ def test_good_evidence_passes(check: Callable[[Evidence], None]) -> None:
         (all_told, noted(SUBMIT, {**ACCEPTED, "ids": ["c1-1"]}, *ANSWERS)),
         (all_told, noted(SUBMIT, ACCEPTED, ANSWERS[0])),
         (all_told, noted(SUBMIT, ACCEPTED, *ANSWERS, ANSWERS[1])),
-        (chaos_checks.each_job_succeeded, stored(state="FAILED")),
-        (chaos_checks.each_job_succeeded, ends(lease_expires_at=5.0)),
-        (chaos_checks.each_job_succeeded, ends(ready=1)),
-        (chaos_checks.each_job_succeeded, GOOD._replace(counters={"succeeded": 3})),
-        (chaos_checks.each_job_succeeded, GOOD._replace(counters={"succeeded": 2, "active": -1})),
-        (chaos_checks.failures_ran, stored(LOST._replace(kind="failed", attempt=3))),
-        (chaos_checks.results_are_what_the_jobs_wrote, noted(ANSWERS[0], {**ANSWERS[1], "words": "1 c1-1 77"})),
-        (chaos_checks.results_are_what_the_jobs_wrote, noted(ANSWERS[0], {**ANSWERS[1], "words": "2 c1-2 77"})),
-        (chaos_checks.results_are_what_the_jobs_wrote, noted(ANSWERS[0], {**ANSWERS[1], "words": "2 c1-1 66"})),
-        (chaos_checks.results_are_what_the_jobs_wrote, noted({**ANSWERS[0], "bytes": 9}, ANSWERS[1])),
-        (chaos_checks.results_are_what_the_jobs_wrote, ends(result=b"other bytes")),
-        (chaos_checks.blobs_are_referred_to, GOOD._replace(references={})),
-        (chaos_checks.blobs_are_referred_to, GOOD._replace(references={"c1-2": (LARGE_SHA256, None, None)})),
+        (checks.each_job_succeeded, stored(state="FAILED")),
+        (checks.each_job_succeeded, ends(lease_expires_at=5.0)),
+        (checks.each_job_succeeded, ends(ready=1)),
+        (checks.each_job_succeeded, GOOD._replace(counters={"succeeded": 3})),
+        (checks.each_job_succeeded, GOOD._replace(counters={"succeeded": 2, "active": -1})),
+        (checks.failures_ran, stored(LOST._replace(kind="failed", attempt=3))),
+        (checks.results_are_what_the_jobs_wrote, noted(ANSWERS[0], {**ANSWERS[1], "words": "1 c1-1 77"})),
+        (checks.results_are_what_the_jobs_wrote, noted(ANSWERS[0], {**ANSWERS[1], "words": "2 c1-2 77"})),
+        (checks.results_are_what_the_jobs_wrote, noted(ANSWERS[0], {**ANSWERS[1], "words": "2 c1-1 66"})),
+        (checks.results_are_what_the_jobs_wrote, noted({**ANSWERS[0], "bytes": 9}, ANSWERS[1])),
+        (checks.results_are_what_the_jobs_wrote, ends(result=b"other bytes")),
+        (checks.blobs_are_referred_to, GOOD._replace(references={})),
+        (checks.blobs_are_referred_to, GOOD._replace(references={"c1-2": (LARGE_SHA256, None, None)})),
     ],
 )
 def test_broken_evidence_is_found(check: Callable[[Evidence], None], broken: Evidence) -> None:

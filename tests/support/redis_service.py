@@ -28,7 +28,8 @@ from typing import Self
 
 import redis
 
-from tests.services import START_TIMEOUT_S, STOP_TIMEOUT_S, _die_with_us, _free_port, _wait_until
+from tests.support.postgres_service import START_TIMEOUT_S, STOP_TIMEOUT_S, _die_with_us, _free_port
+from tests.support.waiting import until
 
 DATABASES = 512
 
@@ -162,7 +163,7 @@ class RedisService:
                 return probe.recv(64).startswith((b"+PONG", b"-NOAUTH"))
             return False
 
-        _wait_until(answers, START_TIMEOUT_S, "Redis takes commands")
+        until(answers, START_TIMEOUT_S, "Redis takes commands")
         return process.poll() is None
 
     def _send(self, number: int) -> None:

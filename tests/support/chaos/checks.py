@@ -1,4 +1,4 @@
-"""What must hold after a storm of chaos.py, whatever happened in it.
+"""What must hold after a storm of the rig, whatever happened in it.
 
 What is left of the storm becomes a history (`history.jsonl` in the test's folder), which the one checker of all invariants reads.
 What is no invariant, but the promise of this scene, is checked here: every job succeeds, the counters saw each of them once, each
@@ -18,10 +18,10 @@ from tasuki.testing.sim import evidence as left_behind
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.evidence import StoreEvidence
 from tasuki.testing.sim.history import AnsweredEvent, AnyLine, ArrivedEvent, AskedEvent, FaultEvent, write
-from tests.chaos import Scene
-from tests.chaos_client import GROUP, LARGE_BYTES, spec_of
 from tests.e2e.stage import Run
-from tests.processes import wait_until
+from tests.support.chaos.client import GROUP, LARGE_BYTES, spec_of
+from tests.support.chaos.rig import Scene
+from tests.support.waiting import until
 
 SHOWN = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I11", "I13", "liveness")
 """What a storm is evidence for. The others need more eyes than a test has on real processes: the simulator has them."""
@@ -92,7 +92,7 @@ def gather(scene: Scene) -> Evidence:
         epoch = left_behind.read_epoch(query)[0]
         return (epoch, led, leads) if len(leads) == 1 and led[leads[0]][-1] == epoch else None
 
-    epoch, led, leads = wait_until(at_rest, 20.0, "one server leads, under the registered epoch")
+    epoch, led, leads = until(at_rest, 20.0, "one server leads, under the registered epoch")
     return Evidence(
         stored=stored._replace(epoch=epoch),
         ends={row[0]: JobEnd(*row) for row in query(_ENDS)},

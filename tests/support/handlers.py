@@ -1,4 +1,4 @@
-"""A worker process of the tests: `python tests/handlers.py URL [--slots N] [--worker-id ID] [--lease-ttl S]`.
+"""A worker process of the tests: `python tests/support/handlers.py URL [--slots N] [--worker-id ID] [--lease-ttl S]`.
 
 The token comes from TASUKI_TOKEN. What each handler does stands in its docstring; tests name them by subject.
 """

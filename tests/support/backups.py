@@ -13,7 +13,7 @@ from tasuki.core.store_messages import Grant
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
-from tests.sqlite_files import with_tables
+from tests.support.sqlite_files import with_tables
 
 LARGE = b"a result that is a blob\n" * 10_000
 AGAIN = b"an input whose first generation was deleted\n" * 100

@@ -1,4 +1,4 @@
-"""A client process of the chaos tests: `python chaos_client.py URL --name NAME --jobs N --history FILE --seed N`.
+"""A client process of the chaos tests: `python client.py URL --name NAME --jobs N --history FILE --seed N`.
 
 Submits jobs under known ids (`NAME-1`, …) in batches of random sizes, some of them twice, and waits for every result. The token
 comes from TASUKI_TOKEN. Each thing that it learned is a line of JSON in the history:

@@ -1,4 +1,4 @@
-# A job of chaos_http_worker.py for a worker on the queue: `sh chaos_app_job.sh LEDGER`, with the payload on stdin.
+# A job of http_worker.py for a worker on the queue: `sh app_job.sh LEDGER`, with the payload on stdin.
 # `linger` is a job like any other here: such a worker renews its leases.
 ledger=$1
 payload=$(cat)
