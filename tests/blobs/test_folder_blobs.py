@@ -128,7 +128,7 @@ def test_a_truncated_blob_is_found_by_reference_and_by_hash(tmp_path: Path) -> N
     os.truncate(path_of(tmp_path, ref.sha256), 0)
     with pytest.raises(Corrupt, match="0 bytes"):
         blobs.open(ref)
-    with pytest.raises(Corrupt, match="delete it and put it again"):
+    with pytest.raises(Corrupt, match="delete it there and put it again"):
         blobs.read_bytes(ref.sha256, 100)
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 import tasuki.blobs
-from tasuki.blobs.folder import TEMPORARY_GRACE_S, FolderBlobs
-from tasuki.blobs.resumable_uploads import PARTIAL_GRACE_S
+from tasuki.blobs.folder import PARTIAL_GRACE_S, TEMPORARY_GRACE_S, FolderBlobs
 from tasuki.blobs.s3 import store as s3_module
 from tasuki.blobs.s3.store import SUSPENDED_MAX, S3Blobs
 from tasuki.blobs.s3.transfer import PART_BYTES

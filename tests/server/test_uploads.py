@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.blobs.folder import FolderBlobs
-from tasuki.blobs.resumable_uploads import PARTIAL_GRACE_S
+from tasuki.blobs.folder import PARTIAL_GRACE_S, FolderBlobs
 from tasuki.core.protocol import BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ProtocolError

@@ -14,7 +14,7 @@ import os
 import secrets
 from pathlib import Path
 
-from tasuki.blobs.disk import disk_full_as_error, sync_folder
+from tasuki.blobs.files import disk_full_as_error, sync_folder
 from tasuki.core.failover.registry_records import ID_CHARS
 from tasuki.core.ids import check_job_id
 from tasuki.errors import InvalidInput

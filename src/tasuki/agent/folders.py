@@ -35,7 +35,7 @@ import msgspec
 from tasuki.agent.folder_pool import INPUTS, WORKED_IN, FolderPool
 from tasuki.agent.fsync_batch import Unsynced, sync_now
 from tasuki.agent.upload import UploadFolder
-from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, InterruptedMarker, Marker, RunningMarker
 from tasuki.core.ids import check_job_id
 from tasuki.errors import ConfigError, DiskFull, InvalidInput

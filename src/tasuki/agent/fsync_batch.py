@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from tasuki.blobs.disk import disk_full_or
+from tasuki.blobs.files import disk_full_or
 
 THREADS = 4
 """At once: a file system commits what several wait for together, and while one commits, the next may begin."""

@@ -27,7 +27,7 @@ from tasuki.agent.registry import Registry, RemovalResult
 from tasuki.agent.settings import AgentConfig
 from tasuki.agent.slot import FinishedRun, SlotJob, no_result, outcome_of, state_of
 from tasuki.agent.upload import Upload, UploadForm
-from tasuki.blobs.disk import check_free
+from tasuki.blobs.files import check_free
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.failover.agent_protocol import (
     EXEC_NOT_ALLOWED,

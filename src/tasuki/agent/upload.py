@@ -23,7 +23,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from tasuki.agent.multipart import MultipartParser, Part, PartEnded
-from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.names import NameBook
 from tasuki.core.failover.agent_protocol import InputRecord, parse_args, parse_timeout
 from tasuki.core.failover.dispatch_policy import InputRef, parse_input

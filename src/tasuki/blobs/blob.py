@@ -1,26 +1,27 @@
 """The contract of a blob store: bytes named by their sha256, written once, verified whenever they are read whole.
 
-Theory of operation. A blob has no name but its hash, so writing it twice is harmless and nothing is ever overwritten
-with something else. `begin` gives a writer that streams; `commit` is the moment of truth: when it returns, the blob
-survives a power cut, and before that nobody can see any part of it.
+Theory of operation. A blob has no name but its hash, so writing it twice is harmless and nothing is ever overwritten with
+something else. `begin` returns a writer that streams; when its `commit` returns, the blob survives a power cut, and before that
+nobody can see any part of it.
 
-Bytes lie under (sha256, generation). The tasuki store says which generation counts; to this contract it is part of the
-name and no more. Bytes that were deleted and come back get another generation, so a deleter that was frozen for an hour
-deletes what nobody uses any more. Who refers to a blob, and which blobs there are, is not known here: both are rows of that
-store, and no verb lists anything.
+Bytes are kept under (sha256, generation). The tasuki store decides which generation counts; to this contract it is part of the
+name and no more. Bytes that were deleted and come back get another generation, so a deleter that was frozen for an hour deletes
+bytes that nobody uses any more. References to blobs, and the list of all blobs, are rows of the tasuki store: no method here
+lists anything.
 
-Where no rows tell of blobs, as of a dispatcher's inputs, their age does: `touch` says that one is in use, `remove_untouched`
-takes away what nobody has used for long. Never where there are rows.
+Where no rows describe the blobs, as with a dispatcher's inputs, their age does: `touch` marks a blob as used, `remove_untouched`
+removes blobs that nobody has used for long. Never use it where there are rows.
 
-A writer with a `resume_key` (whose upload it is) can be suspended: the next `begin` with the same key, for the same blob, goes on
-where it was. Nobody else's bytes can get into it, and whoever spoils an upload spoils none but their own.
+A writer with a `resume_key` (which names the uploader) can be suspended: the next `begin` with the same key, for the same blob,
+continues where it stopped. Bytes of other uploaders never get into it.
 
-Nothing here assumes a local path. All verbs block on I/O: an event loop calls them in a thread. A store may be used by
-many threads at once; one writer or reader belongs to one thread at a time.
+Nothing here assumes a local path. All methods block on I/O: an event loop calls them in a thread. A store may be used by many
+threads at once; one writer or reader belongs to one thread at a time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from tasuki.core.job import BlobRef
-from tasuki.errors import InvalidInput
+from tasuki.errors import Corrupt, InvalidInput, TooLarge
 
 __all__ = [
     "CHUNK_BYTES",
@@ -37,31 +38,33 @@ __all__ = [
     "BlobRef",
     "BlobStore",
     "BlobWriter",
+    "StreamCheck",
+    "VerifyingReader",
     "check_sha256",
     "is_sha256",
     "name_of",
 ]
 
-CHUNK_BYTES = 256 * 1024  # what a reader yields at once: four default pipes full, and small beside any memory limit
-RESUMED_MIN_BYTES = 1024 * 1024 + 1  # what fits into the least request that proxies let through (1 MiB) is sent again as a whole
+CHUNK_BYTES = 256 * 1024  # of one chunk that a reader yields: four default pipes full, and small beside any memory limit
+RESUMED_MIN_BYTES = 1024 * 1024 + 1  # a blob that fits into the smallest request that proxies accept (1 MiB) is sent again whole
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def is_sha256(text: str) -> bool:
-    """64 lower-case hex digits."""
+    """Return whether the text is 64 lower-case hex digits."""
     return _SHA256.fullmatch(text) is not None
 
 
 def check_sha256(sha256: str) -> str:
-    """Return it if it is 64 lower-case hex digits, else raise InvalidInput: it becomes part of paths and keys."""
+    """Return the hash if it is 64 lower-case hex digits, else raise InvalidInput: it becomes part of paths and keys."""
     if not is_sha256(sha256):
         raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
     return sha256
 
 
 def name_of(sha256: str, generation: int) -> str:
-    """The last part of a path or key: the hash, and the generation unless it is the first."""
+    """Return the last part of a path or key: the hash, and the generation unless it is the first."""
     check_sha256(sha256)
     if generation < 0:
         raise InvalidInput(f"a blob has no generation {generation}; they count from 0")
@@ -69,11 +72,11 @@ def name_of(sha256: str, generation: int) -> str:
 
 
 class BlobWriter(Protocol):
-    """One blob on its way in. Leaving the `with` block without `commit` aborts it."""
+    """One blob that is being written. Leaving the `with` block without `commit` aborts it."""
 
     @property
     def size_bytes(self) -> int:
-        """How much was written. More than 0 from the start if it goes on where another was suspended."""
+        """Number of bytes written so far. More than 0 from the start where an earlier upload is resumed."""
         ...
 
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
@@ -93,20 +96,22 @@ class BlobWriter(Protocol):
         ...
 
     def abort(self) -> None:
-        """Drop what was written. Harmless after `commit` or another `abort`."""
+        """Drop the bytes written so far. Harmless after `commit` or another `abort`."""
         ...
 
     def suspend(self) -> None:
-        """Keep what was written for the next `begin` with the same resume_key; without one it is `abort`. Harmless at the end."""
+        """Keep the bytes for the next `begin` with the same resume_key; without a key, abort. Harmless at the end."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abort()
 
 
 class BlobReader(Protocol):
-    """One blob on its way out: iterate it once, in chunks of at most CHUNK_BYTES."""
+    """One blob that is being read: iterate it once, in chunks of at most CHUNK_BYTES."""
 
     @property
     def size_bytes(self) -> int:
@@ -114,37 +119,42 @@ class BlobReader(Protocol):
         ...
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the chunks. A read from offset 0 raises Corrupt instead of yielding the last chunk if the hash of the
-        whole is wrong, so that whoever got all the bytes got the right ones. A read from an offset cannot be verified.
+        """Yield the chunks.
+
+        A read from offset 0 raises Corrupt instead of yielding the last chunk if the hash of the whole is wrong, so that a
+        reader that got all the bytes got the right ones. A read from an offset cannot be verified.
         """
         ...
 
     def close(self) -> None:
-        """Free what the reader holds. Harmless when repeated."""
+        """Free the resources of the reader. Harmless when repeated."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
 
 class BlobStore(Protocol):
-    """What every place that keeps blobs can do. A sha256 that is not 64 lower-case hex digits is InvalidInput."""
+    """A place that keeps blobs. A sha256 that is not 64 lower-case hex digits is InvalidInput."""
 
     threads: int
-    """How many calls may usefully block at once; whoever calls from an event loop keeps that many threads."""
+    """How many calls may usefully block at once: the size of a caller's thread pool."""
 
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
     ) -> BlobWriter:
-        """Start writing a blob; what is announced here is verified by `commit`.
+        """Start writing a blob; the announced values are verified by `commit`.
 
         TooLarge if the announced size passes the store's limit, DiskFull if there is no room for it. A store that must name
-        what it writes beforehand refuses (InvalidInput, in `write`) more than a few MiB whose sha256 was not announced.
+        an object before its bytes come refuses (InvalidInput, in `write`) more than a few MiB without an announced sha256.
 
-        With a `resume_key`, and if what is announced is RESUMED_MIN_BYTES or more, it goes on where the last writer with this
-        key, of this blob, was suspended (`size_bytes` says where), or, if the store is on a disk, where its process was killed.
-        While such a writer is open, another one with its key begins at 0. How long it can be gone on with is the store's to say.
+        With a `resume_key`, and an announced size of RESUMED_MIN_BYTES or more, writing continues where the last writer with
+        this key, of this blob, was suspended (`size_bytes` tells where) or, if the store is on a disk, where its process was
+        killed. While such a writer is open, another one with its key begins at 0. The store decides how long a suspended
+        upload is kept.
         """
         ...
 
@@ -156,58 +166,154 @@ class BlobStore(Protocol):
         ...
 
     def size(self, sha256: str, generation: int = 0) -> int:
-        """Size in bytes, or NotFound."""
+        """Return the size in bytes, or raise NotFound."""
         ...
 
     def has(self, sha256: str, generation: int = 0) -> bool:
-        """Whether the blob is there. It says nothing about its contents."""
+        """Return whether the blob is there. Its contents are not looked at."""
         ...
 
     def delete(self, sha256: str, generation: int = 0) -> bool:
-        """Remove the blob, and what abandoned writers left of it; True if it was there. After a power cut it may be back.
+        """Remove the blob and the remains of its abandoned writers; True if it was there. After a power cut it may be back.
 
-        Who has it open may be cut off: only what nobody refers to is deleted.
+        A reader that has it open may be cut off: only blobs without references are deleted.
         """
         ...
 
     def sweep(self) -> None:
-        """Drop what was suspended and nobody went on with in time. A server calls it now and then."""
+        """Drop suspended uploads that nobody resumed in time. A server calls it now and then."""
         ...
 
     def touch(self, sha256: str) -> None:
-        """It is in use: its age counts from now on, as from `commit`. Harmless if it is not there; Unavailable, at once."""
+        """Mark the blob as used: its age counts from now on. Harmless if it is not there; Unavailable, at once."""
         ...
 
     def remove_untouched(self, since: float, in_use: Callable[[str], bool]) -> Iterator[BlobRef]:
-        """Remove, one by one as it is iterated, what nobody has put or touched since then (wall clock), and `in_use` says no to.
+        """Remove, one by one as it is iterated, the blobs neither put nor touched since then (wall clock) nor `in_use`.
 
-        Of the first generation: others have rows. Several processes may do it at once; each blob is looked at again just before.
+        Only blobs of the first generation: others have rows. Several processes may do it at once; the age of each blob is
+        read again just before it is removed.
         """
         ...
 
-    def put_bytes(self, data: bytes, generation: int = 0) -> BlobRef:
-        """`begin`, `write`, `commit` for bytes that are small enough to stand in memory."""
-        ...
-
-    def read_bytes(self, sha256: str, max_bytes: int, generation: int = 0) -> bytes:
-        """The whole blob, verified; TooLarge, before anything is read, if it has more than `max_bytes`."""
-        ...
-
     def check_space(self, size_bytes: int = 0) -> None:
-        """DiskFull if a blob of that size would be refused now; a server asks before it takes work."""
+        """Raise DiskFull if a blob of that size would be refused now; a server asks before it accepts work."""
         ...
 
     def local_path(self, sha256: str, generation: int = 0) -> Path | None:
-        """A file with the blob's bytes to be read, never changed, where the store has one; None where it has not.
+        """Return a file with the blob's bytes, to be read and never changed; None if the store has no files. NotFound.
 
-        NotFound. The bytes are not verified.
+        The bytes are not verified.
         """
         ...
 
     def check(self) -> None:
-        """Whether this place can be used at all: ConfigError or Unavailable, with the way out. For the start of a server."""
+        """Raise ConfigError or Unavailable, with the remedy, if this place cannot be used. For the start of a server."""
         ...
 
     def close(self) -> None:
-        """Let those that wait for a place that does not answer end soon, with Unavailable. Harmless when repeated."""
+        """End calls that wait for a place that does not answer, with Unavailable. Harmless when repeated."""
         ...
+
+    def put_bytes(self, data: bytes, generation: int = 0) -> BlobRef:
+        """Store bytes that are small enough to be in memory."""
+        with self.begin(size_bytes=len(data), generation=generation) as writer:
+            writer.write(data)
+            return writer.commit()
+
+    def read_bytes(self, sha256: str, max_bytes: int, generation: int = 0) -> bytes:
+        """Return the whole blob, verified; TooLarge, before anything is read, if it has more than `max_bytes`."""
+        with self.open(sha256, generation=generation) as reader:
+            if reader.size_bytes > max_bytes:
+                raise TooLarge(
+                    f"blob {sha256} has {reader.size_bytes} bytes, more than max_bytes = {max_bytes}; read it in chunks"
+                )
+            return b"".join(reader)
+
+
+class VerifyingReader(BlobReader):
+    """A `BlobReader` that hashes the chunks of `_read` on their way out. `where` names the store in errors."""
+
+    def __init__(self, sha256: str, size_bytes: int, offset: int, where: str) -> None:
+        self._sha256 = sha256
+        self._size_bytes = size_bytes
+        self._offset = offset
+        self._where = where
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def _read(self, position: int, wanted_bytes: int) -> bytes:
+        """Return at least one of the bytes from `position` on, at most so many."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[bytes]:
+        position = self._offset
+        digest = hashlib.sha256()
+        while position < self._size_bytes:
+            chunk = self._read(position, min(CHUNK_BYTES, self._size_bytes - position))
+            position += len(chunk)
+            if self._offset == 0:
+                digest.update(chunk)
+                if position == self._size_bytes:
+                    self._verify(digest.hexdigest())
+            yield chunk
+        if self._size_bytes == 0:
+            self._verify(digest.hexdigest())
+
+    def _verify(self, found_sha256: str) -> None:
+        if found_sha256 != self._sha256:
+            raise Corrupt(
+                f"blob {self._sha256} reads as sha256 {found_sha256} from {self._where}: the store changed it; "
+                "delete it there and put it again"
+            )
+
+
+class StreamCheck:
+    """Counts and hashes an incoming stream, and compares it with the announcement and the limit. No I/O."""
+
+    def __init__(self, sha256: str | None, size_bytes: int | None, max_blob_bytes: int) -> None:
+        if sha256 is not None:
+            check_sha256(sha256)
+        if size_bytes is not None and size_bytes < 0:
+            raise InvalidInput(f"a blob cannot have {size_bytes} bytes; announce 0 or more")
+        self.sha256 = sha256
+        self.announced_bytes = size_bytes
+        self.size_bytes = 0
+        self._max_blob_bytes = max_blob_bytes
+        self._hash = hashlib.sha256()
+        self._check_size(size_bytes or 0)
+
+    def check_growth(self, more_bytes: int) -> None:
+        """Raise TooLarge or Corrupt if that many more bytes would be too many."""
+        size_bytes = self.size_bytes + more_bytes
+        self._check_size(size_bytes)
+        if self.announced_bytes is not None and size_bytes > self.announced_bytes:
+            raise Corrupt(f"a blob announced with {self.announced_bytes} bytes has {size_bytes} or more")
+
+    def resume(self, before: StreamCheck) -> None:
+        """Continue from the state of an earlier check of the same bytes."""
+        self.size_bytes = before.size_bytes
+        self._hash = before._hash
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """Count and hash the next bytes. A memoryview is of single bytes."""
+        self._hash.update(piece)
+        self.size_bytes += len(piece)
+
+    def verify(self) -> BlobRef:
+        """Return the reference of the bytes that came; Corrupt, naming both values, if something else was announced."""
+        ref = BlobRef(self._hash.hexdigest(), self.size_bytes)
+        if self.announced_bytes not in (None, ref.size_bytes):
+            raise Corrupt(f"a blob announced with {self.announced_bytes} bytes has {ref.size_bytes}")
+        if self.sha256 not in (None, ref.sha256):
+            raise Corrupt(f"a blob announced with sha256 {self.sha256} has sha256 {ref.sha256}")
+        return ref
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._max_blob_bytes:
+            raise TooLarge(
+                f"a blob of {size_bytes} bytes or more passes the limit of {self._max_blob_bytes}; "
+                "split it, or raise max_blob_bytes"
+            )

@@ -1,12 +1,15 @@
 """Blobs in a folder: `<root>/ab/cdef…` (`cdef….7` for generation 7), content-addressed; temporary files in `<root>/tmp/`.
 
-It touches nothing outside its root. How a blob becomes visible, and why nothing torn ever is:
+Nothing outside the root is touched. A blob becomes visible in these steps, of which none leaves a torn one:
 
     create tmp/blob-…  →  write, hash  →  fsync file  →  rename to ab/cdef…  →  fsync ab/  →  fsync root (once per ab/)
 
-A crash before the rename leaves only a temporary file, which is swept later; a crash after it leaves a whole blob. An upload
-that may be gone on with is written to `tmp/part-…` instead (`partials.py`). Several processes may share one root: the rename is
-atomic, and two writers of one blob write the same bytes.
+A crash before the rename leaves only a temporary file, which is swept later; a crash after it leaves a whole blob. Several
+processes may share one root: the rename is atomic, and two writers of one blob write the same bytes.
+
+An upload that may be resumed is written to `tmp/part-…` instead, a name made of its uploader and its hash (the generation is no
+part of it: the bytes are the same). The file is written in place from the start, so a process that is killed loses nothing that
+it had written. The next writer reads and hashes what is there, unless this process itself has just suspended it.
 """
 
 from __future__ import annotations
@@ -19,26 +22,37 @@ import stat
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
-from tasuki.blobs.blob import CHUNK_BYTES, RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
-from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
-from tasuki.blobs.resumable_uploads import PREFIX, Partials, is_named
-from tasuki.blobs.stream_check import StreamCheck, WholeBlobs
+from tasuki.blobs.blob import (
+    RESUMED_MIN_BYTES,
+    BlobRef,
+    BlobStore,
+    BlobWriter,
+    StreamCheck,
+    VerifyingReader,
+    check_sha256,
+    is_sha256,
+    name_of,
+)
+from tasuki.blobs.files import PartFile, check_free, disk_full_as_error, sync_folder
 from tasuki.errors import Corrupt, DiskFull, InvalidInput, NotFound
 
-__all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]
+__all__ = ["FLOOR_FREE_INODES", "FREE_CHECK_BYTES", "PARTIAL_GRACE_S", "TEMPORARY_GRACE_S", "FolderBlobs", "Step"]
 
 TEMPORARY_GRACE_S = 3600.0  # since the last write; a live upload writes far more often, so only crashes are swept
+PARTIAL_GRACE_S = 24 * 3600.0  # since the last write
+PARTIAL_PREFIX = "part-"
+SUSPENDED_MAX = 256  # hashes of suspended uploads that this process remembers; one takes a few hundred bytes
 FLOOR_FREE_INODES = 1024
 FREE_CHECK_BYTES = 16 * 1024 * 1024  # how much an unannounced writer may add before free space is looked at again
 
 
 class Step(enum.StrEnum):
-    """The moments of a write between which a crash must be harmless; tests stop the process at each."""
+    """Moments of a write between which a crash must be harmless; tests stop the process at each."""
 
     CREATED = "created"
     WRITTEN = "written"
@@ -48,10 +62,10 @@ class Step(enum.StrEnum):
 
 
 def _no_step(step: Step) -> None:
-    """What `on_step` is outside tests."""
+    """Do nothing: the `on_step` of every store outside tests."""
 
 
-class FolderBlobs(WholeBlobs):
+class FolderBlobs(BlobStore):
     """A `BlobStore` in a local folder. Opening it makes the folder and sweeps the temporary files of crashed writers."""
 
     threads = 2  # one more than a disk needs, so that a slow fsync does not stop a read
@@ -70,7 +84,7 @@ class FolderBlobs(WholeBlobs):
         self.floor_free_bytes = floor_free_bytes
         self.floor_free_inodes = floor_free_inodes
         self._temporary = root / "tmp"
-        self._partials = Partials(self._temporary)
+        self._suspended = _SuspendedUploads(self._temporary)
         self._on_step = on_step
         self._lock = threading.Lock()  # for the two sets; never held over I/O
         self._durable_prefixes: set[str] = set()
@@ -86,26 +100,26 @@ class FolderBlobs(WholeBlobs):
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
     ) -> FolderWriter:
-        intake = StreamCheck(sha256, size_bytes, self.max_blob_bytes)
+        check = StreamCheck(sha256, size_bytes, self.max_blob_bytes)
         if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
-            taken = self._partials.take(resume_key, intake)
-            if taken is not None:
-                writer = FolderWriter(self, intake, generation, *taken, self._partials)
+            part = self._suspended.resume(resume_key, check)
+            if part is not None:
+                writer = FolderWriter(self, check, generation, part, self._suspended)
                 try:
-                    self._make_space((size_bytes or 0) - intake.size_bytes)
+                    self._make_space((size_bytes or 0) - check.size_bytes)
                 except BaseException:
                     writer.suspend()
                     raise
                 return writer
         self._make_space(size_bytes or 0)
-        return FolderWriter(self, intake, generation, *self.create_temporary())
+        return FolderWriter(self, check, generation, self._create_temporary())
 
     def _make_space(self, size_bytes: int) -> None:
-        """Where there is none, what others left half-sent goes first: it would only have spared them some bytes."""
+        """Check for space; where there is none, remove suspended uploads first: they would only have saved some bytes."""
         try:
             self.check_space(size_bytes)
         except DiskFull:
-            if not self._partials.sweep(TEMPORARY_GRACE_S):
+            if not self._suspended.sweep(TEMPORARY_GRACE_S):
                 raise
             self.check_space(size_bytes)
 
@@ -121,7 +135,7 @@ class FolderBlobs(WholeBlobs):
                 raise Corrupt(f"blob {sha256} has {size_bytes} bytes in {str(self.root)!r}, its reference says {blob.size_bytes}")
             if not 0 <= offset <= size_bytes:
                 raise InvalidInput(f"offset {offset} is outside of blob {sha256}, which has {size_bytes} bytes")
-            return FolderReader(descriptor, sha256, size_bytes, offset)
+            return FolderReader(descriptor, sha256, size_bytes, offset, repr(str(self.root)))
         except BaseException:
             os.close(descriptor)
             raise
@@ -171,19 +185,19 @@ class FolderBlobs(WholeBlobs):
         return self._path(sha256, generation)
 
     def check(self) -> None:
-        """Opening it has shown that it can be written to. A full disk is no reason not to start: reports are still taken."""
+        """Do nothing: opening the folder has shown that it can be written to, and on a full disk reports are still accepted."""
 
     def close(self) -> None:
-        """Nobody waits for a folder."""
+        """Do nothing: no call waits for a folder."""
 
-    def create_temporary(self) -> tuple[int, Path]:
-        """A new file (mode 0600) in the same file system as the blobs, so that a rename publishes it."""
+    def _create_temporary(self) -> PartFile:
+        """Make a new file (mode 0600) in the same file system as the blobs, so that a rename publishes it."""
         with disk_full_as_error(self._temporary):
             descriptor, name = tempfile.mkstemp(prefix="blob-", dir=self._temporary)
         self._on_step(Step.CREATED)
-        return descriptor, Path(name)
+        return PartFile(Path(name), descriptor)
 
-    def publish(self, descriptor: int, temporary: Path, ref: BlobRef, generation: int) -> None:
+    def publish(self, part: PartFile, ref: BlobRef, generation: int) -> None:
         """Make the verified temporary file the blob `ref`, durably; an equal blob that is there already stays."""
         final = self._path(ref.sha256, generation)
         self._on_step(Step.WRITTEN)
@@ -192,13 +206,13 @@ class FolderBlobs(WholeBlobs):
         with disk_full_as_error(final):
             final.parent.mkdir(mode=0o700, exist_ok=True)
             if not doubtful and self._is_there(final, ref):
-                temporary.unlink(missing_ok=True)
+                part.path.unlink(missing_ok=True)
             else:
-                os.fsync(descriptor)
+                part.sync()
                 self._on_step(Step.SYNCED)
-                self._rename(temporary, final)
+                self._rename(part.path, final)
                 self._on_step(Step.RENAMED)
-            # Also for a blob that was there: its writer may stand between its rename and its fsync.
+            # Also for a blob that was there: its writer may be between its rename and its fsync.
             self._make_name_durable(final)
         if doubtful:
             with self._lock:
@@ -206,9 +220,9 @@ class FolderBlobs(WholeBlobs):
         self._on_step(Step.DURABLE)
 
     def _is_there(self, final: Path, ref: BlobRef) -> bool:
-        """Whether an earlier blob can be relied on; one of another size is torn, and is replaced by the one in hand.
+        """Return whether an earlier blob can be relied on; one of another size is torn, and is replaced by the new one.
 
-        Its age counts from now on, so that nobody removes as old what has just been sent.
+        Its age counts from now on, so that a blob that has just been sent is not removed as old.
         """
         try:
             os.utime(final)
@@ -227,7 +241,7 @@ class FolderBlobs(WholeBlobs):
             ) from None
 
     def _make_name_durable(self, final: Path) -> None:
-        """fsync the folder, and once per process its entry in the root.
+        """Sync the folder, and once per process its entry in the root.
 
         After a failed fsync a second one that succeeds proves nothing, so the blob stays doubtful: the next writer of
         it does not rely on the file that is there but renames its own over it.
@@ -247,11 +261,11 @@ class FolderBlobs(WholeBlobs):
             self._durable_prefixes.add(prefix)
 
     def sweep(self) -> None:
-        """Remove the temporary files of crashed writers; the young ones may belong to another process that lives."""
-        self._partials.sweep()
+        """Remove the temporary files of crashed writers; young ones may belong to another process that lives."""
+        self._suspended.sweep()
         oldest = time.time() - TEMPORARY_GRACE_S
         for path in self._temporary.iterdir():
-            if path.name.startswith(PREFIX):
+            if path.name.startswith(PARTIAL_PREFIX):
                 continue
             try:
                 status = path.lstat()
@@ -267,37 +281,101 @@ class FolderBlobs(WholeBlobs):
         return NotFound(f"no blob {name_of(sha256, generation)} in {str(self.root)!r}")
 
 
-class FolderWriter:
-    """A `BlobWriter` onto a temporary file, which may be one of `partials`. It owns the descriptor."""
+class _Suspended(NamedTuple):
+    """The state of a file when its writer suspended it: its hash so far, and the signs that nobody has written to it since."""
+
+    inode: int
+    size_bytes: int
+    written_ns: int
+    check: StreamCheck
+
+
+class _SuspendedUploads:
+    """The resumable uploads of one folder, for all its threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()  # for the table; never held over I/O
+        self._known: OrderedDict[Path, _Suspended] = OrderedDict()
+
+    def resume(self, resume_key: str, check: StreamCheck) -> PartFile | None:
+        """Return the locked file, with its bytes added to `check`; None while another writer has it."""
+        name = hashlib.sha256(f"{resume_key}\0{check.sha256}".encode(errors="backslashreplace")).hexdigest()
+        path = self._folder / (PARTIAL_PREFIX + name)
+        with disk_full_as_error(path):
+            part = PartFile.claim(path)
+        if part is None:
+            return None
+        try:
+            with self._lock:
+                known = self._known.pop(path, None)
+            status = part.status()
+            if known is not None and known[:3] == (status.st_ino, status.st_size, status.st_mtime_ns):
+                check.resume(known.check)
+                part.seek(check.size_bytes)
+            else:
+                part.read_into(check.add, max_bytes=check.announced_bytes)
+        except BaseException:
+            part.close()
+            raise
+        return part
+
+    def suspend(self, part: PartFile, check: StreamCheck) -> None:
+        """Unlock the file of a writer that stops here, and remember its hash."""
+        with part:
+            status = part.status()
+            with self._lock:
+                self._known[part.path] = _Suspended(status.st_ino, status.st_size, status.st_mtime_ns, check)
+                if len(self._known) > SUSPENDED_MAX:
+                    self._known.popitem(last=False)
+
+    def sweep(self, grace_s: float = PARTIAL_GRACE_S) -> int:
+        """Remove the files that nobody has written to for so long, and nobody has open; return how many."""
+        removed = 0
+        for path in self._folder.glob(PARTIAL_PREFIX + "*"):
+            with contextlib.suppress(FileNotFoundError):  # it has just become a blob, or another process sweeps too
+                if path.lstat().st_mtime >= time.time() - grace_s:
+                    continue
+                part = PartFile.claim(path, create=False)
+                if part is not None:
+                    part.discard()
+                    removed += 1
+                    with self._lock:
+                        self._known.pop(path, None)
+        return removed
+
+
+class FolderWriter(BlobWriter):
+    """A `BlobWriter` onto a temporary file, which is one of `suspended` if the upload can be resumed."""
 
     def __init__(
         self,
         store: FolderBlobs,
-        intake: StreamCheck,
+        check: StreamCheck,
         generation: int,
-        descriptor: int,
-        path: Path,
-        partials: Partials | None = None,
+        part: PartFile,
+        suspended: _SuspendedUploads | None = None,
     ) -> None:
         self._store = store
-        self._intake = intake
+        self._check = check
         self._generation = generation
-        self._next_check_bytes = intake.size_bytes + FREE_CHECK_BYTES
-        self._descriptor, self._path = descriptor, path
-        self._partials = partials
+        self._next_check_bytes = check.size_bytes + FREE_CHECK_BYTES
+        self._part = part
+        self._suspended = suspended
         self._is_open = True
 
     @property
     def size_bytes(self) -> int:
-        return self._intake.size_bytes
+        return self._check.size_bytes
 
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         self._check_open()
         view = memoryview(chunk).cast("B")
         try:
             self._check_growth(view.nbytes)
-            self._write_all(view)
-            self._intake.take(view)
+            with disk_full_as_error(self._part.path):
+                self._part.write(view)
+            self._check.add(view)
         except BaseException:
             self.abort()
             raise
@@ -306,95 +384,50 @@ class FolderWriter:
     def commit(self) -> BlobRef:
         self._check_open()
         try:
-            ref = self._intake.verify()
-            self._store.publish(self._descriptor, self._path, ref, self._generation)
+            ref = self._check.verify()
+            self._store.publish(self._part, ref, self._generation)
         finally:
             self.abort()  # frees the descriptor; the temporary name is gone already unless something was raised
         return ref
 
     def abort(self) -> None:
-        if not self._is_open:
-            return
         self._is_open = False
-        try:
-            # The name of a partial may be another upload's by now. While the lock is held it stays what it is.
-            if is_named(self._descriptor, self._path):
-                self._path.unlink()
-        finally:
-            os.close(self._descriptor)
+        self._part.discard()
 
     def suspend(self) -> None:
-        if self._partials is None or not self._intake.size_bytes:
+        if self._suspended is None or not self._check.size_bytes:
             self.abort()
         elif self._is_open:
             self._is_open = False
-            self._partials.put_aside(self._descriptor, self._path, self._intake)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.abort()
+            self._suspended.suspend(self._part, self._check)
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise ValueError("this blob writer was committed or aborted; begin a new one")
 
     def _check_growth(self, more_bytes: int) -> None:
-        self._intake.check_growth(more_bytes)
-        size_bytes = self._intake.size_bytes + more_bytes
+        self._check.check_growth(more_bytes)
+        size_bytes = self._check.size_bytes + more_bytes
         if size_bytes >= self._next_check_bytes:
             self._store.check_space(more_bytes)
             self._next_check_bytes = size_bytes + FREE_CHECK_BYTES
 
-    def _write_all(self, view: memoryview) -> None:
-        with disk_full_as_error(self._path):
-            written = 0
-            while written < view.nbytes:  # a disk that fills up takes a part first and says so at the next call
-                written += os.write(self._descriptor, view[written:])
 
-
-class FolderReader:
+class FolderReader(VerifyingReader):
     """A `BlobReader` from an open file; it owns the descriptor."""
 
-    def __init__(self, descriptor: int, sha256: str, size_bytes: int, offset: int) -> None:
+    def __init__(self, descriptor: int, sha256: str, size_bytes: int, offset: int, where: str) -> None:
+        super().__init__(sha256, size_bytes, offset, where)
         self._descriptor = descriptor
         self._is_open = True
-        self._sha256 = sha256
-        self._size_bytes = size_bytes
-        self._offset = offset
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def __iter__(self) -> Iterator[bytes]:
-        position = self._offset
-        digest = hashlib.sha256() if position == 0 else None
-        while position < self._size_bytes:
-            chunk = os.pread(self._descriptor, min(CHUNK_BYTES, self._size_bytes - position), position)
-            if not chunk:
-                raise Corrupt(f"blob {self._sha256} ends at byte {position} of {self._size_bytes}")
-            position += len(chunk)
-            if digest is not None:
-                digest.update(chunk)
-                if position == self._size_bytes:
-                    self._verify(digest.hexdigest())
-            yield chunk
-        if digest is not None and self._size_bytes == 0:
-            self._verify(digest.hexdigest())
+    def _read(self, position: int, wanted_bytes: int) -> bytes:
+        chunk = os.pread(self._descriptor, wanted_bytes, position)
+        if not chunk:
+            raise Corrupt(f"blob {self._sha256} ends at byte {position} of {self._size_bytes}")
+        return chunk
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
             os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def _verify(self, found_sha256: str) -> None:
-        if found_sha256 != self._sha256:
-            raise Corrupt(f"blob {self._sha256} reads as sha256 {found_sha256}: the disk changed it; delete it and put it again")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, BlobStore, BlobWriter
-from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.core.failover.agent_protocol import InputRecord
 

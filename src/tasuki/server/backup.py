@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
-from tasuki.blobs.disk import disk_full_as_error, sync_folder
+from tasuki.blobs.files import disk_full_as_error, sync_folder
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
 from tasuki.core.store_messages import BlobPlace

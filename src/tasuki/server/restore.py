@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from tasuki.blobs.blob import BlobStore
-from tasuki.blobs.disk import check_free, disk_full_as_error, sync_folder
+from tasuki.blobs.files import check_free, disk_full_as_error, sync_folder
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder
 from tasuki.errors import ConfigError, Corrupt, InvalidInput

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.disk import sync_folder
+from tasuki.blobs.files import sync_folder
 from tasuki.config import DataFolder
 
 STAGING_NAME = "restoring"

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from tasuki.blobs.disk import check_free, disk_full_as_error
+from tasuki.blobs.files import check_free, disk_full_as_error
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.ids import check_job_id, check_name
 from tasuki.core.job import InputFile, check_file_name

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tasuki.blobs.blob import check_sha256
-from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt
 from tasuki.net.blob_transfer import BlobLine

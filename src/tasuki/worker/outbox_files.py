@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.disk import sync_folder
+from tasuki.blobs.files import sync_folder
 from tasuki.core.ids import check_name
 from tasuki.core.protocol import Ending
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error
 from tasuki.core.ids import check_job_id
 from tasuki.errors import InvalidInput
 from tasuki.worker.outbox_files import OutboxRecord

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.writer import ZipMember, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
 from tasuki.worker.attempt import MESSAGE_MAX_CHARS, Attempt, RunResult

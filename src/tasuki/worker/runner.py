@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.disk import disk_full_as_error
+from tasuki.blobs.files import disk_full_as_error
 from tasuki.clocks import boot_time
 from tasuki.core.job import InputFile, Outcome, Progress
 from tasuki.errors import DiskFull, KeeperLost, TasukiError, Unavailable

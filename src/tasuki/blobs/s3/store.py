@@ -1,12 +1,12 @@
 """Blobs in an S3-compatible bucket: `<prefix>ab/abcdef…`, `<prefix>ab/abcdef….7` for generation 7.
 
-Rows of the tasuki store say which blobs there are; nothing is ever listed here but what is unfinished of one blob that is being
-deleted, and, where there are no rows, what is old (`remove_untouched`). When a blob was used last is told by the time of an empty
-object beside it, `<prefix>ab/abcdef….used`. To copy the blob onto itself would renew its own time too, but moves all the bytes,
+Rows of the tasuki store list the blobs. The bucket is listed only for the unfinished uploads of one blob that is being deleted
+and, where there are no rows, for old blobs (`remove_untouched`). The last use of a blob is the modification time of an empty
+object beside it, `<prefix>ab/abcdef….used`. Copying the blob onto itself would renew its own time too, but moves all the bytes,
 and S3 copies no more than 5 GiB at once.
 
-An upload that may be gone on with waits in this process, and is begun anew in the next. Credentials come from the usual AWS
-environment and files. Needs boto3, imported when the first store is opened.
+A suspended upload waits in this process, and begins at 0 in the next one. Credentials come from the usual AWS environment and
+files. Needs boto3, imported when the first store is opened.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, check_sha256, is_sha256, name_of
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, BlobStore, StreamCheck, check_sha256, is_sha256, name_of
 from tasuki.blobs.s3.requests import RETRY_S, S3Requests, parse_s3_url
 from tasuki.blobs.s3.transfer import S3Reader, S3Writer
-from tasuki.blobs.stream_check import StreamCheck, WholeBlobs
 from tasuki.errors import Corrupt, InvalidInput, NotFound
 
 __all__ = ["S3Blobs"]
 
-CHECK_RETRY_S = 20.0  # a server's start waits so long for a bucket that does not answer
+CHECK_RETRY_S = 20.0  # how long the start of a server waits for a bucket that does not answer
 PROBE = "tasuki-probe"
-BESIDE = "-"  # behind a blob's key: what is on its way there by presigned urls
+BESIDE = "-"  # behind a blob's key: an upload by presigned URLs that is not verified yet
 USED = ".used"  # behind a blob's key: an object that is as old as the blob's last use
 SUSPENDED_S = 300.0
 SUSPENDED_MAX = 16  # each holds up to a part (8 MiB) in memory
 
 
-class _Whose(NamedTuple):
-    """What a suspended upload is found by."""
+class _UploadKey(NamedTuple):
+    """Key of a suspended upload."""
 
     resume_key: str
     sha256: str
@@ -57,39 +56,39 @@ class _Listed(NamedTuple):
         return self.key.endswith(USED)
 
 
-class S3Blobs(WholeBlobs):
+class S3Blobs(BlobStore):
     """A `BlobStore` in the bucket of an `s3://bucket/prefix?endpoint=…&region=…` url. Opening it sends nothing; see `check`."""
 
-    threads = 8  # each may stand in a request for minutes while the server is away
+    threads = 8  # each may wait minutes for a request while the server is away
 
     def __init__(self, url: str, *, max_blob_bytes: int, retry_s: float = RETRY_S) -> None:
         self.address = parse_s3_url(url)
         self.max_blob_bytes = max_blob_bytes
         self._requests = S3Requests(self.address, retry_s=retry_s)
         self._lock = threading.Lock()  # for the table; never held over a request
-        self._suspended: OrderedDict[_Whose, tuple[float, S3Writer]] = OrderedDict()
-        """With the time of each, the oldest first."""
+        self._suspended: OrderedDict[_UploadKey, tuple[float, S3Writer]] = OrderedDict()
+        """Writers with the time of their suspension, the oldest first."""
 
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
     ) -> S3Writer:
-        intake = StreamCheck(sha256, size_bytes, self.max_blob_bytes)
+        check = StreamCheck(sha256, size_bytes, self.max_blob_bytes)
         on_suspend = None
         if resume_key and sha256 is not None and (size_bytes or 0) >= RESUMED_MIN_BYTES:
-            whose = _Whose(resume_key, sha256, generation)
+            key = _UploadKey(resume_key, sha256, generation)
             with self._lock:
-                _, writer = self._suspended.pop(whose, (0.0, None))
+                _, writer = self._suspended.pop(key, (0.0, None))
             if writer is not None:
                 if writer.announced_bytes == size_bytes:
                     return writer
                 writer.abort()
-            on_suspend = partial(self._suspend, whose)
-        return S3Writer(self._requests, intake, lambda found: self._key(found, generation), on_suspend)
+            on_suspend = partial(self._suspend, key)
+        return S3Writer(self._requests, check, lambda found: self._key(found, generation), on_suspend)
 
-    def _suspend(self, whose: _Whose, writer: S3Writer) -> None:
+    def _suspend(self, key: _UploadKey, writer: S3Writer) -> None:
         with self._lock:
-            _, other = self._suspended.pop(whose, (0.0, None))
-            self._suspended[whose] = (time.monotonic(), writer)
+            _, other = self._suspended.pop(key, (0.0, None))
+            self._suspended[key] = (time.monotonic(), writer)
             _, oldest = self._suspended.popitem(last=False)[1] if len(self._suspended) > SUSPENDED_MAX else (0.0, None)
         for dropped in (other, oldest):
             if dropped is not None:
@@ -97,8 +96,8 @@ class S3Blobs(WholeBlobs):
 
     def sweep(self) -> None:
         with self._lock:
-            old = [whose for whose, (since, _) in self._suspended.items() if since < time.monotonic() - SUSPENDED_S]
-            dropped = [self._suspended.pop(whose)[1] for whose in old]
+            old = [key for key, (since, _) in self._suspended.items() if since < time.monotonic() - SUSPENDED_S]
+            dropped = [self._suspended.pop(key)[1] for key in old]
         for writer in dropped:
             writer.abort()
 
@@ -154,7 +153,7 @@ class S3Blobs(WholeBlobs):
         self._requests.send("put_object", retry_s=0.0, Key=self._key(sha256, 0) + USED, Body=b"")
 
     def remove_untouched(self, since: float, in_use: Callable[[str], bool]) -> Iterator[BlobRef]:
-        for sha256, listed in itertools.groupby(self._listed(), lambda one: one.sha256):  # a blob and its mark are neighbours
+        for sha256, listed in itertools.groupby(self._listed(), lambda one: one.sha256):  # a blob and its mark are adjacent
             found = list(listed)
             if any(one.changed_at >= since for one in found) or in_use(sha256) or self._is_touched(sha256, since):
                 continue
@@ -164,10 +163,10 @@ class S3Blobs(WholeBlobs):
                     yield BlobRef(sha256, one.size_bytes)
         for upload in self._requests.send("list_multipart_uploads", Prefix=self.address.prefix).get("Uploads", ()):
             if upload["Initiated"].timestamp() < since and is_sha256(upload["Key"].rpartition("/")[2]):
-                self._abort(upload["Key"], upload["UploadId"])  # its process was killed, and begins anew if at all
+                self._abort(upload["Key"], upload["UploadId"])  # its process was killed, and would begin at 0
 
     def _listed(self) -> Iterator[_Listed]:
-        """In the order of their names."""
+        """Yield the blobs of the bucket and their marks, in the order of their names."""
         further: dict[str, Any] = {}
         while True:
             page = self._requests.send("list_objects_v2", Prefix=self.address.prefix, **further)
@@ -181,7 +180,7 @@ class S3Blobs(WholeBlobs):
             further = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _is_touched(self, sha256: str, since: float) -> bool:
-        """A page of a listing may be minutes old."""
+        """Ask again for the age of one blob: a page of a listing may be minutes old."""
         for key in (self._key(sha256, 0) + USED, self._key(sha256, 0)):
             try:
                 if self._requests.send("head_object", Key=key)["LastModified"].timestamp() >= since:
@@ -191,14 +190,14 @@ class S3Blobs(WholeBlobs):
         return False
 
     def check_space(self, size_bytes: int = 0) -> None:
-        """A bucket does not say how much room it has; it says so when it is full."""
+        """Do nothing: a bucket reports that it is full only when it refuses a write."""
 
     def local_path(self, sha256: str, generation: int = 0) -> Path | None:
         self.size(sha256, generation)
         return None
 
     def check(self) -> None:
-        """Write, delete, read, and list uploads: whatever is not allowed shows now and not in the middle of somebody's job."""
+        """Write, delete, read, and list uploads: a missing permission shows now, and not in the middle of a job."""
         key = self.address.prefix + PROBE
         self._requests.send("put_object", retry_s=CHECK_RETRY_S, Key=key, Body=b"")
         self._requests.send("delete_object", retry_s=CHECK_RETRY_S, Key=key)
@@ -206,7 +205,7 @@ class S3Blobs(WholeBlobs):
         try:
             self._requests.send("head_object", retry_s=CHECK_RETRY_S, Key=key)
         except NotFound:
-            return  # as it should be, unless another server checks in this moment
+            return  # as expected, unless another server checks at this moment
 
     def close(self) -> None:
         self._requests.close()

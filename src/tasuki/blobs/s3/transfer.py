@@ -1,4 +1,4 @@
-"""Blobs on their way into and out of an S3 bucket: streams, bounded memory, nothing visible before it is whole and right."""
+"""Writers and readers of blobs in an S3 bucket: streams, bounded memory, nothing visible before it is whole and verified."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import base64
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
+from tasuki.blobs.blob import BlobRef, BlobWriter, StreamCheck, VerifyingReader
 from tasuki.blobs.s3.requests import S3Requests
-from tasuki.blobs.stream_check import StreamCheck
+from tasuki.core.ranges import range_headers
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, Unavailable
 
 __all__ = ["PART_BYTES", "S3Reader", "S3Writer"]
@@ -21,8 +20,8 @@ __all__ = ["PART_BYTES", "S3Reader", "S3Writer"]
 PART_BYTES = 8 * 1024 * 1024  # 10,000 parts, the most that S3 takes, are 80 GB
 
 
-class S3Writer:
-    """A `BlobWriter` that sends parts as they fill up. In memory: the part that fills, and the one that is sent.
+class S3Writer(BlobWriter):
+    """A `BlobWriter` that sends parts as they fill up. In memory: the part that is filling, and the one that is being sent.
 
     Up to PART_BYTES: one PUT, after the hash was verified. More: a multipart upload, which nobody can see before it is
     completed, and which is completed only if hash and size are right.
@@ -31,12 +30,12 @@ class S3Writer:
     def __init__(
         self,
         requests: S3Requests,
-        intake: StreamCheck,
+        check: StreamCheck,
         key_of: Callable[[str], str],
         on_suspend: Callable[[S3Writer], None] | None = None,
     ) -> None:
         self._requests = requests
-        self._intake = intake
+        self._check = check
         self._key_of = key_of
         self._on_suspend = on_suspend
         self._buffer = bytearray()
@@ -46,18 +45,18 @@ class S3Writer:
 
     @property
     def size_bytes(self) -> int:
-        return self._intake.size_bytes
+        return self._check.size_bytes
 
     @property
     def announced_bytes(self) -> int | None:
-        return self._intake.announced_bytes
+        return self._check.announced_bytes
 
     def write(self, chunk: bytes | bytearray | memoryview) -> int:
         self._check_open()
         view = memoryview(chunk).cast("B")
         try:
-            self._intake.check_growth(view.nbytes)
-            self._intake.take(view)
+            self._check.check_growth(view.nbytes)
+            self._check.add(view)
             taken = 0
             while taken < view.nbytes:
                 if len(self._buffer) == PART_BYTES:  # only now is it sure that more follows
@@ -73,7 +72,7 @@ class S3Writer:
     def commit(self) -> BlobRef:
         self._check_open()
         try:
-            ref = self._intake.verify()
+            ref = self._check.verify()
             if self._upload_id is None:
                 self._put(ref)
             else:
@@ -91,24 +90,18 @@ class S3Writer:
         self._is_open = False
         self._buffer.clear()
         if self._upload_id is not None:
-            # Best effort, once: who deletes the blob's row aborts what is left of it (`S3Blobs.delete`).
+            # Best effort, once: `S3Blobs.delete` aborts the unfinished uploads of a blob.
             with contextlib.suppress(TasukiError):
                 self._requests.send("abort_multipart_upload", retry_s=0.0, Key=self._key, UploadId=self._upload_id)
 
     def suspend(self) -> None:
-        """It stays as it is, with the part that fills in memory, for `S3Blobs.begin` to give out again."""
-        if self._on_suspend is None or not self._intake.size_bytes:
+        """Keep the upload open, its filling part in memory, for `S3Blobs.begin` to return again."""
+        if self._on_suspend is None or not self._check.size_bytes:
             self.abort()
         elif self._is_open:
-            successor = copy.copy(self)  # so that this one has ended, whoever still holds it
+            successor = copy.copy(self)  # this writer ends, though a caller may still hold it
             self._is_open = False
             self._on_suspend(successor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.abort()
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -116,10 +109,10 @@ class S3Writer:
 
     @property
     def _key(self) -> str:
-        """Of a multipart upload, which has its name from the start."""
-        if self._intake.sha256 is None:
+        """Key of a multipart upload, which is named from the start."""
+        if self._check.sha256 is None:
             raise InvalidInput(f"a blob of more than {PART_BYTES} bytes cannot go to S3 before its sha256 is known; announce it")
-        return self._key_of(self._intake.sha256)
+        return self._key_of(self._check.sha256)
 
     def _put(self, ref: BlobRef) -> None:
         digest = base64.b64encode(bytes.fromhex(ref.sha256)).decode()
@@ -133,7 +126,7 @@ class S3Writer:
         number = len(self._parts) + 1
         body = bytes(self._buffer)
         self._buffer.clear()
-        # The server refuses what was damaged on its way. MD5 is what all of them know; the sha256 of the whole is ours to check.
+        # The server refuses a damaged part. All servers know MD5; the sha256 of the whole is checked here.
         digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
         arguments: dict[str, Any] = {
             "Key": self._key,
@@ -152,7 +145,7 @@ class S3Writer:
         key = self._key
         arguments: dict[str, Any] = {"Key": key, "UploadId": self._upload_id, "MultipartUpload": {"Parts": self._parts}}
         try:
-            # NotFound: the answer to an earlier try was lost, and the upload is complete. Or it is gone. The size tells.
+            # NotFound: the answer to an earlier try was lost and the upload is complete, or it is gone. The size tells.
             with contextlib.suppress(NotFound):
                 self._requests.send("complete_multipart_upload", **arguments)
             found_bytes = self._requests.send("head_object", Key=key)["ContentLength"]
@@ -168,49 +161,23 @@ class S3Writer:
         return Unavailable(f"{self._requests.address} dropped the unfinished upload of {self._key!r}; send the blob again")
 
 
-class S3Reader:
+class S3Reader(VerifyingReader):
     """A `BlobReader` over GET requests: a connection that breaks is made anew where it broke."""
 
     def __init__(self, requests: S3Requests, key: str, sha256: str, offset: int) -> None:
+        super().__init__(sha256, 0, offset, str(requests.address))
         self._requests = requests
         self._key = key
-        self._sha256 = sha256
-        self._offset = offset
         self._body: Any = None
-        self._size_bytes = 0
         self._open()
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def __iter__(self) -> Iterator[bytes]:
-        position = self._offset
-        digest = hashlib.sha256() if position == 0 else None
-        while position < self._size_bytes:
-            chunk = self._read(position, min(CHUNK_BYTES, self._size_bytes - position))
-            position += len(chunk)
-            if digest is not None:
-                digest.update(chunk)
-                if position == self._size_bytes:
-                    self._verify(digest.hexdigest())
-            yield chunk
-        if digest is not None and self._size_bytes == 0:
-            self._verify(digest.hexdigest())
 
     def close(self) -> None:
         body, self._body = self._body, None
         if body is not None:
             body.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def _open(self) -> None:
-        """The first request, which tells the size."""
+        """Send the first request, whose answer tells the size."""
         if self._offset > 0:
             self._size_bytes = int(self._requests.send("head_object", Key=self._key)["ContentLength"])
             return
@@ -219,7 +186,7 @@ class S3Reader:
         self._size_bytes = int(answer["ContentLength"])
 
     def _read(self, position: int, wanted_bytes: int) -> bytes:
-        """Exactly so many bytes."""
+        """Return exactly so many bytes."""
         pieces: list[bytes] = []
         while wanted_bytes > 0:
             piece = self._requests.patiently(partial(self._piece, position, wanted_bytes), "get_object")
@@ -229,9 +196,9 @@ class S3Reader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _piece(self, position: int, wanted_bytes: int) -> bytes:
-        """Some bytes from there on, over a new connection if there is none."""
+        """Return some of the bytes from there on, over a new connection if there is none."""
         if self._body is None:
-            answer = self._requests.once("get_object", Key=self._key, Range=f"bytes={position}-")
+            answer = self._requests.once("get_object", Key=self._key, **range_headers(position))
             self._body = answer["Body"]
             size_bytes = position + int(answer["ContentLength"])
             if size_bytes != self._size_bytes:
@@ -244,10 +211,3 @@ class S3Reader:
             self.close()
             raise
         return piece
-
-    def _verify(self, found_sha256: str) -> None:
-        if found_sha256 != self._sha256:
-            raise Corrupt(
-                f"blob {self._sha256} reads as sha256 {found_sha256} from {self._requests.address}: the store changed it; "
-                "delete it there and put it again"
-            )
