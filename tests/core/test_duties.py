@@ -73,11 +73,11 @@ def test_pruning_goes_on_at_once_only_while_there_is_much_to_prune(pruned: int, 
     desk.clock.advance(DUTY_INTERVAL_S)
     again = next_duty(desk)
 
-    assert first.prune_after_s is not None
-    assert (again.prune_after_s is not None) is goes_on
+    assert first.prune is not None
+    assert (again.prune is not None) is goes_on
     desk.apply(TurnDone(again, execute(desk.store, again)))
     desk.clock.advance(PRUNE_INTERVAL_S)
-    assert next_duty(desk).prune_after_s is not None
+    assert next_duty(desk).prune is not None
 
 
 def test_duties_are_a_turn_of_their_own() -> None:
@@ -188,13 +188,13 @@ def test_a_failed_duty_is_due_again_at_once() -> None:
     desk.store.take_over("desk", 3)
     desk.apply(Elected(3))
     turn = next_duty(desk)
-    assert turn.prune_after_s is not None
+    assert turn.prune is not None
 
     desk.apply(TurnFailed(turn, Unavailable("gone")))
     desk.clock.advance(1)
 
     assert not desk.broker.duties.caught_up
-    assert next_duty(desk).prune_after_s == turn.prune_after_s
+    assert next_duty(desk).prune == turn.prune
 
 
 def test_who_cannot_reach_the_bytes_condemns_no_blobs() -> None:
@@ -202,7 +202,7 @@ def test_who_cannot_reach_the_bytes_condemns_no_blobs() -> None:
     desk.store.take_over("desk", 3)
     desk.apply(Elected(3))
 
-    assert next_duty(desk).condemn is None
+    assert next_duty(desk).condemn_blobs is None
 
 
 def test_a_failed_duty_tells_no_peer_and_comes_again() -> None:

@@ -18,6 +18,7 @@ from tasuki.core.store_messages import (
     Report,
     ReportStatus,
     RequeueOrder,
+    Retention,
     Submission,
     Submitted,
     Turn,
@@ -97,12 +98,14 @@ def story(store: Store, epoch: int) -> list[Answers]:
                 requeue=[RequeueOrder("e", "x"), RequeueOrder("a", "x", "", 0)],
                 rerun=[submission("d")],
                 token=["t" * 64],
-                list_tokens=True,
+                tokens=[None],
             ),
         )
     )
     told.append(
-        execute(store, Turn(epoch=epoch, prune_after_s=0.0, condemn=Collection(0.0, 1), forget_blobs=told[1].place_blobs))
+        execute(
+            store, Turn(epoch=epoch, prune=Retention(0.0), condemn_blobs=Collection(0.0, 1), forget_blobs=told[1].place_blobs)
+        )
     )
     return told
 

@@ -5,7 +5,7 @@ that carries everything of one turn of the event loop into one transaction. Plai
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -204,6 +204,9 @@ class Condemned(msgspec.Struct, frozen=True, gc=False):
     places: tuple[BlobPlace, ...] = ()
     stored_bytes: int | None = None
 
+    def __bool__(self) -> bool:
+        return bool(self.places)
+
 
 class AuditRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """Who did what to whom may come in."""
@@ -302,6 +305,9 @@ class Promoted(msgspec.Struct, frozen=True, gc=False):
     subjects: tuple[str, ...] = ()
     count: int = 0
 
+    def __bool__(self) -> bool:
+        return self.count > 0
+
 
 class Page(msgspec.Struct, frozen=True):
     """Some jobs, newest first, and where to go on (None: there are no more). A page may be short and still have a cursor."""
@@ -340,7 +346,7 @@ COUNTED: dict[State, str] = {
 
 
 class CondemnOrder(msgspec.Struct, frozen=True, gc=False):
-    """What a collection of blobs goes by; see the store's verb `condemn_blobs`."""
+    """Limits of one collection of blobs, as times; see the store's verb `condemn_blobs`."""
 
     unused_since: float
     budget_bytes: int | None = None
@@ -349,7 +355,7 @@ class CondemnOrder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Collection(msgspec.Struct, frozen=True, gc=False):
-    """A CondemnOrder in ages: the store's own clock makes times of them."""
+    """A `CondemnOrder` in ages, which the store's own clock turns into times."""
 
     unused_s: float
     budget_bytes: int | None = None
@@ -360,14 +366,18 @@ class Collection(msgspec.Struct, frozen=True, gc=False):
         return CondemnOrder(wall - self.unused_s, self.budget_bytes, wall - self.squeezed_s, self.limit)
 
 
+class Retention(msgspec.Struct, frozen=True, gc=False):
+    """Delete up to `limit` jobs that have been terminal for longer than `age_s`."""
+
+    age_s: float
+    limit: int = 256
+
+
 class Turn(msgspec.Struct, kw_only=True):
-    """All that goes to the store in one transaction, in the order of the fields. Answers come back in the same shape.
+    """Everything that goes to the store in one transaction; the store's verbs run in the order of `VERBS`, as do these fields.
 
-    A leader's duties (`epoch` > 0: take_over, reap, skip, promote, prune, condemn, forget_blobs) are a turn of their own: if the
-    epoch is stale, all of it is refused, and nothing else with it.
-
-    Finishes and renewals stand before submits and leases, so that what a worker already did never waits behind new work; reads
-    stand last, so that they see what the turn wrote.
+    A verb whose field is empty is not called. Leader verbs form a turn of their own with `epoch` > 0: if the epoch is stale, the
+    store refuses the whole turn, and no other request with it.
     """
 
     finish: Sequence[Report] = ()
@@ -378,17 +388,14 @@ class Turn(msgspec.Struct, kw_only=True):
     cancel: Sequence[tuple[str, str, str]] = ()
     """(job_id, actor, reason)"""
     requeue: Sequence[RequeueOrder] = ()
-    epoch: int = 0
     take_over: str = ""
-    """Register `epoch` for this holder."""
+    """The holder for whom `epoch` is registered."""
     reap: int = 0
-    """How many leases that are over to end; 0: none."""
+    """Limit of expired leases to end; likewise `skip` and `promote` for jobs."""
     skip: int = 0
-    """How many jobs to end that are too late to start; 0: none."""
     promote: int = 0
-    prune_after_s: float | None = None
-    """Delete jobs that have been terminal for longer than this."""
-    condemn: Collection | None = None
+    prune: Retention | None = None
+    condemn_blobs: Collection | None = None
     forget_blobs: Sequence[BlobPlace] = ()
     place_blobs: Sequence[BlobClaim] = ()
     blobs_stored: Sequence[BlobPlace] = ()
@@ -403,14 +410,16 @@ class Turn(msgspec.Struct, kw_only=True):
     """(worker_id, incarnation)"""
     get: Sequence[str] = ()
     token: Sequence[str] = ()
-    """sha256 of secrets that peers showed."""
-    list_tokens: bool = False
-    routes: Any = None
-    """The machine's own note on who asked for what; the store never looks at it."""
+    """Hashes (sha256) of secrets that peers showed."""
+    tokens: Sequence[None] = ()
+    """One entry for each request of the list of all tokens."""
+    epoch: int = 0
+    context: Any = None
+    """Data of the caller, for its use when the answers come back; the store never reads it."""
 
 
 class Answers(msgspec.Struct, kw_only=True):
-    """What a Turn came to, field by field, each in the order of the requests."""
+    """Answers to a Turn, under the same names; for sequences one answer for each item, in the order of the items."""
 
     finish: Sequence[ReportAnswer] = ()
     fail: Sequence[ReportAnswer] = ()
@@ -419,12 +428,13 @@ class Answers(msgspec.Struct, kw_only=True):
     release: Sequence[bool] = ()
     cancel: Sequence[Canceled] = ()
     requeue: Sequence[Requeued] = ()
+    take_over: bool = False
     reap: Sequence[Reaped] = ()
     skip: Sequence[str] = ()
-    took_over: bool = False
     promote: Promoted = Promoted()
     prune: int = 0
-    condemn: Condemned = Condemned()
+    condemn_blobs: Condemned = Condemned()
+    forget_blobs: int = 0
     place_blobs: Sequence[BlobPlace] = ()
     blobs_stored: Sequence[bool] = ()
     add_token: Sequence[bool] = ()
@@ -435,4 +445,99 @@ class Answers(msgspec.Struct, kw_only=True):
     held: Sequence[list[Grant]] = ()
     get: Sequence[Job | None] = ()
     token: Sequence[TokenRow | None] = ()
-    list_tokens: Sequence[TokenRow] = ()
+    tokens: Sequence[list[TokenRow]] = ()
+
+
+# ---------------------------------------------------------------------------------------------------- the table of verbs
+
+Method = Callable[..., Any]
+Call = Callable[[Method, Any, int, Callable[[], float]], Any]
+"""(method of the store, value of the turn's field, epoch, the store's wall clock) -> value of the answers' field"""
+
+
+def _batch(method: Method, items: Any, epoch: int, wall: Callable[[], float]) -> Any:
+    return method(items)
+
+
+def _one_by_one(method: Method, items: Any, epoch: int, wall: Callable[[], float]) -> Any:
+    return [method(item) for item in items]
+
+
+def _limited(method: Method, limit: Any, epoch: int, wall: Callable[[], float]) -> Any:
+    return method(epoch=epoch, limit=limit)
+
+
+def _prune(method: Method, retention: Any, epoch: int, wall: Callable[[], float]) -> Any:
+    return method(before=wall() - retention.age_s, epoch=epoch, limit=retention.limit)
+
+
+def _by_order(*names: str) -> Call:
+    """Return a call that groups orders (job_id, *values) by their values, passed under `names`: one call for each group."""
+
+    def call(method: Method, orders: Any, epoch: int, wall: Callable[[], float]) -> Any:
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for index, order in enumerate(orders):
+            groups.setdefault(order[1:], []).append(index)
+        answers: dict[int, Any] = {}
+        for values, indexes in groups.items():
+            found = method([orders[index][0] for index in indexes], **dict(zip(names, values, strict=True)))
+            answers.update(zip(indexes, found, strict=True))
+        return [answers[index] for index in range(len(orders))]
+
+    return call
+
+
+class StoreVerb(msgspec.Struct, frozen=True):
+    """One request to the store as a part of a turn."""
+
+    name: str
+    """Field of `Turn` that asks, and field of `Answers` that gets the answer."""
+    call: Call = _batch
+    method: str = ""
+    """Method of the `Store`, if it has another name than the verb."""
+    leads: bool = False
+    """Only the leader asks, with its epoch."""
+    lasting: bool = True
+    """Must survive a power cut."""
+
+    def __post_init__(self) -> None:
+        if not self.method:
+            msgspec.structs.force_setattr(self, "method", self.name)
+
+
+VERBS: tuple[StoreVerb, ...] = (
+    StoreVerb("finish"),
+    StoreVerb("fail"),
+    # The lease was durable before, the worker shows it again after a power cut, and its finish carries the time of the start: a
+    # short command waits for the disk once less.
+    StoreVerb("start", lasting=False),
+    StoreVerb("renew"),
+    StoreVerb("release"),
+    StoreVerb("cancel", _by_order("actor", "reason")),
+    StoreVerb("requeue", _by_order("actor", "reason", "generation")),
+    StoreVerb("take_over", lambda method, holder, epoch, wall: method(holder, epoch), leads=True),
+    StoreVerb("reap", _limited, leads=True),
+    StoreVerb("skip", _limited, leads=True),
+    StoreVerb("promote", _limited, leads=True),
+    StoreVerb("prune", _prune, leads=True),
+    StoreVerb("condemn_blobs", lambda method, ages, epoch, wall: method(ages.order(wall()), epoch=epoch), leads=True),
+    StoreVerb("forget_blobs", lambda method, places, epoch, wall: method(places, epoch=epoch), leads=True),
+    StoreVerb("place_blobs"),
+    StoreVerb("blobs_stored"),
+    StoreVerb("add_token", _one_by_one),
+    StoreVerb("revoke_token", lambda method, items, epoch, wall: [method(token_id, actor=actor) for token_id, actor in items]),
+    StoreVerb("submit"),
+    StoreVerb("rerun", lambda method, submissions, epoch, wall: method(submissions, on_failed="rerun"), method="submit"),
+    StoreVerb("lease"),
+    StoreVerb("held"),
+    StoreVerb("get"),
+    StoreVerb("token", _one_by_one),
+    StoreVerb("tokens", lambda method, requests, epoch, wall: [method() for _ in requests]),
+)
+"""All verbs of a turn in the order in which the store runs them.
+
+Reports and renewals come before submits and leases, so that work that is done never waits behind new work; reads come last, so
+that they see what the turn wrote. A new verb needs four changes: (1) here its row and its fields in `Turn` and `Answers`; (2) the
+contract in `stores/store.py`; (3) its implementation in each store (for Redis also the row in `stores/redis/turn_script.py`);
+(4) the conversation that asks it (`core/broker`).
+"""

@@ -66,7 +66,7 @@ class StoreClient:
 
     async def execute(self, turn: Turn) -> Answers:
         """One transaction. Who stops waiting does not stop it: it may be done all the same."""
-        turn.routes = waiting = self._loop.create_future()
+        turn.context = waiting = self._loop.create_future()
         waiting.add_done_callback(_look_at)
         self._thread.submit(turn)
         answers: Answers = await asyncio.shield(waiting)
@@ -96,7 +96,7 @@ class StoreClient:
             self.blobs.close()
 
     def _deliver(self, turn: Turn, answers: Answers | TasukiError) -> None:
-        self._loop.call_soon_threadsafe(_settle, turn.routes, answers)
+        self._loop.call_soon_threadsafe(_settle, turn.context, answers)
 
 
 def _settle(waiting: asyncio.Future[Answers], answers: Answers | TasukiError) -> None:

@@ -12,21 +12,16 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
 
-from tasuki.core.store_messages import Answers, Turn
+from tasuki.core.store_messages import VERBS, Answers, Turn
 from tasuki.errors import TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.retrying import Retries
 from tasuki.stores.store import Feature, Store
 
 logger = logging.getLogger("tasuki.store")
-PRUNE_BATCH = 256  # jobs deleted per turn: small, so that pruning never stalls the hot path
 
-T = TypeVar("T")
-
-_NEWS = ("start", "routes")
-_PROMISED = tuple(name for name in Turn.__struct_fields__ if name not in _NEWS)
+_LASTING = tuple(verb.name for verb in VERBS if verb.lasting)
 
 Pause = Callable[[float], bool]
 """Waits that many seconds; False if it was woken because there is no point in waiting on."""
@@ -43,7 +38,7 @@ def execute(store: Store, turn: Turn) -> Answers:
 def is_lasting(turn: Turn) -> bool:
     """Whether it must outlive a power cut. A start alone need not: the lease was durable before, the worker shows it again when
     it is back, and its finish carries the time. So a short command waits for the disk once less."""
-    return not turn.start or any(getattr(turn, name) for name in _PROMISED)
+    return not turn.start or any(getattr(turn, name) for name in _LASTING)
 
 
 def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
@@ -78,69 +73,9 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
     if fill_turn is not None:  # a store may do a whole turn in one call, with the meaning of what follows
         fill_turn(answers, turn)
         return
-    if turn.finish:
-        answers.finish = store.finish(turn.finish)
-    if turn.fail:
-        answers.fail = store.fail(turn.fail)
-    if turn.start:
-        answers.start = store.start(turn.start)
-    if turn.renew:
-        answers.renew = store.renew(turn.renew)
-    if turn.release:
-        answers.release = store.release(turn.release)
-    if turn.cancel:
-        answers.cancel = _by_order(store.cancel, turn.cancel, ("actor", "reason"))
-    if turn.requeue:
-        answers.requeue = _by_order(store.requeue, turn.requeue, ("actor", "reason", "generation"))
-    if turn.take_over:
-        answers.took_over = store.take_over(turn.take_over, turn.epoch)
-    if turn.reap:
-        answers.reap = store.reap(epoch=turn.epoch, limit=turn.reap)
-    if turn.skip:
-        answers.skip = store.skip(epoch=turn.epoch, limit=turn.skip)
-    if turn.promote:
-        answers.promote = store.promote(epoch=turn.epoch, limit=turn.promote)
-    if turn.prune_after_s is not None:
-        before = store.clock.wall() - turn.prune_after_s
-        answers.prune = store.prune(before=before, epoch=turn.epoch, limit=PRUNE_BATCH)
-    if turn.condemn is not None:
-        answers.condemn = store.condemn_blobs(turn.condemn.order(store.clock.wall()), epoch=turn.epoch)
-    if turn.forget_blobs:
-        store.forget_blobs(turn.forget_blobs, epoch=turn.epoch)
-    if turn.place_blobs:
-        answers.place_blobs = store.place_blobs(turn.place_blobs)
-    if turn.blobs_stored:
-        answers.blobs_stored = store.blobs_stored(turn.blobs_stored)
-    if turn.add_token:
-        answers.add_token = [store.add_token(token) for token in turn.add_token]
-    if turn.revoke_token:
-        answers.revoke_token = [store.revoke_token(token_id, actor=who) for token_id, who in turn.revoke_token]
-    if turn.submit:
-        answers.submit = store.submit(turn.submit)
-    if turn.rerun:
-        answers.rerun = store.submit(turn.rerun, on_failed="rerun")
-    if turn.lease:
-        answers.lease = store.lease(turn.lease)
-    if turn.held:
-        answers.held = store.held(turn.held)
-    if turn.get:
-        answers.get = store.get(turn.get)
-    if turn.token:
-        answers.token = [store.token(sha256) for sha256 in turn.token]
-    if turn.list_tokens:
-        answers.list_tokens = store.tokens()
-
-
-def _by_order(verb: Callable[..., Sequence[T]], orders: Sequence[tuple[Any, ...]], names: tuple[str, ...]) -> list[T]:
-    """One call for all jobs of which the same is said, after the job_id, under these names; the answers in the orders' order."""
-    places: dict[tuple[Any, ...], list[int]] = {}
-    for place, order in enumerate(orders):
-        places.setdefault(order[1:], []).append(place)
-    answers: dict[int, T] = {}
-    for said, named in places.items():
-        told = dict(zip(names, said, strict=True))
-        answers.update(zip(named, verb([orders[place][0] for place in named], **told), strict=True))
-    return [answers[place] for place in range(len(orders))]
+    for verb in VERBS:
+        if asked := getattr(turn, verb.name):
+            setattr(answers, verb.name, verb.call(getattr(store, verb.method), asked, turn.epoch, store.clock.wall))
 
 
 class StoreThread:

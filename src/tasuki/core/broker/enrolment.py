@@ -164,7 +164,7 @@ def _added(broker: Broker, route: TokenRoute, answers: Answers, note: _Note) -> 
 
 
 def _bound(answers: Answers, note: _Note) -> tuple[str, ...]:
-    return tuple(row.token_id for row in answers.list_tokens if _is_of(row, note))
+    return tuple(row.token_id for row in answers.tokens[0] if _is_of(row, note))
 
 
 def _is_of(row: TokenRow, note: _Note) -> bool:

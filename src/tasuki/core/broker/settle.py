@@ -70,7 +70,7 @@ RESULTS_READ = 256
 def turn_done(broker: Broker, turn: Turn, answers: Answers, now: Now) -> list[Command]:
     """The commit is durable: acknowledge, assign, deliver."""
     broker.store_problem = ""
-    draft: TurnBuilder = turn.routes
+    draft: TurnBuilder = turn.context
     out: list[Command] = []
     results: _Outbox = defaultdict(list)
     for route in draft.finish_routes:
@@ -441,7 +441,7 @@ def _acted(broker: Broker, route: ActRoute, draft: TurnBuilder, answers: Answers
 def _token_done(broker: Broker, route: TokenRoute, answers: Answers, out: list[Command]) -> None:
     message: Message = Reply(route.msg_id, route.body)
     if route.verb == "token.list":
-        rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in answers.list_tokens]
+        rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in answers.tokens[0]]
         message = Reply(route.msg_id, rows)
     elif route.verb == "token.create" and not answers.add_token[route.index]:
         taken = InvalidInput(f"token {route.body['token_id'][:80]!r}: there is another with that id or that secret")
@@ -463,7 +463,7 @@ def _token_done(broker: Broker, route: TokenRoute, answers: Answers, out: list[C
 def turn_failed(broker: Broker, turn: Turn, error: TasukiError, now: Now) -> list[Command]:
     """Nothing was acknowledged. What workers reported is tried again by ourselves, everybody else is told."""
     broker.store_problem = error.message
-    draft: TurnBuilder = turn.routes
+    draft: TurnBuilder = turn.context
     out: list[Command] = []
 
     def tell(conn: int, msg_id: int) -> None:

@@ -212,6 +212,6 @@ class TurnBuilder:
             held=self.held,
             get=self.get,
             token=self.token,
-            list_tokens=self.list_tokens,
-            routes=self,
+            tokens=[None] if self.list_tokens else (),
+            context=self,
         )

@@ -20,7 +20,7 @@ import msgspec
 from tasuki.core.broker.events import DeleteBlobs, Deposed, TakeoverDone
 from tasuki.core.job import TERMINAL
 from tasuki.core.machine import Now
-from tasuki.core.store_messages import Answers, BlobPlace, Collection, Turn
+from tasuki.core.store_messages import Answers, BlobPlace, Collection, Retention, Turn
 from tasuki.errors import StaleEpoch, TasukiError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 DUTY_INTERVAL_S = 0.25  # reaping, skipping and promoting: three index seeks when there is nothing to do
 PRUNE_INTERVAL_S = 10.0
+PRUNE_BATCH = 256  # jobs deleted in one turn: small, so that pruning never stalls the hot path
 PRUNE_AGAIN = 128  # jobs pruned in one turn: then there may be many more, and the next turn goes on; fewer wait for the interval
 COLLECT_INTERVAL_S = 30.0
 SQUEEZED_GRACE_S = 300.0  # while the blobs are over their budget, one that was touched longer ago than this may go
@@ -119,20 +120,20 @@ class Upkeep:
     def _due(self, now: Now) -> Turn | None:
         if self._claim is not None:
             (epoch, holder), self._claim = self._claim, None
-            return Turn(epoch=epoch, take_over=holder, routes=self)
+            return Turn(epoch=epoch, take_over=holder, context=self)
         if not self.epoch or (now.monotonic < min(self._duty_at, self._prune_at, self._collect_at) and not self._deleted):
             return None
-        turn = Turn(epoch=self.epoch, routes=self)
+        turn = Turn(epoch=self.epoch, context=self)
         if now.monotonic >= self._duty_at:
             self._duty_at = now.monotonic + DUTY_INTERVAL_S
             turn.reap, turn.skip, turn.promote = REAP_BATCH, SKIP_BATCH, PROMOTE_BATCH
         if now.monotonic >= self._prune_at:
             self._prune_at = now.monotonic + PRUNE_INTERVAL_S
-            turn.prune_after_s = self.config.retention_s
+            turn.prune = Retention(self.config.retention_s, PRUNE_BATCH)
         if now.monotonic >= self._collect_at:
             self._collect_at = now.monotonic + COLLECT_INTERVAL_S
             if not self._deleting and self.config.collects:
-                turn.condemn = self._collection()
+                turn.condemn_blobs = self._collection()
         turn.forget_blobs, self._deleted = self._deleted, []
         return turn
 
@@ -144,14 +145,14 @@ class Upkeep:
     def done(self, broker: Broker, turn: Turn, answers: Answers) -> list[Command]:
         """The turn is committed: tell those whom it concerns, and go on at once if there is more than one batch."""
         if turn.take_over:
-            return [TakeoverDone(turn.epoch, answers.took_over)]
+            return [TakeoverDone(turn.epoch, answers.take_over)]
         self._tell(broker, answers)
         self._count(answers)
         if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
             self._duty_at = 0.0
         if answers.prune >= PRUNE_AGAIN:
             self._prune_at = 0.0
-        commands = self._condemned(answers) if turn.condemn is not None else []
+        commands = self._condemned(answers) if turn.condemn_blobs is not None else []
         self.caught_up = min(self._duty_at, self._prune_at, self._collect_at) > 0 and not self._deleting and not self._deleted
         return commands
 
@@ -177,7 +178,7 @@ class Upkeep:
         self.counts.pruned += answers.prune
 
     def _condemned(self, answers: Answers) -> list[Command]:
-        places, stored_bytes = answers.condemn.places, answers.condemn.stored_bytes
+        places, stored_bytes = answers.condemn_blobs.places, answers.condemn_blobs.stored_bytes
         budget = self.config.blob_budget_bytes
         self.over_budget = ""
         if budget is not None and stored_bytes is not None and stored_bytes > budget and not places:
@@ -197,6 +198,6 @@ class Upkeep:
             return [Deposed(turn.epoch)]
         self._deleted[:0] = turn.forget_blobs
         self._duty_at = 0.0 if turn.reap else self._duty_at
-        self._prune_at = 0.0 if turn.prune_after_s is not None else self._prune_at
-        self._collect_at = 0.0 if turn.condemn is not None else self._collect_at
+        self._prune_at = 0.0 if turn.prune is not None else self._prune_at
+        self._collect_at = 0.0 if turn.condemn_blobs is not None else self._collect_at
         return []

@@ -10,7 +10,7 @@ from itertools import compress
 from operator import attrgetter
 
 from tasuki.core.job import TERMINAL, Job, OnDisconnect
-from tasuki.core.store_messages import Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
+from tasuki.core.store_messages import VERBS, Answers, LeaseStatus, MissingBlobs, ReportStatus, Turn
 from tasuki.errors import Conflict
 from tasuki.stores.store import Store
 from tasuki.testing.sim.history import (
@@ -29,7 +29,8 @@ from tasuki.testing.sim.history import (
 from tasuki.testing.sim.process import HostClock
 from tasuki.testing.sim.world import World
 
-_LISTS = ("finish", "fail", "start", "renew", "release", "cancel", "requeue", "submit", "rerun", "lease", "held", "get", "token")
+_LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
+_LEADER = tuple(verb.name for verb in VERBS if verb.leads)
 
 _lists = attrgetter(*_LISTS)
 
@@ -78,12 +79,9 @@ class Recorder:
     def _duties(self, server_id: str, turn: Turn, answers: Answers) -> None:
         at = self.world.at
         if turn.take_over:
-            self.took_over(server_id, turn.epoch, done=answers.took_over)
+            self.took_over(server_id, turn.epoch, done=answers.take_over)
             return
-        found = {"reap": len(answers.reap), "skip": len(answers.skip), "promote": answers.promote.count, "prune": answers.prune}
-        for name, count in found.items():
-            if count:
-                self.verbs[name] += 1
+        self.verbs.update(name for name in _LEADER if getattr(answers, name))
         self.world.tell(LedEvent(at=at, server_id=server_id, epoch=turn.epoch, done=True))
         for one in answers.reap:
             self._touched[one.job_id] = None

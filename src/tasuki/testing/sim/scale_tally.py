@@ -16,7 +16,7 @@ import msgspec
 
 from tasuki.core.job import TERMINAL
 from tasuki.core.protocol import JobResult
-from tasuki.core.store_messages import Answers, ReportStatus, Turn
+from tasuki.core.store_messages import VERBS, Answers, ReportStatus, Turn
 from tasuki.stores.store import Store
 from tasuki.testing.sim.process import HostClock
 from tasuki.testing.sim.recorder import Recorder
@@ -25,7 +25,7 @@ from tasuki.testing.sim.world import World
 BUCKET_S = 10.0  # how finely the delays are told apart by the time of their submit
 SAMPLED = "sampled-"  # how the ids of jobs begin that are followed
 
-_LISTS = ("finish", "fail", "start", "renew", "release", "submit", "lease", "held", "get")
+_LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
 
 _lists = attrgetter(*_LISTS)
 
@@ -132,7 +132,7 @@ class Tally(Recorder):
         server.turns += 1
         server.items.append(sum(sizes))
         server.submitted += len(turn.submit)
-        self.heartbeats += len(turn.routes.renew_routes)
+        self.heartbeats += len(turn.context.renew_routes)
         for grants in answers.lease:
             if not grants:
                 self.empty_leases += 1
@@ -154,7 +154,7 @@ class Tally(Recorder):
             self.verbs["take_over"] += 1
             return
         found = {"reap": len(answers.reap), "promote": answers.promote.count, "prune": answers.prune}
-        for name, asked in (("reap", turn.reap), ("promote", turn.promote), ("prune", turn.prune_after_s is not None)):
+        for name, asked in (("reap", turn.reap), ("promote", turn.promote), ("prune", turn.prune)):
             if asked:
                 self.verbs[name] += 1
                 self.duties[name] += found[name]

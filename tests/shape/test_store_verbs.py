@@ -1,0 +1,26 @@
+"""The table of store verbs is complete: turns, answers, the contract and every store have each verb of it."""
+
+import pytest
+
+from tasuki.core.store_messages import VERBS, Answers, Turn
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.redis import turn_script
+from tasuki.stores.redis.store import RedisStore
+from tasuki.stores.sql.store import SqlStore
+from tasuki.stores.store import Store
+
+NAMES = tuple(verb.name for verb in VERBS)
+
+
+def test_turns_and_answers_have_the_verbs_of_the_table_in_its_order() -> None:
+    assert Turn.__struct_fields__ == (*NAMES, "epoch", "context")
+    assert Answers.__struct_fields__ == NAMES
+
+
+@pytest.mark.parametrize("store", [Store, MemoryStore, SqlStore, RedisStore])
+def test_every_store_has_every_verb(store: type) -> None:
+    assert [verb.method for verb in VERBS if not callable(getattr(store, verb.method, None))] == []
+
+
+def test_the_script_of_redis_has_a_call_for_every_verb() -> None:
+    assert tuple(turn_script._CALLS) == NAMES
