@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.doors.http.limits import LimitedProtocol
-from tasuki.doors.http.uvicorn_server import UvicornServer
+from tasuki.doors.http.uvicorn_server import LimitedProtocol, UvicornServer
 from tests.agent.stage import AgentStage
 from tests.client.agent_stand_in import Asked, Reply, StandIn, result
 from tests.dispatcher.stage import dispatching, job, tell
@@ -28,7 +27,7 @@ SCRIPT = "head -c {} /dev/urandom > out/data.bin"
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LimitedProtocol, "nothing_taken_s", LIMIT_S)
+    monkeypatch.setattr(LimitedProtocol, "stalled_s", LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_who_reads_nothing_of_a_result_is_cut_off_and_the_job_can_be_removed_mea
 
     until(lambda: not open_results(), what="the file is let go of")
     assert "jobs/removed" not in agent.files()
-    assert f"took nothing of its answer for {LIMIT_S} s, and is cut off" in caplog.text
+    assert f"read nothing of its answer for {LIMIT_S} s, and is disconnected" in caplog.text
 
 
 def test_an_answer_that_was_written_whole_does_not_wait_for_ever_either(agent: AgentStage) -> None:

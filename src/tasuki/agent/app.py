@@ -45,8 +45,7 @@ from tasuki.core.failover.agent_protocol import (
     only_running,
 )
 from tasuki.core.ids import check_job_id
-from tasuki.doors.http.answers import json_answer
-from tasuki.doors.http.limits import REQUESTS_MAX
+from tasuki.doors.http.exchange import REQUESTS_MAX, json_answer
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.listening import bound
 from tasuki.errors import KeeperLost, NotFound, Overloaded, TooLarge

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.settings import Tokens
-from tasuki.doors.http.answers import discreet
-from tasuki.doors.http.bearer import secret_of
+from tasuki.doors.http.exchange import discreet, secret_of
 from tasuki.doors.http.uvicorn_server import Handler
 from tasuki.errors import AgentRefusal, InternalError, TasukiError, Unauthorized
 

@@ -7,8 +7,8 @@ from typing import Any
 from starlette.responses import Response
 
 from tasuki.core.failover import agent_protocol
-from tasuki.doors.http import answers as http_answers
-from tasuki.doors.http.answers import envelope, error_answer, json_answer
+from tasuki.doors.http import exchange as http_answers
+from tasuki.doors.http.exchange import envelope, error_answer, json_answer
 from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError
 
 RETRY_AFTER_S = 1

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tasuki.core.failover.agent_protocol import EndedMarker
-from tasuki.doors.http.answers import envelope, json_answer
-from tasuki.doors.http.stalled_readers import while_there
+from tasuki.doors.http.exchange import envelope, json_answer
+from tasuki.doors.http.uvicorn_server import while_connected
 
 READ_BYTES = 512 * 1024
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII).fullmatch
@@ -64,7 +64,7 @@ class ResultResponse(Response):
             if last - first < READ_BYTES:
                 await sending
             else:
-                await while_there(receive, sending)
+                await while_connected(receive, sending)
         finally:
             if isinstance(self._source, FileIO):
                 self._source.close()

@@ -43,9 +43,7 @@ from tasuki.dispatcher.proxied_response import LINGER_S, NODE_HEADER, PassedAnsw
 from tasuki.dispatcher.registry import DispatcherRegistry, EarlyResult, refusal_of
 from tasuki.dispatcher.request_bodies import StreamedForm
 from tasuki.dispatcher.settings import DispatcherConfig, Mode
-from tasuki.doors.http.answers import json_answer
-from tasuki.doors.http.bearer import secret_of
-from tasuki.doors.http.limits import REQUESTS_MAX
+from tasuki.doors.http.exchange import REQUESTS_MAX, json_answer, secret_of
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
 from tasuki.doors.listening import bound
 from tasuki.errors import AgentRefusal, NotFound, Overloaded, TooLarge, Unavailable

@@ -26,7 +26,7 @@ from tasuki.dispatcher.input_retention import InputRetention
 from tasuki.dispatcher.input_writer import StoredFiles
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.request_bodies import StoredForm
-from tasuki.doors.http.answers import json_answer
+from tasuki.doors.http.exchange import json_answer
 from tasuki.errors import AgentRefusal, Corrupt, InvalidInput, NotFound, OffsetConflict, TasukiError, TooLarge
 
 logger = logging.getLogger("tasuki.dispatcher")

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tasuki.agent.correlation import on_behalf_of
 from tasuki.client.agent_download import ETAG, ZIP_TYPE
 from tasuki.core.failover.events import Refusal
-from tasuki.doors.http.stalled_readers import while_there
+from tasuki.doors.http.uvicorn_server import while_connected
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody
 
@@ -109,7 +109,7 @@ class PassedAnswer(Response):
             try:
                 async with self._stack:
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                    if not await while_there(self._noting(receive), self._pass_on(send)):
+                    if not await while_connected(self._noting(receive), self._pass_on(send)):
                         logger.info("job %s: whoever asked has left before the end of the result", self._job_id)
                         return
             except TasukiError as error:

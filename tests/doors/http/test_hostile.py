@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.doors.http import limits
+from tasuki.doors.http import exchange, uvicorn_server
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.errors import Unavailable
 from tests.doors.http.stage import ANSWER, Stage, Worker, path_of
@@ -160,14 +160,14 @@ def test_a_path_names_all_that_may_be_done_with_it(stage: Stage, route: Route) -
 
 
 def test_a_body_that_says_it_is_too_large_is_413_before_it_comes(stage: Stage) -> None:
-    answer = raw(stage, head(stage, "/v1/jobs", limits.BODY_MAX_BYTES + 1))
+    answer = raw(stage, head(stage, "/v1/jobs", exchange.BODY_MAX_BYTES + 1))
 
     status, error = error_in(answer)
     assert (status, error["code"]) == (b"413", "TOO_LARGE")
 
 
 def test_a_body_without_a_length_is_413_when_it_is_too_large(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_MAX_BYTES", 1000)
+    monkeypatch.setattr(exchange, "BODY_MAX_BYTES", 1000)
 
     answer = stage.call("POST", "/v1/jobs", stage.client, content=iter([b"x" * 600, b"x" * 600]))
 
@@ -177,7 +177,7 @@ def test_a_body_without_a_length_is_413_when_it_is_too_large(stage: Stage, monke
 def test_bodies_that_are_too_large_together_are_503_and_the_room_comes_back(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage.door, "_intake", limits.BodyBudget(max_bytes=1000))
+    monkeypatch.setattr(stage.door, "_intake", exchange.BodyBudget(max_bytes=1000))
 
     answers = [stage.post("/v1/jobs", {"payload": "x" * size}) for size in (600, 2000, 600)]
 
@@ -214,13 +214,13 @@ def test_what_is_no_http_is_400_in_the_common_form(stage: Stage, data: bytes) ->
 
 
 def test_headers_that_never_end_are_hung_up_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEADERS_TIMEOUT_S", 0.3)
 
     assert raw(stage, b"GET /healthz HTTP/1.1\r\nHost: x\r\n") == b""
 
 
 def test_headers_of_a_second_request_that_never_end_are_hung_up_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEADERS_TIMEOUT_S", 0.3)
     with socket.create_connection((stage.address.host, stage.address.port), timeout=10.0) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = sock.recv(65536)
@@ -233,7 +233,7 @@ def test_headers_of_a_second_request_that_never_end_are_hung_up_on(stage: Stage,
 
 
 def test_a_body_that_never_comes_is_400(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.3)
 
     status, error = error_in(raw(stage, head(stage, "/v1/jobs", 100) + b'{"exec"'))
 

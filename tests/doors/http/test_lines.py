@@ -39,7 +39,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.store_messages import Grant
 from tasuki.doors.http import worker_sessions
-from tasuki.doors.http.limits import BODY_MAX_BYTES
+from tasuki.doors.http.exchange import BODY_MAX_BYTES
 from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
 from tasuki.wire.frames import ZSTD, FrameDecoder, encode_frame
 from tasuki.wire.messages import decode, encode

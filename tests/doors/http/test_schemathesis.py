@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasuki.doors.http.limits import WAIT_MAX_S
+from tasuki.doors.http.exchange import WAIT_MAX_S
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.net.http.names import FRAMES_TYPE
 from tests.conftest import Require

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.doors.http import limits
+from tasuki.doors.http import exchange
 from tasuki.doors.http.openapi import DESCRIPTIONS
 from tasuki.doors.http.workers import WAITING_MAX
 from tests.doors.http.stage import ANSWER, Stage, Worker, on_each_store
@@ -248,7 +248,7 @@ def test_a_result_is_recorded_once_the_store_can_write_again(broken_stage: Stage
 
 
 def test_more_requests_at_once_than_there_is_room_for_are_503(stage: Stage, worker: Worker, monkeypatch: Any) -> None:
-    monkeypatch.setattr(limits, "REQUESTS_MAX", 0)
+    monkeypatch.setattr(exchange, "REQUESTS_MAX", 0)
 
     answer = worker.lease()
 

@@ -12,7 +12,7 @@ from tasuki.core.job import BlobRef, JobSpec
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.clients import TokenConnection
 from tasuki.doors.http.context import RequestContext, iso, refusal_of, submit, told
-from tasuki.doors.http.limits import wait_of, whole_number
+from tasuki.doors.http.exchange import wait_of, whole_number
 from tasuki.doors.http.response_schemas import AppAccepted, AppAcceptedMany, AppResult, AppStatus
 from tasuki.errors import NoResult, NotFinished, NotFound, TooLarge
 

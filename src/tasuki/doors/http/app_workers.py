@@ -19,7 +19,7 @@ from tasuki.core.report_limits import check_outcome
 from tasuki.core.store_messages import Grant, LeaseStatus
 from tasuki.doors.http import enrolment
 from tasuki.doors.http.context import RequestContext, iso, status_and_error
-from tasuki.doors.http.limits import gone, wait_of
+from tasuki.doors.http.exchange import disconnected, wait_of
 from tasuki.doors.http.request_schemas import FailureReport, ResultReport
 from tasuki.doors.http.response_schemas import (
     BatchItem,
@@ -92,7 +92,7 @@ async def revoke(call: RequestContext) -> WorkerRevoked:
 async def lease(call: RequestContext) -> Leased | LeasedMany | Response:
     """One job, or with `max_jobs` several; 204 if there is none, with `?wait=25` only after so long."""
     wait_s = wait_of(call.request)
-    left = gone(call.request)
+    left = disconnected(call.request)
     wanted = call.body.max_jobs
     try:
         with call.house.workers.of(call.worker_id, call.subject) as worker:

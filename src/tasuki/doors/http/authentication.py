@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from tasuki.core.access import Identity, PeerKind, identify, token_sha256
 from tasuki.core.store_messages import TokenRow
-from tasuki.doors.http.bearer import secret_of
+from tasuki.doors.http.exchange import secret_of
 from tasuki.errors import Forbidden, TokenRevoked
 from tasuki.server.server import Server
 

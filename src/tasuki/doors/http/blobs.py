@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import BlobRef
 from tasuki.doors.http.context import RequestContext, transfer_talk
-from tasuki.doors.http.limits import BODY_TIMEOUT_S
+from tasuki.doors.http.exchange import BODY_TIMEOUT_S
 from tasuki.doors.http.response_schemas import BlobHad, BlobKept, BlobPart
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable

@@ -15,9 +15,9 @@ from tasuki.core.ids import IdMaker
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Acceptance, Accepted, SubmitJobs
 from tasuki.core.subject import app_subject
-from tasuki.doors.http.answers import code_of, status_of
 from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.clients import Clients, TokenConnection, own_talk
+from tasuki.doors.http.exchange import code_of, status_of
 from tasuki.doors.http.response_schemas import Error
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.doors.http.worker_sessions import Lines

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from tasuki.config import check_app
 from tasuki.core.address import Address
 from tasuki.core.ids import IdMaker
-from tasuki.doors.http import limits
-from tasuki.doors.http.answers import discreet, error_answer, json_answer
+from tasuki.doors.http import exchange
 from tasuki.doors.http.authentication import Authenticator
 from tasuki.doors.http.clients import Clients
 from tasuki.doors.http.context import HttpConfig, HttpContext, RequestContext
+from tasuki.doors.http.exchange import discreet, error_answer, json_answer
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
@@ -49,7 +49,7 @@ class HttpDoor:
         self._house = HttpContext(server, config, Clients(server), workers, Lines(server), new_id, Metrics())
         server.on_turn = self._house.metrics.turn
         self._gate = Authenticator(server)
-        self._intake = limits.BodyBudget()
+        self._intake = exchange.BodyBudget()
         self._under_way = 0
         self._closing = False
         self._serving: UvicornServer | None = None
@@ -99,7 +99,7 @@ class HttpDoor:
 
     def _endpoint(self, route: Route) -> Handler:
         async def endpoint(request: Request) -> Response:
-            if self._under_way >= limits.REQUESTS_MAX or self._closing:
+            if self._under_way >= exchange.REQUESTS_MAX or self._closing:
                 why = "going down" if self._closing else f"busy with {self._under_way} requests"
                 return error_answer(Overloaded(f"this server is {why}; try again"))
             began, status = time.monotonic(), CLIENT_GONE
@@ -140,7 +140,7 @@ class HttpDoor:
         if route.streamed:
             return await self._handled(route, call)
         with self._intake.share() as share:
-            body = await limits.read_body(request, share)
+            body = await exchange.read_body(request, share)
             if route.body is not None:
                 call.body = _decoded(route, body)
             elif route.content:
@@ -157,9 +157,9 @@ class HttpDoor:
 
 
 def _decoded(route: Route, body: bytes) -> Any:
-    if route.batch is not None and "jobs" in limits.decode(body, dict[str, msgspec.Raw]):
-        return limits.decode(body, route.batch)
-    return limits.decode(body, route.body)
+    if route.batch is not None and "jobs" in exchange.decode(body, dict[str, msgspec.Raw]):
+        return exchange.decode(body, route.batch)
+    return exchange.decode(body, route.body)
 
 
 def _encoded(answer: Any) -> Response:

@@ -29,11 +29,10 @@ from tasuki.core.protocol import (
     batches,
     outcome_bytes,
 )
-from tasuki.doors.http.answers import discreet
 from tasuki.doors.http.clients import Listener, TokenConnection
 from tasuki.doors.http.context import RequestContext
+from tasuki.doors.http.exchange import disconnected, discreet, wait_of
 from tasuki.doors.http.frame_bodies import framed, messages_in
-from tasuki.doors.http.limits import gone, wait_of
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, from_wire
 from tasuki.net.tcp_link import encode_answer
@@ -189,7 +188,7 @@ class _Poll:
             self._replies.append(Reply(msg_id, {"states": states}))
 
     async def _wait(self, listener: Listener, wait_s: float, count: int) -> None:
-        left = gone(self._call.request)
+        left = disconnected(self._call.request)
         try:
             await asyncio.wait([listener.woken, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if 0 < len(listener.items) < count and not left.done():  # those that end together are told together

@@ -23,7 +23,7 @@ from tasuki.doors.http import (
     worker_session_routes,
 )
 from tasuki.doors.http.context import HttpContext, RequestContext
-from tasuki.doors.http.limits import WAIT_MAX_S
+from tasuki.doors.http.exchange import WAIT_MAX_S
 from tasuki.net.http.names import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
 from tasuki.wire.compression import CODECS
 

@@ -1,35 +1,55 @@
-"""Every HTTP door has these: an application of plain routes whose refusals have one shape, and a uvicorn inside this process.
+"""uvicorn inside this process, shared by all HTTP doors; free of the server, so that node agents and dispatchers use it too.
 
-serving = Serving(application("tasuki agent", routes), tls, close_timeout_s)
-await serving.open(sock); serving.hurry(2); await serving.close()
+    server = UvicornServer(application("tasuki agent", routes), tls, close_timeout_s)
+    await server.open(sock); server.hurry(2); await server.close()
 
-Free of the server, so that a node agent, which has none, can use it.
+`LimitedProtocol` is uvicorn's h11 protocol with limits. Request line and headers must come in time. A peer that reads nothing of
+its answer for a minute is disconnected; a slow one is not: a download over a bad connection may take hours, but a program that
+hangs must not hold its connection, a file and a request for ever. `FastRouter` leads a request to its endpoint without the
+framework's middlewares.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeAlias
+import struct
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeAlias
 
+import h11
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tasuki.doors.http.answers import CODES, envelope, json_answer
-from tasuki.doors.http.fast_router import FastRouter
-from tasuki.doors.http.limits import HEADERS_MAX_BYTES, KEEP_ALIVE_S, LimitedProtocol
+from tasuki.doors.http.exchange import CODES, envelope, json_answer
+from tasuki.doors.listening import connections_max
+
+logger = logging.getLogger("tasuki.http")
+HEADERS_MAX_BYTES = 16 * 1024
+HEADERS_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 65  # a worker that polls twice a minute keeps its connection
+STALLED_S = 60.0
+CHECKS = 4  # of a stalled reader in that time
+_ACKED = slice(120, 128)  # tcpi_bytes_acked in Linux' struct tcp_info
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
+# ---------------------------------------------------------------------------------------------------- application
+
+
 def application(title: str, routes: Iterable[tuple[str, str, Handler]]) -> FastAPI:
-    """Of (method, path, handler). Plain routes: what FastAPI would find out about parameters and bodies, the handlers do."""
+    """Return an application of (method, path, handler). Parameters and bodies are the handlers' business, not FastAPI's."""
     app = FastAPI(title=title, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     for method, path, handler in routes:
@@ -38,11 +58,195 @@ def application(title: str, routes: Iterable[tuple[str, str, Handler]]) -> FastA
     return app
 
 
+async def _framework_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code if error.status_code in CODES else 400
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    headers = {"Allow": _methods_of(request)} if status == 405 else dict(error.headers or {})
+    return json_answer(envelope(CODES[status], message), status, headers)
+
+
+def _methods_of(request: Request) -> str:
+    """Return the methods of this path; the framework names those of the first route only."""
+    routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
+
+
+class FastRouter:
+    """The ASGI application that uvicorn calls: the framework's routes without its middlewares.
+
+    Those cost as much as a short request itself and handle errors, which these endpoints never raise. A request that fits no
+    route is left to the framework.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._routes: dict[tuple[str, int], list[Route]] = {}
+        """By method and number of slashes, in the framework's order."""
+        for route in app.router.routes:
+            assert isinstance(route, Route)
+            for method in route.methods or ():
+                self._routes.setdefault((method, route.path.count("/")), []).append(route)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        for route in self._routes.get((scope["method"], path.count("/")), ()):
+            if found := route.path_regex.match(path):
+                scope["path_params"] = found.groupdict()
+                endpoint: Handler = route.endpoint
+                answer = await endpoint(Request(scope, receive, send))
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+# ---------------------------------------------------------------------------------------------------- connections
+
+
+class _Connection(h11.Connection):
+    """h11's connection, without bodies of two lengths: a proxy could see their end elsewhere, and a request could be smuggled."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if type(event) is h11.Request and {name for name, _ in event.headers} >= _LENGTHS:
+            raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding at once")
+        return event
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with a time limit for headers and for stalled readers, and with JSON answers to malformed requests."""
+
+    stalled_s = STALLED_S
+    _headers_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _progress: tuple[int, bytes] | None = None
+    _progress_at = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Connection(h11.SERVER, HEADERS_MAX_BYTES)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > connections_max() // 2:  # the other half is for TCP
+            transport.close()
+            return
+        self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._headers_late)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._headers_timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._headers_late)
+        elif self._headers_timer is not None and self.conn.their_state is not h11.IDLE:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._headers_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _headers_late(self) -> None:
+        self._headers_timer = None
+        if self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(envelope("INVALID_PAYLOAD", "this is not a valid HTTP request, or its headers are too large"))
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+        try:
+            output = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
+            self.transport.write(output or b"")
+            self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
+            self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
+        except h11.LocalProtocolError:  # an answer is under way: there is no place for another one
+            logger.debug("a malformed request came behind another one")
+        self.transport.close()
+
+    # ------------------------------------------------------------------------------------------------ stalled readers
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():  # also a transport that is closing waits for the peer to read this
+            self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        if self._stall_timer is None:
+            self._progress = None
+            self._check_reader()
+
+    def _check_reader(self) -> None:
+        self._stall_timer = None
+        if not (self.flow.write_paused or self.transport.get_write_buffer_size()):
+            return
+        now, progress = self.loop.time(), self._read_so_far()
+        if progress != self._progress:
+            self._progress, self._progress_at = progress, now
+        elif now - self._progress_at >= self.stalled_s:
+            who = f"{self.client[0]}:{self.client[1]}" if self.client else "a peer"
+            logger.warning("%s read nothing of its answer for %g s, and is disconnected", who, self.stalled_s)
+            self._disconnect()
+            return
+        self._stall_timer = self.loop.call_later(self.stalled_s / CHECKS, self._check_reader)
+
+    def _disconnect(self) -> None:
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:  # else the kernel would keep offering what it has buffered
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def _read_so_far(self) -> tuple[int, bytes]:
+        """Return a value that changes with every byte that the peer reads.
+
+        The transport's buffer is not enough: it shrinks only when a large part of the kernel's buffer is free again, which may
+        take a slow peer more than a minute.
+        """
+        acked = b""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and hasattr(socket, "TCP_INFO"):
+            try:
+                acked = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED.stop)[_ACKED]
+            except OSError:
+                acked = b""  # not TCP
+        return self.transport.get_write_buffer_size(), acked
+
+
+async def while_connected(receive: Receive, sending: Coroutine[Any, Any, None]) -> bool:
+    """Send until everything is sent or the peer has left, and return if everything was sent.
+
+    uvicorn itself would go on sending to a peer that is gone. The rest of the request is discarded.
+    """
+    work, leaving = asyncio.ensure_future(sending), asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return False
+        work.result()
+        return True
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+        await asyncio.gather(work, leaving, return_exceptions=True)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        """A part of the request."""
+
+
+# ---------------------------------------------------------------------------------------------------- the server
+
+
 class UvicornServer:
-    """One application. The loop and the signals are its owner's."""
+    """One application on one socket. Event loop and signals belong to the caller."""
 
     def __init__(self, app: FastAPI, tls: ssl.SSLContext | None, close_timeout_s: int) -> None:
-        """`close_timeout_s`: how long those who are being answered at the end may take."""
+        """`close_timeout_s`: time that requests under way have at the end."""
         config = uvicorn.Config(
             FastRouter(app),
             http=LimitedProtocol,
@@ -63,6 +267,7 @@ class UvicornServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self, sock: socket.socket) -> None:
+        """Serve requests from a bound socket."""
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         await self._server.startup(sockets=[sock])
         self._serving = asyncio.create_task(self._serve())
@@ -72,23 +277,11 @@ class UvicornServer:
         await self._server.shutdown()
 
     def hurry(self, close_timeout_s: int) -> None:
+        """Shorten the time that requests under way have at the end."""
         self._server.config.timeout_graceful_shutdown = close_timeout_s
 
     async def close(self) -> None:
+        """Stop listening, and wait for the requests under way."""
         if self._serving is not None:
             self._server.should_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
-
-
-async def _framework_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = error.status_code if error.status_code in CODES else 400
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    headers = {"Allow": _methods_of(request)} if status == 405 else dict(error.headers or {})
-    return json_answer(envelope(CODES[status], message), status, headers)
-
-
-def _methods_of(request: Request) -> str:
-    """What may be done at this path. The framework names the methods of the first route only."""
-    routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in routes for method in route.methods}))

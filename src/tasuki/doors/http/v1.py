@@ -13,7 +13,7 @@ from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.app_jobs import detail_of
 from tasuki.doors.http.clients import TokenConnection
 from tasuki.doors.http.context import RequestContext, refusal_of, submit, told
-from tasuki.doors.http.limits import number, wait_of, whole_number
+from tasuki.doors.http.exchange import number, wait_of, whole_number
 from tasuki.doors.http.request_schemas import JobBody, JobsBody
 from tasuki.doors.http.response_schemas import AcceptedMany, JobAccepted, LogResponse
 from tasuki.errors import InvalidInput, NoResult, NotFinished

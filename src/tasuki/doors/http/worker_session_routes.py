@@ -10,10 +10,9 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, HelloWorker, Message
-from tasuki.doors.http.answers import discreet
 from tasuki.doors.http.context import RequestContext
+from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
 from tasuki.doors.http.frame_bodies import framed, messages_in
-from tasuki.doors.http.limits import gone, wait_of, whole_number
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized
 from tasuki.net.http.names import SESSION_HEADER
 from tasuki.net.tcp_link import encode_answer
@@ -57,7 +56,7 @@ async def use_line(call: RequestContext) -> Response:
             await line.say(said, messages)
         if heard is None:
             return framed([])
-        left = gone(call.request)
+        left = disconnected(call.request)
         try:
             return framed(await line.listen(heard, wait_s, left))
         finally:

@@ -1,0 +1,263 @@
+"""One HTTP exchange: token, body and query of a request are read within limits; answers are JSON.
+
+Every error, the framework's own included, is answered as {"error": {"code", "message", "details"}}. Free of the server, so that
+node agents and dispatchers use this module too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from tasuki import errors
+from tasuki.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Fenced,
+    Forbidden,
+    InternalError,
+    InvalidInput,
+    NoResult,
+    NotFinished,
+    NotFound,
+    OffsetConflict,
+    OutOfTurn,
+    Overloaded,
+    ResultConflict,
+    StaleEpoch,
+    TasukiError,
+    TooLarge,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+    UnknownSession,
+    from_wire,
+)
+
+JSON = "application/json"
+RETRY_AFTER_S = 1
+SECRET_MAX_CHARS = 512
+BODY_MAX_BYTES = 16 * 1024 * 1024
+BODIES_MAX_BYTES = 256 * 1024 * 1024  # of all requests at once
+REFUSED_MAX_BYTES = 4 * BODY_MAX_BYTES  # a body that is declared larger is not read at all
+DROP_TIMEOUT_S = 5.0
+BODY_TIMEOUT_S = 30.0
+REQUESTS_MAX = 4096  # at once, waiting ones included
+WAIT_MAX_S = 60.0
+
+T = TypeVar("T")
+_digits = re.compile(r"[0-9]{1,16}").fullmatch
+_missing = re.compile(r"Object missing required field `([^`]+)`(?: - at `\$\.?(.*)`)?").fullmatch
+
+_STATUSES: tuple[tuple[type[TasukiError], int], ...] = (
+    (TooLarge, 413),
+    (InvalidInput, 400),
+    (Unauthorized, 401),
+    (Forbidden, 403),
+    (NotFound, 404),
+    (Conflict, 409),
+    (Fenced, 409),
+    (StaleEpoch, 503),
+    (NotFinished, 409),
+    (ResultConflict, 409),
+    (OffsetConflict, 409),
+    (OutOfTurn, 409),
+    (NoResult, 409),
+    (TooManyRequests, 429),
+    (Unavailable, 503),
+    (DeadlineExceeded, 503),
+)
+CODES = {400: "INVALID_PAYLOAD", 404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED", 413: "TOO_LARGE"}
+"""Error codes of answers that the framework makes."""
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def status_of(error: TasukiError) -> int:
+    """Return the HTTP status of an error."""
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+def code_of(error: TasukiError) -> str:
+    """Return the error's code; bad input has another one over HTTP, fixed by the contract of the apps."""
+    return "INVALID_PAYLOAD" if error.code in ("INVALID", "PROTOCOL") else error.code
+
+
+def json_answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON response."""
+    return Response(msgspec.json.encode(body), status, headers, JSON)
+
+
+def envelope(code: str, message: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the body of every answer that is an error."""
+    return {"error": {"code": code, "message": message, "details": details or {}}}
+
+
+def discreet(error: TasukiError) -> TasukiError:
+    """Return the error without the words that could name a folder, a host or a database behind the server."""
+    if status_of(error) == 500:  # nothing that the peer could act upon
+        return from_wire(error.code, errors.discreet(InternalError("")).message)
+    return errors.discreet(error)
+
+
+def error_answer(error: TasukiError) -> Response:
+    """Return the response that describes an error."""
+    status = status_of(error)
+    headers = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    elif status == 413:
+        headers["Connection"] = "close"  # the rest of the body is not read
+    elif isinstance(error, UnknownSession):
+        headers["Connection"] = "close"  # a balancer may route the next connection to the server that has the session
+    elif status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return json_answer(envelope(code_of(error), error.message, error.details()), status, headers)
+
+
+# ---------------------------------------------------------------------------------------------------- requests
+
+
+def secret_of(request: Request) -> str:
+    """Return the token of the header `Authorization: Bearer TOKEN`; Unauthorized if there is none."""
+    given = request.headers.getlist("authorization")
+    if len(given) > 1:
+        raise Unauthorized("there are several Authorization headers; send one")
+    scheme, _, secret = (given[0] if given else "").partition(" ")
+    secret = secret.strip()
+    if scheme.lower() != "bearer" or not secret:
+        raise Unauthorized("a token is needed: send the header Authorization: Bearer TOKEN")
+    if len(secret) > SECRET_MAX_CHARS or not secret.isascii() or not secret.isprintable():
+        raise Unauthorized("what the Authorization header has is not a token")
+    return secret
+
+
+class BodyBudget:
+    """Memory that the bodies of all requests under way may take together."""
+
+    def __init__(self, max_bytes: int = BODIES_MAX_BYTES) -> None:
+        self._free_bytes = max_bytes
+
+    @contextmanager
+    def share(self) -> Iterator[BodyAllowance]:
+        """Yield the allowance of one request; its bytes are free again at the end."""
+        allowance = BodyAllowance(self)
+        try:
+            yield allowance
+        finally:
+            self._free_bytes += allowance.size_bytes
+
+    def take(self, size_bytes: int) -> None:
+        """Reserve bytes; Overloaded if there are too few."""
+        if size_bytes > self._free_bytes:
+            raise Overloaded("too many large requests at once; try again")
+        self._free_bytes -= size_bytes
+
+
+class BodyAllowance:
+    """Bytes of the budget that one request has taken."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.size_bytes = 0
+        self._budget = budget
+
+    def take(self, size_bytes: int) -> None:
+        """Reserve bytes for this request."""
+        self._budget.take(size_bytes)
+        self.size_bytes += size_bytes
+
+
+async def read_body(request: Request, allowance: BodyAllowance) -> bytes:
+    """Return the whole body; TooLarge before more than the limit is read."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > BODY_MAX_BYTES:
+        if int(declared) <= REFUSED_MAX_BYTES:
+            await _drop(request)
+        raise TooLarge(f"a body of {declared[:20]} bytes is too large, the limit is {BODY_MAX_BYTES}")
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > BODY_MAX_BYTES:
+                    raise TooLarge(f"the body is larger than the limit of {BODY_MAX_BYTES} bytes")
+                allowance.take(len(piece))
+                pieces.append(piece)
+    except TimeoutError:
+        raise InvalidInput(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise InvalidInput("the body ended before it was whole") from None
+    return b"".join(pieces)
+
+
+async def _drop(request: Request) -> None:
+    """Read a refused body for a while: a proxy whose connection is closed while it sends reports 502 instead of the reason."""
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DROP_TIMEOUT_S):
+            async for _ in request.stream():
+                """Kept nowhere."""
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode a JSON body as `kind`; InvalidInput names the field that is wrong."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        found = _missing(str(error))
+        if found is None:
+            raise InvalidInput(str(error)[:300]) from None
+        name, where = found.groups()
+        raise InvalidInput(f"Missing required field: {where + '.' if where else ''}{name}") from None
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"the body is not JSON: {str(error)[:200]}") from None
+    except RecursionError:
+        raise InvalidInput("the body is nested too deep") from None
+    except UnicodeDecodeError:
+        raise InvalidInput("the body is not UTF-8") from None
+
+
+def number(request: Request, name: str, default: float, most: float, *, least: float = 0.0) -> float:
+    """Return a number of the query."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")  # within no limits
+    if not least <= value <= most:
+        raise InvalidInput(f"{name} must be a number from {least:g} to {most:g}, got {text[:40]!r}")
+    return value
+
+
+def whole_number(request: Request, name: str, default: int, most: int, *, least: int = 0) -> int:
+    """Return a whole number of the query."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not _digits(text) or not least <= int(text) <= most:
+        raise InvalidInput(f"{name} must be a whole number from {least} to {most}, got {text[:40]!r}")
+    return int(text)
+
+
+def wait_of(request: Request) -> float:
+    """Return the seconds of `?wait=25`: how long the answer may wait for an event."""
+    return number(request, "wait", 0.0, WAIT_MAX_S)
+
+
+def disconnected(request: Request) -> asyncio.Future[Any]:
+    """Return a future that is done when the peer has left. Only after the body was read."""
+    return asyncio.ensure_future(_until_disconnected(request))
+
+
+async def _until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        """The end of the body."""
