@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.client import agent_download
+from tasuki.blobs import files
 from tasuki.client.agent_download import find_part, make_part, part_path
 from tasuki.client.failover import AgentResult, AsyncAgentsClient
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, result, result_zip
@@ -107,14 +107,13 @@ def test_without_an_etag_nothing_is_gone_on_with(tmp_path: Path) -> None:
 def test_a_file_that_somebody_writes_to_is_left_to_them(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         theirs = make_part(desk.output, "7f3c")
-        theirs.file.write(DATA[:HALF])
-        theirs.file.flush()
+        theirs.write(DATA[:HALF])
 
         await desk.run()
 
         assert desk.ranges == [""]
         assert desk.part.read_bytes() == DATA[:HALF]
-        theirs.become(desk.output)
+        theirs.publish(desk.output)
         assert desk.others() == []
 
     at_desk(tmp_path, story)
@@ -124,7 +123,7 @@ def test_a_file_that_becomes_the_output_at_this_moment_is_not_written_to(tmp_pat
     output = tmp_path / "result.zip"
     path = part_path(output, "7f3c")
     path.write_bytes(b"whole")
-    monkeypatch.setattr(agent_download.fcntl, "flock", lambda *lock: path.replace(output))
+    monkeypatch.setattr(files.fcntl, "flock", lambda *lock: path.replace(output))
 
     assert find_part(output, "7f3c") is None
     assert output.read_bytes() == b"whole"
@@ -166,15 +165,15 @@ def test_a_client_killed_in_the_middle_of_a_download_is_started_again_and_fetche
 
 
 def test_systems_without_locks_use_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_download, "HAS_LOCKS", False)
+    monkeypatch.setattr(files, "HAS_LOCKS", False)
     output = tmp_path / "result.zip"
     left = part_path(output, "7f3c")
     left.write_bytes(b"left")
 
     assert find_part(output, "7f3c") is None
     part = make_part(output, "7f3c")
-    part.file.write(b"mine")
-    part.become(output)
+    part.write(b"mine")
+    part.publish(output)
     make_part(output, "7f3c").discard()
 
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {output.name: b"mine", left.name: b"left"}

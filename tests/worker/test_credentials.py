@@ -163,8 +163,8 @@ def test_what_a_killed_process_had_is_free(tmp_path: Path) -> None:
         import os, signal
         from pathlib import Path
         from tasuki.config import parse_url
-        from tasuki.worker.credentials import Seat
-        seat = Seat(Path({str(tmp_path)!r}), parse_url("https://control.example")[0])
+        from tasuki.worker.credentials import CredentialFile
+        seat = CredentialFile(Path({str(tmp_path)!r}), parse_url("https://control.example")[0])
         os.kill(os.getpid(), signal.SIGKILL)
     """
     ended = subprocess.run(

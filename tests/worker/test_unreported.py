@@ -121,7 +121,7 @@ def test_a_full_disk_is_left_as_it_was(unreported: Unreported, data: Path, monke
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tasuki.worker.outbox_files._sync", full)
+    monkeypatch.setattr("tasuki.worker.outbox_files.sync_file", full)
     assert not unreported.save(msgspec.structs.replace(LARGE, result=RESULT))
     assert files(data) == []
 

@@ -10,11 +10,10 @@ All of it blocks: call it in a thread.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from pathlib import Path
 
-from tasuki.blobs.files import disk_full_as_error, sync_folder
+from tasuki.blobs.files import disk_full_as_error, durable_write, sync_folder
 from tasuki.core.failover.registry_records import ID_CHARS
 from tasuki.core.ids import check_job_id
 from tasuki.errors import InvalidInput
@@ -36,13 +35,7 @@ class ClaimJournal:
                 if len(known := path.read_text("ascii").strip()) == ID_CHARS:
                     return known
             made = secrets.token_hex(ID_CHARS // 2)
-            new = path.with_name("node-id.new")
-            with new.open("w") as file:
-                file.write(made + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
-            sync_folder(self._data)
+            durable_write(path, f"{made}\n".encode())
         return made
 
     def write(self, job_id: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from tasuki.blobs.files import durable_write
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,9 +117,7 @@ def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
     if not addresses:
         path.unlink(missing_ok=True)
         return
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(f"{address}\n" for address in addresses), "utf-8")
-    temporary.replace(path)
+    durable_write(path, "".join(f"{address}\n" for address in addresses).encode(), mode=0o666)
 
 
 def owner_of(folder: DataFolder) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from tasuki.blobs.files import durable_write
 from tasuki.cli import options
 from tasuki.cli.command import COMMAND_LINE, ENVIRONMENT, command, epilog_of, options_of, run_framed, take_parameters
 from tasuki.cli.connect import read_token
@@ -198,9 +199,7 @@ def _write(path: Path, text: str) -> bool:
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(text, "utf-8")
-        new.replace(path)
+        durable_write(path, text.encode(), mode=0o666)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
     return True

@@ -8,28 +8,21 @@ systems without such locks, use a file of their own and begin anew.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import os
 import re
 import secrets
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from tasuki.blobs.files import PartFile
 from tasuki.client.agent_answers import Elsewhere, Refusing, refusal_of
 from tasuki.core.failover.events import JobEnded, Refusal
+from tasuki.core.ranges import is_number, parse_content_range, range_headers
 from tasuki.errors import ResponseLost
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    HAS_LOCKS = False
-else:
-    HAS_LOCKS = True
 
 if TYPE_CHECKING:
     import httpx
@@ -42,34 +35,9 @@ WRITE_BYTES = 1024 * 1024  # a visit to the thread that writes costs as much as 
 NAME_MAX_CHARS = 100  # of the output's name in the name of the file beside it; file systems allow 255 bytes in all
 
 ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?').fullmatch
-_content_range = re.compile(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18})").fullmatch
 
 
 # ---------------------------------------------------------------------------------------------------- the file
-
-
-class PartFile:
-    """The file beside the output; nobody else's until it is the output or gone."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path = path
-        self.file = file
-
-    def become(self, target: Path) -> None:
-        if not HAS_LOCKS:
-            self.file.close()  # Windows renames no open file
-        try:
-            self.path.replace(target)
-        finally:
-            self.file.close()
-
-    def discard(self) -> None:
-        """Unlocked only after it is gone, so that nobody takes it up meanwhile."""
-        if not HAS_LOCKS:
-            self.file.close()
-        with contextlib.suppress(OSError):  # a file that cannot be removed is only in the way
-            self.path.unlink(missing_ok=True)
-        self.file.close()
 
 
 def part_path(target: Path, job_id: str) -> Path:
@@ -83,34 +51,17 @@ def _short(text: str) -> str:
 
 
 def find_part(target: Path, job_id: str) -> PartFile | None:
-    """What an earlier process left, if it is dead."""
-    path = part_path(target, job_id)
-    return _claim(path, 0) if HAS_LOCKS and path.exists() else None
+    """Return the file that an earlier process left, if it is dead."""
+    return PartFile.claim(part_path(target, job_id), create=False)
 
 
 def make_part(target: Path, job_id: str) -> PartFile:
+    """Return the file of this job, or a file of its own while another process writes to it and where there are no locks."""
     path = part_path(target, job_id)
-    part = _claim(path, os.O_CREAT) if HAS_LOCKS else None
+    part = PartFile.claim(path, mode=0o666)
     if part is None:
-        path = path.with_name(f"{path.name.removesuffix('.part')}.{secrets.token_hex(4)}.part")
-        part = PartFile(path, path.open("x+b"))
+        part = PartFile.create(path.with_name(f"{path.name.removesuffix('.part')}.{secrets.token_hex(4)}.part"), mode=0o666)
     return part
-
-
-def _claim(path: Path, flags: int) -> PartFile | None:
-    """None: somebody writes to it. Nothing is changed before that is known: it may have become an output by now."""
-    try:
-        file = os.fdopen(os.open(path, os.O_RDWR | flags, 0o666), "r+b")
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116  # as the line reads
-            return PartFile(path, file)
-    except OSError:  # locked, gone, or on a file system without locks
-        pass
-    file.close()
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------- the download
@@ -157,16 +108,13 @@ class Download:
         """Go on behind what an earlier process left. Blocks: for a thread. Whether it is of the same result shows in the end."""
         self._part = find_part(self._target, self._job_id)
         if self._part is not None:
-            while piece := self._part.file.read(WRITE_BYTES):
-                self._hash.update(piece)
-                self.have += len(piece)
+            self.have = self._part.read_into(self._hash.update)
 
     def range_headers(self) -> dict[str, str]:
         """For the rest of it. Without its ETag nobody could say whether the rest is of the same."""
         if not self.have or (self._answered and not self._sha256):
             return {}
-        same = {"If-Range": f'"{self._sha256}"'} if self._sha256 else {}
-        return {"Range": f"bytes={self.have}-", **same}
+        return range_headers(self.have, f'"{self._sha256}"' if self._sha256 else "")
 
     async def take(self, response: httpx.Response) -> None:
         if response.status_code == 416 and self.have:
@@ -195,16 +143,16 @@ class Download:
     def _write(self, data: bytearray) -> None:
         assert self._part is not None
         self._hash.update(data)
-        self._part.file.write(data)
+        self._part.write(data)
         self.have += len(data)
 
     def _go_on(self, response: httpx.Response) -> None:
-        found = _content_range(response.headers.get("content-range", ""))
-        if self._part is None or (found is not None and int(found[1]) != self.have):
+        found = parse_content_range(response.headers.get("content-range", ""))
+        if self._part is None or (found is not None and found.start != self.have):
             raise Refusing(Refusal(response.status_code, "", "but not with the part that was asked for; is this a node agent?"))
         if not self._answered:
             self._note(response)
-            self._total = int(found[2]) if found is not None else None
+            self._total = found.size_bytes if found is not None else None
         if not self._sha256:
             raise ResponseLost("it cannot be known whether this is the rest of what an earlier process left")
 
@@ -215,13 +163,12 @@ class Download:
             raise Refusing(Refusal(response.status_code, "", "with a ZIP, but without its sha256 as ETag; is this a node agent?"))
         if self._part is None:
             self._part = make_part(self._target, self._job_id)
-        self._part.file.seek(0)
-        self._part.file.truncate()
+        self._part.truncate()
         self.have = 0
         self._hash = hashlib.sha256()
         self._note(response)
         length = response.headers.get("content-length", "")
-        self._total = int(length) if length.isascii() and length.isdigit() else None
+        self._total = int(length) if is_number(length) else None
 
     def _note(self, response: httpx.Response) -> None:
         self._answered = True
@@ -240,7 +187,6 @@ class Download:
         if self._sha256 and digest != self._sha256:
             self.have = 0  # nothing of it can be used
             raise ResponseLost(f"the result from {node} has the sha256 {digest}, not {self._sha256} as announced")
-        self._part.file.flush()
-        if not zipfile.is_zipfile(self._part.file):
+        if not zipfile.is_zipfile(self._part.path):
             raise Refusing(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))
         return DownloadedResult(self._ended, digest, self.have, self._cached, self._part)

@@ -261,7 +261,7 @@ class AgentRun:
         if self._ended.ticket is not None:
             result = self._results.pop(self._ended.ticket)
             try:
-                result.part.become(self._target)
+                result.part.publish(self._target)
             except OSError as error:
                 result.part.discard()
                 raise self._unwritable(error) from None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tasuki.blobs.blob import BlobStore
+from tasuki.blobs.files import durable_write
 from tasuki.blobs.folder import FolderBlobs, FolderWriter
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder
@@ -220,14 +221,8 @@ def ensure_admin_token(store: Store, path: Path) -> None:
         created_at=store.clock.wall(),
         created_by="server",
     )
-    temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secret + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    durable_write(path, f"{secret}\n".encode())  # a token that the store does not know is made again at the next start
     store.add_token(row)
-    temporary.replace(path)
 
 
 class StorageLocations(NamedTuple):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.blobs.blob import CHUNK_BYTES, BlobRef
-from tasuki.blobs.files import disk_full_as_error, sync_folder
+from tasuki.blobs.files import disk_full_as_error, durable_rename
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DataFolder
 from tasuki.core.store_messages import BlobPlace
@@ -45,8 +45,7 @@ def back_up(folder: DataFolder, target: Path, *, with_blobs: bool = True, tell: 
         )
     with disk_full_as_error(target), _new_file(target) as archive, _new_file(target) as copy:
         manifest = _Backup(folder, archive, copy, tell).write(with_blobs=with_blobs)
-        os.replace(archive, target)  # noqa: PTH105 - reads as what it is: the moment at which the backup exists
-        sync_folder(target.parent)
+        durable_rename(archive, target)  # the moment at which the backup exists
     return manifest
 
 
@@ -83,8 +82,6 @@ class _Backup:
             sha256 = writer.add(DATABASE_NAME, size_bytes, _pieces(self._copy))
             manifest = self._manifest(size_bytes, sha256, with_blobs, missing)
             writer.close(manifest)
-            file.flush()
-            os.fsync(file.fileno())
         return manifest
 
     def _copy_until_whole(self, writer: ArchiveWriter) -> list[tuple[str, int]]:

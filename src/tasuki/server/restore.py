@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from tasuki.blobs.blob import BlobStore
-from tasuki.blobs.files import check_free, disk_full_as_error, sync_folder
+from tasuki.blobs.files import check_free, disk_full_as_error, sync_file, sync_folder
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder
 from tasuki.errors import ConfigError, Corrupt, InvalidInput
@@ -105,7 +105,8 @@ def _restore(file: Path, folder: DataFolder, has_store: bool, tell: Tell, fault:
             blobs.delete(sha256, generation)
         if not manifest.with_blobs:
             shutil.rmtree(blobs.root)  # so that the bytes can be brought back by one rename
-        _sync_file(database)
+        sync_file(database)
+        sync_folder(database.parent)
         aside = _free_name(folder.root, f"replaced-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
         decide(folder, aside, fault)
     except BaseException:
@@ -209,12 +210,3 @@ class _Unpacking:
             raise Corrupt("the database in the backup is not the one that its manifest names; use another backup")
         if sorted(self._found) != sorted(manifest.blobs):
             raise Corrupt("the blobs in the backup are not those that its manifest names; use another backup")
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    sync_folder(path.parent)

@@ -9,14 +9,13 @@ Touches the data folder's own names only, and only as the holder of its owner lo
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.files import sync_folder
+from tasuki.blobs.files import durable_write, sync_folder
 from tasuki.config import DataFolder
 
 STAGING_NAME = "restoring"
@@ -43,16 +42,10 @@ def decide(folder: DataFolder, aside: str, fault: Callable[[str], None]) -> None
     # The database last: while it is not there, there is no store.
     moves += [(f"{STAGING_NAME}/{name}", name) for name in reversed(names) if (staging_of(folder) / name).exists()]
     note = staging_of(folder) / DECIDED_NAME
-    temporary = note.with_name(f"{DECIDED_NAME}.new")
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.encode(moves))
-        file.flush()
-        os.fsync(file.fileno())
     sync_folder(staging_of(folder))
     sync_folder(folder.root)
     fault("restore.staged")
-    temporary.replace(note)
-    sync_folder(staging_of(folder))
+    durable_write(note, msgspec.json.encode(moves))
     fault("restore.decided")
 
 

@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from tasuki.blobs.files import durable_write, sync_folder
 from tasuki.core.address import Address
 from tasuki.core.ids import check_name
 from tasuki.errors import ConfigError, InvalidInput, Unavailable
@@ -132,7 +133,7 @@ class CredentialFile:
 
     def save(self, credential: Credential) -> None:
         """Durable when it returns; OSError if it cannot be."""
-        self._write(self.path, msgspec.json.format(msgspec.json.encode(credential), indent=2) + b"\n")
+        durable_write(self.path, msgspec.json.format(msgspec.json.encode(credential), indent=2) + b"\n")
         self.credential = credential
 
     def worker_id(self, new_name: str) -> str:
@@ -142,7 +143,7 @@ class CredentialFile:
         except FileNotFoundError:
             found = f"{new_name}-{secrets.token_hex(4)}"
             try:
-                self._write(self._id_path, f"{found}\n".encode())
+                durable_write(self._id_path, f"{found}\n".encode())
             except OSError as error:
                 raise ConfigError(
                     f"{self._id_path} cannot be written: {error.strerror}; choose another folder with --data"
@@ -153,17 +154,6 @@ class CredentialFile:
             return check_name(found, "worker_id")
         except InvalidInput as error:
             raise ConfigError(f"{self._id_path}: {error.message}; remove it, or choose an id with --worker-id") from None
-
-    def _write(self, path: Path, content: bytes) -> None:
-        temporary = path.with_name(path.name + ".new")
-        temporary.unlink(missing_ok=True)  # of a process that was killed: the lock says that it is nobody's
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        temporary.replace(path)
-        _sync_folder(path.parent)
 
 
 def read_credential(path: Path) -> Credential | None:
@@ -203,14 +193,6 @@ def _make_private(folder: Path) -> None:
     if not folder.exists():
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

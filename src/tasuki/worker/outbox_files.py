@@ -14,12 +14,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 from pathlib import Path
 
 import msgspec
 
-from tasuki.blobs.files import sync_folder
+from tasuki.blobs.files import sync_file, sync_folder
 from tasuki.core.ids import check_name
 from tasuki.core.protocol import Ending
 
@@ -74,7 +73,7 @@ class Unreported:
             path = self._path(ending.lease_id)
             part = path.with_suffix(".part")
             part.write_bytes(_encode(_file(record)))
-            _sync(part)
+            sync_file(part)
             if record.result is not None:
                 _move(record.result, path.with_suffix(".result"))
             part.replace(path)
@@ -155,13 +154,5 @@ def _move(result: Path | bytes, target: Path) -> None:
     source = result if isinstance(result, Path) else target.with_suffix(".bytes")
     if isinstance(result, bytes):
         source.write_bytes(result)
-    _sync(source)
+    sync_file(source)
     source.replace(target)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
