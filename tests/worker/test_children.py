@@ -16,7 +16,7 @@ import uvloop
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.errors import Unavailable
 from tasuki.worker.attempt import HandlerJob, StopReason
-from tasuki.worker.function_processes import FunctionProcesses
+from tasuki.worker.handlers import FunctionProcesses
 from tests.support.waiting import until_async
 from tests.worker.runs import DEADLINE_S, alive
 
@@ -301,7 +301,7 @@ def test_children_cannot_be_started_inside_a_loop() -> None:
 
 WORKER = """
 import asyncio, sys
-from tasuki.worker.function_processes import Children
+from tasuki.worker.handlers import Children
 from tests.worker.test_children import FUNCTIONS, call, job_of
 children = Children.start(FUNCTIONS)
 print(children.template_pid, flush=True)

@@ -17,7 +17,7 @@ from tasuki.core.broker import enrolment
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import TasukiError, Unauthorized
 from tasuki.net.enrol import is_good, register
-from tasuki.worker import Worker, rotation
+from tasuki.worker import Worker, credentials
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
 from tests.doors.http.stage import Stage
 from tests.support.waiting import until_async
@@ -123,7 +123,7 @@ def outcome(serving: asyncio.Future[None]) -> TasukiError | None:
 def it_is_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every token is old enough to be exchanged."""
     with monkeypatch.context() as patch:
-        patch.setattr(rotation, "DUE_AT_LEFT", 2.0)
+        patch.setattr(credentials, "DUE_AT_LEFT", 2.0)
         yield
 
 
@@ -141,7 +141,7 @@ def test_a_lease_over_http_is_longer(stage: Stage, tcp_url: str, tmp_path: Path,
 def test_the_token_is_rotated_while_a_job_runs(
     stage: Stage, tcp_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    monkeypatch.setattr(rotation, "LOOK_S", 0.02)
+    monkeypatch.setattr(credentials, "SLEEP_MAX_S", 0.02)
     stage.clear_queue()
     enrolled = Enrolled(stage, stage.url if transport == "http" else tcp_url, tmp_path)
     job_id = stage.submit()
@@ -208,7 +208,7 @@ def test_a_worker_whose_exchanged_token_was_revoked_is_told_of_that_one(stage: S
             server=enrolled.credential.server,
             worker_id=enrolled.credential.worker_id,
             token=enrolled.credential.token,
-            pending=rotation.new_token(1000.0),
+            pending=credentials.new_token(1000.0),
         )
     )
     stage.call("DELETE", f"/calc/zpe/compute/servers/{enrolled.credential.worker_id}", stage.admin)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.job import Outcome
-from tasuki.worker.exit_policy import ExitRules, judged
+from tasuki.worker.attempt import ExitRules, judged
 from tests.worker.runs import attempt_of, exec_of, run, runner_in, shell
 
 RETRY = ""

@@ -16,9 +16,7 @@ from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, DiskFull, NotFound, TasukiError
 from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
-from tasuki.worker.input_downloads import InputDownloads
-from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
-from tasuki.worker.transfers import WorkerTransfers
+from tasuki.worker.transfers import RESUMED_INPUT_MIN_BYTES, InputDownloads, WorkerTransfers
 from tests.support.waiting import until
 
 CONTENT = os.urandom(64 * 1024) * (2 * RESUMED_INPUT_MIN_BYTES // (64 * 1024))

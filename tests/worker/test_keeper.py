@@ -19,10 +19,9 @@ from tasuki.errors import KeeperLost
 from tasuki.worker.keeper import keeper as keeper_module
 from tasuki.worker.keeper.cgroup import NoCgroup, delegated
 from tasuki.worker.keeper.client import Keeper
-from tasuki.worker.keeper.linux import _read_whole
+from tasuki.worker.keeper.linux import _read_whole, sweep
 from tasuki.worker.keeper.plain import PlainSystem
 from tasuki.worker.keeper.protocol import EndReason, TreeEnded
-from tasuki.worker.keeper.sweep import sweep
 from tests.conftest import Require
 from tests.support.processes import open_files
 from tests.support.waiting import until, until_async

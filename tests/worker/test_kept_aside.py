@@ -12,8 +12,7 @@ import pytest
 
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
-from tasuki.worker.outbox_files import OutboxRecord
-from tasuki.worker.rejected_results import RejectedResults
+from tasuki.worker.outbox import OutboxRecord, RejectedResults
 
 RESULT = b"PK\x03\x04 a zip, as far as anybody looks"
 

@@ -17,10 +17,7 @@ from tasuki.errors import TooLarge, Unauthorized
 from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.attempt import StopReason
-from tasuki.worker.outbox import Outbox
-from tasuki.worker.outbox_files import OutboxRecord, Unreported
-from tasuki.worker.rejected_results import RejectedResults
-from tasuki.worker.settings import SAVE_AT_ONCE_BYTES
+from tasuki.worker.outbox import SAVE_AT_ONCE_BYTES, Outbox, OutboxFiles, OutboxRecord, RejectedResults
 from tasuki.worker.transfers import WorkerTransfers
 from tests.support.waiting import until_async
 
@@ -44,7 +41,7 @@ class Scene:
         self.ends = False
         self.stopped: StopReason | None = None
         self.stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
-        self.unreported = None if data is None else Unreported(data, "w1")
+        self.unreported = None if data is None else OutboxFiles(data, "w1")
         aside = None if data is None else RejectedResults(data)
         transfers = WorkerTransfers(self.line)
         self.endings = Outbox(transfers, self.unreported, aside, tell=self.told.append, closing=lambda: self.ends)
@@ -287,7 +284,7 @@ def test_a_result_that_the_server_will_never_take_is_a_failure_that_says_so_and_
 
 def saved_before(data: Path) -> OutboxRecord:
     one = record(LARGE)
-    Unreported(data, "w1").save(one)
+    OutboxFiles(data, "w1").save(one)
     return one
 
 
@@ -317,7 +314,7 @@ def test_an_ending_of_an_earlier_process_that_is_fenced_is_kept_aside_with_its_r
     [about] = (tmp_path / "kept-aside").rglob("about.json")
     assert b'"subject": "a.job"' in about.read_bytes()
     assert about.with_name("result").read_bytes() == LARGE
-    assert Unreported(tmp_path, "w1").load() == []
+    assert OutboxFiles(tmp_path, "w1").load() == []
 
 
 def test_a_saved_result_that_the_server_will_never_take_is_kept_aside_and_not_offered_for_ever(tmp_path: Path) -> None:
@@ -331,4 +328,4 @@ def test_a_saved_result_that_the_server_will_never_take_is_kept_aside_and_not_of
 
     play(tmp_path, act)
     assert (tmp_path / "kept-aside" / "job-1" / "result").read_bytes() == LARGE
-    assert Unreported(tmp_path, "w1").load() == []
+    assert OutboxFiles(tmp_path, "w1").load() == []

@@ -15,9 +15,9 @@ import pytest
 
 from tasuki.blobs.zip.writer import ZipLimits, ZipMember, check_zip, write_zip
 from tasuki.errors import ConfigError
-from tasuki.worker import outputs as module
+from tasuki.worker import results as module
 from tasuki.worker.execs import parse_execs
-from tasuki.worker.outputs import DEFAULT_OUTPUTS, OutputCollector, OutputLimits, OutputRules
+from tasuki.worker.results import DEFAULT_OUTPUTS, OutputCollector, OutputLimits, OutputRules
 from tests.worker.runs import attempt_of, exec_of, names_of, report_of, run, runner_in, shell
 
 MB = 1024 * 1024

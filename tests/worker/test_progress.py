@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.job import Progress
 from tasuki.worker.keeper.protocol import NO_LIMITS, Limits
-from tasuki.worker.progress import EMPTY_AT_BYTES, READ_BYTES, ProgressFile, parse_progress
+from tasuki.worker.logs import EMPTY_AT_BYTES, READ_BYTES, ProgressFile, parse_progress
 from tasuki.worker.redaction import Redactor
 from tests.worker.runs import attempt_of, exec_of, run, runner_in
 

@@ -15,9 +15,8 @@ from tasuki.core.access import WORKER_TOKEN_S, token_sha256
 from tasuki.core.machine import Closed, Opened, Peer, Received
 from tasuki.core.protocol import ErrorMessage, Message, Reply, Welcome
 from tasuki.errors import TasukiError
-from tasuki.worker import rotation as module
-from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
-from tasuki.worker.rotation import Rotation, new_token
+from tasuki.worker import credentials as module
+from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken, Rotation, new_token
 from tests.support.waiting import until_async
 
 ADDRESS = parse_url("https://control.example")[0]

@@ -13,11 +13,10 @@ from tasuki.core.job import Progress
 from tasuki.core.protocol import LogPiece, ReadLog
 from tasuki.errors import ConfigError
 from tasuki.worker.attempt import RunResult
-from tasuki.worker.commands import build_command
+from tasuki.worker.commands import SECRET_MAX_BYTES, SecretProblem, build_command, problem_of, read_secrets
 from tasuki.worker.execs import Exec, parse_execs
 from tasuki.worker.folder import RunFolder
-from tasuki.worker.log_follow import LogFollow
-from tasuki.worker.secret_files import SECRET_MAX_BYTES, SecretProblem, problem_of, read_secrets
+from tasuki.worker.logs import LogFollow
 from tests.support.waiting import until_async
 from tests.worker.runs import alive, archive_of, attempt_of, exec_of, run, run_async, runner_in, text_of
 

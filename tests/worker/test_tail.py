@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LogPiece, ReadLog
-from tasuki.worker import log_follow
+from tasuki.worker import logs
 from tasuki.worker.attempt import StopReason
-from tasuki.worker.log_follow import WAITING_MAX, LogFollow
-from tasuki.worker.logs import CappedLog, LogCaps, LogRead
+from tasuki.worker.logs import WAITING_MAX, CappedLog, LogCaps, LogFollow, LogRead
 from tasuki.worker.runner import CommandRunner
 from tests.support.waiting import until_async
 from tests.worker.runs import run, runner_in, shell, text_of
@@ -157,7 +156,7 @@ def test_a_log_that_cannot_be_read_has_ended(tmp_path: Path) -> None:
             return 100
 
     sent: list[LogPiece] = []
-    tails = log_follow.LogFollow(sent.append)
+    tails = logs.LogFollow(sent.append)
     with tails.of("lease", {"stdout": Broken()}):
         tails.ask(ReadLog(1, "lease", "stdout", 10, wait_s=20.0))
 

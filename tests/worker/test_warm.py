@@ -20,7 +20,7 @@ from tasuki.worker.execs import parse_execs
 from tasuki.worker.keeper import keeper as keeper_module
 from tasuki.worker.keeper import preforked
 from tasuki.worker.keeper.plain import PlainSystem
-from tasuki.worker.keeper.proc import look
+from tasuki.worker.linux_calls import look
 from tasuki.worker.runner import CommandRunner
 from tests.support.processes import open_files
 from tests.support.waiting import until, until_async

@@ -6,7 +6,7 @@ import pytest
 
 from tasuki import Worker
 from tasuki.errors import ConfigError
-from tasuki.worker.settings import cut_off
+from tasuki.worker.worker import cut_off
 
 
 @pytest.mark.parametrize("value", ["", "maybe", "STOP"])

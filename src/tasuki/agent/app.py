@@ -51,7 +51,7 @@ from tasuki.doors.listening import bound
 from tasuki.errors import KeeperLost, NotFound, Overloaded, TooLarge
 from tasuki.worker.folder import remove_tree
 from tasuki.worker.keeper.client import Keeper
-from tasuki.worker.keeper.sweep import sweep
+from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.runner import CommandRunner, RunLimits
 
 logger = logging.getLogger("tasuki.agent")

@@ -150,8 +150,8 @@ def agent(
 
 def _run(config: AgentConfig, door: _Door, run_loop: Callable[[Coroutine[Any, Any, int]], int]) -> int:
     from tasuki.doors.tls import ServerCertificate
+    from tasuki.worker.commands import check_secrets
     from tasuki.worker.keeper.client import Keeper
-    from tasuki.worker.secret_files import check_secrets
 
     certificate = ServerCertificate(door.tls_cert, door.tls_key) if door.tls_cert and door.tls_key else None
     check_secrets(config.execs.values())

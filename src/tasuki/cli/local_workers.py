@@ -24,8 +24,8 @@ def worker_options(
 ) -> tuple[str, ...]:
     """What each worker is told of what `up` was told; ConfigError for what a worker would refuse: it would be started again and
     again."""
-    from tasuki.worker.secret_files import check_secrets
-    from tasuki.worker.settings import check_slots
+    from tasuki.worker.commands import check_secrets
+    from tasuki.worker.worker import check_slots
 
     check_slots(slots)
     check_drain_timeout(drain_timeout)

@@ -217,7 +217,7 @@ def run_admitted(made: Worker, admission: WorkerLogin, *, until_stdin_ends: bool
 
 def check_times(on_disconnect: str | None, reconnect_grace: float, drain_timeout: float | None) -> None:
     """ConfigError unless the worker can be patient as it is told to."""
-    from tasuki.worker.settings import RECONNECT_GRACE_MAX_S
+    from tasuki.worker.worker import RECONNECT_GRACE_MAX_S
 
     check_drain_timeout(drain_timeout)
     if on_disconnect not in (None, "stop", "keep"):
@@ -232,7 +232,7 @@ def wanted_patterns(
     """What the worker is to take, as far as the command line says it; ConfigError if it could run nothing of it."""
     from tasuki.config import check_app
     from tasuki.core.subject import app_subject
-    from tasuki.worker.settings import what_it_takes
+    from tasuki.worker.worker import what_it_takes
 
     what_it_takes(handlers=False, execs=bool(execs), any_program=any_program)
     if app is None:

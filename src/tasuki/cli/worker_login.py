@@ -25,7 +25,7 @@ from tasuki.core.address import Address
 from tasuki.core.subject import app_subject
 from tasuki.errors import ConfigError, Unauthorized, Unavailable
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
-from tasuki.worker.outbox_files import FOLDER as ENDINGS_FOLDER
+from tasuki.worker.outbox import OUTBOX_FOLDER as ENDINGS_FOLDER
 
 SECRET_MAX_CHARS = 512
 HOST_MAX_CHARS = 40

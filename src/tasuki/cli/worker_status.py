@@ -80,9 +80,9 @@ def workers_of(root: Path) -> list[WorkerReport]:
 
 
 def _results_waiting(root: Path) -> dict[str, int]:
-    from tasuki.worker.outbox_files import FOLDER
+    from tasuki.worker.outbox import OUTBOX_FOLDER
 
-    folder = root / FOLDER
+    folder = root / OUTBOX_FOLDER
     if not folder.is_dir():
         return {}
     return {one.name: sum(1 for _ in one.glob("*.ending")) for one in sorted(folder.iterdir()) if one.is_dir()}
@@ -90,9 +90,9 @@ def _results_waiting(root: Path) -> dict[str, int]:
 
 def kept_aside(root: Path) -> int:
     """Results that were refused, and are kept for people."""
-    from tasuki.worker.rejected_results import FOLDER
+    from tasuki.worker.outbox import REJECTED_FOLDER
 
-    folder = root / FOLDER
+    folder = root / REJECTED_FOLDER
     return sum(1 for one in folder.iterdir() if not one.name.startswith(".")) if folder.is_dir() else 0
 
 

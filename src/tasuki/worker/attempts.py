@@ -23,10 +23,8 @@ from tasuki.core.worker.events import AttemptEnded, Event, Forget, GaveBack, Set
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import TasukiError, Unavailable
 from tasuki.worker.attempt import Attempt, HandlerJob, RunResult, StopReason, worker_failure
-from tasuki.worker.function_processes import FunctionProcesses
-from tasuki.worker.handlers import Handler, Handlers
-from tasuki.worker.outbox import Outbox
-from tasuki.worker.outbox_files import OutboxRecord
+from tasuki.worker.handlers import FunctionProcesses, Handler, Handlers
+from tasuki.worker.outbox import Outbox, OutboxRecord
 from tasuki.worker.runner import CommandRunner
 from tasuki.worker.status import RunningJob
 
@@ -34,7 +32,7 @@ logger = logging.getLogger("tasuki.worker")
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
-class Active(msgspec.Struct):
+class ActiveAttempt(msgspec.Struct):
     """An attempt that runs here, or whose end no server has spoken on."""
 
     attempt: Attempt
@@ -72,7 +70,7 @@ class Attempts:
         self._endings = endings
         self._as_reported = as_reported
         self._loop = asyncio.get_running_loop()
-        self._active: dict[str, Active] = {}
+        self._active: dict[str, ActiveAttempt] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -90,7 +88,7 @@ class Attempts:
     def start(self, grant: Grant, wall: float) -> None:
         spec = _decode_spec(grant.spec)
         attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
-        active = self._active[grant.lease_id] = Active(attempt)
+        active = self._active[grant.lease_id] = ActiveAttempt(attempt)
         if spec.exec:
             active.stop = self._loop.create_future()
             active.task = self._loop.create_task(self._run_command(active))
@@ -127,10 +125,10 @@ class Attempts:
 
     # ------------------------------------------------------------------------------------------------ ways to run
 
-    async def _run_async(self, active: Active, handler: Handler) -> None:
+    async def _run_async(self, active: ActiveAttempt, handler: Handler) -> None:
         await self._end_run(active, await handler.run(active.attempt, lambda: active.stopped))
 
-    async def _run_plain(self, active: Active, handler: Handler | None, wall: float) -> None:
+    async def _run_plain(self, active: ActiveAttempt, handler: Handler | None, wall: float) -> None:
         spec = active.attempt.spec
         if handler is None or self._children is None or active.stop is None:
             message = f"this worker has no handler for subject {spec.subject!r}"
@@ -146,7 +144,7 @@ class Attempts:
             self._give_up(error)
         await self._end_run(active, outcome)
 
-    async def _run_command(self, active: Active) -> None:
+    async def _run_command(self, active: ActiveAttempt) -> None:
         assert active.stop is not None
         attempt = active.attempt
         try:
@@ -162,7 +160,7 @@ class Attempts:
 
     # ------------------------------------------------------------------------------------------------ ends
 
-    async def _end_run(self, active: Active, outcome: Outcome, result_file: Path | None = None) -> None:
+    async def _end_run(self, active: ActiveAttempt, outcome: Outcome, result_file: Path | None = None) -> None:
         if result_file is not None and outcome.result_ref is not None:
             await self._end_large(active, outcome, result_file)
         elif outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
@@ -170,7 +168,7 @@ class Attempts:
         else:
             self._end(active, outcome)
 
-    async def _end_large(self, active: Active, outcome: Outcome, result: Path | bytes) -> None:
+    async def _end_large(self, active: ActiveAttempt, outcome: Outcome, result: Path | bytes) -> None:
         """Its end is told when its result is with the server."""
         active.ended_at = time.time()
         attempt = active.attempt
@@ -182,12 +180,12 @@ class Attempts:
         if brought is not None:
             self._end(active, brought)
 
-    def _end(self, active: Active, outcome: Outcome) -> None:
+    def _end(self, active: ActiveAttempt, outcome: Outcome) -> None:
         if not active.ended_at:
             active.ended_at = time.time()
         self._ended(AttemptEnded(active.attempt.lease_id, outcome))
 
-    def _look_at(self, active: Active, task: asyncio.Task[None]) -> None:
+    def _look_at(self, active: ActiveAttempt, task: asyncio.Task[None]) -> None:
         """An attempt whose end nobody tells would be renewed for ever."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             logger.error("job %s attempt %d", active.attempt.spec.job_id, active.attempt.attempt, exc_info=error)
@@ -230,7 +228,7 @@ def _as_blob(outcome: Outcome) -> tuple[Outcome, bytes]:
     return msgspec.structs.replace(outcome, result=None, result_ref=ref), outcome.result
 
 
-def _stop(active: Active, reason: StopReason) -> None:
+def _stop(active: ActiveAttempt, reason: StopReason) -> None:
     active.stopped = reason
     if active.stop is not None:
         if not active.stop.done():

@@ -42,8 +42,10 @@ only ever run one fixed line would be of no use. As soon as the flag has a place
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,11 +56,11 @@ import msgspec
 from tasuki.core.ids import check_name
 from tasuki.core.job import check_exit_codes
 from tasuki.errors import ConfigError, InvalidInput
-from tasuki.worker.environment import PASSED_ON
-from tasuki.worker.exit_policy import NO_RULES, ExitRules
+from tasuki.worker import preforked
+from tasuki.worker.attempt import NO_RULES, ExitRules
 from tasuki.worker.keeper.protocol import NO_LIMITS, Limits
-from tasuki.worker.outputs import (
-    DEFAULT_LIMITS,
+from tasuki.worker.results import (
+    DEFAULT_OUTPUT_LIMITS,
     DEFAULT_OUTPUTS,
     MAX_FILE_BYTES,
     MAX_FILES,
@@ -66,7 +68,63 @@ from tasuki.worker.outputs import (
     OutputLimits,
     OutputRules,
 )
-from tasuki.worker.python_execs import PythonCall, python_call
+
+# ----------------------------------------------------------------------------------------------------
+# The environment that a job's process starts with: a short list of names of the worker's own, and nothing else.
+
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ")
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+def base_environment() -> dict[str, str]:
+    """What every job may know of the machine: where programs and the home folder are, language and time zone."""
+    found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", **found}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Execs of kind python: a function of a module that is imported once, in a warm interpreter that forks for each job.
+
+_DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+_MODULE = re.compile(_DOTTED)
+_CALL = re.compile(rf"{_DOTTED}:{_DOTTED}")
+
+
+class PythonCall(msgspec.Struct, frozen=True):
+    """What a warm interpreter imports and calls."""
+
+    call: str
+    """package.module:function"""
+    modules: tuple[str, ...]
+    """To import before it."""
+    interpreter: str
+
+    @property
+    def cold(self) -> tuple[str, ...]:
+        """How an argv begins that does the same in an interpreter of its own; `keeper_warm.CALL_AT` counts on it."""
+        return (self.interpreter, "-P", preforked.__file__, self.call)
+
+
+def python_call(name: str, table: _ExecTable) -> PythonCall | None:
+    """What the table says, or None if it is of another kind; ConfigError."""
+    if table.kind != "python":
+        if table.call is not None or table.preload or table.interpreter is not None:
+            raise ConfigError(f'exec {name!r}: call, preload and interpreter are for kind = "python"; add it, or remove them')
+        return None
+    if table.call is None or _CALL.fullmatch(table.call) is None:
+        raise ConfigError(f"exec {name!r}: kind python needs call, like 'package.module:function', got {table.call!r}")
+    if table.command is not None:
+        raise ConfigError(f"exec {name!r}: kind python has no command; write the function's arguments as argv = [...]")
+    if table.pid_namespace:
+        raise ConfigError(f"exec {name!r}: pid_namespace is for programs; a forked interpreter has no namespace of its own")
+    for module in table.preload:
+        if _MODULE.fullmatch(module) is None:
+            raise ConfigError(f"exec {name!r}: preload has {module!r}, which is no name of a module")
+    interpreter = table.interpreter or sys.executable
+    if not interpreter.startswith("/") or "{" in interpreter:
+        raise ConfigError(f"exec {name!r}: interpreter must be an absolute path, got {interpreter!r}")
+    return PythonCall(table.call, table.preload, interpreter)
+
 
 FILE, FILES, ARGS = "{file}", "{files}", "{args}"
 RESERVED_PREFIX = "TASUKI_"  # what tasuki itself tells a job; neither a job nor an exec may fake it
@@ -91,7 +149,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     outputs: tuple[str, ...] = DEFAULT_OUTPUTS
     outputs_required: tuple[str, ...] = ()
-    output_limits: OutputLimits = DEFAULT_LIMITS
+    output_limits: OutputLimits = DEFAULT_OUTPUT_LIMITS
     env_from_file: dict[str, str] = {}
     """Variable → path of the file with its value, which never leaves the worker."""
     allow_loose_permissions: bool = False

@@ -19,12 +19,15 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from tasuki.core.job import PROGRESS_TEXT_MAX_CHARS, Progress
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, LogPiece, ReadLog
 from tasuki.errors import ConfigError
 from tasuki.worker.linux_calls import punch_hole
 
@@ -248,3 +251,164 @@ class LogWatch:
                 log.trim()
             except OSError as error:  # its job has nothing to do with it; the next look tries again
                 logger.warning("a log cannot be cut: %s", error)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What followers read of the logs of running attempts. Answers questions; sends nothing by itself, and changes nothing.
+
+FOLLOW_S = 0.1
+CUT_S = 1.0
+WAITING_MAX = 64  # questions of one server, which itself asks fewer at a time
+
+
+class _Waiting(msgspec.Struct):
+    question: ReadLog
+    until: float
+
+
+class LogFollow:
+    """The logs of all attempts of one worker. `send` reaches the server that asked, if it is still there. One event loop."""
+
+    def __init__(self, send: Callable[[LogPiece], None]) -> None:
+        self._send = send
+        self._logs: dict[str, Mapping[str, ReadableLog]] = {}
+        self._waiting: list[_Waiting] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def of(self, lease_id: str, logs: Mapping[str, ReadableLog]) -> Iterator[None]:
+        """These can be read while the block lasts; at its end whoever waits gets the rest, or hears that there is none."""
+        self._logs[lease_id] = logs
+        try:
+            yield
+        finally:
+            waiting = [one for one in self._waiting if one.question.lease_id == lease_id]
+            self._waiting = [one for one in self._waiting if one.question.lease_id != lease_id]
+            for one in waiting:
+                self._send(self._answer(one.question, over=True))
+            self._logs.pop(lease_id, None)
+
+    def ask(self, question: ReadLog) -> None:
+        """Answer now, or when there is something, but not later than the question says."""
+        piece = self._answer(question)
+        wait_s = question.wait_s if 0.0 < question.wait_s <= LOG_WAIT_MAX_S else 0.0
+        if piece.end > question.offset:  # there is something, but it is being cut just now
+            wait_s = max(wait_s, CUT_S)
+        if piece.data or piece.ended or not wait_s or len(self._waiting) >= WAITING_MAX:
+            self._send(piece)
+            return
+        self._waiting.append(_Waiting(question, asyncio.get_running_loop().time() + wait_s))
+        self._look_soon()
+
+    def forget(self) -> None:
+        """The connection is gone, and with it all questions."""
+        self._waiting.clear()
+
+    def _look_soon(self) -> None:
+        if self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(FOLLOW_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            piece = self._answer(one.question)
+            if piece.data or piece.ended or now >= one.until:
+                self._send(piece)
+            else:
+                self._waiting.append(one)
+        self._look_soon()
+
+    def _answer(self, question: ReadLog, *, over: bool = False) -> LogPiece:
+        log = self._logs.get(question.lease_id, {}).get(question.stream)
+        offset = question.offset
+        if log is None or offset < 0:
+            return LogPiece(question.msg_id, offset, b"", offset, offset, ended=True)
+        try:
+            start, data = log.read(offset, max(1, min(question.max_bytes, LOG_PIECE_MAX_BYTES)))
+            end = log.size_bytes()
+        except OSError as error:
+            logger.warning("the %s of lease %s cannot be read: %s", question.stream, question.lease_id, error)
+            return LogPiece(question.msg_id, offset, b"", offset, offset, ended=True)
+        following = start + len(data)
+        if not data:  # nothing new, so nothing is known to be missing either
+            start = following = offset
+        return LogPiece(question.msg_id, start, data, following, end, start - offset, over and following >= end)
+
+
+# ----------------------------------------------------------------------------------------------------
+# How far a job says it is: lines `progress 0.4 text` that it writes to the descriptor named in TASUKI_PROGRESS_FD.
+
+PROGRESS_VARIABLE = "TASUKI_PROGRESS_FD"
+READ_BYTES = 4 * 1024  # some lines of the longest that count
+EMPTY_AT_BYTES = 64 * 1024
+_WORD = "progress"
+
+
+def _as_it_is(text: str) -> str:
+    return text
+
+
+def parse_progress(line: bytes, mask: Callable[[str], str] = _as_it_is) -> Progress | None:
+    """What the line says; None if it is none. `mask` sees the text before it is cut: half a secret is one too."""
+    word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
+    number, _, text = rest.strip().partition(" ")
+    try:
+        fraction = float(number)
+    except ValueError:
+        return None
+    if word != _WORD or not 0.0 <= fraction <= 1.0:  # NaN is not either
+        return None
+    printable = "".join(character if character.isprintable() else " " for character in mask(text.strip()))
+    return Progress(fraction, printable[:PROGRESS_TEXT_MAX_CHARS])
+
+
+class ProgressFile:
+    """The file of one attempt. `tell` hears of every look that found something new; nothing here ever fails the attempt."""
+
+    def __init__(self, path: Path | str, tell: Callable[[Progress], None], mask: Callable[[str], str] = _as_it_is) -> None:
+        """`mask` takes out of a text what nobody may see."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o600)
+        self._tell = tell
+        self._mask = mask
+        self._seen_bytes = 0
+        self._latest: Progress | None = None
+        self.malformed = 0
+        """Lines that said nothing, of those that were looked at."""
+
+    def look(self) -> None:
+        """Read what was written since the last time."""
+        try:
+            found = self._read()
+        except OSError as error:
+            logger.debug("progress cannot be read: %s", error)
+            return
+        if found is not None and found != self._latest:
+            self._latest = found
+            self._tell(found)
+
+    def _read(self) -> Progress | None:
+        size_bytes = os.fstat(self._descriptor).st_size
+        if size_bytes < self._seen_bytes:  # the job has emptied it
+            self._seen_bytes = 0
+        if size_bytes == self._seen_bytes:
+            return None
+        start = max(self._seen_bytes, size_bytes - READ_BYTES)
+        data = os.pread(self._descriptor, READ_BYTES, start)
+        complete, newline, unfinished = data.rpartition(b"\n")
+        lines = complete.split(b"\n") if newline else []
+        if start > self._seen_bytes:
+            lines = lines[1:]  # cut off at its beginning
+        self._seen_bytes = start + len(data) - len(unfinished) if len(unfinished) < READ_BYTES else size_bytes
+        if size_bytes > EMPTY_AT_BYTES:
+            os.ftruncate(self._descriptor, 0)
+            self._seen_bytes = 0
+        found = [parse_progress(line, self._mask) for line in lines if line.strip()]
+        said = [progress for progress in found if progress is not None]
+        self.malformed += len(found) - len(said)
+        return said[-1] if said else None
+
+    def close(self) -> None:
+        os.close(self._descriptor)

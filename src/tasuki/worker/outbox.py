@@ -11,24 +11,301 @@ goes to disk does so on one thread, in order: a save before the removal that fol
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import functools
+import hashlib
+import itertools
 import logging
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
+from tasuki.blobs.files import disk_full_as_error, sync_file, sync_folder
+from tasuki.core.ids import check_job_id, check_name
 from tasuki.core.job import Outcome
+from tasuki.core.protocol import Ending
 from tasuki.core.worker.events import EndingSaved, Event, Restored
 from tasuki.core.worker.machine import SAVE_AFTER_S
-from tasuki.errors import DiskFull, TasukiError
+from tasuki.errors import DiskFull, InvalidInput, TasukiError
 from tasuki.worker.attempt import StopReason, stopped_outcome, worker_failure
-from tasuki.worker.outbox_files import OutboxRecord, Unreported
-from tasuki.worker.rejected_results import RejectedResults
-from tasuki.worker.settings import SAVE_AT_ONCE_BYTES
 from tasuki.worker.transfers import WorkerTransfers
 
+# ----------------------------------------------------------------------------------------------------
+# Endings that no server has taken yet, kept on disk so that they outlive the worker's process.
+
+OUTBOX_FOLDER = "endings"
+
+
+class OutboxRecord(msgspec.Struct, frozen=True):
+    """An ending, with what belongs to it beyond what a server is told."""
+
+    ending: Ending
+    subject: str = ""
+    ended_at: float = 0.0
+    """Unix time, on the worker's clock; 0: not known."""
+    result: Path | bytes | None = None
+    """What `outcome.result_ref` names: it has to be brought before the ending is told."""
+
+
+class _OutboxFile(Ending, frozen=True, gc=False, omit_defaults=True):
+    """What is written: the ending's own fields, and the record's."""
+
+    subject: str = ""
+    ended_at: float = 0.0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_OutboxFile).decode
+
+
+class OutboxFiles:
+    """The folder of one worker_id. Nothing is written before there is something to save."""
+
+    def __init__(self, data: Path, worker_id: str) -> None:
+        self.folder = data / OUTBOX_FOLDER / check_name(worker_id, "worker_id")
+
+    def load(self) -> list[OutboxRecord]:
+        """What earlier processes left behind. What they did not finish writing is completed or removed."""
+        for part in self.folder.glob("*.part"):
+            self._complete(part)
+        found = [record for path in sorted(self.folder.glob("*.ending")) if (record := _read(path)) is not None]
+        for left in (*self.folder.glob("*.result"), *self.folder.glob("*.bytes")):
+            if left.suffix == ".bytes" or not left.with_suffix(".ending").exists():
+                left.unlink()
+        return found
+
+    def save(self, record: OutboxRecord) -> bool:
+        """Whether it is on disk now. Its result, if it is a file, is moved to `result_path` in either case or not at all."""
+        ending = record.ending
+        try:
+            self._make_folder()
+            path = self._path(ending.lease_id)
+            part = path.with_suffix(".part")
+            part.write_bytes(_encode(_file(record)))
+            sync_file(part)
+            if record.result is not None:
+                _move(record.result, path.with_suffix(".result"))
+            part.replace(path)
+            sync_folder(self.folder)
+        except OSError as error:
+            logger.error("the ending of job %s attempt %d cannot be saved: %s", ending.job_id, ending.attempt, error)
+            self._give_up(ending.lease_id)
+            return False
+        return True
+
+    def _give_up(self, lease_id: str) -> None:
+        """A full disk is not helped by halves. What has its result beside it is as good as saved."""
+        path = self._path(lease_id)
+        with contextlib.suppress(OSError):
+            path.with_suffix(".bytes").unlink(missing_ok=True)
+            if not path.with_suffix(".result").exists():
+                path.with_suffix(".part").unlink(missing_ok=True)
+
+    def remove(self, lease_id: str) -> None:
+        """A server has spoken on it."""
+        path = self._path(lease_id)
+        for one in (path, path.with_suffix(".part"), path.with_suffix(".result")):
+            one.unlink(missing_ok=True)
+
+    def result_path(self, lease_id: str) -> Path:
+        """Where the large result of a saved ending is."""
+        return self._path(lease_id).with_suffix(".result")
+
+    def _path(self, lease_id: str) -> Path:
+        """The store chose the lease_id: it is not trusted as a file name."""
+        return self.folder / f"{hashlib.sha256(lease_id.encode()).hexdigest()[:32]}.ending"
+
+    def _make_folder(self) -> None:
+        if not self.folder.is_dir():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
+            sync_folder(self.folder.parent.parent)
+
+    def _complete(self, part: Path) -> None:
+        """A kill came between the writing of this file and its renaming."""
+        try:
+            ref = _decode(part.read_bytes()).outcome.result_ref
+            result = part.with_suffix(".result")
+            if ref is None or (result.exists() and result.stat().st_size == ref.size_bytes):
+                part.replace(part.with_suffix(".ending"))
+                return
+        except msgspec.DecodeError:
+            logger.info("%s was not written whole, and is removed", part)
+        part.unlink()
+
+
+def _read(path: Path) -> OutboxRecord | None:
+    try:
+        file = _decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("the saved ending %s cannot be read, and is ignored: %s", path, error)
+        return None
+    ending = Ending(file.job_id, file.lease_id, file.attempt, file.outcome, file.started_at)
+    result = path.with_suffix(".result")
+    return OutboxRecord(ending, file.subject, file.ended_at, result if result.exists() else None)
+
+
+def _file(record: OutboxRecord) -> _OutboxFile:
+    ending = record.ending
+    return _OutboxFile(
+        ending.job_id,
+        ending.lease_id,
+        ending.attempt,
+        ending.outcome,
+        ending.started_at,
+        subject=record.subject,
+        ended_at=record.ended_at,
+    )
+
+
+def _move(result: Path | bytes, target: Path) -> None:
+    """By one rename: bytes are written beside it first."""
+    source = result if isinstance(result, Path) else target.with_suffix(".bytes")
+    if isinstance(result, bytes):
+        source.write_bytes(result)
+    sync_file(source)
+    source.replace(target)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Results that were refused because another worker has the job now. Somebody may still want them: they are kept for a while.
+
+REJECTED_FOLDER = "kept-aside"
+REJECTED_MAX_BYTES = 1024**3  # all together
+REJECTED_MAX_ENTRIES = 1000
+REJECTED_MAX_AGE_S = 7 * 86_400.0
+ZIP_STARTS = b"PK\x03\x04"
+_NEW = ".new-"  # no job id begins with a dot; what a kill leaves goes when it is old
+
+
+class RejectedResult(msgspec.Struct, frozen=True, kw_only=True):
+    """about.json"""
+
+    job_id: str
+    attempt: int
+    lease_id: str
+    subject: str
+    ended_at: float | None
+    """Unix time, on the worker's clock."""
+    reason: str
+    """Why it was refused."""
+    error_code: str | None
+    """How the attempt ended; null: it succeeded."""
+    file: str
+    size_bytes: int
+    sha256: str | None
+
+
+class RejectedResults:
+    """One folder, which several workers on the same data folder may share."""
+
+    def __init__(
+        self,
+        data: Path,
+        *,
+        max_bytes: int = REJECTED_MAX_BYTES,
+        max_entries: int = REJECTED_MAX_ENTRIES,
+        max_age_s: float = REJECTED_MAX_AGE_S,
+    ) -> None:
+        self.folder = data / REJECTED_FOLDER
+        self._max_bytes = max_bytes
+        self._max_entries = max_entries
+        self._max_age_s = max_age_s
+
+    def keep(self, record: OutboxRecord, reason: str) -> Path:
+        """Move or write what it has to a folder of its own; which one. The record has a result."""
+        with disk_full_as_error(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = Path(tempfile.mkdtemp(prefix=_NEW, dir=self.folder))
+            written = new / "result"
+            result = record.result if record.result is not None else record.ending.outcome.result or b""
+            if isinstance(result, Path):
+                shutil.move(result, written)
+            else:
+                written.write_bytes(result)
+            if _is_zip(written):
+                written = written.rename(new / "result.zip")
+            (new / "about.json").write_bytes(msgspec.json.format(msgspec.json.encode(_about(record, reason, written))) + b"\n")
+            place = self._named(new, record)
+        self.sweep()
+        return place
+
+    def sweep(self) -> None:
+        """The oldest go, until the rest is within the limits. The newest stays, whatever its size: it was worth moving here."""
+        total_bytes = 0
+        oldest_at = time.time() - self._max_age_s
+        for count, (at, path) in enumerate(sorted(self._entries(), reverse=True)):
+            total_bytes += _size_of(path)
+            too_much = count >= self._max_entries or (count > 0 and total_bytes > self._max_bytes)
+            if too_much or at < oldest_at:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _entries(self) -> list[tuple[float, Path]]:
+        found = []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            with contextlib.suppress(FileNotFoundError):  # another worker sweeps at the same time
+                found.append((path.lstat().st_mtime, path))
+        return found
+
+    def _named(self, new: Path, record: OutboxRecord) -> Path:
+        """An id may come again, after its job was removed: then the folder's name says so."""
+        name = _name(record)
+        for number in itertools.count(1):
+            place = self.folder / (name if number == 1 else f"{name}-{number}")
+            try:
+                return new.rename(place)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+        raise AssertionError("numbers do not end")
+
+
+def _name(record: OutboxRecord) -> str:
+    """A server chose the id: it becomes a name only if it is one."""
+    ending = record.ending
+    try:
+        job_id = check_job_id(ending.job_id)
+    except InvalidInput:
+        job_id = hashlib.sha256(ending.job_id.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return f"{job_id}-{ending.attempt:d}"
+
+
+def _about(record: OutboxRecord, reason: str, written: Path) -> RejectedResult:
+    ending = record.ending
+    return RejectedResult(
+        job_id=ending.job_id,
+        attempt=ending.attempt,
+        lease_id=ending.lease_id,
+        subject=record.subject,
+        ended_at=record.ended_at or None,
+        reason=reason,
+        error_code=ending.outcome.error_code,
+        file=written.name,
+        size_bytes=written.stat().st_size,
+        sha256=ending.outcome.result_sha256,
+    )
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(ZIP_STARTS)) == ZIP_STARTS
+
+
+def _size_of(folder: Path) -> int:
+    size_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes += path.lstat().st_size
+    return size_bytes
+
+
+SAVE_AT_ONCE_BYTES = 1024 * 1024  # a result from here on is on disk before its upload begins; smaller ones are if it takes long
 OFFERED_AT_ONCE = 4  # large results of earlier processes
 
 logger = logging.getLogger("tasuki.worker")
@@ -43,7 +320,7 @@ class Outbox:
     def __init__(
         self,
         transfers: WorkerTransfers,
-        unreported: Unreported | None,
+        unreported: OutboxFiles | None,
         aside: RejectedResults | None,
         *,
         tell: Callable[[Event], None],

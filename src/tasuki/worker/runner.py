@@ -33,23 +33,29 @@ from tasuki.worker.attempt import (
     StopReason,
     ended_outcome,
     first_of,
+    judged,
+    rules_of,
     stopped_outcome,
 )
-from tasuki.worker.commands import Command, build_command, build_interpreter, choose_exec
-from tasuki.worker.environment import base_environment
-from tasuki.worker.execs import Exec
-from tasuki.worker.exit_policy import judged, rules_of
+from tasuki.worker.commands import (
+    NO_SECRETS,
+    Command,
+    SecretProblem,
+    build_command,
+    build_interpreter,
+    check_secrets,
+    choose_exec,
+    read_secrets,
+)
+from tasuki.worker.execs import Exec, base_environment
 from tasuki.worker.folder import RunFolder, RunFolders, remove_tree, verify_input
 from tasuki.worker.keeper.client import Keeper, KeptAttempt
 from tasuki.worker.keeper.keeper import LEASE_LOST_GRACE_S
+from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.keeper.protocol import EndReason, Ready, Spawned, TreeEnded
-from tasuki.worker.keeper.sweep import sweep
-from tasuki.worker.log_follow import LogFollow
-from tasuki.worker.logs import DEFAULT_CAPS, CappedLog, LogCaps, LogWatch
-from tasuki.worker.progress import ProgressFile
+from tasuki.worker.logs import DEFAULT_CAPS, CappedLog, LogCaps, LogFollow, LogWatch, ProgressFile
 from tasuki.worker.redaction import RedactedLog, Redactor
 from tasuki.worker.results import Times, build_result, is_quick
-from tasuki.worker.secret_files import NO_SECRETS, SecretProblem, check_secrets, read_secrets
 
 Fetch = Callable[[str, str, int, Path], Awaitable[None]]
 """`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; it is verified here."""

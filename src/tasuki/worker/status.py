@@ -23,7 +23,7 @@ import msgspec
 
 from tasuki.core.ids import check_name
 from tasuki.worker.credentials import FOLDER
-from tasuki.worker.keeper.proc import look
+from tasuki.worker.linux_calls import look
 
 LOOK_S = 1.0
 JOBS_MAX = 100  # named in the file; the number is of all

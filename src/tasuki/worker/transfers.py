@@ -3,17 +3,91 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import io
 import logging
+import time
 from pathlib import Path
 from typing import BinaryIO
 
+from tasuki.blobs.blob import check_sha256
+from tasuki.blobs.files import PartFile, disk_full_as_error
 from tasuki.core.job import BlobRef
-from tasuki.errors import Unavailable
+from tasuki.errors import Corrupt, Unavailable
 from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.attempt import StopReason, first_of
-from tasuki.worker.input_downloads import InputDownloads
-from tasuki.worker.settings import RESUMED_INPUT_MIN_BYTES
+
+# ----------------------------------------------------------------------------------------------------
+# Large inputs on their way in: `incoming/<sha256>.part` in the data folder, until they are whole and verified.
+
+INCOMING_FOLDER = "incoming"
+INCOMING_MAX_BYTES = 64 * 1024**3  # of inputs that were partly fetched, all together
+INCOMING_MAX_AGE_S = 7 * 86_400.0
+RESUMED_INPUT_MIN_BYTES = 1024 * 1024  # an input below this is fetched again from its start
+
+
+class InputDownloads:
+    """The folder of unfinished downloads, made when it is first needed."""
+
+    def __init__(self, data: Path, *, max_bytes: int = INCOMING_MAX_BYTES, max_age_s: float = INCOMING_MAX_AGE_S) -> None:
+        self.folder = data / INCOMING_FOLDER
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+
+    async def fetch(self, blobs: BlobLine, ref: BlobRef, job_id: str, target: Path) -> None:
+        """Write the whole blob, verified, to `target`, which is on the same file system."""
+        path = self.folder / f"{check_sha256(ref.sha256)}.part"
+        with disk_full_as_error(target):
+            part = await asyncio.to_thread(self._claim, path)
+            if part is None:
+                with await asyncio.to_thread(target.open, "wb") as own:
+                    await blobs.get(ref, job_id, own.write)
+                return
+            with part:
+                await self._fill(part, blobs, ref, job_id)
+                await asyncio.to_thread(part.publish, target)
+
+    async def _fill(self, part: PartFile, blobs: BlobLine, ref: BlobRef, job_id: str) -> None:
+        digest = hashlib.sha256()
+        offset = await asyncio.to_thread(part.read_into, digest.update, ref.size_bytes)
+        if offset:
+            logger.info("job %s: resumes an input of %d bytes at %d", job_id, ref.size_bytes, offset)
+        try:
+            try:
+                await blobs.get(ref, job_id, part.write, offset=offset, digest=digest)
+            except Corrupt:
+                if not offset:
+                    raise
+                logger.warning(
+                    "job %s: the stored part of input %s was damaged; it is fetched from its start", job_id, ref.sha256
+                )
+                await asyncio.to_thread(part.truncate)
+                await blobs.get(ref, job_id, part.write)
+        except (Corrupt, OSError):  # half a file is no help on a full disk
+            part.discard()
+            raise
+
+    def _claim(self, path: Path) -> PartFile | None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return PartFile.claim(path, mode=0o666)  # the mode of the job's input, less what the umask forbids
+
+    def sweep(self) -> None:
+        """Remove the files that are too old, and the oldest of those that are too large together. For the worker's start."""
+        found = []
+        for part in self.folder.glob("*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                status = part.stat()
+                found.append((status.st_mtime, status.st_size, part))
+        total_bytes = 0
+        oldest_at = time.time() - self._max_age_s
+        for at, size_bytes, part in sorted(found, reverse=True):
+            total_bytes += size_bytes
+            if at < oldest_at or total_bytes > self._max_bytes:
+                unused = PartFile.claim(part, create=False)
+                if unused is not None:
+                    unused.discard()
+
 
 UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
 

@@ -29,11 +29,11 @@ import msgspec
 
 from tasuki.clocks import now
 from tasuki.config import data_folder, default_url, find_token, parse_url
-from tasuki.core.job import JobSpec
+from tasuki.core.job import JobSpec, OnDisconnect
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
-from tasuki.core.store_messages import Grant
+from tasuki.core.store_messages import Grant, Takes
 from tasuki.core.subject import check_pattern
 from tasuki.core.worker.events import (
     AttemptEnded,
@@ -62,26 +62,24 @@ from tasuki.worker.attempt import (
     StopReason,
 )
 from tasuki.worker.attempts import Attempts
-from tasuki.worker.credentials import CredentialFile
+from tasuki.worker.credentials import CredentialFile, Rotation
 from tasuki.worker.execs import Exec
-from tasuki.worker.function_processes import FunctionProcesses
-from tasuki.worker.handlers import Handlers
-from tasuki.worker.input_downloads import InputDownloads
+from tasuki.worker.handlers import FunctionProcesses, Handlers
 from tasuki.worker.keeper.client import Keeper
-from tasuki.worker.log_follow import LogFollow
-from tasuki.worker.logs import DEFAULT_CAPS, LogCaps
-from tasuki.worker.outbox import Outbox
-from tasuki.worker.outbox_files import OutboxRecord, Unreported
-from tasuki.worker.rejected_results import RejectedResults
-from tasuki.worker.rotation import Rotation
+from tasuki.worker.logs import DEFAULT_CAPS, LogCaps, LogFollow
+from tasuki.worker.outbox import Outbox, OutboxFiles, OutboxRecord, RejectedResults
 from tasuki.worker.runner import CommandRunner, RunLimits
-from tasuki.worker.settings import ahead_of, capacity_of, check_slots, cut_off, what_it_takes
 from tasuki.worker.status import StatusFile
-from tasuki.worker.transfers import WorkerTransfers
+from tasuki.worker.transfers import InputDownloads, WorkerTransfers
 
 TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 TELL_AGAIN_S = 60.0  # why there is no connection
+RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
+HTTP_LEASE_TTL_S = 60.0
+ASYNC_CONCURRENCY = 100
+AHEAD_PER_SLOT = 4
+AHEAD_MAX = 32
 
 logger = logging.getLogger("tasuki.worker")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -133,7 +131,7 @@ class Worker:
         self._tails = LogFollow(self._send)
         self._log_caps = log_caps
         self._unreported = (
-            Unreported(self._folder, self.worker_id) if self._folder is not None and worker_id is not None else None
+            OutboxFiles(self._folder, self.worker_id) if self._folder is not None and worker_id is not None else None
         )
         """Only where the next process can be told to be the same worker."""
         self._status = (
@@ -450,3 +448,53 @@ class Worker:
             await self._endings.offer(record)
         finally:
             self._machine.bringing.discard(record.ending.lease_id)
+
+
+# ---------------------------------------------------------------------------------------------------- settings, checked
+
+
+def ahead_of(capacity: int) -> int:
+    """How many programs to ask for beyond the places, while programs are short. Handlers have places enough as it is."""
+    return min(AHEAD_MAX, AHEAD_PER_SLOT * capacity)
+
+
+def cut_off(
+    on_disconnect: str | None, reconnect_grace_s: float, lease_ttl_s: float | None, *, over_http: bool
+) -> tuple[OnDisconnect, float, float | None]:
+    """What a worker does with its jobs when it cannot renew, how long others wait for it, and how long its leases are; checked.
+
+    Over HTTP the line is the part that fails: the jobs go on, and leases are longer. None: as the server has it.
+    """
+    usual = OnDisconnect.KEEP if over_http else OnDisconnect.STOP
+    chosen = usual if on_disconnect is None else on_disconnect
+    if chosen not in list(OnDisconnect):
+        raise ConfigError(f"on_disconnect must be stop or keep, got {on_disconnect!r}")
+    if not 0.0 <= reconnect_grace_s <= RECONNECT_GRACE_MAX_S:
+        raise ConfigError(f"reconnect_grace_s must be 0 to {RECONNECT_GRACE_MAX_S:g} seconds, got {reconnect_grace_s:g}")
+    grace_s = reconnect_grace_s if chosen == OnDisconnect.KEEP else 0.0
+    return OnDisconnect(chosen), grace_s, lease_ttl_s or (HTTP_LEASE_TTL_S if over_http else None)
+
+
+def check_slots(concurrency: int | None) -> int | None:
+    """None: one per core, or as many as async handlers like."""
+    if concurrency is not None and concurrency < 1:
+        raise ConfigError(f"a worker needs at least one slot, got {concurrency}")
+    return concurrency
+
+
+def capacity_of(concurrency: int | None, *, only_async: bool) -> int:
+    """How many attempts at once: what was asked for, else what suits what it runs."""
+    if concurrency is not None:
+        return concurrency
+    return ASYNC_CONCURRENCY if only_async else os.cpu_count() or 1
+
+
+def what_it_takes(handlers: bool, execs: bool, any_program: bool) -> Takes:
+    """Only what it can run: the rest is left for those who can."""
+    if handlers:
+        return Takes.ANY if execs or any_program else Takes.HANDLERS
+    if execs:
+        return Takes.COMMANDS
+    if any_program:
+        return Takes.OWN
+    raise ConfigError("this worker has nothing to run: give it execs (--exec NAME=COMMAND, --config FILE) or handlers")

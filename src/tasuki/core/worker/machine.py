@@ -64,9 +64,7 @@ from tasuki.core.worker.events import (
     Tail,
     WorkerIdentity,
 )
-from tasuki.core.worker.lease_state import HeldLease, SeenLeases, deadline_of
-from tasuki.core.worker.progress_notes import ProgressNotes
-from tasuki.core.worker.slots import Slots
+from tasuki.core.worker.lease_state import ProgressNotes, SeenLeases, Slots, WorkerLease, deadline_of
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
 GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
@@ -82,7 +80,7 @@ class WorkerMachine:
 
     def __init__(self, identity: WorkerIdentity, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
         self.identity = identity
-        self.held: dict[str, HeldLease] = {}
+        self.held: dict[str, WorkerLease] = {}
         self.online = False
         self.draining = False
         self.patterns = identity.patterns
@@ -231,7 +229,7 @@ class WorkerMachine:
                 # Nothing was started, so nothing is lost: the store takes it back without using up a loss.
                 self._release(claim)
                 continue
-            held = self.held[grant.lease_id] = HeldLease(claim, deadline, now.monotonic)
+            held = self.held[grant.lease_id] = WorkerLease(claim, deadline, now.monotonic)
             if self._places.take(grant.lease_id, now.monotonic):
                 commands.append(Run(grant))
             else:
@@ -333,7 +331,7 @@ class WorkerMachine:
     def _restored(self, ending: Ending, now: Now) -> None:
         claim = Claim(ending.job_id, ending.lease_id, ending.attempt)
         at = now.monotonic
-        self.held[ending.lease_id] = HeldLease(claim, at, at, ending=ending, ended_at=at, saved=True, kept=True, restored=True)
+        self.held[ending.lease_id] = WorkerLease(claim, at, at, ending=ending, ended_at=at, saved=True, kept=True, restored=True)
         self._endings_due += [ending] if self.online else []
 
     @property

@@ -21,9 +21,8 @@ from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecor
 from tasuki.core.reconnect import Redial
 from tasuki.core.store_messages import ReportAnswer, ReportStatus
 from tasuki.core.worker.events import WorkerIdentity
-from tasuki.core.worker.lease_state import SeenLeases
+from tasuki.core.worker.lease_state import SeenLeases, Slots
 from tasuki.core.worker.machine import WorkerMachine
-from tasuki.core.worker.slots import Slots
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.patches import Ablation, Instead
 from tasuki.testing.sim.workers import SimWorker

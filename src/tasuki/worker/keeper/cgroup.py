@@ -16,8 +16,8 @@ import os
 import time
 from pathlib import Path
 
-from tasuki.worker.keeper.proc import look
 from tasuki.worker.keeper.protocol import Limits
+from tasuki.worker.linux_calls import look
 
 PREFIX = "tasuki-"
 CONTROLLERS = ("memory", "pids")

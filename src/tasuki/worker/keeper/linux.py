@@ -28,16 +28,26 @@ import resource
 import select
 import signal
 import socket
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup
+from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup, kill_group_of
 from tasuki.worker.keeper.plain import Begun, ExitedProcess, PlainSystem, Usage
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
-from tasuki.worker.keeper.proc import Seen, environment_of, living, look, signal_checked, works_under
 from tasuki.worker.keeper.protocol import EndReason, Prepare, Prepared, Ready, Spawn
-from tasuki.worker.linux_calls import become_subreaper, set_name
+from tasuki.worker.linux_calls import (
+    ProcessInfo,
+    become_subreaper,
+    environment_of,
+    living,
+    look,
+    set_name,
+    signal_checked,
+    works_under,
+)
 
 RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module leaves it out because nothing uses it
 TAG_BITS = 24  # of the number; 38 bits before it are the incarnation's
@@ -295,12 +305,12 @@ class LinuxSystem(PlainSystem):
 
     # ------------------------------------------------------------------------------------------------ whole trees
 
-    def _members(self, numbers: Iterable[int]) -> dict[int, list[Seen]]:
+    def _members(self, numbers: Iterable[int]) -> dict[int, list[ProcessInfo]]:
         """All living processes of these jobs: one look at everything, then down from first processes and strays."""
-        below: defaultdict[int, list[Seen]] = defaultdict(list)
+        below: defaultdict[int, list[ProcessInfo]] = defaultdict(list)
         for seen in living():
             below[seen.parent].append(seen)
-        members: dict[int, list[Seen]] = {number: [] for number in numbers}
+        members: dict[int, list[ProcessInfo]] = {number: [] for number in numbers}
         for top in below[self._pid]:
             if top.pid in self._warm.pids:
                 continue
@@ -355,7 +365,7 @@ def _waited() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def _with_descendants(top: Seen, below: dict[int, list[Seen]]) -> list[Seen]:
+def _with_descendants(top: ProcessInfo, below: dict[int, list[ProcessInfo]]) -> list[ProcessInfo]:
     found, at = [top], 0
     while at < len(found):
         found += below.get(found[at].pid, ())
@@ -402,3 +412,52 @@ def _write(path: str, data: bytes) -> None:
         os.write(descriptor, data)
     finally:
         os.close(descriptor)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ends what outlived a keeper: at the start of a worker on the same data folder, and when a worker loses its keeper.
+
+SWEEP_S = 10.0  # what cannot be killed in this time sits in the kernel (a dead disk); the start goes on without it
+_SWEEP_POLL_S = 0.02
+
+
+def sweep(incarnation: str, folder: Path) -> list[int]:
+    """Kill all that is left of a dead incarnation, whose run folder this was; the pids."""
+    if sys.platform != "linux":
+        return []
+    kill_group_of(incarnation)
+    killed: set[int] = set()
+    deadline = time.monotonic() + SWEEP_S
+    empty_passes = 0
+    while empty_passes < 2 and time.monotonic() < deadline:
+        found = _left_of(incarnation, os.fsencode(folder.resolve()))
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # first all stand still, so that none starts another
+            for seen in found:
+                if signal_checked(seen, number):
+                    killed.add(seen.pid)
+        empty_passes = 0 if found else empty_passes + 1
+        if found:
+            time.sleep(_SWEEP_POLL_S)
+    return sorted(killed)
+
+
+def _left_of(incarnation: str, folder: bytes) -> list[ProcessInfo]:
+    tag, mark = tag_of(incarnation) >> TAG_BITS, MARK + incarnation.encode() + b"/"
+    everyone = [seen for seen in living() if seen.pid != os.getpid()]
+    found = {seen.pid: seen for seen in everyone if _belongs(seen, tag, mark, folder)}
+    grown = True
+    while grown:  # down to the children, which may have hidden better than their parent
+        below = {seen.pid: seen for seen in everyone if seen.parent in found and seen.pid not in found}
+        found.update(below)
+        grown = bool(below)
+    return list(found.values())
+
+
+def _belongs(seen: ProcessInfo, tag: int, mark: bytes, folder: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        if resource.prlimit(seen.pid, RLIMIT_LOCKS)[0] >> TAG_BITS == tag:
+            return True
+    if any(entry.startswith(mark) for entry in environment_of(seen.pid)):
+        return True
+    # A person who looks into the folder has a terminal; a job has none.
+    return seen.terminal == 0 and works_under(seen.pid, folder)

@@ -17,8 +17,17 @@ import signal
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from tasuki.worker.keeper.protocol import NO_LIMITS, EndReason, Limits, Prepare, Prepared, Ready, Spawn, Warmth
-from tasuki.worker.progress import DESCRIPTOR
+from tasuki.worker.keeper.protocol import (
+    NO_LIMITS,
+    PROGRESS_DESCRIPTOR,
+    EndReason,
+    Limits,
+    Prepare,
+    Prepared,
+    Ready,
+    Spawn,
+    Warmth,
+)
 
 MB = 1024 * 1024
 CPU_GRACE_S = 5  # after SIGXCPU, before the kernel's SIGKILL
@@ -168,7 +177,7 @@ def files_of(order: Spawn) -> list[tuple[int, bytes, int]]:
     """What a job's descriptors are opened on: (number, path, flags)."""
     append = os.O_WRONLY | os.O_APPEND
     files = [(0, order.stdin, os.O_RDONLY), (1, order.stdout, append), (2, order.stderr, append)]
-    return [*files, (DESCRIPTOR, order.progress, append)] if order.progress else files
+    return [*files, (PROGRESS_DESCRIPTOR, order.progress, append)] if order.progress else files
 
 
 def _spawn(order: Spawn) -> int:
@@ -206,7 +215,7 @@ def _exec(order: Spawn, rlimits: list[tuple[int, int, int]], fail: int) -> NoRet
         os.setsid()
         for number in IGNORED_BY_PYTHON:
             signal.signal(number, signal.SIG_DFL)
-        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR + 1)  # out of the way of the job's own
+        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, PROGRESS_DESCRIPTOR + 1)  # out of the way of the job's own
         for descriptor, path, flags in files_of(order):
             opened = os.open(path, flags)
             if opened != descriptor:

@@ -32,10 +32,9 @@ from pathlib import Path
 
 from tasuki.worker import preforked
 from tasuki.worker.keeper.plain import IGNORED_BY_PYTHON, Begun, files_of, rlimits_of
-from tasuki.worker.keeper.proc import living, signal_checked
-from tasuki.worker.keeper.protocol import READ_BYTES, Prepare, Prepared, Spawn, Warmth
+from tasuki.worker.keeper.protocol import PROGRESS_DESCRIPTOR, READ_BYTES, Prepare, Prepared, Spawn, Warmth
+from tasuki.worker.linux_calls import living, signal_checked
 from tasuki.worker.preforked import SERVE
-from tasuki.worker.progress import DESCRIPTOR
 
 PRELOAD_S = 120.0  # an import that takes longer hangs; a model of some gigabytes takes half a minute
 FORK_S = 10.0  # a fork takes milliseconds, of some gigabytes tenths of a second
@@ -322,7 +321,7 @@ def _request(order: Spawn, tag: tuple[int, int] | None, leaf: Path | None) -> by
 def start_process(order: Prepare, control: socket.socket) -> int:
     """Start an interpreter, in a session of its own; its stderr is the worker's."""
     control.set_inheritable(True)
-    words = ["-P", str(PROGRAM), SERVE, str(control.fileno()), str(DESCRIPTOR), order.call, *order.modules]
+    words = ["-P", str(PROGRAM), SERVE, str(control.fileno()), str(PROGRESS_DESCRIPTOR), order.call, *order.modules]
     nothing = os.devnull.encode()
     return os.posix_spawn(
         order.program,

@@ -20,6 +20,7 @@ from tasuki.errors import ProtocolError
 
 FRAME_MAX_BYTES = 64 * 1024 * 1024  # a turn that starts a thousand jobs with long arguments; anything above is garbage
 READ_BYTES = 256 * 1024
+PROGRESS_DESCRIPTOR = 3  # of the progress file in a job; the first above the three that every program has
 _LENGTH = struct.Struct("<I")
 
 MessageT = TypeVar("MessageT")
