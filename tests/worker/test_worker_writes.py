@@ -22,7 +22,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.core.store_messages import Grant
-from tasuki.net import Link
+from tasuki.net import TcpLink
 from tasuki.worker.execs import parse_execs
 from tasuki.worker.folder import RunFolders
 
@@ -36,10 +36,10 @@ class Desk:
         self.said: list[Message] = []
         self._heard = asyncio.Event()
 
-    def link(self) -> Link:
-        return Link(self._message, lambda link, reason: None, max_bytes=FRAME_MAX_BYTES)
+    def link(self) -> TcpLink:
+        return TcpLink(self._message, lambda link, reason: None, max_bytes=FRAME_MAX_BYTES)
 
-    def _message(self, link: Link, message: Message) -> None:
+    def _message(self, link: TcpLink, message: Message) -> None:
         self.said.append(message)
         self._heard.set()
         if isinstance(message, HelloWorker):
@@ -73,13 +73,13 @@ def test_an_ending_and_the_credit_for_its_place_leave_in_one_write(tmp_path: Pat
         await asyncio.wait_for(began.wait(), PATIENCE_S)
         writes: list[list[type[Message]]] = []
 
-        def written(link: Link, messages: Iterable[Message]) -> None:
+        def written(link: TcpLink, messages: Iterable[Message]) -> None:
             writes.append([type(message) for message in messages])
             if JobsFinished in writes[-1]:
                 told.set()
 
-        monkeypatch.setattr(Link, "send", lambda link, message: written(link, [message]))
-        monkeypatch.setattr(Link, "send_together", written)
+        monkeypatch.setattr(TcpLink, "send", lambda link, message: written(link, [message]))
+        monkeypatch.setattr(TcpLink, "send_together", written)
         # When the job ends
         go_on.set()
         await asyncio.wait_for(told.wait(), PATIENCE_S)
