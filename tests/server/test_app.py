@@ -31,7 +31,7 @@ from tasuki.core.store_messages import Submission, Submitted
 from tasuki.errors import Conflict, InterruptCause, TurnInterrupted, Unauthorized
 from tasuki.server import server as server_module
 from tasuki.server.server import Server, ServerConfig
-from tasuki.stores.clock import SystemClock
+from tasuki.stores.common import SystemClock
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.retrying import RETRY_S
 from tests.server.peers import PATIENCE_S, FakeConnection, client, worker

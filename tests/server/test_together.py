@@ -20,7 +20,7 @@ from tasuki.core.server_info import ServerInfo
 from tasuki.errors import Unavailable
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
-from tasuki.stores.clock import SystemClock
+from tasuki.stores.common import SystemClock
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Feature
 from tests.server.peers import client, worker

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from tasuki.core.broker import broker
 from tasuki.core.election import Election
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.sql.statement_files import load
+from tasuki.stores.sql.database import load_statements
 from tasuki.testing.sim.ablations import ABLATIONS, SEEDS_MAX, UNSEEN, Ablation, AblationFinding, hunt, table
 from tasuki.testing.sim.checker import INVARIANTS, Violation
 from tasuki.testing.sim.patches import Instead, Reworded
@@ -63,13 +63,23 @@ def test_every_invariant_is_broken_by_something() -> None:
 
 
 def test_what_was_switched_off_is_there_again() -> None:
-    before = (vars(MemoryStore)["_check_epoch"], vars(Election)["_follow"], broker.LOOK_INTERVAL_S, dict(load("sqlite").one))
+    before = (
+        vars(MemoryStore)["_check_epoch"],
+        vars(Election)["_follow"],
+        broker.LOOK_INTERVAL_S,
+        dict(load_statements("sqlite").one),
+    )
 
     for ablation in ABLATIONS.values():
         with ablation.switch_off():
             pass
 
-    after = (vars(MemoryStore)["_check_epoch"], vars(Election)["_follow"], broker.LOOK_INTERVAL_S, dict(load("sqlite").one))
+    after = (
+        vars(MemoryStore)["_check_epoch"],
+        vars(Election)["_follow"],
+        broker.LOOK_INTERVAL_S,
+        dict(load_statements("sqlite").one),
+    )
     assert after == before
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from tasuki.core.job import InputFile
 from tasuki.core.store_messages import CondemnOrder
-from tasuki.stores.sql import collect
-from tasuki.stores.sql.sqlite_session import SqliteSession
+from tasuki.stores.sql.sqlite import SqliteSession
 from tasuki.stores.sql.store import SqlStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_stage import Stage
@@ -22,7 +21,7 @@ WINDOW = 10
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    monkeypatch.setattr(collect, "SCAN_MAX", WINDOW)
+    monkeypatch.setattr("tasuki.stores.sql.blobs.SCAN_MAX", WINDOW)
     clock = FakeClock()
     store = SqlStore.open_sqlite(with_tables(tmp_path / "tasuki.sqlite3"), clock=clock)
     yield Stage(store, clock)

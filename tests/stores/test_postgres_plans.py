@@ -11,14 +11,14 @@ import pytest
 
 from tasuki.core.lifecycle import Event, sources
 from tasuki.core.store_messages import LeaseRequest
+from tasuki.stores.sql.database import load_statements
 from tasuki.stores.sql.postgres import PostgresDatabase
-from tasuki.stores.sql.postgres_values import Statement, find_statement, statements
-from tasuki.stores.sql.statement_files import load
+from tasuki.stores.sql.postgres_session import Statement, find_statement, statements
 from tasuki.stores.sql.store import SqlStore
 from tests.support.postgres_service import PostgresService
 
 ROWS = 100_000
-FIND = [name for name, text in load("postgresql").one.items() if "{and}" in text]
+FIND = [name for name, text in load_statements("postgresql").one.items() if "{and}" in text]
 ALL: dict[str, Statement] = {**statements(), **{name: find_statement(name, "") for name in FIND}}
 
 INDEX_OF = {
@@ -152,7 +152,7 @@ def test_predicates_name_the_states_of_the_transition_table(name: str, event: Ev
 
 
 def test_both_vendors_have_the_same_statements_but_for_what_their_sessions_do_as_a_whole() -> None:
-    sqlite = {*load("sqlite").one, *load("sqlite").many}
+    sqlite = {*load_statements("sqlite").one, *load_statements("sqlite").many}
 
     assert sqlite - set(ALL) == {"oldest_of_queue", "oldest_of_queues", "leased_groups", "succeeded_of"}
     assert set(ALL) - sqlite == {"claim_of_queue", "claim_of_rows", "next_of_queues", "mark", "last_mark", "forget_mark"}

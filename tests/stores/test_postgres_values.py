@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.stores.sql.postgres_values import KINDS, register, statement_of
+from tasuki.stores.sql.postgres_session import KINDS, register, statement_of
 from tests.support.postgres_service import PostgresService
 
 numbers = st.integers(-(2**63), 2**63 - 1)

@@ -14,8 +14,8 @@ import pytest
 
 from tasuki.core.hints import Hint, decode, everything, split
 from tasuki.errors import ConfigError
-from tasuki.stores.reconnecting_wakeups import BATCH_MAX, QUEUE_MAX
 from tasuki.stores.redis.wakeups import RedisWakeups
+from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.redis_service import RedisService
 from tests.support.waiting import until

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tasuki.core.lifecycle import Event, sources
+from tasuki.stores.sql.database import load_statements
 from tasuki.stores.sql.sqlite import CACHE_KIB
-from tasuki.stores.sql.statement_files import load
 from tasuki.stores.sql.store import SqlStore
 
-STATEMENTS = load("sqlite")
+STATEMENTS = load_statements("sqlite")
 ALL = {**STATEMENTS.one, **{name: sizes[4] for name, sizes in STATEMENTS.many.items()}}
 
 INDEX_OF = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import LeaseRequest, Submission
 from tasuki.core.subject import group_of, matches
-from tasuki.stores.sql.ready_index import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
+from tasuki.stores.sql.lease import GROUPS_AT_ONCE, SUBJECTS_AT_ONCE, region_of
 from tasuki.stores.sql.store import SqlStore
 from tests.support.sqlite_files import with_tables
 

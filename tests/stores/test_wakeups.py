@@ -10,8 +10,8 @@ import pytest
 
 from tasuki.core.hints import PIECE_MAX_BYTES, Hint, decode, everything, split
 from tasuki.errors import ConfigError
-from tasuki.stores.sql.wakeups import BATCH_MAX, QUEUE_MAX, PostgresWakeups
-from tasuki.stores.wakeups import NoWakeups
+from tasuki.stores.sql.postgres import PostgresWakeups
+from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX, NoWakeups
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.postgres_service import PASSWORD, PostgresService
 from tests.support.waiting import until

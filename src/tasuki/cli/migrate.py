@@ -66,7 +66,7 @@ def _migrate_store(url: str) -> tuple[str, list[str]]:
 def _migrate_postgresql(url: str) -> tuple[str, list[str]]:
     from tasuki.django import standalone
     from tasuki.stores.sql.postgres import connection_parameters
-    from tasuki.stores.sql.postgres_errors import Translated, name_of
+    from tasuki.stores.sql.postgres_session import Translated, name_of
 
     given = connection_parameters(url)
     standalone.configure()

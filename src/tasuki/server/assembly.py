@@ -135,8 +135,8 @@ def open_postgresql_reader(url: str) -> Callable[[], Reader]:
 def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, stands: bool = True) -> Cluster:
     """The other servers on that database."""
     from tasuki.coords.sql import SqlCoordination
+    from tasuki.stores.sql.postgres import PostgresWakeups
     from tasuki.stores.sql.store import SCHEMA_VERSION
-    from tasuki.stores.sql.wakeups import PostgresWakeups
 
     return Cluster(
         lambda: SqlCoordination(url, ttl_s=lock_ttl_s),

@@ -1,35 +1,63 @@
-"""How hints travel between servers on one store: the contract, and the way for a store that has one user.
+"""Hints between servers that share a store: the contract, the carrier for a store with one user, and the one that reconnects.
 
-A carrier promises little, because a hint is never the only way to learn something (`core/hints.py`): what is published reaches
-the others soon, or not at all. What it does promise: `publish` neither blocks nor raises nor grows without bound, and whoever
-may have missed something is told to look at everything. It belongs to one event loop, and is used on its thread alone.
+A carrier promises little, because a hint is never the only way to learn something (`core/hints.py`): a published hint reaches
+the other servers soon, or not at all. It does promise that `publish` neither blocks nor raises nor grows without bound, and that
+a server that may have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its
+thread alone.
+
+`ReconnectingWakeups` is for a service that may be away. It keeps two connections, one that listens and one that notifies, and
+decides what all such carriers share: the queue of hints to send, when details become an `everything`, how long to wait before
+the next try, and that an outage is logged once. Its subclasses (`sql/postgres.py`, `redis/connection.py`) talk to their service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import asyncio
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Generic, Protocol, TypeVar
+
+from tasuki.core.backoff import Backoff
+from tasuki.core.hints import everything
+
+logger = logging.getLogger("tasuki.wakeups")
+
+TIMEOUT_S = 5.0  # for connecting, and for one statement
+QUEUE_MAX = 256  # pieces, some 2 MB; details do not help a service that is so far behind
+BATCH_MAX = 32  # pieces that are sent at once
+BACKOFF_FIRST_S = 0.2
+BACKOFF_MAX_S = 5.0
+CANCEL_AGAIN_S = 0.2
+STEADY_S = 1.0  # a connection that ended sooner counts as a failure
+
+Connection = TypeVar("Connection")
 
 
 class Wakeups(Protocol):
-    """See the module's docstring."""
+    """A carrier of hints. See the module's docstring."""
 
     async def start(self, on_hint: Callable[[bytes], None]) -> None:
-        """Listen, and call `on_hint` with every piece that comes, also with our own. Returns at once, and never raises; while the
-        carrier is away it is tried again and again. Each time that listening begins, `on_hint` gets an `everything`."""
+        """Listen, and call `on_hint` with every hint that comes, also with this server's own. Returns at once, and never raises.
+
+        While the service is away, connecting is tried again and again. Each time that listening begins, `on_hint` gets an
+        `everything`.
+        """
         ...
 
     def publish(self, pieces: Sequence[bytes]) -> None:
-        """Send these pieces (of `hints.split`) to all servers. What cannot be sent in time becomes one `everything`."""
+        """Send these pieces (of `hints.split`) to all servers. Pieces that cannot be sent in time become one `everything`."""
         ...
 
     async def close(self) -> None:
-        """End it. What was not sent yet is lost."""
+        """Stop. Pieces that were not sent yet are lost."""
         ...
 
 
 class NoWakeups:
-    """There is nobody else to tell."""
+    """The carrier of a store with one user: there is no other server to tell."""
 
     async def start(self, on_hint: Callable[[bytes], None]) -> None:
         pass
@@ -39,3 +67,131 @@ class NoWakeups:
 
     async def close(self) -> None:
         pass
+
+
+class ReconnectingWakeups(ABC, Generic[Connection]):
+    """Two connections to a service, made again when lost. `server_id` is the sender of the hint that replaces lost details."""
+
+    def __init__(self, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:
+        self._server_id = server_id
+        self._jitter = jitter
+        self._queue: list[bytes] = []
+        self._filled = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._down: set[str] = set()
+        """Roles of the connections that are lost; one outage, though it takes both, is logged once."""
+
+    # -- for each service ----------------------------------------------------------------------------------------------
+    @abstractmethod
+    async def _connect(self) -> Connection: ...
+
+    @abstractmethod
+    async def _disconnect(self, connection: Connection) -> None: ...
+
+    @abstractmethod
+    def _received(self, connection: Connection) -> AsyncGenerator[bytes | None]:
+        """Yield None when listening has begun, then every piece that comes."""
+
+    @abstractmethod
+    async def _prepare_sending(self, connection: Connection) -> None: ...
+
+    @abstractmethod
+    async def _send(self, connection: Connection, batch: Sequence[bytes]) -> None: ...
+
+    @abstractmethod
+    def _describe(self, error: Exception) -> str:
+        """Return the error's text without secrets."""
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+    async def start(self, on_hint: Callable[[bytes], None]) -> None:
+        async def listen(connection: Connection) -> None:
+            await self._listen(connection, on_hint)
+
+        self._tasks = [
+            asyncio.create_task(self._keep("listening", listen), name="tasuki-hints-in"),
+            asyncio.create_task(self._keep("notifying", self._notify), name="tasuki-hints-out"),
+        ]
+
+    def publish(self, pieces: Sequence[bytes]) -> None:
+        if not pieces:
+            return
+        self._queue += pieces
+        if len(self._queue) > QUEUE_MAX:
+            self._queue = [everything(self._server_id)]
+        self._filled.set()
+
+    async def close(self) -> None:
+        left = set(self._tasks)
+        while left:
+            # More than once: a cancel that meets a driver's own timeout is sometimes taken for it, and lost.
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        self._tasks = []
+
+    # -- the two ends --------------------------------------------------------------------------------------------------
+    async def _listen(self, connection: Connection, on_hint: Callable[[bytes], None]) -> None:
+        async with aclosing(self._received(connection)) as pieces:
+            async for piece in pieces:
+                if piece is None:
+                    self._is_up("listening")
+                _hand_over(on_hint, everything() if piece is None else piece)
+
+    async def _notify(self, connection: Connection) -> None:
+        await self._prepare_sending(connection)
+        self._is_up("notifying")
+        while True:
+            await self._filled.wait()
+            batch, self._queue = self._queue[:BATCH_MAX], self._queue[BATCH_MAX:]
+            if not self._queue:
+                self._filled.clear()
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await self._send(connection, batch)
+            except BaseException:
+                # Whether it was sent is unknown, and more may pile up until there is a connection again.
+                self._queue = [everything(self._server_id)]
+                self._filled.set()
+                raise
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+    async def _keep(self, role: str, serve: Callable[[Connection], Awaitable[None]]) -> None:
+        """Keep a connection for this role until cancelled."""
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S, self._jitter)
+        while True:
+            connected_at = None
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    connection = await self._connect()
+                connected_at = loop.time()
+                try:
+                    await serve(connection)
+                finally:
+                    await self._disconnect(connection)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without hints, and connecting is tried again
+                self._is_down(role, error)
+            if connected_at is not None and loop.time() - connected_at >= STEADY_S:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    def _is_up(self, role: str) -> None:
+        if role in self._down:
+            self._down.remove(role)
+            if not self._down:
+                logger.info("hints between servers travel again")
+
+    def _is_down(self, role: str, error: Exception) -> None:
+        if not self._down:
+            text = self._describe(error) or type(error).__name__
+            logger.warning("hints between servers are lost for now, which makes things slower: %s: %s", role, text)
+        self._down.add(role)
+        # The notifying connection would find out only at the next hint; sending nothing tells it now.
+        self._filled.set()
+
+
+def _hand_over(on_hint: Callable[[bytes], None], piece: bytes) -> None:
+    try:
+        on_hint(piece)
+    except Exception:
+        logger.exception("a hint of %d bytes could not be taken in", len(piece))

@@ -9,7 +9,7 @@ import pytest
 from tasuki.core.job import BlobRef, InputFile, State
 from tasuki.core.store_messages import BlobClaim, BlobPlace, CondemnOrder, MissingBlobs, ReportStatus, Submitted
 from tasuki.errors import Conflict, StaleEpoch
-from tasuki.stores.generations import GENERATIONS_BEGIN_AT
+from tasuki.stores.common import GENERATIONS_BEGIN_AT
 from tasuki.testing.store_leader import Abandoned
 from tasuki.testing.store_stage import Stage, StoreCase
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core.store_messages import BlobClaim, BlobPlace, Condemned, CondemnOrder
-from tasuki.stores.generations import lowest_generation
+from tasuki.stores.common import lowest_generation
 from tasuki.stores.memory.records import MemoryRecords
 from tasuki.stores.store import Clock
 

@@ -21,8 +21,8 @@ from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, Outco
 from tasuki.core.lifecycle import Event
 from tasuki.core.store_messages import COUNTED, AuditRow, Filter, GroupCounts, JobKind, Page, Report, TokenRow, kind_of
 from tasuki.errors import InvalidInput
+from tasuki.stores.common import storable
 from tasuki.stores.store import Clock
-from tasuki.stores.texts import storable
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
 

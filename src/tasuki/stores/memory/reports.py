@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from tasuki.core.job import Job, JobIncident, OnDisconnect, Outcome, Progress, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, Disposition, Event, after, after_failure, after_loss, sources
 from tasuki.core.store_messages import HeldLease, LeaseStatus, Report, ReportAnswer, ReportStatus
+from tasuki.stores.common import storable
 from tasuki.stores.memory.blobs import MemoryBlobs
 from tasuki.stores.memory.records import MemoryJob, ReportDigest
-from tasuki.stores.texts import storable
 
 _KINDS: dict[Event, str] = {
     Event.RETRY: "failed",

@@ -49,10 +49,10 @@ from tasuki.core.store_messages import (
     Submitted,
 )
 from tasuki.errors import Conflict, InvalidInput, StaleEpoch
+from tasuki.stores.common import storable
 from tasuki.stores.memory.records import Entry, MemoryJob, matches
 from tasuki.stores.memory.reports import MemoryReports
 from tasuki.stores.store import Clock, Feature
-from tasuki.stores.texts import storable
 
 LEASE_ID_BYTES = 16
 

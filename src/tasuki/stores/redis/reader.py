@@ -21,11 +21,11 @@ from tasuki.core.store_messages import (
     TokenRow,
 )
 from tasuki.errors import InvalidInput
+from tasuki.stores.common import storable
 from tasuki.stores.memory.records import matches
 from tasuki.stores.redis import verbs
 from tasuki.stores.redis.codec import outcome_texts
 from tasuki.stores.redis.verbs import FilterFields, ScriptCall
-from tasuki.stores.texts import storable
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, Stat
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.store_messages import COUNTED, kind_of
 from tasuki.core.subject import group_of
-from tasuki.stores.generations import GENERATIONS_BEGIN_AT
+from tasuki.stores.common import GENERATIONS_BEGIN_AT
 from tasuki.stores.redis.codec import RARE, JobRecord, SpecFacts, template_value
 
 _FIELDS_AT_ONCE = 15  # and the id

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from tasuki.core.store_messages import VERBS, Answers, Turn
+from tasuki.stores.common import storable
 from tasuki.stores.redis import verbs
 from tasuki.stores.redis.codec import Reply
 from tasuki.stores.redis.verbs import Random, ScriptCall
 from tasuki.stores.store import Clock
-from tasuki.stores.texts import storable
 
 Calls = list[tuple[str, ScriptCall[Any]]]
 """(verb, call) in the order of `VERBS`; a verb of `_ONE_BY_ONE` has one call for each of its items."""

@@ -40,9 +40,9 @@ from tasuki.core.store_messages import (
     TokenRow,
 )
 from tasuki.errors import Conflict
+from tasuki.stores.common import storable
 from tasuki.stores.redis import codec as values
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
-from tasuki.stores.texts import storable
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from tasuki.stores.reconnecting_wakeups import TIMEOUT_S, ReconnectingWakeups
 from tasuki.stores.redis.connection import connect_async
+from tasuki.stores.wakeups import TIMEOUT_S, ReconnectingWakeups
 
 IDLE_S = 5.0  # of silence: then the listener asks whether anybody is there; after as much again it connects anew
 
@@ -43,7 +43,7 @@ class RedisWakeups(ReconnectingWakeups[redis.asyncio.Redis]):
     async def _disconnect(self, connection: redis.asyncio.Redis) -> None:
         await connection.aclose()
 
-    async def _heard(self, connection: redis.asyncio.Redis) -> AsyncGenerator[bytes | None]:
+    async def _received(self, connection: redis.asyncio.Redis) -> AsyncGenerator[bytes | None]:
         subscription: Any = connection.pubsub()
         try:
             await subscription.subscribe(self._channel)
@@ -72,6 +72,6 @@ class RedisWakeups(ReconnectingWakeups[redis.asyncio.Redis]):
                 pipeline.publish(self._channel, piece)
             await pipeline.execute()
 
-    def _told(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         """Redis' own errors name host and port, and no password."""
         return " ".join(str(error).split())

@@ -1,174 +1,323 @@
-"""How the SQL store grants work: lease by patterns or by job_ids, assign, held. What is ready it learns from `sql_ready.py`."""
+"""The verbs of the SQL store that grant work: lease by patterns or by job ids, assign, held; and the index of ready jobs.
+
+`ReadyIndex` walks the database's index of ready rows by its distinct values, one seek each, and never looks at more than it
+needs: priorities from the highest, groups of a priority GROUPS_AT_ONCE at a time, and inside a group only the subjects in the
+ranges that the request's patterns can match, SUBJECTS_AT_ONCE at a time. So neither the length of a queue, nor patterns that
+match nothing, nor a client that makes a new subject or group for every job costs other groups more than a moment. The price: in
+a priority with more groups than that, each request serves some of them and the next request the following ones; in a group with
+more ready subjects than that, subjects take turns, and age decides among those of the current window.
+
+A scan is remembered for the one `lease` call, in which nothing can become ready.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
-from tasuki.core.fairness import FairTurns
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, is_late
 from tasuki.core.store_messages import Assignment, Grant, LeaseRequest
+from tasuki.core.subject import group_of, literal_prefix, matches
 from tasuki.errors import Unavailable
-from tasuki.stores.sql.base import must_change
-from tasuki.stores.sql.database import Queues
-from tasuki.stores.sql.ready_index import Place, ReadyIndex
-from tasuki.stores.sql.report import SqlReport
+from tasuki.stores.sql import report
+from tasuki.stores.sql.database import ABOVE_ALL_PRIORITIES, NOTHING_STORED, Parameters, Queues, SqlSession
 from tasuki.stores.sql.rows import READY
+from tasuki.stores.sql.transaction import Transaction, must_change
 from tasuki.stores.store import Clock
 
 LEASE_ID_BYTES = 16
+GROUPS_AT_ONCE = 256
+SUBJECTS_AT_ONCE = 128
+_REMEMBERED_MAX = 10_000
+_ABOVE_ALL_TEXT = "\U0010ffff"
+_NEXT = "\x01"  # appended to a name: the smallest text above it (names have no control characters). PostgreSQL refuses NUL
 _PENDING = State.PENDING.value
 _ORPHANED = State.ORPHANED.value
 
+# ---------------------------------------------------------------------------------------------------- ready jobs
 
-class SqlLease(SqlReport):
-    """Verbs that hand out attempts."""
+Region = tuple[str | None, str, str, bool]
+"""Range of the index that holds a pattern's subjects: group (None: any), first subject, end, whether matching is still needed."""
 
-    _fair: FairTurns
-    _starts: dict[Place, str]
-    """Where subjects that take turns go on. A hint, like the memory of `_fair`."""
+Place = tuple[int] | tuple[int, str, str]
+"""Object of a scan: the groups of a priority; or the subjects of a priority and group that a pattern matches."""
 
-    def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
-        if not requests:
-            return []
-        with self._turn:
-            ready = ReadyIndex(self._session.rows, self._starts)
-            answers = [
-                self._lease_named(request) if request.job_ids else self._lease_next(request, ready) for request in requests
-            ]
-            self._at("lease.written")
-            return answers
+Read = Callable[[str, str, int], list[str]]
+"""(low, high, n): return the first n names from low on, below high."""
 
-    def _lease_next(self, request: LeaseRequest, ready: ReadyIndex) -> list[Grant]:
-        grants: list[Grant] = []
-        if request.limit <= 0:
-            return grants
-        for priority in ready.bands():
 
-            def take(group: str, limit: int, band: int = priority) -> list[Grant]:
-                return self._take(ready, band, group, limit, request)
+@lru_cache(4096)
+def region_of(pattern: str) -> Region:
+    """Return the narrowest range that holds all subjects that the pattern matches."""
+    prefix = literal_prefix(pattern)
+    if prefix == pattern:
+        return group_of(pattern), pattern, pattern + _NEXT, False
+    if not prefix:
+        return None, "", _ABOVE_ALL_TEXT, pattern != ">"
+    # `job.*.x` may be of any group: the token that names it comes after the prefix.
+    is_open = prefix in ("job", "job.assign", "job.submit")
+    group = None if is_open else group_of(prefix + ".x")
+    return group, prefix + ".", prefix + "/", pattern != prefix + ".>"
 
-            for groups in ready.groups(priority, request.patterns):
-                grants += self._fair.fill(groups, request.limit - len(grants), take)
-                if len(grants) >= request.limit:
-                    return grants
-        return grants
 
-    def _take(self, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
-        taken: list[Grant] = []
-        for subjects in ready.windows(priority, group, request):
-            members = [(subject, kind) for subject in subjects for kind in map(int, request.takes.kinds)]
-            prefix = self._lease_id_prefix()
-            rows = self._session.claim(
-                Queues(priority, group, members, limit - len(taken)), self._terms(prefix, request, epoch=None)
-            )
-            taken += self._granted(rows, group, prefix, request)
-            if len(taken) == limit:
-                break
-        return taken
+class Scan:
+    """A walk over the names from `low` on, below `high`, `at_once` at a time, keeping those that match `pattern` (None: all).
 
-    def _lease_named(self, request: LeaseRequest) -> list[Grant]:
-        grants: list[Grant] = []
-        for job_id in dict.fromkeys(request.job_ids):
-            if len(grants) >= request.limit:
-                break
-            found = self._session.rows("named", (job_id,))
-            if not found:
-                continue
-            *row, group, ready, expires_at, not_after = found[0]
-            if is_late(not_after, self.clock.wall()):
-                continue
-            is_over = expires_at is not None and expires_at <= self.clock.lease()
-            if ready == READY or (is_over and self._take_from_lost(job_id, request.worker_id)):
-                grants.append(self._grant(row, group, request))
-        return grants
+    The walk begins at `start`, and wraps around to it.
+    """
 
-    def _take_from_lost(self, job_id: str, by: str) -> bool:
-        """A lease that is over, asked for by job_id before the reaper came: the loss counts. False if that ended the job."""
-        row = self._row(job_id)
-        assert row is not None
-        verdict = self._loss(row)
-        if verdict.state.terminal:
-            self._end_attempt(row, verdict, None)
-            self._write_settled()
+    def __init__(self, read: Read, at_once: int, low: str, high: str, start: str, pattern: str | None = None) -> None:
+        self._read = read
+        self._at_once = at_once
+        self._pattern = pattern
+        begin = max(low, start)
+        self._ranges = [(begin, high)] if begin == low else [(begin, high), (low, begin)]
+        self.names: list[str] = []
+        self.last = ""
+        """Where the next scan of this place should begin, unless this one is complete."""
+        self.advance()
+        self.is_complete = not self._ranges
+
+    def advance(self) -> bool:
+        """Read the next window into `names`; False if the walk is over."""
+        if not self._ranges:
             return False
-        reason = f"{verdict.reason}; taken over by {by}"
-        self._incident(row, "taken_over", worker_id=row.assigned_worker_id or "", reason=reason)
-        must_change(1, self._session.change("take_from_lost", (row.id, row.version, verdict.losses, self.clock.lease())))
+        found: list[str] = []
+        while self._ranges and len(found) < self._at_once:
+            low, high = self._ranges[0]
+            wanted = self._at_once - len(found)
+            names = self._read(low, high, wanted)
+            found += names
+            if len(names) < wanted:
+                del self._ranges[0]
+            else:
+                self.last = names[-1] + _NEXT
+                self._ranges[0] = (self.last, high)
+        pattern = self._pattern
+        self.names = found if pattern is None else [name for name in found if matches(pattern, name)]
         return True
 
-    def _grant(self, row: list[Any], group: str, to: LeaseRequest | Assignment, epoch: int | None = None) -> Grant:
-        """Lease a row that was just read as ready, and locked: (id, job_id, spec, submitter, attempt, state, result_sha256)."""
-        prefix = self._lease_id_prefix()
-        changed = self._session.change("grant", (*self._terms(prefix, to, epoch), self._session.ids([row[0]])))
-        if changed != 1:
-            raise Unavailable(f"job {row[1]!r} was leased by another writer meanwhile; nothing of this was stored")
-        return self._granted([row], group, prefix, to)[0]
 
-    def _lease_id_prefix(self) -> str:
-        """128 random bits nobody can guess, once per call; the row id behind them makes each lease_id its own."""
-        return self._random(LEASE_ID_BYTES).hex() + "."
+class ReadyIndex:
+    """The ready jobs, as far as one `lease` call has asked. `starts` says where incomplete scans of earlier calls stopped."""
 
-    def _terms(self, prefix: str, to: LeaseRequest | Assignment, epoch: int | None) -> tuple[Any, ...]:
-        """The parameters of a grant."""
-        return (
-            prefix,
-            to.worker_id,
-            to.incarnation,
-            lease_over_at(self.clock, to),
-            to.ttl_s,
-            to.on_disconnect.value,
-            to.reconnect_grace_s,
-            self.clock.wall(),
-            epoch,
-        )
+    def __init__(self, rows: Callable[[str, Parameters], list[Any]], starts: dict[Place, str]) -> None:
+        self._rows = rows
+        self._starts = starts
+        self._priorities: list[int] = []
+        self._has_lower = True
+        self._complete: dict[Place, Scan] = {}
 
-    def _granted(self, rows: list[Any], group: str, prefix: str, to: LeaseRequest | Assignment) -> list[Grant]:
-        """What follows from grants of rows of one group."""
-        if not rows:
-            return []
-        self._count_grants(rows, group)
-        self._clear_results([row[0] for row in rows if row[6] is not None])
-        ttl_s = to.ttl_s
-        return [Grant(row[1], row[2], row[3], f"{prefix}{row[0]}", row[4] + 1, ttl_s) for row in rows]
+    def priorities(self) -> Iterator[int]:
+        """Yield the priorities with ready jobs, the highest first."""
+        position = 0
+        while position < len(self._priorities) or self._find_lower():
+            yield self._priorities[position]
+            position += 1
 
-    def _count_grants(self, rows: list[Any], group: str) -> None:
-        states = [row[5] for row in rows]
-        pending, orphaned = states.count(_PENDING), states.count(_ORPHANED)
-        self._count(group, State.PENDING, -pending)
-        self._count(group, State.ORPHANED, -orphaned)
-        self._count(group, State.ASSIGNED, pending + orphaned)
+    def _find_lower(self) -> bool:
+        if self._has_lower:
+            below = self._priorities[-1] if self._priorities else ABOVE_ALL_PRIORITIES
+            found = self._rows("band", (below,))
+            if found:
+                self._priorities.append(found[0][0])
+                return True
+            self._has_lower = False
+        return False
 
-    def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
-        with self._turn:
-            self._check_epoch(epoch)
-            return [self._assign(assignment, epoch) for assignment in assignments]
+    def groups(self, priority: int, patterns: tuple[str, ...]) -> Iterator[Collection[str]]:
+        """Yield the groups that may have jobs for these patterns, some at a time."""
+        named = {region_of(pattern)[0] for pattern in patterns}
+        if None not in named:
+            yield {group for group in named if group is not None}
+            return
+        scan = self._scan((priority,), GROUPS_AT_ONCE, "", _ABOVE_ALL_TEXT)
+        yield scan.names
+        while not scan.is_complete and scan.advance():
+            self._remember(scan, (priority,))
+            yield scan.names
 
-    def _assign(self, assignment: Assignment, epoch: int) -> Grant | None:
-        found = self._session.rows("named", (assignment.job_id,))
+    def windows(self, priority: int, group: str, request: LeaseRequest) -> Iterator[list[str]]:
+        """Yield the subjects of the group that the request may take from, some at a time."""
+        scans = []
+        for pattern in request.patterns:
+            region, low, high, needs_match = region_of(pattern)
+            if region in (None, group):
+                place = (priority, group, pattern)
+                scans.append(self._scan(place, SUBJECTS_AT_ONCE, low, high, pattern if needs_match else None))
+        while scans:
+            names = scans[0].names if len(scans) == 1 else list(dict.fromkeys(name for scan in scans for name in scan.names))
+            if request.live_workers:
+                names = [name for name in names if not request.leaves(name)]
+            if names:
+                yield names
+            scans = [scan for scan in scans if scan.advance()]
+
+    def _scan(self, place: Place, at_once: int, low: str, high: str, pattern: str | None = None) -> Scan:
+        scan = self._complete.get(place)
+        if scan is None:
+            scan = Scan(self._reader(place), at_once, low, high, self._starts.pop(place, ""), pattern)
+            if scan.is_complete:
+                self._complete[place] = scan
+            else:
+                self._remember(scan, place)
+        return scan
+
+    def _reader(self, place: Place) -> Read:
+        name = "groups" if len(place) == 1 else "subjects"
+        fixed = place[:2]
+        return lambda low, high, n: [row[0] for row in self._rows(name, (*fixed, low, high, n))]
+
+    def _remember(self, scan: Scan, place: Place) -> None:
+        """Let the next scan of the place begin where this one is."""
+        if len(self._starts) >= _REMEMBERED_MAX:
+            self._starts.clear()
+        self._starts[place] = scan.last
+
+
+# ---------------------------------------------------------------------------------------------------- verbs
+
+
+def lease(tx: Transaction, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
+    ready = ReadyIndex(tx.session.rows, tx.ready_starts)
+    answers = [_lease_named(tx, request) if request.job_ids else _lease_next(tx, request, ready) for request in requests]
+    tx.at("lease.written")
+    return answers
+
+
+def _lease_next(tx: Transaction, request: LeaseRequest, ready: ReadyIndex) -> list[Grant]:
+    grants: list[Grant] = []
+    if request.limit <= 0:
+        return grants
+    for priority in ready.priorities():
+
+        def take(group: str, limit: int, priority: int = priority) -> list[Grant]:
+            return _take(tx, ready, priority, group, limit, request)
+
+        for groups in ready.groups(priority, request.patterns):
+            grants += tx.fairness.fill(groups, request.limit - len(grants), take)
+            if len(grants) >= request.limit:
+                return grants
+    return grants
+
+
+def _take(tx: Transaction, ready: ReadyIndex, priority: int, group: str, limit: int, request: LeaseRequest) -> list[Grant]:
+    taken: list[Grant] = []
+    for subjects in ready.windows(priority, group, request):
+        members = [(subject, kind) for subject in subjects for kind in map(int, request.takes.kinds)]
+        prefix = _lease_id_prefix(tx)
+        queues = Queues(priority, group, members, limit - len(taken))
+        rows = tx.session.claim(queues, _terms(tx, prefix, request, epoch=None))
+        taken += _granted(tx, rows, group, prefix, request)
+        if len(taken) == limit:
+            break
+    return taken
+
+
+def _lease_named(tx: Transaction, request: LeaseRequest) -> list[Grant]:
+    grants: list[Grant] = []
+    for job_id in dict.fromkeys(request.job_ids):
+        if len(grants) >= request.limit:
+            break
+        found = tx.session.rows("named", (job_id,))
         if not found:
-            return None
-        *row, group, ready, _expires_at, not_after = found[0]
-        if ready != READY or is_late(not_after, self.clock.wall()):
-            return None
-        return self._grant(row, group, assignment, epoch)
+            continue
+        *row, group, ready, expires_at, not_after = found[0]
+        if is_late(not_after, tx.clock.wall()):
+            continue
+        is_over = expires_at is not None and expires_at <= tx.clock.lease()
+        if ready == READY or (is_over and _take_from_lost(tx, job_id, request.worker_id)):
+            grants.append(_grant(tx, row, group, request))
+    return grants
 
-    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
-        grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
-        now = self.clock.lease()
-        for row in self._read(lambda session: session.rows("held", session.holders(list(grants)))):
-            worker_id, incarnation, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
-            expires_at = over_at - (grace_s if on_disconnect == OnDisconnect.KEEP.value else 0.0)
-            if expires_at > now:
-                # What is left, not the whole: this does not renew. The worker counts from its last answered heartbeat, so its
-                # own deadline lies before ours.
-                left_s = max(0.0, expires_at - LEASE_MARGIN_S - now)
-                grants[worker_id, incarnation].append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
-        return [list(grants[holder]) for holder in holders]
+
+def _take_from_lost(tx: Transaction, job_id: str, by: str) -> bool:
+    """Take over an expired lease that the reaper has not ended yet: it counts as a loss. False if that ended the job."""
+    row = tx.rows((job_id,))[job_id]
+    disposition = report.disposition_of_loss(row)
+    if disposition.state.terminal:
+        report.end_attempt(tx, row, disposition, None)
+        tx.write_state_changes()
+        return False
+    reason = f"{disposition.reason}; taken over by {by}"
+    tx.incident(row, "taken_over", worker_id=row.assigned_worker_id or "", reason=reason)
+    must_change(1, tx.session.change("take_from_lost", (row.id, row.version, disposition.losses, tx.clock.lease())))
+    return True
+
+
+def _grant(tx: Transaction, row: list[Any], group: str, to: LeaseRequest | Assignment, epoch: int | None = None) -> Grant:
+    """Lease a row that was just read as ready, and locked: (id, job_id, spec, submitter, attempt, state, result_sha256)."""
+    prefix = _lease_id_prefix(tx)
+    changed = tx.session.change("grant", (*_terms(tx, prefix, to, epoch), tx.session.ids([row[0]])))
+    if changed != 1:
+        raise Unavailable(f"job {row[1]!r} was leased by another writer meanwhile; {NOTHING_STORED}")
+    return _granted(tx, [row], group, prefix, to)[0]
+
+
+def _lease_id_prefix(tx: Transaction) -> str:
+    """Return 128 random bits that nobody can guess, once per call; the row id behind them makes each lease_id its own."""
+    return tx.random(LEASE_ID_BYTES).hex() + "."
+
+
+def _terms(tx: Transaction, prefix: str, to: LeaseRequest | Assignment, epoch: int | None) -> tuple[Any, ...]:
+    """Return the parameters of the statement `grant`."""
+    return (
+        prefix,
+        to.worker_id,
+        to.incarnation,
+        lease_over_at(tx.clock, to),
+        to.ttl_s,
+        to.on_disconnect.value,
+        to.reconnect_grace_s,
+        tx.clock.wall(),
+        epoch,
+    )
+
+
+def _granted(tx: Transaction, rows: list[Any], group: str, prefix: str, to: LeaseRequest | Assignment) -> list[Grant]:
+    """Count the granted rows of one group, drop their old results, and return the grants."""
+    if not rows:
+        return []
+    states = [row[5] for row in rows]
+    pending, orphaned = states.count(_PENDING), states.count(_ORPHANED)
+    tx.count_move(group, State.PENDING, State.ASSIGNED, pending)
+    tx.count_move(group, State.ORPHANED, State.ASSIGNED, orphaned)
+    tx.clear_results([row[0] for row in rows if row[6] is not None])
+    ttl_s = to.ttl_s
+    return [Grant(row[1], row[2], row[3], f"{prefix}{row[0]}", row[4] + 1, ttl_s) for row in rows]
+
+
+def assign(tx: Transaction, assignments: Sequence[Assignment], epoch: int) -> list[Grant | None]:
+    tx.check_epoch(epoch)
+    return [_assign(tx, assignment, epoch) for assignment in assignments]
+
+
+def _assign(tx: Transaction, assignment: Assignment, epoch: int) -> Grant | None:
+    found = tx.session.rows("named", (assignment.job_id,))
+    if not found:
+        return None
+    *row, group, ready, _expires_at, not_after = found[0]
+    if ready != READY or is_late(not_after, tx.clock.wall()):
+        return None
+    return _grant(tx, row, group, assignment, epoch)
+
+
+def held(session: SqlSession, holders: Sequence[tuple[str, str]], now: float) -> list[list[Grant]]:
+    grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
+    for row in session.rows("held", session.holders(list(grants))):
+        worker_id, incarnation, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row
+        expires_at = over_at - (grace_s if on_disconnect == OnDisconnect.KEEP.value else 0.0)
+        if expires_at > now:
+            # The rest of the lease, not the whole: this does not renew. The worker counts from its last answered heartbeat,
+            # so its own deadline lies before the store's.
+            left_s = max(0.0, expires_at - LEASE_MARGIN_S - now)
+            grants[worker_id, incarnation].append(Grant(job_id, spec, submitter, lease_id, attempt, left_s))
+    return [list(grants[holder]) for holder in holders]
 
 
 def lease_over_at(clock: Clock, to: LeaseRequest | Assignment) -> float:
-    """When reaping may end a lease that is granted now."""
+    """Return when reaping may end a lease that is granted now."""
     grace_s = to.reconnect_grace_s if to.on_disconnect is OnDisconnect.KEEP else 0.0
     return clock.lease() + to.ttl_s + LEASE_MARGIN_S + grace_s

@@ -1,4 +1,4 @@
-"""PostgreSQL under the SQL store: opening, the session's settings, transactions with their marks, reconnecting.
+"""PostgreSQL under the SQL store: opening, settings, transactions with their marks, reconnecting, hints between servers.
 
 A writer's turn is one transaction on one connection. Before its first write it puts the number of the turn into its own row of
 `TurnMark`, and so holds that row until the transaction has ended, however it ends. If the connection breaks, the next one asks
@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import secrets
 import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from tasuki.core.conninfo import with_deadlines
+from tasuki.core.conninfo import with_deadlines, without_secrets
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.errors import ConfigError, InterruptCause, TurnInterrupted, Unavailable
-from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED
-from tasuki.stores.sql.django_connection import InDjango
-from tasuki.stores.sql.postgres_errors import Translated, is_lost, name_of, translate
-from tasuki.stores.sql.postgres_session import PostgresSession
+from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, InDjango
+from tasuki.stores.sql.postgres_session import PostgresSession, Translated, is_lost, name_of, translate
 from tasuki.stores.store import Feature
+from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
+from tasuki.stores.wakeups import ReconnectingWakeups
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -38,12 +40,12 @@ SHARDS = 64
 VERSION_MIN = 130_000
 TIMEOUT_S = 4.0  # of a statement, of a lock, of a pause inside a transaction
 TIMEOUT_SHARE = 0.4  # of the leader lock's ttl: a frozen leader's transaction must not keep the next one from taking over
-CONNECT_TIMEOUT_S = 2  # whoever closes the store waits for no more than this
+CONNECT_TIMEOUT_S = 2  # closing the store waits for no more than this
 READ_TIMEOUT_S = 10.0
-MARK_KEPT_S = 7 * 86_400.0  # rows of writers that are gone
+MARK_KEPT_S = 7 * 86_400.0  # how long the mark of a writer that is gone is kept
 
-# The statements are look-ups by index, all of them, whatever the statistics of a table say that was empty a minute ago: so the
-# planner is left no other choice, and plans once for each statement.
+# All statements are look-ups by index, whatever the statistics of a table say that was empty a minute ago: so the planner is
+# left no other choice, and plans once for each statement.
 PLANNING = {
     "jit": "off",
     "enable_seqscan": "off",
@@ -53,12 +55,12 @@ PLANNING = {
 }
 PREPARED_MAX = 1_000  # more than there are statements: none is ever prepared twice
 _NOW = "SELECT extract(epoch FROM clock_timestamp())::float8"
-# Said, since a database may have another default, with which statements would not see what they waited for.
+# Explicit, since a database may have another default, with which statements would not see what they waited for.
 _BEGIN = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {_NOW}"
 
 
 class DatabaseClock:
-    """Both clocks of a store whose time is its database's. In a turn it stands; between turns it goes on by our own."""
+    """Both clocks of a store whose time is its database's. It stands still in a turn, and runs on between turns."""
 
     def __init__(self) -> None:
         self._at = time.time()
@@ -66,7 +68,7 @@ class DatabaseClock:
         self.stands = False
 
     def set(self, at: float) -> None:
-        """What the database said just now."""
+        """Set the clock to what the database answered just now."""
         self._at, self._since = at, time.monotonic()
 
     def lease(self) -> float:
@@ -76,7 +78,7 @@ class DatabaseClock:
 
 
 class PostgresDatabase:
-    """One connection that Django made, kept up; used by one thread at a time, any thread."""
+    """One connection that Django made, connected again when it is lost; used by one thread at a time, any thread."""
 
     vendor = "postgresql"
     features = FEATURES
@@ -120,7 +122,7 @@ class PostgresDatabase:
             (MARK_KEPT_S,),
         )
         self._read_mark()
-        self.begin()  # what time it is
+        self.begin()  # sets the clock
         self.commit()
 
     # -- the connection -------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class PostgresDatabase:
         self.clock.stands = True
 
     def _mark(self) -> None:
-        """Before the first write of a turn."""
+        """Write the turn's number into the mark, before the first write of a turn."""
         if not self._is_marked and self.clock.stands:
             self._is_marked = True
             self._number += 1
@@ -191,13 +193,13 @@ class PostgresDatabase:
         self.clock.stands = False
 
     def _was_stored(self, number: int) -> bool:
-        """Whether that turn was committed; waits until it is decided."""
+        """Return whether that turn was committed; waits until it is decided."""
         with self.translated(NOT_KNOWN):
             _ = self.session
             return self._read_mark() == number
 
     def _read_mark(self) -> int:
-        """The last turn of ours that was committed. Also makes the row, so that there is one to wait for."""
+        """Return the number of this writer's last committed turn. Also makes the row, so that there is one to wait for."""
         assert self._session is not None
         [[number]] = self._session.rows("last_mark", (self._writer,))
         return int(number)
@@ -208,17 +210,17 @@ class PostgresDatabase:
             return
         try:
             self._control.execute("ROLLBACK", prepare=False)
-        except psycopg.Error:  # what broke the turn was told already
+        except psycopg.Error:  # the error that broke the turn was reported already
             self._drop_connection()
 
     def close(self) -> None:
-        """Give the connection back; again: no change."""
+        """Close the connection. A second call does nothing."""
         from tasuki.django import standalone
 
         if self._is_open:
             self._is_open = False
             if self._session is not None:
-                with contextlib.suppress(psycopg.Error):  # it is only tidy: rows of the gone are deleted after a week
+                with contextlib.suppress(psycopg.Error):  # only tidiness: old marks are deleted after a week
                     self._session.change("forget_mark", (self._writer,))
             self._drop_connection()
             standalone.forget(self._alias)
@@ -227,7 +229,7 @@ class PostgresDatabase:
         return Translated(self._given, fate, self._after_error)
 
     def _after_error(self, error: psycopg.Error) -> bool:
-        """Whether the connection is lost with it."""
+        """Return whether the connection is lost with it."""
         lost = self._wrapper.connection is None or is_lost(error, self.connection)
         if lost:
             self._drop_connection()
@@ -238,7 +240,7 @@ class PostgresDatabase:
 
 
 class PostgresInDjango(InDjango):
-    """A PostgreSQL of the user's own project. Its session's settings are not touched, and nothing is tried again."""
+    """A PostgreSQL of the user's own Django project. Its session's settings are not touched, and nothing is tried again."""
 
     vendor = "postgresql"
     features = FEATURES
@@ -251,7 +253,7 @@ class PostgresInDjango(InDjango):
 
     @property
     def session(self) -> PostgresSession:
-        """On the calling thread's connection, which Django may have made anew."""
+        """The session on the calling thread's connection, which Django may have made anew."""
         connection: psycopg.Connection[Any] = self.wrapper().connection
         if self._session is None or self._session.connection is not connection:
             self._session = PostgresSession(connection, prepare=False)
@@ -285,7 +287,7 @@ class PostgresInDjango(InDjango):
 
 
 class PostgresReadOnly:
-    """A connection that cannot write, for the calling thread; made again when it was lost."""
+    """A connection that cannot write, for the calling thread; connected again when it was lost."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
@@ -326,25 +328,29 @@ class PostgresReadOnly:
 
 
 def connection_parameters(url: str) -> dict[str, Any]:
-    """libpq's parameters of an address, with those that make a dead peer known soon."""
-    try:
-        given = psycopg.conninfo.conninfo_to_dict(url)
-    except psycopg.ProgrammingError:
-        # The driver's words may quote the address, with its password.
-        raise ConfigError("the address of the store is not one of PostgreSQL: postgresql://user@host:5432/database") from None
+    """Return libpq's parameters of an address, with those that make a dead peer known soon."""
+    given = _parse(url)
     if not given.get("dbname") and not given.get("service"):
         raise ConfigError(f"{name_of(given)}: name the database, as in postgresql://user@host:5432/database")
     return with_deadlines({"connect_timeout": CONNECT_TIMEOUT_S, **given}, TIMEOUT_S)
 
 
+def _parse(url: str) -> dict[str, Any]:
+    try:
+        return psycopg.conninfo.conninfo_to_dict(url)
+    except psycopg.ProgrammingError:
+        # The driver's words may quote the address, with its password.
+        raise ConfigError("the address of the store is not one of PostgreSQL: postgresql://user@host:5432/database") from None
+
+
 def apply_settings(connection: psycopg.Connection[Any], settings: dict[str, str]) -> None:
-    """For the whole session, in one round trip."""
+    """Set parameters for the whole session, in one round trip."""
     wanted = ", ".join(f"set_config('{name}', '{value}', false)" for name, value in settings.items())
     psycopg.RawCursor(connection).execute(f"SELECT {wanted}", prepare=False)
 
 
 def check_server(connection: psycopg.Connection[Any], where: str) -> None:
-    """Refuses what cannot work; warns of what may lose acknowledged jobs."""
+    """ConfigError for a server that cannot work; a warning for settings that may lose acknowledged jobs."""
     info = connection.info
     if info.server_version < VERSION_MIN:
         raise ConfigError(f"{where} is version {info.server_version / 10_000:g}; tasuki needs {VERSION_MIN // 10_000} or newer")
@@ -361,6 +367,7 @@ def check_server(connection: psycopg.Connection[Any], where: str) -> None:
 
 
 def check_rights(connection: psycopg.Connection[Any], where: str) -> None:
+    """ConfigError unless the user may read and write the tables."""
     rights = ("SELECT", "INSERT", "UPDATE", "DELETE")
     asked = ", ".join(f"has_table_privilege('tasuki_jobrun', '{right}')" for right in rights)
     found = psycopg.RawCursor(connection).execute(f"SELECT {asked}").fetchone()
@@ -370,3 +377,48 @@ def check_rights(connection: psycopg.Connection[Any], where: str) -> None:
             f"{where}: user {connection.info.user!r} may not {', '.join(missing)} in tasuki's tables; "
             f"GRANT it, or use the user that owns them"
         )
+
+
+# ---------------------------------------------------------------------------------------------------- hints
+
+CHANNEL = "tasuki_hint"
+
+_NOTIFY_SETTINGS = b"SELECT set_config('synchronous_commit', 'off', false), set_config('statement_timeout', %s, false)"
+_NOTIFY = b"SELECT pg_notify(%s, piece) FROM unnest(%s::text[]) AS piece"
+
+
+class PostgresWakeups(ReconnectingWakeups["psycopg.AsyncConnection[tuple[Any, ...]]"]):
+    """Hints over LISTEN and NOTIFY: one connection listens, another one notifies, both apart from the store's.
+
+    NOTIFY is not part of the store's own transactions: from there on until its end such a commit holds a lock that every other
+    notifying commit of the database server waits for, fsync included, so the turns of all servers would queue up. Here a
+    notifying transaction writes nothing, waits for no disk (`synchronous_commit = off`), and carries all waiting hints.
+    `server_id` is the sender of the hint that replaces details that could not be sent.
+    """
+
+    def __init__(self, url: str, *, server_id: str, jitter: Callable[[], float] = random.random) -> None:
+        super().__init__(server_id=server_id, jitter=jitter)
+        self._parameters: dict[str, Any] = with_deadlines(_parse(url), HINT_TIMEOUT_S)
+
+    async def _connect(self) -> psycopg.AsyncConnection[tuple[Any, ...]]:
+        # No prepared statements: behind a pooler they would break.
+        return await psycopg.AsyncConnection.connect(**self._parameters, autocommit=True, prepare_threshold=None)
+
+    async def _disconnect(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
+        await connection.close()
+
+    async def _received(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> AsyncGenerator[bytes | None]:
+        await connection.execute(f"LISTEN {CHANNEL}".encode())
+        yield None
+        async with contextlib.aclosing(connection.notifies()) as notifies:
+            async for notify in notifies:
+                yield notify.payload.encode()
+
+    async def _prepare_sending(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
+        await connection.execute(_NOTIFY_SETTINGS, (str(int(HINT_TIMEOUT_S * 1000)),))
+
+    async def _send(self, connection: psycopg.AsyncConnection[tuple[Any, ...]], batch: Sequence[bytes]) -> None:
+        await connection.execute(_NOTIFY, (CHANNEL, [piece.decode() for piece in batch]))
+
+    def _describe(self, error: Exception) -> str:
+        return without_secrets(str(error), self._parameters)

@@ -1,33 +1,188 @@
-"""Runs the statements of `statements/postgresql.sql` on one connection of psycopg. Touches nothing but that connection."""
+"""One PostgreSQL connection under the SQL store: runs named statements, encodes their parameters, translates its errors.
+
+Each parameter travels as the type that its statement names, in the binary format. The driver would guess types from the values
+(a small number, a large one, None, an empty list: four different statements to prepare), and writes lists element by element in
+Python, as text that the server parses again. Here the statement's own casts decide, once, when it is loaded; so every statement
+has one form, and a column of 256 texts is one pass and one join.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from struct import Struct
+from typing import Any, NamedTuple
 
-from psycopg import RawCursor
+import psycopg
+from psycopg import adapt, pq
 
-from tasuki.stores.sql.database import WALL, Batch, Inserted, Parameters, Queues
-from tasuki.stores.sql.postgres_values import Statement, columns, find_statement, register, statements
-
-if TYPE_CHECKING:
-    import psycopg
+from tasuki.core.conninfo import without_secrets
+from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, TurnInterrupted, Unavailable
+from tasuki.stores.sql.database import WALL, Batch, Inserted, Parameters, Queues, load_statements
 
 WALK_FIRST = 256  # rows of the first step of a `find`; each further step takes four times as many
-LOOK_AGAIN_MAX = 4  # how often a claim looks further when other servers took what it had found; four times as far each time
+LOOK_AGAIN_MAX = 4  # how often a claim looks further when other servers took the jobs it found; four times as far each time
+
+# ---------------------------------------------------------------------------------------------------- values
+
+Encode = Callable[[Any], bytes]
+
+_HEAD = Struct("!iiIii").pack  # dimensions, whether there are NULLs, type of the elements, their number, first index
+_LENGTH = Struct("!i").pack
+_NULL = _LENGTH(-1)
+_smallint, _integer, _bigint, _float8 = (Struct(code).pack for code in ("!h", "!i", "!q", "!d"))
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    # PostgreSQL refuses NUL. Free texts were cleaned of it before; only a made-up name can still have one.
+    return data.replace(b"\0", b"\xef\xbf\xbd") if b"\0" in data else data
+
+
+_TYPES: dict[str, tuple[int, int, Encode]] = {
+    # name in casts -> oid, oid of the array, encoder
+    "smallint": (21, 1005, _smallint),
+    "integer": (23, 1007, _integer),
+    "bigint": (20, 1016, _bigint),
+    "float8": (701, 1022, _float8),
+    "text": (25, 1009, _text),
+    "bytea": (17, 1001, bytes),
+}
+_INFERRED = {int: "bigint", float: "float8", str: "text", bytes: "bytea"}
+
+
+class Value:
+    """A parameter ready to be sent; each type has a subclass. None is NULL."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes | None) -> None:
+        self.data = data
+
+
+class _Dumper(adapt.Dumper):
+    """Passes the bytes on as they are."""
+
+    format = pq.Format.BINARY
+
+    def dump(self, obj: Value) -> bytes | None:
+        return obj.data
+
+
+class ParameterType(NamedTuple):
+    """One type of parameter; called, it makes a value of that type."""
+
+    value: type[Value]
+    dumper: type[_Dumper]
+    encode: Encode
+
+    def __call__(self, value: Any) -> Value:
+        return self.value(None if value is None else self.encode(value))
+
+
+def _array(oid: int, encode: Encode) -> Encode:
+    def encoded(values: Sequence[Any]) -> bytes:
+        if not values:
+            return _HEAD(0, 0, oid, 0, 0)[:12]
+        if None not in values:
+            data = list(map(encode, values))
+            parts = chain.from_iterable(zip(map(_LENGTH, map(len, data)), data, strict=True))
+            return _HEAD(1, 0, oid, len(values), 1) + b"".join(parts)
+        return _HEAD(1, 1, oid, len(values), 1) + b"".join(
+            [_NULL if value is None else _framed(encode(value)) for value in values]
+        )
+
+    return encoded
+
+
+def _framed(data: bytes) -> bytes:
+    return _LENGTH(len(data)) + data
+
+
+def _kind(name: str, oid: int, encode: Encode) -> ParameterType:
+    return ParameterType(
+        type(f"Value_{name}", (Value,), {"__slots__": ()}), type(f"Dumper_{name}", (_Dumper,), {"oid": oid}), encode
+    )
+
+
+KINDS: dict[str, ParameterType] = {}
+for _name, (_oid, _array_oid, _encode) in _TYPES.items():
+    KINDS[_name] = _kind(_name, _oid, _encode)
+    KINDS[f"{_name}[]"] = _kind(f"{_name}_array", _array_oid, _array(_oid, _encode))
+
+
+def register(adapters: adapt.AdaptersMap) -> None:
+    """Make a cursor able to send `Value`s."""
+    for kind in KINDS.values():
+        adapters.register_dumper(kind.value, kind.dumper)
+
+
+# ---------------------------------------------------------------------------------------------------- statements
+
+_NAMED = re.compile(r"(?<!:):([a-z_0-9]+)")
+_TYPED = re.compile(r"\$(\d+)::(\w+(?:\[\])?)")
+_NUMBER = re.compile(r"\$(\d+)")
+_WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE)\b")
+
+
+class Statement(NamedTuple):
+    """A statement as PostgreSQL takes it, and the types of its parameters."""
+
+    text: str
+    names: tuple[str, ...]
+    """Names of the parameters, if they are given by name."""
+    kinds: tuple[ParameterType | None, ...]
+    """Types of the parameters; None: inferred from the value, which is then never NULL."""
+    writes: bool
+    """Whether it changes rows."""
+
+    def values(self, parameters: Parameters) -> list[Value]:
+        if isinstance(parameters, Mapping):
+            parameters = [parameters[name] for name in self.names]
+        return [(kind or KINDS[_INFERRED[type(value)]])(value) for kind, value in zip(self.kinds, parameters, strict=True)]
+
+
+def statement_of(text: str) -> Statement:
+    names = tuple(dict.fromkeys(_NAMED.findall(text)))
+    numbers = {name: number for number, name in enumerate(names, 1)}
+    text = _NAMED.sub(lambda found: f"${numbers[found[1]]}", text)
+    kinds = {int(number): KINDS[name] for number, name in reversed(_TYPED.findall(text))}
+    count = max(map(int, _NUMBER.findall(text)), default=0)
+    return Statement(text, names, tuple(kinds.get(number) for number in range(1, count + 1)), _WRITES.search(text) is not None)
+
+
+@lru_cache
+def statements() -> dict[str, Statement]:
+    """Return all statements of postgresql.sql that need no further conditions."""
+    return {name: statement_of(text) for name, text in load_statements("postgresql").one.items() if "{and}" not in text}
+
+
+@lru_cache(256)
+def find_statement(name: str, conditions: str) -> Statement:
+    """Return a statement of `find` with its further conditions; there are few combinations."""
+    return statement_of(load_statements("postgresql").one[name].replace("{and}", conditions))
+
+
+def columns(batch: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the columns of a batch of rows."""
+    return list(zip(*batch, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- the session
 
 
 class PostgresSession:
-    """See `sql_database.Session` for what each call promises."""
+    """Statements of `statements/postgresql.sql` on one connection. See `database.SqlSession` for what each call promises."""
 
     def __init__(
         self, connection: psycopg.Connection[Any], *, prepare: bool, before_write: Callable[[], None] | None = None
     ) -> None:
         self.connection = connection
         self._statements = statements()
-        self._cursor: RawCursor[Any] = RawCursor(connection)
+        self._cursor: psycopg.RawCursor[Any] = psycopg.RawCursor(connection)
         register(self._cursor.adapters)
         self._prepare = prepare
         self._before_write = before_write
@@ -46,7 +201,7 @@ class PostgresSession:
         return self.rows(name, (*shared, *columns(_by_row_id(batch)))) if batch else []
 
     def walk(self, name: str, conditions: str, values: dict[str, Any]) -> Iterator[Any]:
-        """In steps, so that a page of fifty does not bring twenty thousand rows over the network."""
+        """Read in steps, so that a page of fifty does not bring twenty thousand rows over the network."""
         statement = find_statement(name, conditions)
         left, step, high = values["most"], WALK_FIRST, values["high"]
         while left > 0:
@@ -57,7 +212,7 @@ class PostgresSession:
                 return
             left, step, high = left - asked, step * 4, found[-1][0]
 
-    def _run(self, statement: Statement, parameters: Parameters) -> RawCursor[Any]:
+    def _run(self, statement: Statement, parameters: Parameters) -> psycopg.RawCursor[Any]:
         if statement.writes and self._before_write is not None:
             self._before_write()
         return self._cursor.execute(statement.text, statement.values(parameters), prepare=self._prepare or None, binary=True)
@@ -94,7 +249,7 @@ class PostgresSession:
         claimed: list[Any] = []
         for look in range(LOOK_AGAIN_MAX):
             missing = queues.limit - len(claimed)
-            # What others are about to lease is skipped, which leaves us short unless there were more to choose from.
+            # Rows that others are about to lease are skipped, which leaves too few unless there were more to choose from.
             wanted = missing * 4**look
             found = list(islice(oldest, wanted))
             if found:
@@ -104,10 +259,10 @@ class PostgresSession:
         return claimed
 
     def _oldest_of(self, queues: Queues, wall: float) -> Iterator[int]:
-        """The ids of what is ready in these queues, oldest first: a merge that reads each queue only as far as it must.
+        """Yield the ids of the ready jobs in these queues, oldest first: a merge that reads each queue only as far as it must.
 
-        It reads the next few of every queue that may hold the next oldest, and gives out what is older than the end of all that
-        was read. However the jobs are spread, about limit + (number of queues) entries are read for `limit` that are given.
+        Each step reads the next few of every queue that may hold the next oldest, and yields the ids that are older than the end
+        of all that was read. However the jobs are spread, about limit + (number of queues) entries are read for `limit` yielded.
         """
         seen = [0] * len(queues.members)
         is_open = [True] * len(queues.members)
@@ -121,9 +276,9 @@ class PostgresSession:
                 seen[place] = ids[-1] if ids else seen[place]
             waiting.sort()
             end = min((seen[place] for place, more in enumerate(is_open) if more), default=None)
-            given = waiting if end is None else [row_id for row_id in waiting if row_id <= end]
-            waiting = waiting[len(given) :]
-            yield from given
+            oldest = waiting if end is None else [row_id for row_id in waiting if row_id <= end]
+            waiting = waiting[len(oldest) :]
+            yield from oldest
             if end is None:
                 return
 
@@ -141,5 +296,75 @@ class PostgresSession:
 
 
 def _by_row_id(batch: Batch) -> list[tuple[Any, ...]]:
-    """Rows are locked in the order of their ids by all servers, so that two of them do not wait for each other in a circle."""
+    """Return the batch by row id: all servers lock rows in this order, so that two never wait for each other in a circle."""
     return sorted(batch, key=itemgetter(0))
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+CONFLICTS = frozenset({"40001", "40P01"})  # serialization failure, deadlock
+TIMEOUTS = frozenset({"57014", "55P03"})  # statement_timeout, lock_timeout
+LOST = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"})
+"""The server shuts down, crashed, starts up or ended the session; it is a standby now; it has no connection left."""
+STALE_PLANS = frozenset({"0A000", "26000"})
+"""A statement was prepared before another server changed the tables; a new connection prepares it anew."""
+REFUSED = frozenset({"28000", "28P01", "3D000", "42501"})
+_REFUSALS = ("password", "authentication failed", "pg_hba.conf", "does not exist", "permission denied", "no password supplied")
+"""Words of the server that mean a refusal: while connecting, the driver gives no code."""
+
+
+def name_of(given: Mapping[str, object]) -> str:
+    """Return how messages name the database: never with the password."""
+    host = given.get("host") or given.get("hostaddr") or given.get("service") or "the local socket"
+    port = given.get("port")
+    return f"PostgreSQL at {host}{f':{port}' if port else ''}, database {str(given.get('dbname') or '')!r}"
+
+
+def driver_error(error: BaseException) -> psycopg.Error | None:
+    """Return the driver's own error; Django wraps some of them in classes of its own."""
+    for candidate in (error, error.__cause__):
+        if isinstance(candidate, psycopg.Error):
+            return candidate
+    return None
+
+
+def is_lost(error: psycopg.Error, connection: psycopg.Connection[object] | None) -> bool:
+    """Return whether the connection cannot be used any more."""
+    code = error.sqlstate or ""
+    return connection is None or connection.closed or code in LOST or code in STALE_PLANS or code.startswith("08")
+
+
+def translate(error: psycopg.Error, fate: str, given: Mapping[str, object], *, lost: bool) -> TasukiError:
+    """Return tasuki's error for one of the driver. `lost`: the connection is gone with it."""
+    where = name_of(given)
+    code = error.sqlstate or ""
+    text = without_secrets(str(error), given) or type(error).__name__
+    if code in REFUSED or (not code and any(word in text for word in _REFUSALS)):
+        return ConfigError(f"{where}: {text}; check user, password, database and rights")
+    if code == "53100":
+        return DiskFull(f"the disk of {where} is full; {fate}, try again when there is space")
+    if code in CONFLICTS:
+        return TurnInterrupted(f"{where}: {text}; {fate}", InterruptCause.CONFLICT)
+    if code in TIMEOUTS:
+        return TurnInterrupted(f"{where} took too long: {text}; {fate}", InterruptCause.TIMEOUT)
+    if lost:
+        return TurnInterrupted(f"{where} cannot be reached: {text}; {fate}", InterruptCause.CONNECTION)
+    return Unavailable(f"{where} cannot be used: {text}; {fate}")
+
+
+class Translated:
+    """`with …translated():` turns errors of the driver into tasuki's. `after_error` says whether an error lost the connection."""
+
+    def __init__(self, given: Mapping[str, object], fate: str, after_error: Callable[[psycopg.Error], bool]) -> None:
+        self._given = given
+        self._fate = fate
+        self._after_error = after_error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None or isinstance(error, TasukiError):
+            return
+        if (cause := driver_error(error)) is not None:
+            raise translate(cause, self._fate, self._given, lost=self._after_error(cause)) from error

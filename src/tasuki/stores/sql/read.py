@@ -1,7 +1,7 @@
-"""The readers of the SQL store, on its own connection or on a second one that cannot write.
+"""The verbs of the SQL store that only read, on its own connection or on a second one that cannot write.
 
-`find` walks jobs from the newest on. Where the filter names an array, only failed or only leased states, it walks just
-those by their partial index; else it walks by id, a bounded number of rows per call.
+`find` walks jobs from the newest on. If the filter names an array, or only failed or only leased states, it walks just those by
+their partial index; else it walks by id, a bounded number of rows per call.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from typing import Any, TypeVar
 
 from tasuki.core.job import LEASED, Job, JobIncident
 from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
-from tasuki.core.subject import literal_prefix, matches
+from tasuki.core.subject import literal_prefix
 from tasuki.errors import InterruptCause, InvalidInput, TurnInterrupted
-from tasuki.stores.sql.database import Parameters, ReadOnly, SqlSession
-from tasuki.stores.sql.rows import FAILED_STATES, FoundRow, JobRow, job_of, token_of
+from tasuki.stores.common import is_wanted
+from tasuki.stores.sql.database import ABOVE_ALL_PRIORITIES, LEADER_SCOPE, Parameters, ReadOnly, SqlSession
+from tasuki.stores.sql.rows import FAILED_STATES, JobRow, job_of, token_of
 
 T = TypeVar("T")
 
-LEADER_SCOPE = "leader"
-ABOVE_ALL_PRIORITIES = 1_000
 FIND_SCAN_MAX = 20_000  # rows that one find looks at, some 20 ms; the caller goes on with the cursor
 
 
 class SqlReads:
-    """The verbs that only read."""
+    """The read verbs, on the connection that a subclass provides."""
 
     @abstractmethod
     def _read(self, read: Callable[[SqlSession], T]) -> T:
-        """Do it on the connection; errors of the driver come out as ours."""
+        """Call `read` with the connection's session, with errors of the driver translated."""
 
     def _select(self, name: str, parameters: Parameters = ()) -> list[Any]:
         return self._read(lambda session: session.rows(name, parameters))
@@ -95,6 +94,11 @@ class SqlReads:
         rows = self._select("epoch_seen", (LEADER_SCOPE,))
         return (rows[0][0], rows[0][1]) if rows else (0, "")
 
+    def next_due(self) -> tuple[float | None, float | None]:
+        ((lease_over,),) = self._select("next_lease_over")
+        ((delayed,),) = self._select("next_delayed")
+        return lease_over, delayed
+
     # -- find -----------------------------------------------------------------------------------------------------
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         if cursor is not None and not (cursor.isdecimal() and len(cursor) <= 18):
@@ -114,7 +118,8 @@ def _find(session: SqlSession, filter: Filter, limit: int, cursor: str | None) -
     for row in islice(walk, FIND_SCAN_MAX):
         looked += 1
         position = row[0]
-        if _is_wanted(filter, FoundRow._make(row)):
+        _, job_id, state, subject, submitter, worker_id, array_id, error_code, error_summary = row
+        if is_wanted(filter, state, subject, submitter, worker_id, array_id, (job_id, error_code or "", error_summary)):
             ids.append(position)
             if len(ids) == limit:
                 break
@@ -125,7 +130,7 @@ def _find(session: SqlSession, filter: Filter, limit: int, cursor: str | None) -
 
 
 def _walk(session: SqlSession, filter: Filter, high: int, oldest: int) -> tuple[int, Iterator[Any]]:
-    """Rows below `high` that may be wanted, the newest first; and the id down to which this walk is complete."""
+    """Return the id down to which the walk is complete, and the rows below `high` that may be wanted, the newest first."""
     states = frozenset(filter.states)
     at = {"high": high, "low": oldest, "most": FIND_SCAN_MAX}
     if filter.array_id is not None:
@@ -140,7 +145,7 @@ def _walk(session: SqlSession, filter: Filter, high: int, oldest: int) -> tuple[
 
 
 def _conditions(filter: Filter, contains: Callable[[str], str]) -> tuple[str, dict[str, Any]]:
-    """The part of the filter that the database can judge, so that most rows never reach Python. `_is_wanted` judges all."""
+    """Return the part of the filter that the database can judge, so that few rows reach Python, where `is_wanted` judges all."""
     conditions: list[str] = []
     values: dict[str, Any] = {}
     if filter.states:
@@ -161,26 +166,8 @@ def _conditions(filter: Filter, contains: Callable[[str], str]) -> tuple[str, di
     return "".join(f" AND {condition}" for condition in conditions), values
 
 
-def _is_wanted(filter: Filter, row: FoundRow) -> bool:
-    if filter.states and row.state not in filter.states:
-        return False
-    if filter.subject is not None and not matches(filter.subject, row.subject):
-        return False
-    if filter.array_id is not None and row.array_id != filter.array_id:
-        return False
-    if filter.worker_id is not None and row.assigned_worker_id != filter.worker_id:
-        return False
-    if filter.submitter is not None or filter.scope:
-        is_own = row.submitter == filter.submitter
-        if not is_own and not any(matches(pattern, row.subject) for pattern in filter.scope):
-            return False
-    if filter.text is not None:
-        return any(filter.text in place for place in (row.idempotency_key, row.error_code or "", row.error_summary))
-    return True
-
-
 class SqlReader(SqlReads):
-    """The read verbs on a connection of their own, for the thread that made it: slow reads leave the writer alone."""
+    """The read verbs on a connection of their own, for the thread that made it: slow reads do not delay the writer."""
 
     def __init__(self, own: ReadOnly) -> None:
         self._own = own

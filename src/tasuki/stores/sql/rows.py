@@ -1,4 +1,4 @@
-"""Between rows of the SQL store and the structs of the core, both ways. Pure."""
+"""Conversion between rows of the SQL store and the structs of the core. Pure."""
 
 from __future__ import annotations
 
@@ -8,27 +8,41 @@ import msgspec
 
 from tasuki.core.job import LEASED, TERMINAL, BlobRef, Job, JobSpec, Lease, OnDisconnect, Outcome, Progress, State
 from tasuki.core.store_messages import TokenRow
-from tasuki.stores.texts import storable
+from tasuki.stores.common import storable
 
 encode_spec = msgspec.msgpack.Encoder().encode
 decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
-_decode_said = msgspec.msgpack.Decoder(tuple[int | None, str | None, str | None]).decode
+_decode_report_key = msgspec.msgpack.Decoder(tuple[int | None, str | None, str | None]).decode
 _encode_json = msgspec.json.Encoder().encode
 _decode_patterns = msgspec.json.Decoder(tuple[str, ...]).decode
 
 READY, DELAYED = 1, 2  # values of the column `ready`; 0 is neither
 FAILED_STATES = TERMINAL - {State.SUCCEEDED}
-"""What people look for among the finished: these rows always have an error_code, by which an index finds them."""
+"""Terminal states without success. Their rows always have an error_code, by which an index finds them."""
 
 _STATES = {state.value: state for state in State}  # an enum's own look-up is three times as slow
 
 
-class JobRow(NamedTuple):
-    """What is read of a job's row; the columns of `{columns}` in the statements, in this order.
+FILTERED_COLUMNS = (
+    "id",
+    "idempotency_key",
+    "state",
+    "subject",
+    "submitter",
+    "assigned_worker_id",
+    "array_id",
+    "error_code",
+    "error_summary",
+)
+"""Columns that `find` filters by: `{found}` in the statements."""
 
-    `{columns_but_result}` has b"" for an inline result: up to 64 KiB a row that nobody needs to judge it by.
+
+class JobRow(NamedTuple):
+    """A job's row as it is read: the columns of `{columns}` in the statements, in this order.
+
+    `{columns_but_result}` has b"" for an inline result: up to 64 KiB that no verb needs to judge the row.
     """
 
     id: int
@@ -82,25 +96,11 @@ class JobRow(NamedTuple):
         return _STATES[self.state]
 
 
-class FoundRow(NamedTuple):
-    """What `find` judges a row by; the columns of `{found}`."""
-
-    id: int
-    idempotency_key: str
-    state: str
-    subject: str
-    submitter: str
-    assigned_worker_id: str | None
-    array_id: str | None
-    error_code: str | None
-    error_summary: str
-
-
 def _columns(fields: tuple[str, ...]) -> str:
     return ", ".join('"group"' if field == "group" else field for field in fields)
 
 
-# Whether there is a result, without reading it: SQLite would follow the overflow pages of `result IS NULL`.
+# The test for a result must not read it: for `result IS NULL` SQLite would follow the overflow pages.
 _RESULT_UNREAD = {
     "sqlite": "CASE typeof(result) WHEN 'null' THEN NULL ELSE x'' END",
     "postgresql": "CASE WHEN result IS NULL THEN NULL ELSE ''::bytea END",
@@ -108,17 +108,17 @@ _RESULT_UNREAD = {
 
 
 def fragments(vendor: str) -> dict[str, str]:
-    """What stands for `{name}` in the statements."""
+    """Return the texts that replace `{name}` in the statements."""
     unread = _RESULT_UNREAD[vendor]
     return {
         "columns": _columns(JobRow._fields),
         "columns_but_result": _columns(tuple(unread if field == "result" else field for field in JobRow._fields)),
-        "found": _columns(FoundRow._fields),
+        "found": ", ".join(FILTERED_COLUMNS),
     }
 
 
 def job_of(row: JobRow) -> Job:
-    """All that the store knows of the job."""
+    """Return the job with everything that the store knows."""
     state = _STATES[row.state]
     spec = decode_spec(row.spec)
     return Job(
@@ -149,7 +149,7 @@ def job_of(row: JobRow) -> Job:
 
 
 def lease_of(row: JobRow) -> Lease | None:
-    """The lease that may still report: of a leased job, or of an orphaned one."""
+    """Return the lease that may still report: that of a leased or orphaned job."""
     state = _STATES[row.state]
     if state not in LEASED and not (state is State.ORPHANED and row.lease_id):
         return None
@@ -168,7 +168,7 @@ def lease_of(row: JobRow) -> Lease | None:
 
 
 def outcome_of(row: JobRow) -> Outcome | None:
-    """None if no attempt has ended since the last grant or requeue."""
+    """Return the latest outcome; None if no attempt has ended since the last grant or requeue."""
     if row.state != State.SUCCEEDED.value and row.error_code is None:
         return None
     ref = None
@@ -188,36 +188,36 @@ def outcome_of(row: JobRow) -> Outcome | None:
 
 
 def result_sha256_of(outcome: Outcome) -> str | None:
-    """A blob's hash is the hash of the result, whether or not it was said twice."""
+    """Return the hash of the result: that of the blob, if the result is one."""
     return outcome.result_ref.sha256 if outcome.result_ref is not None else outcome.result_sha256
 
 
 def result_size_of(outcome: Outcome) -> int | None:
-    """Of the blob or of the inline bytes; None without a result."""
+    """Return the size of the blob or of the inline bytes; None without a result."""
     if outcome.result_ref is not None:
         return outcome.result_ref.size_bytes
     return len(outcome.result) if outcome.result is not None else None
 
 
-Said = tuple[int | None, str | None, str | None]
-"""What tells a report from another: exit_code, error_code, result_sha256. Not the message: a program's log tail often differs."""
+ReportKey = tuple[int | None, str | None, str | None]
+"""Identity of a report: exit_code, error_code, result_sha256. Not the message: a program's log tail often differs."""
 
 
-def said_by(outcome: Outcome) -> Said:
-    """Of a report that comes in."""
+def report_key_of(outcome: Outcome) -> ReportKey:
+    """Return the identity of a report that comes in."""
     return outcome.exit_code, outcome.error_code, result_sha256_of(outcome)
 
 
-def said_in(row: JobRow) -> Said:
-    """Of the report that was recorded last."""
+def report_key_in(row: JobRow) -> ReportKey:
+    """Return the identity of the report that was recorded last."""
     if row.replaced_report is not None:
-        return _decode_said(row.replaced_report)
+        return _decode_report_key(row.replaced_report)
     return row.exit_code, row.error_code or None, row.result_sha256
 
 
 def replaced_report_of(row: JobRow) -> bytes | None:
-    """For a row whose outcome is about to be replaced by a cancel: its last attempt's report, if that attempt made one."""
-    return _encode_meta(said_in(row)) if row.error_code is not None and row.lease_id else None
+    """Return the packed identity of the last attempt's report, if there was one: a cancel is about to replace its outcome."""
+    return _encode_meta(report_key_in(row)) if row.error_code is not None and row.lease_id else None
 
 
 def meta_of(outcome: Outcome) -> bytes | None:
@@ -225,12 +225,12 @@ def meta_of(outcome: Outcome) -> bytes | None:
 
 
 def ready_value(not_before: float | None, wall: float) -> int:
-    """The column `ready` of a job that is PENDING with this not_before."""
+    """Return the column `ready` of a PENDING job with this not_before."""
     return READY if not_before is None or not_before <= wall else DELAYED
 
 
 def outcome_values(outcome: Outcome | None, state: State) -> tuple[Any, ...]:
-    """The outcome's columns of `settle`. After a failure error_code is never NULL: without a code it is empty."""
+    """Return the outcome's columns of `settle`. After a failure error_code is never NULL: without a code it is empty."""
     failed = state in FAILED_STATES or (outcome is not None and state is not State.SUCCEEDED)
     outcome = outcome or Outcome()
     return (
@@ -263,7 +263,7 @@ def token_of(row: tuple[Any, ...]) -> TokenRow:
 
 
 def token_values(token: TokenRow) -> tuple[Any, ...]:
-    """The parameters of `add_token`."""
+    """Return the parameters of the statement `add_token`."""
     return (
         token.token_id,
         token.kind,

@@ -1,8 +1,8 @@
-"""SQLite under the SQL store: opening a file as its one owner, its settings, its transactions, its errors.
+"""SQLite under the SQL store: opening a file as its one owner, its settings, transactions, statements and errors.
 
-One owner: a lock file beside the database is held with flock for as long as the store is open. The kernel gives it back when
-the process ends, however it ends. Several writing processes on one WAL file would work most of the time, which is not enough
-(RELIABILITY §2).
+One owner: a lock file beside the database is held with flock for as long as the store is open. The kernel releases it when the
+process ends, however it ends. Several writing processes on one WAL file would work most of the time, which is not enough: the
+row ids of a batch are taken to be consecutive, and a lease to be safe without a lock on its row.
 """
 
 from __future__ import annotations
@@ -12,15 +12,26 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tasuki.errors import ConfigError, DiskFull, TasukiError, Unavailable
-from tasuki.stores.clock import SystemClock
-from tasuki.stores.sql.database import NOTHING_STORED
-from tasuki.stores.sql.django_connection import InDjango
-from tasuki.stores.sql.sqlite_session import SqliteSession
+from tasuki.stores.common import SystemClock
+from tasuki.stores.sql.database import (
+    NOTHING_STORED,
+    WALL,
+    Batch,
+    InDjango,
+    Inserted,
+    Parameters,
+    Queues,
+    load_statements,
+    pieces,
+)
 from tasuki.stores.store import Feature
 
 if TYPE_CHECKING:
@@ -29,11 +40,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tasuki.store")
 CACHE_KIB = 64 * 1024  # pages in memory; the owner has to stay below 250 MB with millions of rows
 READER_CACHE_KIB = 8 * 1024
-CHECKPOINT_PAGES = 32_000  # 128 MB of WAL between checkpoints: a row's insert, grant and finish are written back once, not thrice
+CHECKPOINT_PAGES = 32_000  # 128 MB of WAL between checkpoints: insert, grant and finish of a row are written back once
 WAL_KEEP_BYTES = 160 * 1024 * 1024
 BUSY_TIMEOUT_MS = 5_000
 
 FEATURES = frozenset({Feature.FIND_TEXT, Feature.DURABLE})
+
+_encode_json = msgspec.json.Encoder().encode
 
 # File systems whose locks and shared memory cannot be trusted between hosts.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -43,7 +56,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that `path` is or will be on, by the kernel's own table."""
+    """Return the type of the file system that `path` is or will be on, by the kernel's mount table."""
     target = path.resolve()
     best, found = -1, "unknown"
     for line in Path("/proc/self/mounts").read_text("utf-8", "surrogateescape").splitlines():
@@ -56,7 +69,7 @@ def file_system_of(path: Path) -> str:
 
 
 class OwnerLock:
-    """The right to open one database file. Its holder's pid and start time stand in the file, for people and messages."""
+    """The lock that lets one process open a database file. The file holds its owner's pid and start time, for messages."""
 
     def __init__(self, database: Path) -> None:
         self.path = database.with_name(database.name + ".owner")
@@ -78,13 +91,100 @@ class OwnerLock:
         os.pwrite(self._descriptor, f"pid {os.getpid()} since {int(time.time())}\n".encode(), 0)
 
     def release(self) -> None:
-        """Free for the next owner. The file stays: deleting it would let two hold locks on two files of one name."""
+        """Free the file for the next owner. The lock file stays: if deleted, two processes could lock two files of one name."""
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
 
+class SqliteSession:
+    """Statements of `statements/sqlite.sql` on one connection. See `database.SqlSession` for what each call promises.
+
+    Lists of any length are one JSON text, for json_each.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        statements = load_statements("sqlite")
+        self.one = statements.one
+        self.many = statements.many
+        self._execute = connection.execute
+
+    # -- any statement --------------------------------------------------------------------------------------------
+    def rows(self, name: str, parameters: Parameters = ()) -> list[Any]:
+        return self._execute(self.one[name], parameters).fetchall()
+
+    def change(self, name: str, parameters: Parameters = ()) -> int:
+        return self._execute(self.one[name], parameters).rowcount
+
+    def changed(self, name: str, shared: tuple[Any, ...], batch: Batch) -> int:
+        statements = self.many[name]
+        changed = 0
+        for start, size in pieces(len(batch)):
+            part = batch if size == len(batch) else batch[start : start + size]
+            changed += self._execute(statements[size], (*shared, *chain.from_iterable(part))).rowcount
+        return changed
+
+    def returned(self, name: str, shared: tuple[Any, ...], batch: Batch) -> list[Any]:
+        statements = self.many[name]
+        returned: list[Any] = []
+        for start, size in pieces(len(batch)):
+            part = batch if size == len(batch) else batch[start : start + size]
+            returned += self._execute(statements[size], (*shared, *chain.from_iterable(part))).fetchall()
+        return returned
+
+    def walk(self, name: str, conditions: str, values: dict[str, Any]) -> Iterator[Any]:
+        return self._execute(self.one[name].replace("{and}", conditions), values)
+
+    # -- lists as parameters --------------------------------------------------------------------------------------
+    def ids(self, ids: list[int]) -> str:
+        return _encode_json(ids).decode()
+
+    def texts(self, texts: list[str]) -> str:
+        return _encode_json(texts).decode()
+
+    def holders(self, pairs: list[tuple[str, str]]) -> tuple[str]:
+        return (_encode_json(pairs).decode(),)
+
+    def contains(self, column: str) -> str:
+        return f"instr({column}, :text) > 0"
+
+    # -- where vendors differ as a whole --------------------------------------------------------------------------
+    def insert(self, name: str, wall: float, batch: Batch) -> Iterator[Inserted]:
+        statements = self.many[name]
+        for start, size in pieces(len(batch)):
+            cursor = self._execute(statements[size], (wall, *chain.from_iterable(batch[start : start + size])))
+            created = cursor.rowcount
+            newest = cursor.lastrowid or 0
+            # One writer: the new rows of one statement have consecutive ids.
+            yield Inserted(size, created, range(newest - created + 1, newest + 1) if created else ())
+
+    def claim(self, queues: Queues, terms: tuple[Any, ...]) -> list[Any]:
+        wall = terms[WALL]
+        if len(queues.members) == 1:
+            rows = self.rows("oldest_of_queue", (queues.priority, queues.group, *queues.members[0], queues.limit, wall))
+        else:
+            members = _encode_json(queues.members).decode()
+            rows = self.rows("oldest_of_queues", (queues.priority, queues.group, members, queues.limit, wall))
+        if rows:
+            changed = self.change("grant", (*terms, self.ids([row[0] for row in rows])))
+            if changed != len(rows):
+                raise Unavailable(
+                    f"{len(rows)} jobs were ready and {changed} could be leased: another process writes to this file"
+                )
+        return rows
+
+    def finish(self, wall: float, plain: Batch, full: Batch) -> list[tuple[int, str]]:
+        ids = self.ids([row[0] for row in chain(plain, full)])
+        leased = self.rows("leased_groups", (ids,))
+        changed = self.changed("finish_plain", (wall,), plain) + self.changed("finish_full", (wall,), full)
+        if changed < len(leased):
+            # Leased before and SUCCEEDED now: these are the rows that the statements changed.
+            succeeded = {row_id for (row_id,) in self.rows("succeeded_of", (ids,))}
+            leased = [(row_id, group) for row_id, group in leased if row_id in succeeded]
+        return leased
+
+
 class SqliteDatabase:
-    """One file, owned, on a connection that Django made; used by one thread at a time, any thread."""
+    """One owned file, on a connection that Django made; used by one thread at a time, any thread."""
 
     vendor = "sqlite"
     features = FEATURES
@@ -134,7 +234,7 @@ class SqliteDatabase:
 
     def begin(self, *, lasting: bool = True) -> None:
         if lasting != self._lasting:
-            # As a script, compiled anew: this pragma acts when it is compiled, and `execute` keeps what it compiled.
+            # As a script, compiled anew: this pragma acts when it is compiled, and `execute` caches compiled statements.
             self.connection.executescript(f"PRAGMA synchronous = {'FULL' if lasting else 'NORMAL'}")
             self._lasting = lasting
         self.connection.execute("BEGIN IMMEDIATE")
@@ -154,7 +254,7 @@ class SqliteDatabase:
         return SqliteReadOnly(self.path)
 
     def close(self) -> None:
-        """Give the file back; again: no change."""
+        """Close the connection and free the file. A second call does nothing."""
         from tasuki.django import standalone
 
         if self._is_open:
@@ -165,7 +265,7 @@ class SqliteDatabase:
 
 
 class SqliteInDjango(InDjango):
-    """A file of the user's own project."""
+    """A SQLite file of the user's own Django project."""
 
     vendor = "sqlite"
     features = FEATURES
@@ -217,7 +317,7 @@ def _tune(connection: sqlite3.Connection) -> None:
         f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
         f"journal_size_limit = {WAL_KEEP_BYTES}",
         f"busy_timeout = {BUSY_TIMEOUT_MS}",
-        "mmap_size = 0",  # a mapped file counts as our memory
+        "mmap_size = 0",  # a mapped file would count as the process's memory
         "temp_store = MEMORY",
         "secure_delete = OFF",  # Debian's build zeroes what is deleted; here that is every index entry of every job
     ):
@@ -225,9 +325,9 @@ def _tune(connection: sqlite3.Connection) -> None:
 
 
 def _stretch(connection: sqlite3.Connection, wanted_bytes: int) -> None:
-    """Make the journal's file longer than it needs to be: a commit that makes a file grow waits for the disk half as long again.
+    """Make the journal file longer than it needs to be: a commit that makes a file grow waits half as long again for the disk.
 
-    By a transaction that is too large for the cache and is taken back: its pages stand in the file, and count for nothing.
+    A transaction that is too large for the cache is rolled back: its pages stay in the file, and are not used.
     """
     if not wanted_bytes:
         return
@@ -236,7 +336,7 @@ def _stretch(connection: sqlite3.Connection, wanted_bytes: int) -> None:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("CREATE TABLE tasuki_stretch (filler BLOB)")
         connection.executemany("INSERT INTO tasuki_stretch VALUES (zeroblob(1048576))", [()] * (wanted_bytes >> 20))
-    except sqlite3.Error as error:  # no room for it: the store works all the same
+    except sqlite3.Error as error:  # without room for it the store works all the same
         logger.info("the journal was not made longer: %s", error)
     finally:
         if connection.in_transaction:
@@ -245,7 +345,7 @@ def _stretch(connection: sqlite3.Connection, wanted_bytes: int) -> None:
 
 
 class translated:
-    """`with translated():` turns errors of the driver into ours. `fate`: what an error here means for what was to be stored."""
+    """`with translated():` turns errors of the driver into tasuki's. `fate`: what an error means for the data to be stored."""
 
     def __init__(self, fate: str = NOTHING_STORED) -> None:
         self._fate = fate
@@ -254,12 +354,12 @@ class translated:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and (ours := translate(error, self._fate)) is not None:
-            raise ours from error
+        if error is not None and (replacement := translate(error, self._fate)) is not None:
+            raise replacement from error
 
 
 def translate(error: BaseException, fate: str) -> TasukiError | None:
-    """What a driver's error means to us; None if it is not one. Django wraps some of them in classes of its own."""
+    """Return tasuki's error for one of the driver, None for any other error. Django wraps some of the driver's in its own."""
     cause = error if isinstance(error, sqlite3.Error) else error.__cause__
     if isinstance(error, TasukiError) or not isinstance(cause, sqlite3.Error):
         return None
@@ -269,5 +369,5 @@ def translate(error: BaseException, fate: str) -> TasukiError | None:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return Unavailable(f"the database is locked by another process; {fate}")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-        return ConfigError(f"the database file is damaged or is none: {cause}; restore it from a backup, or name another file")
+        return ConfigError(f"the file is damaged or not a database: {cause}; restore it from a backup, or name another file")
     return Unavailable(f"the database cannot be used: {cause}; {fate}")

@@ -20,13 +20,12 @@ from tasuki.core.job import State
 from tasuki.core.lifecycle import ATTEMPT_STEP, LEASE_MARGIN_S
 from tasuki.core.store_messages import COUNTED, BlobPlace
 from tasuki.errors import Corrupt, InvalidInput
+from tasuki.stores.sql.database import LEADER_SCOPE, Statements
 from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, translated
-from tasuki.stores.sql.statement_files import Statements
 
 PAGES_PER_STEP = 4096  # 16 MiB between two words of progress
 EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
 RESTORER = "restore"
-LEADER_SCOPE = "leader"
 _REASON = "the store was restored from a backup; a worker that still runs this attempt can no longer report it"
 _OUR_TABLES = ("tasuki_jobrun", "tasuki_scopeepoch", "tasuki_blob", "tasuki_jobblob", "tasuki_schema", "django_migrations")
 

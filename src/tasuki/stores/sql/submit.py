@@ -1,4 +1,4 @@
-"""The submitters' verbs of the SQL store: submit, cancel, requeue."""
+"""The verbs of clients and operators on the SQL store: submit, cancel, requeue."""
 
 from __future__ import annotations
 
@@ -11,180 +11,169 @@ from tasuki.core.job import JobSpec, Outcome, State, differing_fields
 from tasuki.core.lifecycle import Event, after, cancel_is_immediate, not_after_again
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of
 from tasuki.core.subject import group_of
-from tasuki.errors import Conflict, InvalidInput, Unavailable
-from tasuki.stores.sql.base import must_change
-from tasuki.stores.sql.blobs import SqlBlobs
+from tasuki.errors import Conflict, Unavailable
+from tasuki.stores.common import storable
 from tasuki.stores.sql.database import NOTHING_STORED
-from tasuki.stores.sql.rows import (
-    JobRow,
-    decode_spec,
-    encode_spec,
-    job_of,
-    outcome_of,
-    ready_value,
-)
-from tasuki.stores.texts import storable
+from tasuki.stores.sql.rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
+from tasuki.stores.sql.transaction import Transaction, must_change
 
 _PLAIN = (5, 3, 3, 10.0)  # the database's defaults, in the order of _is_plain
 
 Answered = Submitted | Conflict | MissingBlobs
 
 
-class SqlSubmit(SqlBlobs):
-    """Verbs of clients and operators."""
+def submit(tx: Transaction, submissions: Sequence[Submission], *, rerun: bool) -> list[Answered]:
+    has_files = any(submission.spec.files for submission in submissions)
+    answers = _insert_with_files(tx, submissions, rerun) if has_files else _insert(tx, submissions, rerun)
+    tx.at("submit.written")
+    return answers
 
-    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
-        if on_failed not in ("return", "rerun"):
-            raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
-        if not submissions:
-            return []
-        with self._turn:
-            insert = self._insert_with_files if any(submission.spec.files for submission in submissions) else self._insert
-            answers = insert(submissions, on_failed == "rerun")
-            self._at("submit.written")
-            return answers
 
-    def _insert_with_files(self, submissions: Sequence[Submission], rerun: bool) -> list[Answered]:
-        """Without the new jobs whose input blobs are not all stored. A known id is answered as known, whatever its blobs."""
-        inputs = [_input_blobs(submission.spec) for submission in submissions]
-        stored = self._stored_among(chain.from_iterable(inputs))
-        missing = [tuple(sha256 for sha256 in sha256s if sha256 not in stored) for sha256s in inputs]
-        ids = [submission.spec.job_id for submission in submissions]
-        known = set(self._rows_seen(job_id for job_id, sha256s in zip(ids, missing, strict=True) if sha256s))
-        refused: dict[int, MissingBlobs] = {}
-        for index, (job_id, sha256s) in enumerate(zip(ids, missing, strict=True)):
-            if sha256s and job_id not in known:
-                refused[index] = MissingBlobs(job_id, sha256s)
-            else:
-                known.add(job_id)  # for the same id again in this batch
-        if not refused:
-            return self._insert(submissions, rerun)
-        rest = [submission for index, submission in enumerate(submissions) if index not in refused]
-        answers = iter(self._insert(rest, rerun) if rest else ())
-        return [refused[index] if index in refused else next(answers) for index in range(len(ids))]
-
-    def _insert(self, submissions: Sequence[Submission], rerun: bool) -> list[Answered]:
-        wall = self.clock.wall()
-        # One statement kind for the whole batch: two would give the rows another order than the batch has.
-        if all(_is_plain(submission.spec) for submission in submissions):
-            name, rows = "submit_plain", [_plain_values(submission) for submission in submissions]
+def _insert_with_files(tx: Transaction, submissions: Sequence[Submission], rerun: bool) -> list[Answered]:
+    """Insert all but the new jobs whose input blobs are not all stored. A known id is answered as known, whatever its blobs."""
+    inputs = [_input_blobs(submission.spec) for submission in submissions]
+    stored = tx.stored_among(chain.from_iterable(inputs))
+    missing = [tuple(sha256 for sha256 in sha256s if sha256 not in stored) for sha256s in inputs]
+    ids = [submission.spec.job_id for submission in submissions]
+    known = set(tx.rows_unlocked(job_id for job_id, sha256s in zip(ids, missing, strict=True) if sha256s))
+    refused: dict[int, MissingBlobs] = {}
+    for index, (job_id, sha256s) in enumerate(zip(ids, missing, strict=True)):
+        if sha256s and job_id not in known:
+            refused[index] = MissingBlobs(job_id, sha256s)
         else:
-            name, rows = "submit_full", [_full_values(submission, wall) for submission in submissions]
-        answers: list[Answered] = []
-        start = 0
-        for size, created, fresh in self._session.insert(name, wall, rows):
-            batch = submissions[start : start + size]
-            start += size
-            if created == size:
-                answers += [Submitted(submission.spec.job_id, True) for submission in batch]
-                self._created(batch)
-            else:
-                answers += self._submit_known(batch, fresh, rerun)
-        return answers
+            known.add(job_id)  # for the same id again in this batch
+    if not refused:
+        return _insert(tx, submissions, rerun)
+    rest = [submission for index, submission in enumerate(submissions) if index not in refused]
+    answers = iter(_insert(tx, rest, rerun) if rest else ())
+    return [refused[index] if index in refused else next(answers) for index in range(len(ids))]
 
-    def _created(self, batch: Sequence[Submission]) -> None:
-        specs = [submission.spec for submission in batch]
-        for subject, n in Counter([spec.subject for spec in specs]).items():
-            self._count(group_of(subject), State.PENDING, n)
-        for spec in specs:
-            if spec.files:
-                for sha256 in _input_blobs(spec):
-                    self._session.change("add_blob", (spec.job_id, sha256, "in"))
 
-    def _submit_known(self, batch: Sequence[Submission], new_ids: Container[int], rerun: bool) -> list[Answered]:
-        """Answers of a batch of which some ids existed."""
-        # Only what may be set going again is locked: repeats are common, and change nothing.
-        read = self._rows if rerun else self._rows_seen
-        rows = read(submission.spec.job_id for submission in batch)
-        fresh = {job_id for job_id, row in rows.items() if row.id in new_ids}
-        answers: list[Answered] = []
-        created: list[Submission] = []
-        for submission in batch:
-            job_id = submission.spec.job_id
-            if job_id in fresh:
-                fresh.remove(job_id)  # the same id again in this batch is a repeat
-                created.append(submission)
-                answers.append(Submitted(job_id, True))
-            else:
-                answers.append(self._answer_known(submission, rows, rerun))
-        self._created(created)
-        return answers
+def _insert(tx: Transaction, submissions: Sequence[Submission], rerun: bool) -> list[Answered]:
+    wall = tx.clock.wall()
+    # One statement kind for the whole batch: two would give the rows another order than the batch has.
+    if all(_is_plain(submission.spec) for submission in submissions):
+        name, rows = "submit_plain", [_plain_values(submission) for submission in submissions]
+    else:
+        name, rows = "submit_full", [_full_values(submission, wall) for submission in submissions]
+    answers: list[Answered] = []
+    start = 0
+    for size, created, new_ids in tx.session.insert(name, wall, rows):
+        batch = submissions[start : start + size]
+        start += size
+        if created == size:
+            answers += [Submitted(submission.spec.job_id, True) for submission in batch]
+            _count_created(tx, batch)
+        else:
+            answers += _answer_partly_known(tx, batch, new_ids, rerun)
+    return answers
 
-    def _answer_known(self, submission: Submission, rows: dict[str, JobRow], rerun: bool) -> Submitted | Conflict:
+
+def _count_created(tx: Transaction, batch: Sequence[Submission]) -> None:
+    """Count new jobs, and write their references to input blobs."""
+    specs = [submission.spec for submission in batch]
+    for subject, n in Counter([spec.subject for spec in specs]).items():
+        tx.count(group_of(subject), State.PENDING, n)
+    for spec in specs:
+        if spec.files:
+            for sha256 in _input_blobs(spec):
+                tx.session.change("add_blob", (spec.job_id, sha256, "in"))
+
+
+def _answer_partly_known(tx: Transaction, batch: Sequence[Submission], new_ids: Container[int], rerun: bool) -> list[Answered]:
+    """Return the answers for a batch of which some ids existed."""
+    # Rows are locked only if they may be requeued: repeats are common, and change nothing.
+    read = tx.rows if rerun else tx.rows_unlocked
+    rows = read(submission.spec.job_id for submission in batch)
+    new = {job_id for job_id, row in rows.items() if row.id in new_ids}
+    answers: list[Answered] = []
+    created: list[Submission] = []
+    for submission in batch:
         job_id = submission.spec.job_id
+        if job_id in new:
+            new.remove(job_id)  # the same id again in this batch is a repeat
+            created.append(submission)
+            answers.append(Submitted(job_id, True))
+        else:
+            answers.append(_answer_known(tx, submission, rows, rerun))
+    _count_created(tx, created)
+    return answers
+
+
+def _answer_known(tx: Transaction, submission: Submission, rows: dict[str, JobRow], rerun: bool) -> Submitted | Conflict:
+    job_id = submission.spec.job_id
+    row = rows.get(job_id)
+    if row is None:
+        raise Unavailable(f"job {job_id!r} was deleted while it was submitted again; {NOTHING_STORED}, try again")
+    if row.body_hash != submission.body_hash:
+        return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec), (row.submitter, row.subject))
+    if rerun and row.submitter == submission.submitter and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
+        _requeue(tx, [row], actor=submission.submitter, reason="submitted again")
+        rows.update(tx.rows((job_id,)))
+    return Submitted.before(job_of(rows[job_id]))
+
+
+def cancel(tx: Transaction, job_ids: Sequence[str], actor: str, reason: str) -> list[Canceled]:
+    rows = tx.rows(job_ids)
+    requested: list[JobRow] = []
+    answers = []
+    for job_id in job_ids:
         row = rows.get(job_id)
-        if row is None:
-            raise Unavailable(f"job {job_id!r} was deleted while it was submitted again; {NOTHING_STORED}, try again")
-        if row.body_hash != submission.body_hash:
-            return Conflict(job_id, differing_fields(decode_spec(row.spec), submission.spec), (row.submitter, row.subject))
-        if rerun and row.submitter == submission.submitter and row.job_state.terminal and row.job_state is not State.SUCCEEDED:
-            self._requeue([row], actor=submission.submitter, reason="submitted again")
-            rows.update(self._rows((job_id,)))
-        return Submitted.before(job_of(rows[job_id]))
-
-    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
-        with self._turn:
-            rows = self._rows(job_ids)
-            requested: list[JobRow] = []
-            answers = []
-            for job_id in job_ids:
-                row = rows.get(job_id)
-                answers.append(Canceled(None) if row is None else self._cancel(row, requested, actor, reason))
-                if row is not None:  # named again in this batch, it is as this left it
-                    canceled = answers[-1]
-                    rows[job_id] = row._replace(state=str(canceled.state), cancel_requested=int(canceled.requested))
-            self._write_settled()
-            batch = [(row.id, row.version) for row in requested]
-            must_change(len(batch), self._session.changed("request_cancels", (), batch))
-            return answers
-
-    def _cancel(self, row: JobRow, requested: list[JobRow], actor: str, reason: str) -> Canceled:
-        state = row.job_state
-        if state.terminal:
-            return Canceled(state)
-        if cancel_is_immediate(state):
-            outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
-            self._incident(row, "canceled", actor=actor, reason=reason)
-            ended = after(state, Event.CANCEL)
-            self._settle_waiting(row, ended, outcome)
-            return Canceled(ended)
-        if not row.cancel_requested:
-            self._incident(row, "cancel_requested", worker_id=row.assigned_worker_id or "", actor=actor, reason=reason)
-            requested.append(row)
-        return Canceled(state, True, row.assigned_worker_id, row.lease_id)
-
-    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
-        with self._turn:
-            rows = self._rows(job_ids)
-            ended: list[JobRow] = []
-            answers = []
-            for job_id in job_ids:
-                row = rows.get(job_id)
-                done = row is not None and row.job_state.terminal and generation in (None, row.generation)
-                if row is not None and done:
-                    ended.append(row)
-                    rows[job_id] = row._replace(state=State.PENDING.value)
-                answers.append(Requeued(done, rows[job_id].job_state if row is not None else None))
-            self._requeue(ended, actor=actor, reason=reason)
-            return answers
-
-    def _requeue(self, rows: list[JobRow], *, actor: str, reason: str) -> None:
-        wall = self.clock.wall()
-        batch = []
-        for row in rows:
-            self._incident(
-                row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=_why_requeued(row, reason)
-            )
-            spec = decode_spec(row.spec)
-            not_after = not_after_again(spec.not_after, wall)
-            batch.append((row.id, row.version, ready_value(spec.not_before, wall), spec.not_before, not_after))
-            self._count(row.group, row.job_state, -1)
-            self._count(row.group, after(row.job_state, Event.REQUEUE), 1)
-        must_change(len(batch), self._session.changed("requeue", (), batch))
-        self._clear_results([row.id for row in rows])
+        answers.append(Canceled(None) if row is None else _cancel(tx, row, requested, actor, reason))
+        if row is not None:  # if the batch names the job again, that one sees what this one did
+            canceled = answers[-1]
+            rows[job_id] = row._replace(state=str(canceled.state), cancel_requested=int(canceled.requested))
+    tx.write_state_changes()
+    batch = [(row.id, row.version) for row in requested]
+    must_change(len(batch), tx.session.changed("request_cancels", (), batch))
+    return answers
 
 
-def _why_requeued(row: JobRow, reason: str) -> str:
+def _cancel(tx: Transaction, row: JobRow, requested: list[JobRow], actor: str, reason: str) -> Canceled:
+    state = row.job_state
+    if state.terminal:
+        return Canceled(state)
+    if cancel_is_immediate(state):
+        outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
+        tx.incident(row, "canceled", actor=actor, reason=reason)
+        ended = after(state, Event.CANCEL)
+        tx.end_waiting(row, ended, outcome)
+        return Canceled(ended)
+    if not row.cancel_requested:
+        tx.incident(row, "cancel_requested", worker_id=row.assigned_worker_id or "", actor=actor, reason=reason)
+        requested.append(row)
+    return Canceled(state, True, row.assigned_worker_id, row.lease_id)
+
+
+def requeue(tx: Transaction, job_ids: Sequence[str], actor: str, reason: str, generation: int | None) -> list[Requeued]:
+    rows = tx.rows(job_ids)
+    ended: list[JobRow] = []
+    answers = []
+    for job_id in job_ids:
+        row = rows.get(job_id)
+        done = row is not None and row.job_state.terminal and generation in (None, row.generation)
+        if row is not None and done:
+            ended.append(row)
+            rows[job_id] = row._replace(state=State.PENDING.value)
+        answers.append(Requeued(done, rows[job_id].job_state if row is not None else None))
+    _requeue(tx, ended, actor=actor, reason=reason)
+    return answers
+
+
+def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) -> None:
+    wall = tx.clock.wall()
+    batch = []
+    for row in rows:
+        tx.incident(row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=_requeue_reason(row, reason))
+        spec = decode_spec(row.spec)
+        not_after = not_after_again(spec.not_after, wall)
+        batch.append((row.id, row.version, ready_value(spec.not_before, wall), spec.not_before, not_after))
+        tx.count_move(row.group, row.job_state, after(row.job_state, Event.REQUEUE))
+    must_change(len(batch), tx.session.changed("requeue", (), batch))
+    tx.clear_results([row.id for row in rows])
+
+
+def _requeue_reason(row: JobRow, reason: str) -> str:
     was = f"was {row.state}"
     outcome = outcome_of(row)
     if outcome is not None and (outcome.message or outcome.error_code):
@@ -197,6 +186,7 @@ def _input_blobs(spec: JobSpec) -> list[str]:
 
 
 def _is_plain(spec: JobSpec) -> bool:
+    """Return whether the statement with fewer columns will do: the database's defaults are right for the others."""
     return (
         spec.not_before is None
         and spec.not_after is None

@@ -12,9 +12,8 @@ from tasuki.core.store_messages import Canceled
 from tasuki.stores.memory import reports
 from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.sql import lease, report
-from tasuki.stores.sql.report import SqlReport
-from tasuki.stores.sql.submit import SqlSubmit
+from tasuki.stores.sql import lease, report, submit
+from tasuki.stores.sql.transaction import Transaction
 from tasuki.testing.sim.ablations_store import BOTH, EARLY_S, LOSSES, Method, ahead
 from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.patches import Ablation, Instead, Reworded
@@ -49,8 +48,8 @@ def _any_body(submit: Method) -> Method:
 
 
 def _any_body_in_sql(answer_known: Method) -> Method:
-    def _answer_known(self: Any, submission: Any, rows: Any, rerun: bool) -> Any:
-        return answer_known(self, replace(submission, body_hash=rows[submission.spec.job_id].body_hash), rows, rerun)
+    def _answer_known(tx: Any, submission: Any, rows: Any, rerun: bool) -> Any:
+        return answer_known(tx, replace(submission, body_hash=rows[submission.spec.job_id].body_hash), rows, rerun)
 
     return _answer_known
 
@@ -66,11 +65,11 @@ def _ends_what_is_over(cancel: Method) -> Method:
 
 
 def _ends_what_is_over_in_sql(cancel: Method) -> Method:
-    def _cancel(self: Any, row: Any, *rest: Any) -> Any:
+    def _cancel(tx: Any, row: Any, *rest: Any) -> Any:
         if not row.job_state.terminal:
-            return cancel(self, row, *rest)
+            return cancel(tx, row, *rest)
         outcome = Outcome(error_code="CANCELED", message="canceled")
-        self._settle_waiting(row, State.CANCELED, outcome)
+        tx.end_waiting(row, State.CANCELED, outcome)
         return Canceled(State.CANCELED)
 
     return _cancel
@@ -119,7 +118,7 @@ _OF_CLIENTS = (
         invariants=("I2",),
         seams=(
             Instead(MemoryStore, "_submit", _any_body),
-            Instead(SqlSubmit, "_answer_known", _any_body_in_sql),
+            Instead(submit, "_answer_known", _any_body_in_sql),
         ),
         stores=BOTH,
     ),
@@ -129,7 +128,7 @@ _OF_CLIENTS = (
         invariants=("I4", "I14"),
         seams=(
             Instead(MemoryStore, "_cancel", _ends_what_is_over),
-            Instead(SqlSubmit, "_cancel", _ends_what_is_over_in_sql),
+            Instead(submit, "_cancel", _ends_what_is_over_in_sql),
         ),
         stores=BOTH,
     ),
@@ -190,7 +189,7 @@ _OF_THE_LEADER = (
         invariants=("I8",),
         seams=(
             Instead(MemoryStore, "_check_epoch", lambda _: lambda *_: None),
-            Instead(SqlReport, "_check_epoch", lambda _: lambda *_: None),
+            Instead(Transaction, "check_epoch", lambda _: lambda *_: None),
         ),
         options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=RIVALS),
         stores=BOTH,

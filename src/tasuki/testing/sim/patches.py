@@ -47,9 +47,9 @@ class Reworded(msgspec.Struct, frozen=True):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        from tasuki.stores.sql.statement_files import load
+        from tasuki.stores.sql.database import load_statements
 
-        statements = load("sqlite")
+        statements = load_statements("sqlite")
         texts: dict[Any, str] = statements.one
         keys: list[Any] = [self.statement]
         if self.statement in statements.many:

@@ -1,0 +1,95 @@
+"""Rules that all back ends share, so that they agree: texts, blob generations, filters, incident names, the system clock. Pure.
+
+Blob generations. A generation is never used twice for one sha256: a deleter that wakes up after an hour must not find new bytes
+under the name that it was told to delete. While a condemned row exists, the next generation is higher by one. Once the row is
+forgotten nothing remembers it, so generations also grow with time: a forgotten blob had been unused for the grace time of
+collection, which is longer than the second in which two generations could meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+
+from tasuki.clocks import boot_time
+from tasuki.core import subject as subjects
+from tasuki.core.lifecycle import Event
+from tasuki.core.store_messages import Filter, Report
+from tasuki.errors import InvalidInput, StaleEpoch
+
+GENERATIONS_BEGIN_AT = 1_767_225_600  # 2026-01-01T00:00:00Z; in 32 bits there is room until 2094
+
+INCIDENT_OF: dict[Event, str] = {
+    Event.RETRY: "failed",
+    Event.FAIL: "dead_lettered",
+    Event.TIME_OUT: "dead_lettered",
+    Event.LOSE: "lost",
+    Event.ORPHAN: "orphaned",
+    Event.CANCEL: "canceled",
+}
+"""Incident kind for each event that ends an attempt without success."""
+
+matches = lru_cache(65_536)(subjects.matches)  # leasing asks for the same few pairs again and again
+
+
+class SystemClock:
+    """The clocks of this machine: the boot clock for leases, the wall clock for times that people read."""
+
+    def lease(self) -> float:
+        return boot_time()
+
+    def wall(self) -> float:
+        return time.time()
+
+
+def storable(text: str) -> str:
+    """Return the text as every database accepts it: PostgreSQL refuses NUL."""
+    return text.replace("\0", "\ufffd") if "\0" in text else text
+
+
+def lowest_generation(wall: float) -> int:
+    """Return the generation of a blob that has no row at this time."""
+    return max(0, int(wall) - GENERATIONS_BEGIN_AT)
+
+
+def check_on_failed(on_failed: str) -> bool:
+    """Return whether failed jobs are to be run again; InvalidInput for an unknown word."""
+    if on_failed not in ("return", "rerun"):
+        raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
+    return on_failed == "rerun"
+
+
+def stale_epoch(epoch: int, current: int, holder: str) -> StaleEpoch:
+    """Return the error for a leader's verb with an epoch that is not the registered one."""
+    return StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder or 'nobody'}); step down")
+
+
+def fenced_reason(report: Report, attempt: int, state: str) -> str:
+    """Return why a report that does not show the current lease is refused."""
+    return f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {attempt} is {state}"
+
+
+def is_wanted(
+    filter: Filter,
+    state: str,
+    subject: str,
+    submitter: str,
+    worker_id: str | bool | None,
+    array_id: str | bool | None,
+    texts: Iterable[str],
+) -> bool:
+    """Return whether a job with these fields passes the filter; `texts` are searched for `filter.text`."""
+    if filter.states and state not in filter.states:
+        return False
+    if filter.subject is not None and not matches(filter.subject, subject):
+        return False
+    if filter.array_id is not None and array_id != filter.array_id:
+        return False
+    if filter.worker_id is not None and worker_id != filter.worker_id:
+        return False
+    if filter.submitter is not None or filter.scope:
+        is_own = submitter == filter.submitter
+        if not is_own and not any(matches(pattern, subject) for pattern in filter.scope):
+            return False
+    return filter.text is None or any(filter.text in text for text in texts)
