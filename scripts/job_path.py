@@ -1,9 +1,9 @@
-"""List the files of src/tasuki in which a function runs for one job, in all processes together: how much a reader opens to follow it.
+"""List the files of src/tasuki in which a function runs for one job, in all processes: what a reader opens to follow it.
 
 usage: python scripts/job_path.py [--list] [SCENARIO …]        (submit, http, agent, cancel; without a name all four)
 
-Real processes are started with a profile function (a `sitecustomize` on their path). Each scenario runs one job first, so that lazy
-imports and first-time work are done, then sets a flag that all processes see, runs the job that counts, and clears the flag.
+Real processes are started with a profile function (a `sitecustomize` on their path). Each scenario runs one job first, so that
+lazy imports are done, then sets a flag that all processes see, runs the job that counts, and clears the flag.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def over_tcp(recording: Recording, scenario: str) -> None:
                 bufsize=1,
                 env={**os.environ, **recording.environment, "TASUKI_TOKEN": (data / "token").read_text().strip()},
             )
-            assert client.stdin is not None and client.stdout is not None
+            assert client.stdin is not None
+            assert client.stdout is not None
             recorder = contextlib.ExitStack()
             for line in client.stdout:
                 if line == "counted\n":
@@ -182,16 +183,18 @@ def over_http(recording: Recording, _: str) -> None:
     """Submit a job of an app over HTTP, lease it and report its result as a worker in any language does; the store is Redis."""
     data = recording.folder / "data"
     options = ("--data", str(data), "--no-tcp", "--http", "127.0.0.1:0", "--app", "zpe")
-    with redis_server(recording.folder) as store:
-        with python(recording, "-m", "tasuki", "server", *options, ready="listening http://", TASUKI_STORE=store) as address:
-            with http_client(address, (data / "token").read_text().strip()) as client:
-                enrol = client.post("/calc/zpe/compute/enroll-tokens", json={}).json()["enroll_token"]
-                with http_client(address, enrol) as newcomer:
-                    token = newcomer.post("/calc/zpe/compute/servers/register", json={}).json()["worker_token"]
-                with http_client(address, token) as worker:
-                    _http_job(client, worker)
-                    with recording.on():
-                        _http_job(client, worker)
+    with (
+        redis_server(recording.folder) as store,
+        python(recording, "-m", "tasuki", "server", *options, ready="listening http://", TASUKI_STORE=store) as address,
+        http_client(address, (data / "token").read_text().strip()) as client,
+    ):
+        enrol = client.post("/calc/zpe/compute/enroll-tokens", json={}).json()["enroll_token"]
+        with http_client(address, enrol) as newcomer:
+            token = newcomer.post("/calc/zpe/compute/servers/register", json={}).json()["worker_token"]
+        with http_client(address, token) as worker:
+            _http_job(client, worker)
+            with recording.on():
+                _http_job(client, worker)
 
 
 def http_client(address: str, token: str) -> httpx.Client:
@@ -244,11 +247,13 @@ def over_agent(recording: Recording, _: str) -> None:
         "--exec",
         "cat=/bin/cat {file}",
     )
-    with python(recording, "-m", "tasuki", "agent", *options, ready="listening http://", TASUKI_TOKEN=TOKEN) as address:
-        with http_client(address, TOKEN) as client:
-            _agent_job(client, "warm")
-            with recording.on():
-                _agent_job(client, "counted")
+    with (
+        python(recording, "-m", "tasuki", "agent", *options, ready="listening http://", TASUKI_TOKEN=TOKEN) as address,
+        http_client(address, TOKEN) as client,
+    ):
+        _agent_job(client, "warm")
+        with recording.on():
+            _agent_job(client, "counted")
 
 
 def _agent_job(client: httpx.Client, job_id: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasuki.cli.app_worker import AppWorker, app_result
-from tasuki.core.app_documents import result_of
+from tasuki.core.apps import result_of
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome
 from tasuki.errors import ConfigError
 from tasuki.worker.attempt import RunResult

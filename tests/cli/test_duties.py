@@ -13,7 +13,7 @@ import redis
 
 from tasuki.config import DataFolder
 from tasuki.coords.redis import RedisCoordination
-from tasuki.core.app import template_of
+from tasuki.core.apps import template_of
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.store_messages import Submission
 from tasuki.stores.redis.connection import connect

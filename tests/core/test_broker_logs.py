@@ -9,10 +9,10 @@ import pytest
 
 from tasuki.core.broker.events import JobSeen, Met, Query
 from tasuki.core.broker.log_reads import ANSWER_WITHIN_S, READS_PER_CLIENT, READS_PER_WORKER, checked_progress, question_of
+from tasuki.core.cluster_messages import ServerInfo, WorkerInfo
 from tasuki.core.job import Progress
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Claim, ErrorMessage, Heartbeat, JobsStarted, LogPiece, ReadLog, Reply, Request
-from tasuki.core.server_info import ServerInfo, WorkerInfo
 from tasuki.errors import ProtocolError
 from tests.core.desk import TCP, UNIX, Desk, claim
 

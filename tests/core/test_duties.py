@@ -30,9 +30,9 @@ from tasuki.core.broker.upkeep import (
     SKIP_BATCH,
     SQUEEZED_GRACE_S,
 )
+from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.job import InputFile, State
 from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
-from tasuki.core.server_info import ServerInfo
 from tasuki.core.store_messages import Answers, Promoted, Turn
 from tasuki.errors import StaleEpoch, Unavailable
 from tasuki.stores.batching import execute

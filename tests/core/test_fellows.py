@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.core.broker.cluster import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX, SPARE_LOOKERS
 from tasuki.core.broker.events import AskEnded, AskRevoked, Elected, Hinted, Met, Publish, SomeEnded, SomeRevoked, Won
-from tasuki.core.hints import Hint
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import JobSpec, State
 from tasuki.core.protocol import (
     CancelJobs,

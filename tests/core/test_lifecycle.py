@@ -22,7 +22,7 @@ from tasuki.core.lifecycle import (
 )
 from tasuki.errors import InvalidTransition
 
-# The promise in words (DESIGN §1), written out on purpose: a change of the table must be made twice to go unnoticed.
+# The table of `lifecycle.py`, written out on purpose: a change of the table must be made twice to go unnoticed.
 EXPECTED = {
     Event.GRANT: {"PENDING": "ASSIGNED", "ORPHANED": "ASSIGNED", "ASSIGNED": "ASSIGNED", "RUNNING": "ASSIGNED"},
     Event.START: {"ASSIGNED": "RUNNING"},

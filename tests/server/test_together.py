@@ -13,10 +13,9 @@ import pytest
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.coords.coordination import ClusterMember, Coordination, Locked
 from tasuki.coords.memory import MemoryCoordination
-from tasuki.core.hints import everything
+from tasuki.core.cluster_messages import ServerInfo, everything
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import AssignJobs, GiveCredit, Reply, Request, SubmitJobs
-from tasuki.core.server_info import ServerInfo
 from tasuki.errors import Unavailable
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig

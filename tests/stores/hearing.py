@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from tasuki.core.hints import Hint, decode, everything
+from tasuki.core.cluster_messages import Hint, decode, everything
 from tasuki.stores.wakeups import Wakeups
 from tests.support.waiting import Watched
 

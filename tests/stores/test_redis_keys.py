@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import redis
 
-from tasuki.core.app import template_of
+from tasuki.core.apps import template_of
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.store_messages import Grant, LeaseRequest, LeaseStatus, Report, ReportStatus, Submission, Submitted

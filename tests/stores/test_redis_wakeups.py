@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tasuki.core.hints import Hint, decode, everything, split
+from tasuki.core.cluster_messages import Hint, decode, everything, split
 from tasuki.errors import ConfigError
 from tasuki.stores.redis.wakeups import RedisWakeups
 from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX

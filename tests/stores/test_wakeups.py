@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from tasuki.core.hints import PIECE_MAX_BYTES, Hint, decode, everything, split
+from tasuki.core.cluster_messages import PIECE_MAX_BYTES, Hint, decode, everything, split
 from tasuki.errors import ConfigError
 from tasuki.stores.sql.postgres import PostgresWakeups
 from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX, NoWakeups

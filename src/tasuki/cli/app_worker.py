@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tasuki.cli.store_client import StoreAddress, guest
-from tasuki.core.app_documents import outcome_of
+from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.store_messages import Grant

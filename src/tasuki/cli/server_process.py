@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tasuki.cli import exit_codes
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import encode_json, write_line
-from tasuki.core.app import DEFAULT_APP
+from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 
 if TYPE_CHECKING:

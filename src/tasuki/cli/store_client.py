@@ -53,7 +53,7 @@ def store_of(url: str) -> StoreAddress:
 
 def guest_places(address: StoreAddress, folder: Path) -> StorageLocations:
     from tasuki.config import DataFolder, check_app
-    from tasuki.core.app import DEFAULT_APP
+    from tasuki.core.apps import DEFAULT_APP
     from tasuki.server.assembly import StorageLocations
 
     if not is_store(address.url):

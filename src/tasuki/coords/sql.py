@@ -25,7 +25,7 @@ from tasuki.coords.coordination import (
     View,
     check_ttl,
 )
-from tasuki.core.conninfo import with_deadlines, without_secrets
+from tasuki.core.address import with_deadlines, without_secrets
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.errors import ConfigError, TasukiError, Unavailable
 

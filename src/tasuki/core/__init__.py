@@ -1,5 +1,14 @@
-"""The pure heart: jobs, leases, subjects, credit, and the machines that decide for server, worker and client.
+"""The domain, pure: jobs, leases, subjects, and the machines that decide for server, worker, client and failover.
 
-Everything here is data and functions of data: `apply(event, now) -> commands`. No await, clock, random number or I/O;
-time and chance are passed in. May import `tasuki.errors` and nothing else of tasuki.
+Modules here are data and functions of data. A machine is `apply(event, now) -> commands`: its driver (in `server/`, `worker/`,
+`client/` or `testing/`) brings events in, carries commands out, and passes in time and random numbers. No await, clock, random
+number or I/O. Every part may import `core`; `core` imports `tasuki.errors` and nothing else of tasuki.
+
+    job, lifecycle, subject, ids, access     the data, the table of transitions, routing, names, access rules
+    protocol, store_messages                 messages between peers; messages between machines and a store
+    broker/, worker/, client_machine         the machines of server, worker and client
+    failover/                                one job over several node agents
+    election, cluster_messages               the leader's election; messages between servers that share a store
+    explain, fairness, reconnect, backoff    reasons for a job's state; order of groups; when and where to connect again
+    report_limits, address, ranges, apps     limits of reports; addresses; HTTP ranges; jobs of apps
 """

@@ -1,4 +1,4 @@
-"""Who may see and do what. Pure: an identity and a job, a yes or no.
+"""Access rules: an identity and a job in, a yes or no out. Pure.
 
 A job's status, result, logs and cancel belong to its submitter, to admins, and to tokens whose scope covers its subject. A
 worker sees the jobs that it holds, through the leases it was granted, and nothing else.
@@ -21,19 +21,19 @@ WORKER_TOKEN_S = 7 * 86400.0  # of one that a worker got by registering; it asks
 
 
 class PeerKind(enum.StrEnum):
-    """What a peer may be."""
+    """Kinds of peers; all but NODE are kinds of tokens."""
 
     ADMIN = "admin"
     CLIENT = "client"
     WORKER = "worker"
     ENROL = "enrol"
-    """Good for one thing, once: to register a worker."""
+    """Registers one worker, once."""
     NODE = "node"
     """A process of the server's own user on its unix socket: admin rights, and it may run as a worker too."""
 
 
 class Identity(msgspec.Struct, frozen=True, gc=False):
-    """Who a peer is, from its token or its uid; never from what it says in a message."""
+    """The identity of a peer, from its token or its uid; never from the contents of a message."""
 
     kind: PeerKind
     name: str
@@ -46,7 +46,7 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def uploader(self) -> str:
-        """Whose half-sent blobs are whose. A worker's stay its own when its token is exchanged for another."""
+        """Owner of half-sent blobs. A worker stays the owner when its token is exchanged for another."""
         return f"worker:{self.worker_id}" if self.worker_id else self.name
 
     def expired(self, now_wall: float) -> bool:
@@ -57,7 +57,7 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
         return self.kind in (PeerKind.ADMIN, PeerKind.NODE)
 
     def may_see(self, submitter: str, subject: str) -> bool:
-        """Read the job's state, result and logs, cancel it, set it going again."""
+        """Return True if the peer may read the job's state, result and logs, cancel it, and retry it."""
         if self.admin or (self.kind is PeerKind.CLIENT and submitter == self.name):
             return True
         return self.kind is PeerKind.CLIENT and any(matches(pattern, subject) for pattern in self.scope)
@@ -70,14 +70,14 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
 
     def check_worker(self) -> None:
         if self.kind not in (PeerKind.WORKER, PeerKind.NODE):
-            raise Forbidden(f"a {self.kind} token cannot run jobs; make one with: tasuki token create --kind worker")
+            raise Forbidden(f"a token of kind {self.kind} cannot run jobs; make one with: tasuki token create --kind worker")
 
     def check_worker_id(self, worker_id: str) -> None:
         if self.worker_id and self.worker_id != worker_id:
             raise Forbidden(f"this token belongs to worker {self.worker_id!r}, not to {worker_id[:64]!r}")
 
     def check_patterns(self, patterns: tuple[str, ...]) -> None:
-        """A worker token with a scope may subscribe only to what lies inside it."""
+        """Refuse patterns outside the token's scope."""
         for pattern in patterns:
             check_pattern(pattern)
             if self.scope and not any(covers(allowed, pattern) for allowed in self.scope):
@@ -85,11 +85,11 @@ class Identity(msgspec.Struct, frozen=True, gc=False):
 
     def check_admin(self, what: str) -> None:
         if not self.admin:
-            raise Forbidden(f"{what} needs an admin token; this is a {self.kind} token")
+            raise Forbidden(f"{what} needs an admin token; this token is of kind {self.kind}")
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Every subject that `narrow` matches is matched by `wide`."""
+    """Return True if `wide` matches every subject that `narrow` matches."""
     wide_parts, narrow_parts = wide.split("."), narrow.split(".")
     for place, part in enumerate(wide_parts):
         if part == ">":
@@ -102,12 +102,12 @@ def covers(wide: str, narrow: str) -> bool:
 
 
 def token_sha256(secret: str) -> str:
-    """How a token is stored and looked up; 256 random bits need no slow hash."""
+    """Return the hash by which a token is stored and looked up; 256 random bits need no slow hash."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def identify(token: TokenRow | None, now_wall: float) -> Identity:
-    """The identity behind a stored token, else Unauthorized. The message is the same for unknown and wrong ones."""
+    """Return the identity of a stored token, or raise Unauthorized. Unknown and wrong tokens get the same message."""
     if token is None:
         raise Unauthorized("the token is not known here; list the valid ones with: tasuki token list")
     if token.revoked_at is not None:

@@ -1,9 +1,10 @@
-"""Addresses: how they are written, read and judged. Pure; whoever connects or listens is elsewhere."""
+"""Addresses of servers, node agents and PostgreSQL: how they are written, read and judged. Pure."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 
 import msgspec
 
@@ -19,14 +20,14 @@ HTTP_PLACE = re.compile(r"[A-Za-z0-9._~/:\[\]-]*")
 
 
 class Address(msgspec.Struct, frozen=True):
-    """One place to connect to or to listen on."""
+    """An address to connect to or to listen on."""
 
     scheme: str
     """tcp, tls, unix, http or https"""
     host: str = ""
     port: int = 0
     path: str = ""
-    """Of a unix socket; of http and https what comes before the server's own paths: nothing, or /prefix."""
+    """Path of a unix socket; for http and https the prefix before the server's own paths: nothing, or /prefix."""
 
     def __str__(self) -> str:
         if self.scheme == "unix":
@@ -49,7 +50,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def reachable(self) -> bool:
-        """It leads to one place from outside: not a wildcard to listen on, not a port that the system chooses."""
+        """True unless the host is a wildcard to listen on, or the system chooses the port."""
         if self.scheme == "unix" or not self.port:
             return False
         try:
@@ -59,9 +60,9 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def parse_url(url: str, default_port: int | None = None, given: str | None = None) -> list[Address]:
-    """`tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080`, `https://a/prefix`: the places to try.
+    """Parse `tcp://a:7000,b:7000`, `tls://a:7000`, `unix:///path`, `http://a:7080,b:7080` or `https://a/prefix`.
 
-    `given` is what an error quotes, where the caller has made the address of it.
+    `given` is the text that an error quotes, where the caller has built `url` from it.
     """
     given = given or url
     if url.startswith(AGENTS):
@@ -84,7 +85,7 @@ def parse_url(url: str, default_port: int | None = None, given: str | None = Non
 
 
 def parse_agents(url: str) -> list[Address]:
-    """`agents:http://n1:7090,http://n2:7090`: node agents. Each may say its scheme; else it has that of the one before it."""
+    """Parse `agents:http://n1:7090,http://n2:7090`. An address without a scheme has that of the one before it."""
     places: dict[Address, None] = {}
     scheme = "http"
     for part in url.removeprefix(AGENTS).split(","):
@@ -100,12 +101,12 @@ def parse_agents(url: str) -> list[Address]:
 
 
 def _shown(part: str) -> str:
-    """What stands before an @ may be a password."""
+    """Quote a part of an address without the text before an @, which may be a password."""
     return repr(part.rpartition("@")[2][:80])
 
 
 def _place(scheme: str, text: str, url: str, default_port: int | None = None) -> Address:
-    """One of http or https: host, port and prefix; each of several may say its scheme again."""
+    """Parse one http or https address: host, port and prefix; each of several may repeat the scheme."""
     own, separator, rest = text.partition("://")
     if separator and own != scheme:
         raise ConfigError(f"address {url!r} mixes {scheme} with {own[:20]!r}; give servers of one kind")
@@ -126,3 +127,35 @@ def _host_port(scheme: str, text: str, url: str, default_port: int | None = None
         which = f"{url!r}: {text!r}" if text != url else repr(url)
         raise ConfigError(f"address {which} is not host:port with a port from 0 to 65535")
     return Address(scheme, host, int(port))
+
+
+# ---------------------------------------------------------------------------------------------------- PostgreSQL
+
+KEEPALIVE_IDLE_S = 5
+KEEPALIVE_INTERVAL_S = 2
+KEEPALIVE_COUNT = 3
+CONNECT_TIMEOUT_MIN_S = 2  # libpq takes no less
+
+_SECRETS = ("password", "sslpassword")
+
+
+def with_deadlines(given: Mapping[str, object], timeout_s: float) -> dict[str, object]:
+    """Return libpq parameters that make a dead peer known within `timeout_s` (idle: a little later); `given` ones win."""
+    return {
+        "application_name": "tasuki",
+        "connect_timeout": max(CONNECT_TIMEOUT_MIN_S, int(timeout_s)),
+        "keepalives": 1,
+        "keepalives_idle": KEEPALIVE_IDLE_S,
+        "keepalives_interval": KEEPALIVE_INTERVAL_S,
+        "keepalives_count": KEEPALIVE_COUNT,
+        "tcp_user_timeout": int(timeout_s * 1000),
+        **given,
+    }
+
+
+def without_secrets(text: str, given: Mapping[str, object]) -> str:
+    """Return an error's text as one line, with the passwords of these parameters crossed out."""
+    for name in _SECRETS:
+        if secret := given.get(name):
+            text = text.replace(str(secret), "***")
+    return " ".join(text.split())

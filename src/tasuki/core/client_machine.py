@@ -1,12 +1,12 @@
 """The client's decisions: `apply(event, now) -> commands`. Pure.
 
-Theory of operation. Every call is kept with its message until it is answered. After a lost connection everything that is safe
-to say twice is said again: a submit, because the same id with the same body is the same job; a watch, because it only asks. A
-result that was recorded while we were away comes back by asking for its job again. What sets an ended job going again is said
-once: the first time may have counted, and the job may have succeeded since. Its caller hears that the outcome is not known.
+Theory of operation. Every call is kept with its message until it is answered. After a lost connection every call that is safe
+to repeat is sent again: a submit, because the same id with the same body is the same job; a watch, because it only asks. A
+result that was recorded while the client was away comes back by asking for its job again. A call that retries an ended job is
+sent once: the first time may have counted, and the job may have succeeded since. Its caller learns that the outcome is not known.
 
-A server that is silent is left: two heartbeats without an answer, or a Hello. With several servers that is noticed sooner, since
-there is somebody else to turn to.
+The client leaves a silent server: after two heartbeats, or a Hello, without an answer. With several servers it leaves sooner,
+since there is another one to connect to.
 """
 
 from __future__ import annotations
@@ -50,36 +50,36 @@ NOT_KNOWN = "it is not known whether the request was carried out; look at the st
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Send this request; its msg_id is the machine's. `lasting` ones are said again after a reconnect, if that is safe."""
+    """Request to send; its msg_id is the machine's. `lasting` ones are sent again after a reconnect, if that is safe."""
 
     ticket: int
     make: Callable[[int], Message]
     lasting: bool = True
     watch: tuple[str, ...] = ()
-    """Of a submit: the jobs whose results the server delivers once it has accepted them."""
+    """Jobs of a submit whose results the server delivers once it has accepted them."""
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """Deliver the results of these jobs, which the server knows."""
+    """Request to deliver the results of jobs that the server knows."""
 
     job_ids: list[str]
 
 
 class Unwatch(msgspec.Struct, frozen=True):
-    """Nobody waits for these any more."""
+    """End of the interest in these jobs."""
 
     job_ids: list[str]
 
 
 class Unsendable(msgspec.Struct, frozen=True):
-    """The driver could not make a frame of a message that it was told to send: it would be no better next time."""
+    """A message that the driver could not encode, now or later."""
 
     msg_id: int
     error: TasukiError
 
 
 class CallAnswered(msgspec.Struct, frozen=True):
-    """A call is over: an Accepted or the body of a Reply, or an error."""
+    """End of a call: an Accepted or the body of a Reply, or an error."""
 
     ticket: int
     answer: Any = None
@@ -87,26 +87,26 @@ class CallAnswered(msgspec.Struct, frozen=True):
 
 
 class ResultsArrived(msgspec.Struct, frozen=True):
-    """Jobs that were watched are terminal."""
+    """Results of watched jobs that are terminal."""
 
     items: list[JobResult]
 
 
 class Welcomed(msgspec.Struct, frozen=True):
-    """The server took us."""
+    """The server accepted the client's Hello."""
 
     welcome: Welcome
 
 
 class WatchRefused(msgspec.Struct, frozen=True):
-    """The server does not know these jobs, or they are not ours."""
+    """The server does not know these jobs, or they belong to another submitter."""
 
     job_ids: list[str]
     error: TasukiError
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The server will never take us; every waiting call is answered with this."""
+    """The server will never accept the client; every waiting call is answered with this error."""
 
     error: TasukiError
 
@@ -125,7 +125,7 @@ class _Waiting(msgspec.Struct):
 
 
 def safe_to_repeat(message: Message) -> bool:
-    """Does saying it twice come to the same as saying it once, whatever happened in between?"""
+    """Return True if sending the message twice has the effect of sending it once, whatever happened in between."""
     match message:
         case SubmitJobs():
             return message.on_failed == "return"
@@ -199,7 +199,7 @@ class ClientMachine:
         return [Send(self._conn, message)]
 
     def _say(self, waiting: _Waiting) -> Send:
-        """Under a new msg_id: an answer to an earlier one is not heard any more."""
+        """Send the call under a new msg_id: an answer to an earlier one is ignored."""
         assert self._conn is not None
         self._msg_id += 1
         self._calls[self._msg_id] = waiting
@@ -314,7 +314,7 @@ class ClientMachine:
         return [CallAnswered(waiting.ticket, error=error)]
 
     def _watch_refused(self, job_ids: list[str], error: TasukiError) -> list[Command]:
-        """One unknown id refuses a whole watch: ask one by one to find it."""
+        """Watch the jobs of a refused watch one by one, to find the unknown one."""
         if len(job_ids) > 1 and self._conn is not None:
             return [command for job_id in job_ids for command in self._ask_results([job_id])]
         for job_id in job_ids:

@@ -1,17 +1,17 @@
-"""The election of the one server that does the duties: `apply(event, now) -> commands`. Pure; one `Election` per server.
+"""Election of the one server that does the leader's upkeep: `apply(event, now) -> commands`. Pure; one `Election` per server.
 
-Theory of operation. The coordination keeps a lock with a ttl, judged by its own clock; whoever gets the lock gets an epoch,
-higher than all before. That is a right to try, not yet to lead: the epoch counts when the store has registered it
-(`TakeOver`). The lock keeps two servers from *trying* to lead at once. That two cannot *write* as leaders at once is the
-store's business alone: it refuses every epoch but the one registered last. So nothing here has to be right about time for
-the promise to hold. It has to be right so that there is a leader, and so that it rarely hears a refusal.
+Theory of operation. The coordination keeps a lock with a ttl, judged by its own clock; the server that gets the lock gets an
+epoch, higher than all before. The lock is a right to try, not yet to lead: the epoch counts when the store has registered it
+(`TakeOver`). The lock keeps two servers from *trying* to lead at once. The store alone keeps two from *writing* as leaders at
+once: it refuses every epoch but the one registered last. So the promise never depends on clocks here; clocks decide only that
+there is a leader, and that it is rarely refused.
 
 A holder counts its time from *before* it asked, on its own clock, minus a margin; the coordination counts from when it
-answered. So the holder's time is over first, and then it steps down by itself, whether or not anybody answers. A question that
-failed may have been carried out, or may yet be: the machine then acts as if it was not, and the ttl ends what it may have been.
+answered. So the holder's time is over first, and the holder steps down by itself, whether or not an answer comes. A request that
+failed may have been carried out, or may yet be: the machine then acts as if it was not, and the ttl ends a lock it may have got.
 
-One question is out at a time. The driver carries commands out in their order, and answers every Acquire, TakeOver and Renew
-with exactly one event, however long it takes (TakeOver with TookOver or Fenced); Release has no answer.
+One request is out at a time. The driver carries commands out in their order, and answers every Acquire, TakeOver and Renew
+with exactly one event, however long it takes (TakeOver with TookOver or EpochFenced); Release has no answer.
 
     state        Ticked            Acquired           TookOver          Renewed             Fenced       Resign
     ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -35,11 +35,10 @@ with exactly one event, however long it takes (TakeOver with TookOver or Fenced)
                                                                         → Following
     Resigned     (asks nothing any more)
 
-`Leading` has a renewal under way or not. Where it ends with one under way, it becomes `Awaiting` that answer instead of
+`Leading` has a renewal under way or not. A leadership that ends with one under way becomes `Awaiting` that answer instead of
 `Following` or `Resigned`: a lock that may have been renewed after all is given back. Every event looks at the time first: a
-leader whose time is over steps down before it hears anything else. `EpochFenced` of another epoch than the present one is old
-news,
-and changes nothing.
+leader whose time is over steps down before it handles the event. `EpochFenced` of an epoch other than the present one changes
+nothing.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ class Locked(msgspec.Struct, frozen=True):
 
 
 class Busy(msgspec.Struct, frozen=True):
-    """Somebody has the lock."""
+    """Another server has the lock."""
 
     holder: str
     left_s: float
-    """How long it lasts, unless it is renewed."""
+    """Seconds until the lock ends, unless it is renewed."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ events
@@ -104,7 +103,7 @@ class EpochFenced(msgspec.Struct, frozen=True):
 
 
 class Resign(msgspec.Struct, frozen=True):
-    """This server is going down: let go, and do not ask again."""
+    """This server is going down: give the lock back, and do not ask again."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- commands
@@ -131,13 +130,13 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """From now on the duties are ours, under this epoch."""
+    """Lead from now on, under this epoch."""
 
     epoch: int
 
 
 class StepDown(msgspec.Struct, frozen=True):
-    """The duties are not ours any more."""
+    """Stop leading."""
 
     epoch: int
     reason: str
@@ -145,7 +144,7 @@ class StepDown(msgspec.Struct, frozen=True):
 
 # ------------------------------------------------------------------------------------------------------------------ states
 class Following(msgspec.Struct, frozen=True):
-    """Somebody else leads, or nobody."""
+    """Another server leads, or none does."""
 
     ask_at: float
 
@@ -159,27 +158,27 @@ class TakingOver(msgspec.Struct, frozen=True):
 
     epoch: int
     asked_at: float
-    """For the lock."""
+    """Time at which the lock was asked for."""
 
 
 class Leading(msgspec.Struct, frozen=True):
-    """The duties are ours."""
+    """This server leads."""
 
     epoch: int
     until: float
-    """When our time is over, unless the lock is renewed before."""
+    """Time at which the leadership ends, unless the lock is renewed before."""
     renew_at: float
     renewing: bool = False
 
 
 class Awaiting(msgspec.Struct, frozen=True):
-    """Led until a moment ago; the answer to the last renewal is still out."""
+    """The leadership has ended; the answer to the last renewal is still out."""
 
     epoch: int
 
 
 class Resigned(msgspec.Struct, frozen=True):
-    """Asks nothing any more."""
+    """This server stands for election no more."""
 
 
 Event = Ticked | Acquired | TookOver | Renewed | EpochFenced | Resign
@@ -203,7 +202,7 @@ class Election:
 
     @property
     def next_at(self) -> float | None:
-        """When to tick next; None: not before an answer came."""
+        """Time of the next tick; None: not before an answer comes."""
         match self.state:
             case Following(ask_at=ask_at):
                 return ask_at
@@ -214,7 +213,7 @@ class Election:
 
     @property
     def asking(self) -> bool:
-        """A question is out. Whoever closes down waits for its answer, for a while: a lock that it brings can be given back."""
+        """True while a request is out. A server that closes waits for the answer a while, to give back a lock that it brings."""
         match self.state:
             case Acquiring() | TakingOver() | Awaiting():
                 return True
@@ -224,13 +223,13 @@ class Election:
                 return False
 
     def leads(self, now: float) -> int:
-        """The epoch under which we may act as the leader now; 0: we may not."""
+        """Return the epoch under which this server may act as the leader now; 0: it may not."""
         return self.state.epoch if isinstance(self.state, Leading) and now < self.state.until else 0
 
     # ----------------------------------------------------------------------------------------------------- the table
 
     def apply(self, event: Event, now: float) -> list[Command]:
-        """What follows from the event."""
+        """Handle the event as the table above says."""
         commands: list[Command] = []
         if isinstance(self.state, Leading) and now >= self.state.until:
             commands += self._step_down(now, "the lock could not be renewed in time")

@@ -1,8 +1,8 @@
-"""Why a job stands where it stands, in sentences and as facts, from what the store and the server know. Pure.
+"""Reasons for the state of a job, in sentences and as facts, from what the store and the server know. Pure.
 
-`explain` answers for the state as it is: why it waits, where it is and why there, how it ended. What came before (earlier
-attempts, refused reports, where the time went) is told by `explain_past.py`. Sentences are for people and may change; the keys
-and the words of `facts` are for programs, and do not.
+`explain` answers for the state as it is: why the job waits, where it runs and why there, how it ended; and for the past: earlier
+attempts, refused reports, waiting times. Sentences are for people and may change; the keys and words of `facts` are for programs
+and do not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.explain_past import again, fenced, times
 from tasuki.core.job import READY, TERMINAL, Job, JobIncident, State
 from tasuki.core.lifecycle import is_late, was_made
 from tasuki.core.store_messages import Takes
@@ -22,33 +21,33 @@ SHOWN_MAX = 3  # names and patterns in one sentence; the facts have more
 LISTED_MAX = 100  # names in one list of facts
 
 Worker = Mapping[str, Any]
-Told = tuple[str, list[str], dict[str, Any]]
+Explanation = tuple[str, list[str], dict[str, Any]]
 """A word for programs, sentences, and facts."""
 
 
 class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known besides the job itself."""
+    """Facts about the workers, the queue and the server at the moment of the question."""
 
     workers: Sequence[Worker] = ()
-    """The live ones, as `tasuki workers` shows them."""
+    """Live workers, as `tasuki workers` shows them."""
     ahead: int | None = None
     """Ready jobs of its subject and priority that stand before it."""
     top_band: int | None = None
     """The highest priority of which anything is ready."""
     trouble: str = ""
-    """Why this server grants nothing at all: the disk is full, or the store cannot be written to."""
+    """Reason why this server grants nothing at all: the disk is full, or the store cannot be written to."""
     now_wall: float
 
 
-def explain(job: Job, incidents: Sequence[JobIncident], around: ExplainContext) -> dict[str, Any]:
-    """{"state", "because": sentences, "facts", "story": incidents}."""
+def explain(job: Job, incidents: Sequence[JobIncident], context: ExplainContext) -> dict[str, Any]:
+    """Return {"state", "because": sentences, "facts", "story": incidents}."""
     if job.state in READY:
-        why, because, facts = _waiting(job, around)
+        why, because, facts = _waiting(job, context)
     elif job.state in TERMINAL:
         why, because, facts = _ended(job)
     else:
-        why, because, facts = _held(job, around.workers)
-    for sentences, more in (again(job, incidents), fenced(incidents), times(job, incidents, around.now_wall)):
+        why, because, facts = _held(job, context.workers)
+    for sentences, more in (again(job, incidents), fenced(incidents), times(job, incidents, context.now_wall)):
         because += sentences
         facts |= more
     return {
@@ -65,9 +64,9 @@ def explain(job: Job, incidents: Sequence[JobIncident], around: ExplainContext) 
 # ---------------------------------------------------------------------------------------------------- waiting
 
 
-def _waiting(job: Job, around: ExplainContext) -> Told:
-    why, because, facts = _why_waiting(job, around)
-    facts = {"workers": len(around.workers), "fitting_workers": [], **facts, "ahead": around.ahead, "priority": job.priority}
+def _waiting(job: Job, context: ExplainContext) -> Explanation:
+    why, because, facts = _why_waiting(job, context)
+    facts = {"workers": len(context.workers), "fitting_workers": [], **facts, "ahead": context.ahead, "priority": job.priority}
     if job.state is State.ORPHANED and job.lease is not None:
         because.append(
             f"Worker {job.lease.worker_id} kept it and is silent. It may still finish it, and goes on with it if it is back "
@@ -77,23 +76,25 @@ def _waiting(job: Job, around: ExplainContext) -> Told:
     if job.not_after is not None:
         facts["not_after"] = job.not_after
         if why != "TOO_LATE":
-            because.append(f"If it still waits in {job.not_after - around.now_wall:.1f} s, it is too late to start, and skipped.")
+            because.append(
+                f"If it still waits in {job.not_after - context.now_wall:.1f} s, it is too late to start, and skipped."
+            )
     return why, because, facts
 
 
-def _why_waiting(job: Job, around: ExplainContext) -> Told:
-    """The first thing that is in its way."""
-    if is_late(job.not_after, around.now_wall):
+def _why_waiting(job: Job, context: ExplainContext) -> Explanation:
+    """Return the first obstacle between the job and a worker."""
+    if is_late(job.not_after, context.now_wall):
         return "TOO_LATE", ["It is too late to start it, by its not_after: it is about to be skipped."], {}
-    if job.not_before is not None and job.not_before > around.now_wall:
-        return _delayed(job, job.not_before - around.now_wall)
-    if around.trouble:
-        return "TROUBLE", [f"This server gives out no job at the moment: {around.trouble}."], {"trouble": around.trouble}
-    if not around.workers:
+    if job.not_before is not None and job.not_before > context.now_wall:
+        return _delayed(job, job.not_before - context.now_wall)
+    if context.trouble:
+        return "TROUBLE", [f"This server gives out no job at the moment: {context.trouble}."], {"trouble": context.trouble}
+    if not context.workers:
         return "NO_WORKERS", ["No worker is connected. Start one with: tasuki worker --to URL"], {}
-    fitting = [worker for worker in around.workers if _pattern_of(worker, job.spec.subject) is not None]
+    fitting = [worker for worker in context.workers if _pattern_of(worker, job.spec.subject) is not None]
     if not fitting:
-        return _no_pattern(job.spec.subject, around.workers)
+        return _no_pattern(job.spec.subject, context.workers)
     able = [worker for worker in fitting if Takes(worker.get("takes", "any")).fits(job.spec.exec, job.submitter)]
     if not able:
         return _other_kind(job, fitting)
@@ -105,10 +106,10 @@ def _why_waiting(job: Job, around: ExplainContext) -> Told:
             [f"The workers that fit are detached: {', '.join(names[:SHOWN_MAX])}. Give one work: tasuki attach {names[0]}"],
             {"detached_workers": names},
         )
-    return _its_turn(job, attached, around)
+    return _its_turn(job, attached, context)
 
 
-def _delayed(job: Job, wait_s: float) -> Told:
+def _delayed(job: Job, wait_s: float) -> Explanation:
     facts: dict[str, Any] = {"not_before": job.not_before, "wait_s": round(wait_s, 3)}
     if job.failures and job.outcome is not None:
         reason = job.outcome.message or job.outcome.error_code
@@ -121,7 +122,7 @@ def _delayed(job: Job, wait_s: float) -> Told:
     return "NOT_BEFORE", [f"It may not start for another {wait_s:.1f} s{asked}."], facts
 
 
-def _no_pattern(subject: str, workers: Sequence[Worker]) -> Told:
+def _no_pattern(subject: str, workers: Sequence[Worker]) -> Explanation:
     holders: dict[str, list[str]] = {}
     for worker in workers:
         for pattern in worker["patterns"]:
@@ -140,7 +141,7 @@ def _no_pattern(subject: str, workers: Sequence[Worker]) -> Told:
     return "NO_PATTERN", [f"No connected worker subscribes to {subject!r}. {near}"], facts
 
 
-def _other_kind(job: Job, fitting: Sequence[Worker]) -> Told:
+def _other_kind(job: Job, fitting: Sequence[Worker]) -> Explanation:
     exec_ = job.spec.exec
     kind = f"the exec {exec_!r} for you" if exec_ else "jobs without an exec, which need a Python handler"
     hint = f"; allow it at one: tasuki worker --exec {exec_}=COMMAND" if exec_ else ""
@@ -153,15 +154,15 @@ def _other_kind(job: Job, fitting: Sequence[Worker]) -> Told:
     )
 
 
-def _its_turn(job: Job, fitting: Sequence[Worker], around: ExplainContext) -> Told:
+def _its_turn(job: Job, fitting: Sequence[Worker], context: ExplainContext) -> Explanation:
     addressed = _addressed(job.spec.subject, fitting)
     fitting = [addressed] if addressed is not None else fitting
     free = _names([worker for worker in fitting if worker["credit"] > 0])
-    facts: dict[str, Any] = {"fitting_workers": _names(fitting), "workers_with_credit": free, "top_band": around.top_band}
+    facts: dict[str, Any] = {"fitting_workers": _names(fitting), "workers_with_credit": free, "top_band": context.top_band}
     if addressed is not None:
         facts["addressed_to"] = addressed["worker_id"]
     only = f"Its subject ends in {addressed['worker_id']}, so only that worker gets it. " if addressed is not None else ""
-    line = _place_in_line(job, around)
+    line = _queue_position(job, context)
     if not free:
         busy = ", ".join(f"{worker['worker_id']} ({worker['running']} running)" for worker in fitting[:SHOWN_MAX])
         return "BUSY", [f"{only}All workers that fit are busy: {busy}.{line}"], facts
@@ -172,20 +173,20 @@ def _its_turn(job: Job, fitting: Sequence[Worker], around: ExplainContext) -> To
     )
 
 
-def _place_in_line(job: Job, around: ExplainContext) -> str:
-    """How many go before it, in its own band of priority and above."""
+def _queue_position(job: Job, context: ExplainContext) -> str:
+    """Say how many jobs go first, in the job's own priority and above."""
     line = ""
-    if around.ahead:
-        line = f" {around.ahead} ready job(s) of its subject stand before it in priority {job.priority}."
-    if around.top_band is not None and around.top_band > job.priority:
-        line += f" Jobs of priority {around.top_band} are ready; those that fit the same workers go first."
+    if context.ahead:
+        line = f" {context.ahead} ready job(s) of its subject stand before it in priority {job.priority}."
+    if context.top_band is not None and context.top_band > job.priority:
+        line += f" Jobs of priority {context.top_band} are ready; those that fit the same workers go first."
     return line
 
 
 # ---------------------------------------------------------------------------------------------------- at a worker
 
 
-def _held(job: Job, workers: Sequence[Worker]) -> Told:
+def _held(job: Job, workers: Sequence[Worker]) -> Explanation:
     assert job.lease is not None
     lease = job.lease
     subject = job.spec.subject
@@ -227,7 +228,7 @@ def _why_there(subject: str, worker_id: str, workers: Sequence[Worker]) -> tuple
 # ---------------------------------------------------------------------------------------------------- ended
 
 
-def _ended(job: Job) -> Told:
+def _ended(job: Job) -> Explanation:
     outcome = job.outcome
     facts: dict[str, Any] = {"worker_id": job.assigned_worker_id}
     if outcome is not None:
@@ -248,18 +249,18 @@ def _names(workers: Sequence[Worker]) -> list[str]:
 
 
 def _pattern_of(worker: Worker, subject: str) -> str | None:
-    """By which of its patterns the worker gets the subject."""
+    """Return the first pattern of the worker that matches the subject."""
     return next((pattern for pattern in worker["patterns"] if matches(pattern, subject)), None)
 
 
 def _addressed(subject: str, workers: Sequence[Worker]) -> Worker | None:
-    """The one worker that the subject's last token names."""
+    """Return the worker that the subject's last token names."""
     last = subject.rpartition(".")[2]
     return next((worker for worker in workers if worker["worker_id"] == last), None)
 
 
 def _common(pattern: str, subject: str) -> int:
-    """How many tokens from the left fit."""
+    """Count the tokens from the left that match."""
     count = 0
     for one, other in zip(pattern.split("."), subject.split("."), strict=False):
         if one not in (other, "*", ">"):
@@ -269,7 +270,7 @@ def _common(pattern: str, subject: str) -> int:
 
 
 def why_not(pattern: str, subject: str) -> str:
-    """What keeps the pattern from matching: the first token that differs, or the number of tokens."""
+    """Return what keeps the pattern from matching: the first token that differs, or the number of tokens."""
     wanted, given = pattern.split("."), subject.split(".")
     place = _common(pattern, subject)
     if place < min(len(wanted), len(given)):
@@ -278,3 +279,116 @@ def why_not(pattern: str, subject: str) -> str:
     if len(wanted) < len(given):
         return f"it ends after {len(wanted)} token(s), the subject has {len(given)}"
     return f"it needs {len(wanted)} tokens{' or more' if wanted[-1] == '>' else ''}, the subject has {len(given)}"
+
+
+# ---------------------------------------------------------------------------------------------------- the past
+
+ATTEMPTS_TOLD = 5  # earlier attempts in sentences, the latest ones; the facts have all
+FENCED_TOLD = 3
+LATE_S = 1.0  # less waiting than this is not worth a sentence
+
+Sentences = tuple[list[str], dict[str, Any]]
+
+_EARLIER = {
+    "failed": "failed",
+    "lost": "was lost",
+    "orphaned": "was kept by its worker, which was silent",
+    "released": "was given back unstarted",
+    "taken_over": "was taken over by another worker",
+    "requeued": "was the last before it was set going again",
+    "restored": "ran when the backup was made from which this store was restored",
+}
+"""Kinds of incidents that lead to another attempt, each with its words in a sentence."""
+_LAST = ("dead_lettered", "canceled", "skipped")
+
+
+def again(job: Job, incidents: Sequence[JobIncident]) -> Sentences:
+    """Tell how each earlier attempt ended, and why there is no further one."""
+    ended = _endings(incidents)
+    facts: dict[str, Any] = {
+        "attempts": [
+            {"attempt": it.attempt, "worker_id": it.worker_id, "ended": it.kind, "reason": it.reason, "at": it.at} for it in ended
+        ],
+        # The failure or loss that ended the job for good was one more than it had.
+        "retries": {"used": min(job.failures, job.spec.max_retries), "of": job.spec.max_retries},
+        "losses": {"used": min(job.losses, job.spec.max_losses), "of": job.spec.max_losses},
+        "generation": job.generation,
+    }
+    because = []
+    if was_made(job.attempt) and job.attempt > 1:
+        because.append(f"This is attempt {job.attempt}.")
+    elif job.attempt and not was_made(job.attempt):
+        because.append(f"The store was restored from a backup since; its next attempt is {job.attempt + 1}.")
+    earlier = [incident for incident in ended if incident.kind in _EARLIER and incident.attempt]
+    because += [_sentence(incident) for incident in earlier[-ATTEMPTS_TOLD:]]
+    if job.state in (State.FAILED, State.TIMED_OUT) and ended and ended[-1].kind == "dead_lettered":
+        because.append(f"There is no further attempt: {ended[-1].reason}.")
+    if job.generation:
+        because.append(f"It was set going again {job.generation} time(s) after it had ended.")
+    return because, facts
+
+
+def _endings(incidents: Sequence[JobIncident]) -> list[JobIncident]:
+    """Return the incidents after which the job waited again or had ended. An attempt that was resumed had not."""
+    resumed = [incident for incident in incidents if incident.kind == "resumed"]
+    return [
+        incident
+        for incident in incidents
+        if (incident.kind in _EARLIER or incident.kind in _LAST)
+        and not (incident.kind == "orphaned" and any(it.attempt == incident.attempt and it.at >= incident.at for it in resumed))
+    ]
+
+
+def _sentence(incident: JobIncident) -> str:
+    where = f" at {incident.worker_id}" if incident.worker_id else ""
+    reason = f": {incident.reason}" if incident.reason else ""
+    return f"Attempt {incident.attempt}{where} {_EARLIER[incident.kind]}{reason}."
+
+
+def fenced(incidents: Sequence[JobIncident]) -> Sentences:
+    """Name the workers whose reports were refused, and the reasons."""
+    refused = [incident for incident in incidents if incident.kind == "fenced"]
+    because = [
+        f"A report of {incident.worker_id} on attempt {incident.attempt} was refused (fenced): {incident.reason}."
+        for incident in refused[-FENCED_TOLD:]
+    ]
+    facts = [{"attempt": it.attempt, "worker_id": it.worker_id, "reason": it.reason, "at": it.at} for it in refused]
+    return because, {"fenced": facts}
+
+
+def times(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> Sentences:
+    """Tell how long the latest attempt waited to be ready, to be given to a worker, and to be started."""
+    ready_at, spans = _spans(job, incidents, now_wall)
+    facts: dict[str, Any] = {name: getattr(job, name) for name in ("created_at", "assigned_at", "started_at", "finished_at")}
+    facts["ready_at"] = ready_at
+    facts |= {f"{name}_s": round(span_s, 3) for name, (span_s, _) in spans.items()}
+    waits = {name: told for name, told in spans.items() if name != "running"}
+    longest = max(waits, key=lambda name: waits[name][0])
+    is_late = waits[longest][0] >= LATE_S
+    facts["longest"] = longest if is_late else None
+    if not is_late:
+        return [], {"times": facts}
+    told = {name: f"{span_s:.1f} s {words}" for name, (span_s, words) in waits.items() if span_s >= LATE_S / 10}
+    if len(told) > 1:
+        told[longest] += " (the longest)"
+    return [f"It waited {', '.join(told.values())}."], {"times": facts}
+
+
+def _spans(job: Job, incidents: Sequence[JobIncident], now_wall: float) -> tuple[float, dict[str, tuple[float, str]]]:
+    """Return the time at which the latest attempt was ready, and the length and purpose of each part of the job's life."""
+    ended_at = job.finished_at if job.finished_at is not None else now_wall
+    before = [incident.at for incident in _endings(incidents) if incident.at < ended_at]
+    # What ended by itself was at a worker to its end; what was canceled or skipped may have waited again by then.
+    may_wait = job.state in READY or job.state in (State.CANCELED, State.SKIPPED)
+    waits = job.assigned_at is None or (may_wait and any(at >= job.assigned_at for at in before))
+    assigned_at = None if waits else job.assigned_at
+    began_at = max([at for at in before if assigned_at is None or at <= assigned_at], default=job.created_at)
+    ready_at = min(max(began_at, job.not_before or 0.0), assigned_at or ended_at)
+    started_at = job.started_at if assigned_at is not None else None
+    return ready_at, {
+        "earlier": (max(0.0, began_at - job.created_at), "for earlier attempts"),
+        "held_back": (max(0.0, ready_at - began_at), "for its time to come"),
+        "in_line": (max(0.0, (assigned_at or ended_at) - ready_at), "for a worker"),
+        "starting": (max(0.0, (started_at or ended_at) - assigned_at) if assigned_at is not None else 0.0, "to be started"),
+        "running": (max(0.0, ended_at - started_at) if started_at is not None else 0.0, "to run"),
+    }

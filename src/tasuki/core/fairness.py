@@ -1,6 +1,6 @@
-"""Fair order between groups: whoever was served longest ago comes first, so that no group's flood delays another's job.
+"""Fair order between groups: the group that was served longest ago comes first, so that no group's flood delays another's job.
 
-The memory of who was served is a hint, not state that must survive: after a restart all groups start level again.
+The order of service is not durable: after a restart all groups start level again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ REMEMBERED_GROUPS_MAX = 10_000  # past this the groups served longest ago are fo
 
 
 class FairTurns:
-    """Deals out places between groups, one round after the other."""
+    """Division of leases between groups, one round after the other."""
 
     def __init__(self) -> None:
         self._served: dict[str, None] = {}  # insertion order = order of service, the latest last
 
     def order(self, groups: Iterable[str]) -> list[str]:
-        """Never served groups first, by name; then by how long ago they were served."""
+        """Return the groups in order of service: never served ones first, by name, then those served longest ago."""
         waiting = sorted(set(groups))
         if len(waiting) < 2:
             return waiting
@@ -28,7 +28,7 @@ class FairTurns:
         return sorted(waiting, key=lambda group: rank.get(group, 0))
 
     def fill(self, groups: Iterable[str], limit: int, take: Callable[[str, int], list[T]]) -> list[T]:
-        """Up to `limit` items, dealt evenly. `take(group, n)` gives at most n of a group's items; fewer means it has no more."""
+        """Take up to `limit` items evenly. `take(group, n)` returns at most n items of a group; fewer means it has no more."""
         taken: list[T] = []
         dealt: dict[str, int] = {}
         live = self.order(groups)
@@ -42,7 +42,7 @@ class FairTurns:
                 dealt[group] = dealt.get(group, 0) + len(got)
                 if len(got) == wanted:
                     still_live.append(group)
-            # Whoever got a place more than others is behind them for the next one, in this deal and in the next.
+            # A group that got one item more than others comes after them for the next one, in this call and in the next.
             live = sorted(still_live, key=dealt.__getitem__)
         for group in sorted(filter(dealt.get, dealt), key=dealt.__getitem__):
             self._mark(group)

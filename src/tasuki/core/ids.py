@@ -1,4 +1,4 @@
-"""Names that others give us, and ids that we make ourselves.
+"""Checks of names from outside, and a maker of time-ordered ids.
 
 A job id becomes a folder name, a part of a URL and a database key, so one narrow alphabet serves all three: checked
 here once, at the door, and trusted everywhere behind it.
@@ -25,7 +25,7 @@ _is_name = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_MAX_CHARS - 1}}}")
 
 
 def quoted(value: str) -> str:
-    """The value as an error message may show it: escaped, and never longer than 40 characters."""
+    """Return the value as an error message may show it: escaped, and never longer than 40 characters."""
     text = repr(value[:QUOTED_MAX_CHARS])  # cut before escaping: the value may be as long as a frame
     return text if len(text) <= QUOTED_MAX_CHARS else text[: QUOTED_MAX_CHARS - 1] + "…"
 
@@ -69,7 +69,7 @@ _TAIL_BYTES = 6
 
 
 def uuid7(unix_ms: int, random_bytes: bytes) -> str:
-    """The UUIDv7 of this millisecond and these 10 random bytes, in lower-case canonical form.
+    """Return the UUIDv7 of this millisecond and these 10 random bytes, in lower-case canonical form.
 
     Ids of different milliseconds sort by time, as text and as bytes; inside one millisecond IdMaker keeps the order.
     """
@@ -82,7 +82,7 @@ def uuid7(unix_ms: int, random_bytes: bytes) -> str:
 
 
 def _texts(first_stamp: int, tail_bytes: bytes) -> list[str]:
-    """One id for every 6 bytes of tail, with stamps that count up from the first."""
+    """Return one id for every 6 bytes of tail, with stamps that count up from the first."""
     tails = tail_bytes.hex("-", _TAIL_BYTES).split("-")
     ids: list[str] = []
     while len(ids) < len(tails):
@@ -95,7 +95,7 @@ def _texts(first_stamp: int, tail_bytes: bytes) -> list[str]:
 
 
 class IdMaker:
-    """Makes ids that strictly increase, also inside one millisecond and when the clock steps back.
+    """Maker of ids that strictly increase, also inside one millisecond and when the clock steps back.
 
     `clock_ms` gives Unix time in milliseconds, `random` that many random bytes (`os.urandom`). Not for use by several
     threads at once: each takes its own maker.
@@ -110,7 +110,7 @@ class IdMaker:
         return self.many(1)[0]
 
     def many(self, count: int) -> list[str]:
-        """The next `count` ids, for one look at the clock and one call for random bytes."""
+        """Return the next `count` ids, with one look at the clock and one call for random bytes."""
         if count <= 0:
             return []
         random_bytes = self._random(_COUNTER_BYTES + _TAIL_BYTES * count)

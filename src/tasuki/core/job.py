@@ -1,6 +1,6 @@
-"""The job: what a submitter asks for (`JobSpec`), what the store knows (`Job`), and how an attempt ended (`Outcome`).
+"""The job: the submitter's request (`JobSpec`), the store's knowledge (`Job`), and the end of an attempt (`Outcome`).
 
-Only data and the checks that make bad data impossible to build. The life cycle is in `lifecycle.py`.
+This module has data and the checks that make bad data impossible to build. The life cycle is in `lifecycle.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
 class State(enum.StrEnum):
-    """Where a job stands. The transitions between them are the table in `lifecycle.py`."""
+    """States of a job. The transitions between them are the table in `lifecycle.py`."""
 
     PENDING = "PENDING"
     ASSIGNED = "ASSIGNED"
@@ -60,7 +60,7 @@ READY = frozenset({State.PENDING, State.ORPHANED})
 
 
 class OnDisconnect(enum.StrEnum):
-    """What a worker does with a job whose lease it cannot renew; stored with the lease."""
+    """The worker's choice for a job whose lease it cannot renew; stored with the lease."""
 
     STOP = "stop"
     KEEP = "keep"
@@ -83,14 +83,14 @@ class InputFile(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     cache_id: str | None = None
 
     def identity(self) -> str:
-        """What stands for the contents in the body hash."""
+        """Return the text that stands for the contents in the body hash."""
         if self.data is not None:
             return hashlib.sha256(self.data).hexdigest()
         return self.sha256 or f"cache:{self.cache_id}"
 
 
 class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
-    """What a submitter asks for. Immutable once accepted."""
+    """A submitter's request. Immutable once accepted."""
 
     job_id: str
     """Issued by the client; asking again with it gives the same job."""
@@ -106,9 +106,9 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     timeout_s: float | None = None
     """Limit of one attempt, from its start. None: the exec's own default."""
     max_retries: int = 3
-    """How many failures that a worker reported may be tried again."""
+    """Number of reported failures that may be tried again."""
     max_losses: int = 3
-    """How many attempts may be lost with their worker before the job is dead-lettered."""
+    """Number of attempts that may be lost with their worker before the job is dead-lettered."""
     backoff_s: float = 10.0
     """Delay of retry n (from 0): min(300, backoff_s * 2**n)."""
     priority: int = 5
@@ -116,17 +116,17 @@ class JobSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
     not_before: float | None = None
     """Unix time on the store's wall clock: no attempt is granted before it. Not part of the body."""
     not_after: float | None = None
-    """Likewise: no attempt is granted after it; a job that still waits then is SKIPPED. Not part of the body."""
+    """Unix time on the store's wall clock: a job that still waits after it is SKIPPED. Not part of the body."""
     permanent_exit_codes: tuple[int, ...] = ()
-    """Exit codes that are not worth another attempt. Empty: what the exec says. Not part of the body."""
+    """Exit codes that are not worth another attempt. Empty: the exec's own rule. Not part of the body."""
     retry_exit_codes: tuple[int, ...] = ()
-    """The only exit codes that are. Empty: what the exec says. Not part of the body."""
+    """The only exit codes that are worth another attempt. Empty: the exec's own rule. Not part of the body."""
     headers: dict[str, str] = {}
     """Free notes for the submitter. Not part of the body."""
     array_id: str | None = None
     """The array that this job is an element of. Not part of the body."""
     delay_first_loss: bool = False
-    """After its first lost attempt too it waits, as after a failure; else only after later ones. Not part of the body."""
+    """True: the job waits also after its first lost attempt; else only after later ones. Not part of the body."""
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
@@ -143,11 +143,11 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
-    """What an attempt ended with."""
+    """The end of an attempt."""
 
     exit_code: int | None = None
     error_code: str | None = None
-    """None: it succeeded. Else a stable word: EXIT_CODE, SIGNAL, TIMED_OUT, CANCELED, HANDLER_ERROR, EXEC_NOT_ALLOWED, …"""
+    """None: success. Else a stable word: EXIT_CODE, SIGNAL, TIMED_OUT, CANCELED, HANDLER_ERROR, EXEC_NOT_ALLOWED, …"""
     message: str = ""
     result: bytes | None = None
     """Up to RESULT_INLINE_MAX_BYTES; recorded in the finish's own transaction."""
@@ -160,14 +160,14 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """How far a running attempt says it is: 0 to 1, and a few words. It never decides anything."""
+    """Progress that a running attempt reports: 0 to 1, and a few words. Nothing is decided by it."""
 
     fraction: float
     text: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that the store knows of one job. A leased state without a lease cannot be built."""
+    """Everything that the store knows of one job. A leased state without a lease cannot be built."""
 
     spec: JobSpec
     state: State
@@ -182,20 +182,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 5
     not_before: float | None = None
     not_after: float | None = None
-    """As in the spec; none once somebody set the job going again after that time."""
+    """As in the spec; None once the job was retried after that time."""
     lease: Lease | None = None
     assigned_worker_id: str | None = None
-    """Who had the latest attempt; stays after the lease is over."""
+    """The worker that had the latest attempt; stays after the lease is over."""
     assigned_at: float | None = None
     started_at: float | None = None
     finished_at: float | None = None
     cancel_requested: bool = False
     outcome: Outcome | None = None
-    """Of the finish that made it terminal, or of the latest failed attempt while a retry waits."""
+    """The outcome that made the job terminal, or that of the latest failed attempt while a retry waits."""
     leader_epoch: int = 0
     scheduled_for: float | None = None
     progress: Progress | None = None
-    """What the latest attempt said last; a grant clears it."""
+    """The latest attempt's last report of progress; a grant clears it."""
 
     def __post_init__(self) -> None:
         if self.state in LEASED and self.lease is None:
@@ -207,7 +207,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class JobIncident(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Something unusual that befell a job, kept so that `explain` can tell the story."""
+    """An unusual event in the life of a job, kept for `explain`."""
 
     at: float
     kind: str
@@ -224,7 +224,7 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z").match
 
 
 def check_spec(spec: JobSpec) -> JobSpec:
-    """The spec itself if it can be accepted, else InvalidInput naming the field, the value and the rule."""
+    """Return the spec if it can be accepted, else raise InvalidInput naming the field, the value and the rule."""
     check_job_id(spec.job_id)
     check_subject(spec.subject)
     if spec.exec:
@@ -268,7 +268,7 @@ def _check_times(spec: JobSpec) -> None:
 
 
 def check_exit_codes(permanent: tuple[int, ...], retry: tuple[int, ...]) -> None:
-    """Rules on exit codes that can be kept; else InvalidInput."""
+    """Raise InvalidInput unless the two lists of exit codes are valid and disjoint."""
     lowest, highest = EXIT_CODE_RANGE
     for name, codes in (("permanent_exit_codes", permanent), ("retry_exit_codes", retry)):
         if len(codes) > EXIT_CODES_MAX:
@@ -315,7 +315,7 @@ def _check_text(text: str, what: str) -> None:
 
 
 def is_sha256(text: str) -> bool:
-    """64 lower-case hex digits."""
+    """Return True for 64 lower-case hex digits."""
     return _SHA256(text) is not None
 
 
@@ -334,7 +334,7 @@ def _check_file(file: InputFile) -> None:
 
 
 def check_file_name(name: str) -> str:
-    """A relative path of plain parts, safe to create below a folder; else InvalidInput."""
+    """Return the name if it is a relative path that is safe to create below a folder, else raise InvalidInput."""
     parts = name.split("/")
     if len(name.encode("utf-8", "surrogatepass")) > 1024 or any(len(part) > 200 for part in parts):
         raise InvalidInput(f"file name {name[:80]!r}… is too long; it may have 1024 bytes, and 200 characters between two '/'")
@@ -355,7 +355,10 @@ _NO_FILES: list[tuple[str, str]] = []
 
 
 def body_hash(spec: JobSpec) -> bytes:
-    """sha256 over what makes two submits of one id 'the same' (DESIGN §1); headers, priority, times, exit codes are not in it."""
+    """Return the sha256 by which two submits of one id are the same job: subject, exec, args, env, payload and input files.
+
+    Headers, priority, budgets, times and exit codes do not change what a job is, and are not in it.
+    """
     files = sorted((file.name, file.identity()) for file in spec.files) if spec.files else _NO_FILES
     return hashlib.sha256(
         _body_encoder.encode(

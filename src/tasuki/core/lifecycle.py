@@ -31,7 +31,7 @@ ATTEMPT_STEP = 1_000_000  # a restored store goes on from the next multiple: the
 
 
 class Event(enum.StrEnum):
-    """What can happen to a job."""
+    """Events in the life of a job."""
 
     GRANT = "grant"
     START = "start"
@@ -73,7 +73,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 
 def after(state: State, event: Event) -> State:
-    """The state that `event` leads to, else InvalidTransition."""
+    """Return the state that `event` leads to, or raise InvalidTransition."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
@@ -81,12 +81,12 @@ def after(state: State, event: Event) -> State:
 
 
 def sources(event: Event) -> frozenset[State]:
-    """The states in which `event` can happen; the SQL statements' predicates are tested against this."""
+    """Return the states in which `event` can happen; the SQL statements' predicates are tested against this."""
     return frozenset(state for state, happening in TRANSITIONS if happening is event)
 
 
 class Disposition(msgspec.Struct, frozen=True, gc=False):
-    """What becomes of a job after an attempt that did not succeed."""
+    """The next state of a job after an attempt that did not succeed."""
 
     event: Event
     state: State
@@ -97,7 +97,7 @@ class Disposition(msgspec.Struct, frozen=True, gc=False):
 
 
 def retry_delay_s(backoff_s: float, n: int) -> float:
-    """Delay of retry n, the first is 0. Exact: jitter is for polls and reconnects."""
+    """Return the delay of retry n, the first is 0. Exact: jitter is for polls and reconnects."""
     return Backoff(backoff_s, RETRY_DELAY_MAX_S).delay_s(n)
 
 
@@ -111,12 +111,12 @@ def after_failure(
     max_retries: int,
     backoff_s: float,
 ) -> Disposition:
-    """A worker reported that its attempt failed."""
+    """Return the disposition of a job whose worker reported a failed attempt."""
     what = outcome.message or outcome.error_code or "failed"
     if outcome.error_code == "CANCELED" and cancel_requested:
         return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, what)
     if cancel_requested:
-        # It failed by itself before the cancel reached it. Trying again is what nobody wants any more.
+        # The attempt failed by itself before the cancel reached it; after a cancel there is no retry.
         return Disposition(Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; last attempt: {what}")
     failures += 1
     if not outcome.permanent and failures <= max_retries:
@@ -140,7 +140,7 @@ def after_loss(
     worker_id: str,
     delay_first: bool = False,
 ) -> Disposition:
-    """A lease ran out: its worker is dead, cut off or hung. The first loss is tried again at once, unless `delay_first`."""
+    """Return the disposition of a job whose lease ran out. The first loss is tried again at once, unless `delay_first`."""
     if cancel_requested:
         return Disposition(
             Event.CANCEL, after(state, Event.CANCEL), 0.0, failures, losses, f"canceled; worker {worker_id} was lost"
@@ -157,12 +157,12 @@ def after_loss(
 
 
 def is_late(not_after: float | None, wall: float) -> bool:
-    """Whether a job may not be granted any more. `not_after` itself is the last moment at which it may."""
+    """Return True if a job is too late to be granted. `not_after` itself is the last moment at which it may be."""
     return not_after is not None and not_after < wall
 
 
 def skip_outcome(not_after: float, last: Outcome | None) -> Outcome:
-    """Of a job that waited past its `not_after`; `last` is the outcome of the latest failed attempt, if there was one."""
+    """Return the outcome of a job that waited past its `not_after`; `last` is that of the latest failed attempt, if any."""
     message = f"it was too late to start: not_after was {not_after:.3f}"
     if last is not None:
         message += f"; last attempt: {last.message or last.error_code or 'failed'}"
@@ -170,19 +170,19 @@ def skip_outcome(not_after: float, last: Outcome | None) -> Outcome:
 
 
 RESUMED = "its worker came back, and nobody else had taken it"
-"""What the story says of a resumed job."""
+"""Reason of the incident of a resumed job."""
 
 
 def not_after_again(asked: float | None, wall: float) -> float | None:
-    """The `not_after` of a job that is set going again: whoever does that after the time that was asked for wants it still."""
+    """Return the `not_after` of a job that is retried; None if it is past, since the retry asks for a run all the same."""
     return None if is_late(asked, wall) else asked
 
 
 def was_made(attempt: int) -> bool:
-    """False: no attempt was made yet, or none since the store was restored: the number says only where the next one begins."""
+    """Return False if no attempt was made yet, or none since the store was restored: the number is only a starting point."""
     return attempt % ATTEMPT_STEP != 0
 
 
 def cancel_is_immediate(state: State) -> bool:
-    """Waiting jobs are canceled by the store at once; leased ones by their worker's report or by reaping."""
+    """Return True for waiting jobs, which the store cancels at once; leased ones end by a worker's report or by reaping."""
     return state in READY

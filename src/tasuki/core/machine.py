@@ -1,7 +1,7 @@
-"""What all machines (server, worker, client, …) share: the time that is passed in, and what happens on a connection.
+"""Events and commands that all machines (server, worker, client, …) share: time, and connections.
 
 A machine is a plain object with `apply(event, now) -> commands`. It never reads a clock, draws a random number or touches a
-socket: its driver does, and tells it. The same machines run in the product and in the simulator.
+socket: its driver does, and passes the result in. The same machines run in the product and in the simulator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tasuki.errors import TasukiError
 
 
 class Now(NamedTuple):
-    """The driver's clocks: `monotonic` for deadlines (counts on while the machine sleeps), `wall` for what people read."""
+    """The driver's clocks: `monotonic` for deadlines (counts on while the host sleeps), `wall` for times that people read."""
 
     monotonic: float
     wall: float
@@ -27,17 +27,17 @@ class Peer(msgspec.Struct, frozen=True):
     transport: str
     """tcp or unix"""
     uid: int | None = None
-    """Of the process at the other end of a unix socket."""
+    """User of the process at the other end of a unix socket."""
     address: str = ""
 
     @property
     def local(self) -> bool:
-        """It is on this machine."""
+        """True if the peer is on this host."""
         return self.transport == "unix" or self.address.startswith(("127.", "::1", "[::1]"))
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A connection is there; nothing was said yet."""
+    """A connection was made; nothing was received yet."""
 
     conn: int
     peer: Peer

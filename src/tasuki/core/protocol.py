@@ -1,7 +1,7 @@
-"""The messages between client, server and worker, as data. The machines speak these; `wire/` turns them into bytes and back.
+"""Messages between client, server and worker, as data. `wire/` turns them into bytes and back.
 
 Every request has a `msg_id`, chosen by its sender and unique on its connection; every answer carries it back as `corr_id`.
-Who sends what:
+Directions:
 
     client → server   HelloClient SubmitJobs CancelJobs Request BlobPut BlobGet Chunk Heartbeat
     server → client   Welcome Accepted Results Reply Chunk HeartbeatAnswer ErrorMessage
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def batches(items: Sequence[T], large_bytes: Callable[[T], int]) -> Iterator[Sequence[T]]:
-    """Slices that fit a frame each, by number and by size; `large_bytes` is the size of an item's large parts."""
+    """Yield slices that fit a frame each, by number and by size; `large_bytes` returns the size of an item's large parts."""
     start = size = 0
     for place, item in enumerate(items):
         bytes_here = large_bytes(item) + ITEM_BYTES
@@ -53,7 +53,7 @@ def batches(items: Sequence[T], large_bytes: Callable[[T], int]) -> Iterator[Seq
 
 
 def outcome_bytes(outcome: Outcome) -> int:
-    """The large parts of an outcome, for `batches`."""
+    """Return the size of the large parts of an outcome, for `batches`."""
     return len(outcome.result or b"") + len(outcome.message) + (META_MAX_BYTES if outcome.meta else 0)
 
 
@@ -106,7 +106,7 @@ class HelloWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The server took the Hello. `identity` is who it takes the peer for; `servers` are all live ones."""
+    """The server's answer to an accepted Hello. `identity` is the peer's, as the server sees it; `servers` are all live ones."""
 
     corr_id: int
     version: int
@@ -123,7 +123,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def check_version(welcome: Welcome) -> None:
-    """VersionMismatch if a server chose what we do not speak."""
+    """Raise VersionMismatch if a server chose a version that this side does not speak."""
     if not PROTOCOL_OLDEST <= welcome.version <= PROTOCOL_VERSION:
         raise VersionMismatch(
             f"server {welcome.server_id} answered with protocol version {welcome.version}, "
@@ -135,7 +135,7 @@ def check_version(welcome: Welcome) -> None:
 
 
 class SubmitJobs(msgspec.Struct, frozen=True):
-    """Store these jobs. With `watch`, a Results item follows for each when it is terminal."""
+    """Request to store jobs. With `watch`, a Results item follows for each when it is terminal."""
 
     msg_id: int
     specs: list[JobSpec]
@@ -155,7 +155,7 @@ class Acceptance(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """After the commit: all `count` jobs of the submit are stored, but for those that `exceptions` says otherwise of."""
+    """Confirmation after the commit: all `count` jobs of the submit are stored, except as `exceptions` says."""
 
     corr_id: int
     count: int
@@ -163,7 +163,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class JobResult(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How a job ended."""
+    """The end of a job."""
 
     job_id: str
     state: State
@@ -180,7 +180,7 @@ class Results(msgspec.Struct, frozen=True):
 
 
 class CancelJobs(msgspec.Struct, frozen=True):
-    """Please end these jobs. Answered by a Reply."""
+    """Request to end jobs. Answered by a Reply."""
 
     msg_id: int
     job_ids: list[str]
@@ -203,7 +203,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class ErrorMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was wrong. corr_id 0: with the connection, which ends."""
+    """Refusal of a request; with corr_id 0 an error of the connection, which ends."""
 
     corr_id: int
     code: str
@@ -215,13 +215,13 @@ class ErrorMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GiveCredit(msgspec.Struct, frozen=True):
-    """I will take so many more jobs; negative: so many fewer than I said."""
+    """Number of further jobs that a worker will take; negative: fewer than it said before."""
 
     credit: int
 
 
 class Subscribe(msgspec.Struct, frozen=True):
-    """From now on, jobs of these subjects; none at all: no more jobs."""
+    """Patterns of the subjects that a worker takes from now on; none: no more jobs."""
 
     msg_id: int
     patterns: tuple[str, ...]
@@ -235,13 +235,13 @@ class AssignJobs(msgspec.Struct, frozen=True):
 
 
 class JobsStarted(msgspec.Struct, frozen=True):
-    """These attempts are running."""
+    """Report of attempts that are running."""
 
     claims: list[Claim]
 
 
 class Ending(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How one attempt ended; an outcome without error_code succeeded."""
+    """The end of one attempt; an outcome without error_code succeeded."""
 
     job_id: str
     lease_id: str
@@ -251,33 +251,33 @@ class Ending(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class JobsFinished(msgspec.Struct, frozen=True):
-    """These attempts ended. The worker keeps them until the server says recorded or fenced."""
+    """Report of attempts that ended. The worker keeps them until the server says recorded or fenced."""
 
     endings: list[Ending]
 
 
 class JobsReleased(msgspec.Struct, frozen=True):
-    """These attempts were never started; take them back."""
+    """Return of attempts that were never started."""
 
     claims: list[Claim]
     reason: str = ""
 
 
 class JobsRecorded(msgspec.Struct, frozen=True):
-    """The server's last word on endings: durable, or refused for good with the reason."""
+    """The server's final answer to endings: durable, or refused for good with the reason."""
 
     recorded: list[str] = []
     fenced: list[tuple[str, str]] = []
 
 
 class CancelLeases(msgspec.Struct, frozen=True):
-    """Stop these attempts and report them."""
+    """Order to stop attempts and report them."""
 
     lease_ids: list[str]
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """I am here; a worker also asks for the renewal of these leases, and tells how far some of them are."""
+    """Sign of life; a worker's also asks for the renewal of these leases, and reports progress of some of them."""
 
     msg_id: int
     claims: list[Claim] = []
@@ -286,7 +286,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True):
-    """Every lease that is not named goes on. `servers`: all live ones, if that changed since they were last told."""
+    """Answer to a Heartbeat: every lease that is not named goes on. `servers`: all live ones, if they changed."""
 
     corr_id: int
     cancel: list[str] = []
@@ -298,10 +298,10 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True):
 
 
 class BlobPut(msgspec.Struct, frozen=True, omit_defaults=True):
-    """I want to send this blob. The Reply says {"have": true}, or {"go": true}: then Chunks, then a second Reply.
+    """Announcement of a blob. The Reply is {"have": true}, or {"go": true}: then Chunks follow, then a second Reply.
 
-    With `resume` it says {"go": true, "offset": N}: the first Chunk begins there, where an upload of mine was cut off.
-    With `direct` it says {"stored", "generation"}, and that is all: the bytes come to their place another way, or are there.
+    With `resume` the Reply is {"go": true, "offset": N}: the first Chunk begins there, where an earlier upload was cut off.
+    With `direct` it is {"stored", "generation"} and nothing follows: the bytes come to their place another way, or are there.
     """
 
     msg_id: int
@@ -312,7 +312,7 @@ class BlobPut(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BlobGet(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Send me this blob of that job, from an offset, as Chunks."""
+    """Request for a blob of a job, from an offset, as Chunks."""
 
     msg_id: int
     sha256: str
@@ -333,7 +333,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ReadLog(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What did this attempt write to this stream, from this offset on? Without an answer yet, wait so long for one."""
+    """Question for the output of an attempt on one stream, from an offset; waits up to `wait_s` for something new."""
 
     msg_id: int
     lease_id: str
@@ -344,7 +344,7 @@ class ReadLog(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LogPiece(msgspec.Struct, frozen=True):
-    """Some of a log. Data that begins behind the offset asked for: what was before it is not kept (`cut_bytes`)."""
+    """Part of a log. Data that begins after the requested offset: the bytes before it are not kept (`cut_bytes`)."""
 
     corr_id: int
     offset: int
@@ -352,7 +352,7 @@ class LogPiece(msgspec.Struct, frozen=True):
     next: int
     """The offset to ask for next."""
     end: int
-    """How much was written so far."""
+    """Number of bytes written so far."""
     cut_bytes: int = 0
     ended: bool = False
     """Nothing more comes from this attempt, or nothing is known of it here."""

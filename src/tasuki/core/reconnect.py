@@ -1,11 +1,11 @@
-"""Where and when to connect again. Pure.
+"""Reconnection: which address to dial next, and when. Pure.
 
 Theory of operation. The addresses stand in a ring, in an order of this process's own, so that the peers of a server that died
-spread over all the others. After a loss the next one is dialed at once, and the one that was lost comes last. A round over all of
-them goes through quickly; when it has found nobody, the next round waits, longer each time.
+spread over all the others. After a loss the next one is dialed at once, and the lost one comes last. A round over all addresses
+is quick; after a round without success the next one waits, longer each time.
 
-The addresses that were given always stay. A server's Welcome names others; these are believed only where they cannot make things
-worse: none for a unix socket, whose peers need no token; no plain one beside TLS; no loopback seen from another host; none
+The addresses from the configuration always stay. A server's Welcome names others; these are trusted only where they cannot make
+things worse: none for a unix socket, whose peers need no token; no plain one beside TLS; no loopback seen from another host; none
 beside HTTP, whose peers may have been sent through a proxy for a reason.
 """
 
@@ -31,7 +31,7 @@ MISSED_MAX = 3  # an address that so many Welcomes in a row did not name is drop
 
 
 def believed(text: str, given: Sequence[Address]) -> Address | None:
-    """An address that a server named, if a peer that was given these may turn to it; see above."""
+    """Return the address that a server named if a peer with these configured ones may trust it, else None; see above."""
     if any(address.scheme == "unix" or address.http for address in given):
         return None
     try:
@@ -59,26 +59,26 @@ class Redial:
         self._jitter = jitter
         self._backoff = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S, jitter)
         self._ring = self._shuffled(self._given)
-        """The next one to dial comes first."""
+        """Known addresses; the next one to dial is the first."""
         self._missed: dict[Address, int] = {}
         """Learned addresses, and how many Welcomes in a row did not name them."""
         self._failures = 0
         self._connected_at: float | None = None
         self.due_at: float | None = 0.0
-        """When to dial next; None while a connection is there or being made."""
+        """Time of the next dial; None while a connection exists or is being made."""
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """All that are known, the next one to dial first."""
+        """All known addresses, the next one to dial first."""
         return tuple(self._ring)
 
     @property
     def several(self) -> bool:
-        """There is somebody else to turn to."""
+        """True if there is more than one address."""
         return len(self._ring) > 1
 
     def dialed(self) -> Connect:
-        """What is tried now; if it fails, it comes last."""
+        """Return the connection to make now; its address becomes the last of the ring."""
         self.due_at = None
         address = self._ring.pop(0)
         self._ring.append(address)
@@ -86,12 +86,12 @@ class Redial:
         return Connect(address, CONNECT_QUICK_S if self.several and first_round else CONNECT_TIMEOUT_S)
 
     def connected(self, now: float, servers: Iterable[str] = ()) -> None:
-        """The server took our Hello, and named these."""
+        """Note that the server accepted our Hello and named these servers."""
         self._connected_at = now
         self.learn(servers)
 
     def lost(self, now: float) -> None:
-        """The connection ended, or could not be made."""
+        """Note that the connection ended or could not be made."""
         if self._connected_at is not None and now - self._connected_at >= STEADY_S:
             self._failures = 0
         self._connected_at = None
@@ -107,7 +107,7 @@ class Redial:
     # ------------------------------------------------------------------------------------------------ learning
 
     def learn(self, servers: Iterable[str]) -> None:
-        """The server named these as all that are alive."""
+        """Take over the list of live servers that a server named."""
         found = (believed(text, self._given) for text in servers)
         named = [address for address in found if address is not None and address not in self._given]
         fresh = dict.fromkeys(named[:LEARNED_MAX], 0)

@@ -1,7 +1,7 @@
-"""What a worker may report. Pure.
+"""Limits of a worker's reports. Pure.
 
-Reports go to the store in the transaction that they share with everybody's jobs, and are tried again if it fails. So one that
-no store can hold (a number past 64 bits, nesting without end) must be refused here, or it would fail every turn after it.
+Reports share a transaction with other peers' jobs, and are tried again if it fails. A report that no store can hold (a number
+past 64 bits, endless nesting) must be refused here, or it would fail every turn after it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MESSAGE_MAX_CHARS = 64 * 1024
 
 
 def check_attempts(claims: Sequence[Claim | Ending]) -> None:
-    """No store has seen such an attempt."""
+    """Refuse attempt numbers that no store can hold."""
     for claim in claims:
         if not 0 <= claim.attempt <= NUMBER_MAX:
             raise InvalidInput(f"attempt {claim.attempt} of job {claim.job_id[:128]!r} is not a number that can be stored")
 
 
 def storable(ending: Ending) -> Outcome:
-    """The outcome itself, or in the place of one that cannot be stored the failure that says why.
+    """Return the outcome, or a failure with the reason if it cannot be stored.
 
-    So one bad report costs its own job an attempt, and nothing else.
+    One bad report costs its own job an attempt, and nothing else.
     """
     outcome = ending.outcome
     try:
@@ -40,13 +40,13 @@ def storable(ending: Ending) -> Outcome:
 
 
 def not_uploaded(outcome: Outcome) -> Outcome:
-    """What becomes of a report whose result is a blob that is not stored."""
+    """Return the failure that replaces a report whose result is a blob that is not stored."""
     sha256 = outcome.result_ref.sha256 if outcome.result_ref is not None else "?"
     return Outcome(error_code="BAD_OUTCOME", message=f"the worker's result, blob {sha256}, is not here: it was not uploaded")
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """The outcome can be stored; else InvalidInput or TooLarge with the reason."""
+    """Raise InvalidInput or TooLarge with the reason if the outcome cannot be stored."""
     if outcome.exit_code is not None and not -NUMBER_MAX <= outcome.exit_code <= NUMBER_MAX:
         raise InvalidInput(f"exit_code {outcome.exit_code} is not a number that can be stored")
     if outcome.result is not None and len(outcome.result) > RESULT_INLINE_MAX_BYTES:
@@ -54,7 +54,7 @@ def check_outcome(outcome: Outcome) -> None:
             f"a result of {len(outcome.result)} bytes is too large, the limit is {RESULT_INLINE_MAX_BYTES}; send a blob"
         )
     if outcome.result_ref is not None and not 0 <= outcome.result_ref.size_bytes <= NUMBER_MAX:
-        raise InvalidInput(f"a result of {outcome.result_ref.size_bytes} bytes cannot be")
+        raise InvalidInput(f"a result cannot have {outcome.result_ref.size_bytes} bytes; the size must be 0 to {NUMBER_MAX}")
     if len(outcome.message) > MESSAGE_MAX_CHARS:
         raise TooLarge(f"a message of {len(outcome.message)} characters is too long, the limit is {MESSAGE_MAX_CHARS}")
     if outcome.meta:

@@ -57,7 +57,7 @@ def check_pattern(pattern: str) -> str:
 
 
 def _problem(text: str) -> str | None:
-    """What is wrong with `text`, be it a subject or a pattern; None if nothing is."""
+    """Return the problem of a subject or pattern; None if there is none."""
     # Characters are never more than bytes: counting them first keeps a hostile text from being encoded.
     if len(text) > SUBJECT_MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > SUBJECT_MAX_BYTES:
         return f"is too long; at most {SUBJECT_MAX_BYTES} bytes are allowed"
@@ -71,7 +71,7 @@ def _problem(text: str) -> str | None:
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Whether a job with `subject` may go to a worker that subscribes to `pattern`."""
+    """Return True if a job with `subject` may go to a worker that subscribes to `pattern`."""
     wanted, given = pattern.split("."), subject.split(".")
     if wanted[-1] == ">":
         wanted.pop()
@@ -83,7 +83,7 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 def intersects(pattern_a: str, pattern_b: str) -> bool:
-    """Whether some subject matches both patterns (limits on its length aside)."""
+    """Return True if some subject matches both patterns (limits on its length aside)."""
     for one, other in zip_longest(pattern_a.split("."), pattern_b.split(".")):
         if one is None or other is None:
             return False
@@ -96,9 +96,9 @@ def intersects(pattern_a: str, pattern_b: str) -> bool:
 
 @lru_cache(_CHECKED_CACHE_SIZE)
 def group_of(subject: str) -> str:
-    """What fairness and statistics count this subject by.
+    """Return the group of the subject, which fairness and statistics count by.
 
-    The token after `job.assign.` or `job.submit.`, else the first token.
+    The group is the token after `job.assign.` or `job.submit.`, else the first token.
     """
     for parent in _GROUP_PARENTS:
         if subject.startswith(parent):
@@ -108,12 +108,12 @@ def group_of(subject: str) -> str:
 
 
 def app_subject(app: str) -> str:
-    """Where the jobs of an app go that is served over HTTP or kept in Redis; the app is their group."""
+    """Return the subject of the jobs of an app that is served over HTTP or kept in Redis; the app is their group."""
     return f"job.assign.{app}"
 
 
 def literal_prefix(pattern: str) -> str:
-    """The tokens before the first wildcard: `render.eu.*` gives `render.eu`, `>` gives the empty text.
+    """Return the tokens before the first wildcard: `render.eu` for `render.eu.*`, the empty text for `>`.
 
     A matching subject is the prefix itself or begins with the prefix and a dot, which is a range in an index.
     """
@@ -154,7 +154,7 @@ class SubjectTrie(Generic[T]):
         self._pair_count = 0
         self._next_order = 0
         self.nodes_visited = 0
-        """How many nodes all matches so far have stood on; answers from the cache add none."""
+        """Number of nodes that all matches so far have visited; answers from the cache add none."""
 
     def __len__(self) -> int:
         return self._pair_count
@@ -192,7 +192,7 @@ class SubjectTrie(Generic[T]):
         self._sets.clear()
 
     def match(self, subject: str) -> tuple[T, ...]:
-        """The values with a pattern that matches, each once, in the order in which they were added."""
+        """Return the values with a pattern that matches, each once, in the order in which they were added."""
         found = self._cache.get(subject)
         if found is None:
             found = self._walk(check_subject(subject))
@@ -202,7 +202,7 @@ class SubjectTrie(Generic[T]):
         return found
 
     def match_set(self, subject: str) -> frozenset[T]:
-        """The same, to ask whether one is among them."""
+        """Return the values with a pattern that matches, as a set."""
         found = self._sets.get(subject)
         if found is None:
             found = frozenset(self.match(subject))

@@ -23,7 +23,7 @@ from tasuki.blobs.folder import FolderBlobs, FolderWriter
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
-from tasuki.core.app import DEFAULT_APP
+from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import TokenRow

@@ -18,9 +18,8 @@ import msgspec
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
 from tasuki.core.broker.events import Deposed, Detach, Elected, Hinted, Met, Publish, TakeoverDone, Won
-from tasuki.core.hints import Hint, decode, split
+from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
-from tasuki.core.server_info import ServerInfo
 from tasuki.errors import TasukiError
 from tasuki.stores.wakeups import Wakeups
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.broker.events import Publish
-from tasuki.core.hints import Hint
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import TasukiError
 from tasuki.server.assembly import BLOB_MAX_BYTES, StorageLocations, is_redis, make_guest, open_postgresql, open_redis

@@ -1,7 +1,7 @@
 """Hints between servers that share a store: the contract, the carrier for a store with one user, and the one that reconnects.
 
-A carrier promises little, because a hint is never the only way to learn something (`core/hints.py`): a published hint reaches
-the other servers soon, or not at all. It does promise that `publish` neither blocks nor raises nor grows without bound, and that
+A carrier promises little, because a hint is never the only way to learn something (`cluster_messages.py`): a published hint
+reaches the other servers soon, or not at all. It does promise that `publish` neither blocks nor raises nor grows without bound, and that
 a server that may have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its
 thread alone.
 
@@ -21,7 +21,7 @@ from contextlib import aclosing
 from typing import Generic, Protocol, TypeVar
 
 from tasuki.core.backoff import Backoff
-from tasuki.core.hints import everything
+from tasuki.core.cluster_messages import everything
 
 logger = logging.getLogger("tasuki.wakeups")
 
@@ -48,7 +48,7 @@ class Wakeups(Protocol):
         ...
 
     def publish(self, pieces: Sequence[bytes]) -> None:
-        """Send these pieces (of `hints.split`) to all servers. Pieces that cannot be sent in time become one `everything`."""
+        """Send these pieces (of `split`) to all servers. Pieces that cannot be sent in time become one `everything`."""
         ...
 
     async def close(self) -> None:

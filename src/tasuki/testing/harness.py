@@ -19,7 +19,7 @@ from typing import Any
 from tasuki.core.address import Address
 from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import DiskSpace, Met, Won
-from tasuki.core.hints import Hint
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import Job, OnDisconnect
 from tasuki.core.machine import Closed, Now, Opened, Peer, Received, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message

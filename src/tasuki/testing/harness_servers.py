@@ -28,7 +28,7 @@ from tasuki.core.broker.events import (
 )
 from tasuki.core.broker.events import Command as BrokerCommand
 from tasuki.core.broker.events import Event as BrokerEvent
-from tasuki.core.hints import Hint
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import Job
 from tasuki.core.machine import Hangup, Now, Send
 from tasuki.core.protocol import Message, Reply

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tasuki.core.app import DEFAULT_APP, template_of
+from tasuki.core.apps import DEFAULT_APP, template_of
 from tasuki.core.job import BlobRef, InputFile, JobSpec, Outcome, State
 from tasuki.core.store_messages import Canceled, LeaseStatus, ReportStatus, Requeued, Submitted
 from tasuki.errors import Conflict

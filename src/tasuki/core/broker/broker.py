@@ -43,6 +43,7 @@ from tasuki.core.broker.log_reads import LogReads
 from tasuki.core.broker.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import BlobRoute, CheckRoute, LeaseRoute, TurnBuilder
 from tasuki.core.broker.upkeep import Upkeep, UpkeepConfig
+from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
@@ -59,7 +60,6 @@ from tasuki.core.protocol import (
     Request,
     SubmitJobs,
 )
-from tasuki.core.server_info import ServerInfo
 from tasuki.core.store_messages import BlobClaim, LeaseRequest, Reaped, Turn
 from tasuki.core.subject import SubjectTrie
 from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized

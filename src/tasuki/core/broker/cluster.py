@@ -2,8 +2,8 @@
 
 Two ways. Every server says once a second that it is alive, at which addresses, and which workers are connected to it
 (`ServerInfo`, through the coordination): so all know whom a subject's last token may name, and which servers a peer can turn
-to. And after a commit a server hints at what the others may be waiting for (`core/hints.py`). A hint may be lost: everything
-that a hint tells is also looked for, a little later, by whoever needs it.
+to. And after a commit a server hints at what the others may be waiting for (`cluster_messages.py`). A hint may be lost:
+everything that a hint tells is also looked for, a little later, by whoever needs it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from tasuki.core.broker.events import AskEnded, AskRevoked, Publish
 from tasuki.core.broker.sessions import WorkerSession
-from tasuki.core.hints import Hint
+from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import CancelLeases
-from tasuki.core.server_info import ServerInfo, WorkerInfo
 from tasuki.core.store_messages import Takes
 from tasuki.errors import ProtocolError, Unauthorized
 

@@ -6,12 +6,11 @@ import msgspec
 
 from tasuki.core.access import Identity
 from tasuki.core.broker.log_reads import LogQuestion
-from tasuki.core.hints import Hint
+from tasuki.core.cluster_messages import Hint, ServerInfo
 from tasuki.core.job import Job
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk
-from tasuki.core.server_info import ServerInfo
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import TasukiError
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.app import WORDS, template_of
-from tasuki.core.app_documents import result_of
+from tasuki.core.apps import WORDS, result_of, template_of
 from tasuki.core.job import BlobRef, JobSpec
 from tasuki.core.protocol import Acceptance
 from tasuki.doors.http.clients import TokenConnection

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core.access import ENROL_TOKEN_S, token_sha256
-from tasuki.core.app import WORDS
-from tasuki.core.app_documents import outcome_of, payload_of
+from tasuki.core.apps import WORDS, outcome_of, payload_of
 from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import Claim
 from tasuki.core.report_limits import check_outcome

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from tasuki.core.access import PeerKind
-from tasuki.core.app import BACKOFF_S, MAX_RETRIES
+from tasuki.core.apps import BACKOFF_S, MAX_RETRIES
 from tasuki.core.ids import IdMaker
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Acceptance, Accepted, SubmitJobs

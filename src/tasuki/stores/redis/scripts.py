@@ -15,7 +15,7 @@ from importlib.resources import files
 import msgspec
 from msgspec.structs import replace
 
-from tasuki.core.app import WORDS, template_of
+from tasuki.core.apps import WORDS, template_of
 from tasuki.core.fairness import REMEMBERED_GROUPS_MAX
 from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS

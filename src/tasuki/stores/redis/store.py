@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
-from tasuki.core.app import DEFAULT_APP
+from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.job import Job, JobIncident, JobSpec
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from tasuki.core.conninfo import with_deadlines, without_secrets
+from tasuki.core.address import with_deadlines, without_secrets
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.errors import ConfigError, InterruptCause, TurnInterrupted, Unavailable
 from tasuki.stores.sql.database import NOT_KNOWN, NOTHING_STORED, InDjango

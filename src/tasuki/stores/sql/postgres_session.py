@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg import adapt, pq
 
-from tasuki.core.conninfo import without_secrets
+from tasuki.core.address import without_secrets
 from tasuki.errors import ConfigError, DiskFull, InterruptCause, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.sql.database import WALL, Batch, Inserted, Parameters, Queues, load_statements
 

@@ -1,6 +1,6 @@
 """A server among others: its election and its beats over the shared coordination, and hints to and fro.
 
-Stands in for `server/cluster.py`: the same machines (`core/election.py`, `core/hints.py`) and the reference coordination,
+Stands in for `server/cluster.py`: the same machines (`core/election.py`, `cluster_messages.py`) and the reference coordination,
 with calls
 that can be lost before or after they were carried out, come late, or be carried out twice. Hints can be all that too.
 """
@@ -18,9 +18,8 @@ from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, View
 from tasuki.coords.memory import MemoryCoordination
 from tasuki.core import election
 from tasuki.core.broker.events import Deposed, Elected, Hinted, Met, Publish, TakeoverDone, Won
-from tasuki.core.hints import decode, everything, split
+from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
 from tasuki.core.machine import Ticked
-from tasuki.core.server_info import ServerInfo
 from tasuki.errors import TasukiError
 from tasuki.server.cluster import SCOPE
 from tasuki.testing.sim.history import LeadingEvent

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tasuki.core.broker.events import Hinted
 from tasuki.core.client_machine import Call, CallAnswered, ResultsArrived
-from tasuki.core.hints import Hint, decode
+from tasuki.core.cluster_messages import Hint, decode
 from tasuki.core.job import JobSpec
 from tasuki.core.machine import Closed, Received, Ticked
 from tasuki.core.protocol import Accepted, HeartbeatAnswer, SubmitJobs

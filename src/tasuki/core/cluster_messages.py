@@ -1,11 +1,12 @@
-"""What a server tells the others after a commit, so that they look at once instead of a little later. Pure.
+"""Messages between servers that share a store: hints after a commit, and descriptions of live servers and workers. Pure.
 
-A hint carries no truth. It may be lost, doubled, late, or about something that has changed since: whoever hears one asks the
-store, and whoever hears none asks too, on its own beat. So a sender may always say less in detail and more in general:
-`everything` means "look at everything that you wait for".
+A hint makes the other servers look at the store at once instead of a little later. It may be lost, doubled, late, or outdated:
+a server that receives one asks the store, and a server that receives none asks too, at its own interval. So a sender may always
+give fewer details: `everything` means "look at everything that you wait for".
 
 On the wire a hint is JSON, because the narrowest carrier (a payload of PostgreSQL's NOTIFY) is text of less than 8000
-bytes. `split` cuts a hint into pieces of such a size. Each piece is a hint of its own.
+bytes. `split` cuts a hint into pieces of such a size. Each piece is a hint of its own. Descriptions of servers travel through the
+coordination as msgpack.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import replace
 
+from tasuki.core.job import OnDisconnect
+from tasuki.core.store_messages import Takes
 from tasuki.core.subject import SUBJECT_MAX_BYTES
 from tasuki.errors import InvalidInput, TooLarge
 
@@ -27,10 +30,10 @@ _Subject = Annotated[str, msgspec.Meta(max_length=SUBJECT_MAX_BYTES)]
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What may have become interesting. A field that a newer server adds is skipped by an older one."""
+    """A list of changes that other servers may want to look at. Fields that a newer server adds are skipped by an older one."""
 
     server_id: _Id = ""
-    """Who tells; it ignores what it told itself. Empty: nobody in particular."""
+    """The sender, which ignores its own hints. Empty: no particular server."""
     everything: bool = False
     """Look at everything: more happened than is listed, or something was missed."""
     tokens: tuple[_Id, ...] = ()
@@ -44,11 +47,11 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready: tuple[_Subject, ...] = ()
     """Subjects that have new ready jobs."""
     ready_jobs: int = 0
-    """How many jobs these are in all; 0: not known, as in a hint that was cut into pieces."""
+    """Number of these jobs; 0: not known, as in a hint that was cut into pieces."""
 
     @property
     def empty(self) -> bool:
-        """It tells nothing; not worth sending."""
+        """True if the hint names nothing and need not be sent."""
         return not (self.everything or any(getattr(self, name) for name in _LISTS))
 
 
@@ -60,9 +63,9 @@ _decode = msgspec.json.Decoder(Hint).decode
 
 
 def split(hint: Hint, max_bytes: int = PIECE_MAX_BYTES) -> list[bytes]:
-    """The hint in as few pieces as its order allows; none if it is empty.
+    """Return the hint in as few pieces as its order allows; none if it is empty.
 
-    Where that would be more than PIECES_MAX, subjects and ended jobs are left out first: `everything` makes the others look
+    More than PIECES_MAX pieces are avoided by leaving out subjects and ended jobs first: `everything` makes the others look
     for these. Revocations, cancels and moves are named as long as they fit.
     """
     if hint.empty:
@@ -75,12 +78,12 @@ def split(hint: Hint, max_bytes: int = PIECE_MAX_BYTES) -> list[bytes]:
 
 
 def everything(server_id: str = "") -> bytes:
-    """The shortest hint, which is never wrong."""
+    """Return the shortest hint, which is never wrong."""
     return _encode(Hint(server_id=server_id, everything=True))
 
 
 def decode(data: bytes) -> Hint:
-    """One piece; InvalidInput for what is none."""
+    """Decode one piece, or raise InvalidInput."""
     if len(data) > DECODE_MAX_BYTES:
         raise TooLarge(f"a hint of {len(data)} bytes; at most {DECODE_MAX_BYTES} are allowed")
     try:
@@ -90,7 +93,7 @@ def decode(data: bytes) -> Hint:
 
 
 def _pieces(hint: Hint, max_bytes: int) -> list[bytes] | None:
-    """The items in their order, each piece as full as it goes; None if there are too many, or one is too large for any piece."""
+    """Return full pieces with the items in their order; None if there are too many, or an item is too large for any piece."""
     head = Hint(server_id=hint.server_id, everything=hint.everything)
     room = max_bytes - len(_encode(head)) - _NAMES_BYTES
     pieces: list[bytes] = []
@@ -111,3 +114,50 @@ def _pieces(hint: Hint, max_bytes: int) -> list[bytes] | None:
 
 def _piece(head: Hint, taken: dict[str, list[object]]) -> bytes:
     return _encode(replace(head, **{name: tuple(items) for name, items in taken.items()}))
+
+
+# ---------------------------------------------------------------------------------------------------- servers and workers
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A worker as the other servers know it, about a second old."""
+
+    worker_id: str
+    incarnation: str
+    patterns: tuple[str, ...] = ()
+    host: str = ""
+    slots: int = 1
+    takes: Takes = Takes.ANY
+    credit: int = 0
+    running: int = 0
+    address: str = ""
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+
+    def view(self, server_id: str) -> dict[str, object]:
+        """Return the description that the API and `tasuki workers` show."""
+        return {
+            "server_id": server_id,
+            "worker_id": self.worker_id,
+            "incarnation": self.incarnation,
+            "host": self.host,
+            "patterns": list(self.patterns),
+            "credit": self.credit,
+            "running": self.running,
+            "slots": self.slots,
+            "takes": str(self.takes),
+            "address": self.address,
+            "on_disconnect": str(self.on_disconnect),
+        }
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One live server."""
+
+    server_id: str
+    addresses: tuple[str, ...] = ()
+    """Addresses at which peers can reach the server."""
+    workers: tuple[WorkerInfo, ...] = ()
+    epoch: int = 0
+    """Epoch under which the server leads; 0: it does not lead."""
+    blob_problem: str = ""
+    """Reason why the leader takes no new blobs; then no server does."""

@@ -1,9 +1,6 @@
-"""An app's job and result as bytes: payload <-> JobSpec, {result, summary_text, freqs_csv, meta} <-> Outcome. Pure.
+"""An app: a kind of job with workers of its own, served below /calc/{app} and, where the store is Redis, with keys of its own.
 
-`result` is kept as JSON in the outcome's bytes, `summary_text` and `freqs_csv` beside it in its notes, where the Redis store
-finds them and gives each a key of its own. If they are too large for notes, or the result for the row, one document of all
-three takes the place of the bytes. Either way `result_sha256` is the hash of all three, without `meta`: the store itself knows
-a repeat by it.
+Jobs of an app are the same whether they are made over HTTP or with raw commands in Redis: this module defines them. Pure.
 """
 
 from __future__ import annotations
@@ -14,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Outcome
+from tasuki.core.job import RESULT_INLINE_MAX_BYTES, JobSpec, Outcome, State
 from tasuki.core.protocol import META_MAX_BYTES
+from tasuki.core.subject import app_subject
 from tasuki.errors import TooLarge
 
 NOTES_MAX_BYTES = 10 * 1024  # of summary_text and freqs_csv; the rest of META_MAX_BYTES is for `meta`
@@ -25,12 +23,12 @@ _WHOLE = "document"  # in the notes: the bytes are the document of all three
 
 
 def payload_of(payload: bytes) -> Any:
-    """A job's payload for JSON: as it was sent. What is no JSON was made by somebody else, and goes as base64."""
+    """Return a job's payload for JSON as it was sent; a payload that is not JSON as base64."""
     return _json_or_base64(payload)
 
 
 def outcome_of(result: Any, summary_text: str, freqs_csv: str, meta: dict[str, Any]) -> tuple[Outcome, bytes | None]:
-    """What is reported; with the bytes of a blob if it is too large for the row."""
+    """Return the outcome of a result, and the bytes of a blob if the result is too large for the row."""
     if len(msgspec.json.encode(meta)) > APP_META_MAX_BYTES:
         raise TooLarge(f"meta has more than {APP_META_MAX_BYTES} bytes; put large things into result")
     parts = {"result": result, "summary_text": summary_text, "freqs_csv": freqs_csv}
@@ -49,7 +47,7 @@ def outcome_of(result: Any, summary_text: str, freqs_csv: str, meta: dict[str, A
 
 
 def result_of(data: bytes, notes: dict[str, Any]) -> dict[str, Any]:
-    """The four fields, from what was stored."""
+    """Return result, summary_text, freqs_csv and meta from the stored bytes and notes."""
     meta = notes.get("meta") or {}
     if notes.get(_WHOLE):
         return {**msgspec.json.decode(data), "meta": meta}
@@ -69,3 +67,27 @@ def _json_or_base64(data: bytes) -> Any:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return {"base64": base64.b64encode(data).decode()}
     return msgspec.Raw(data)
+
+
+DEFAULT_APP = "tasuki"
+"""The prefix of the keys in Redis of a server that serves no app."""
+MAX_RETRIES = 3
+BACKOFF_S = 10.0
+
+WORDS: dict[str, str] = {
+    State.PENDING: "queued",
+    State.ASSIGNED: "running",
+    State.RUNNING: "running",
+    State.ORPHANED: "running",
+    State.SUCCEEDED: "finished",
+    State.FAILED: "failed",
+    State.TIMED_OUT: "failed",
+    State.SKIPPED: "failed",
+    State.CANCELED: "canceled",
+}
+"""Names of the states in the API of the apps, over HTTP and in the keys of Redis."""
+
+
+def template_of(app: str, *, max_retries: int = MAX_RETRIES, backoff_s: float = BACKOFF_S) -> JobSpec:
+    """Return the part that all jobs of the app share; job_id, payload and priority are left out."""
+    return JobSpec(job_id="", subject=app_subject(app), max_retries=max_retries, backoff_s=backoff_s, delay_first_loss=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.hints import DECODE_MAX_BYTES, PIECE_MAX_BYTES, PIECES_MAX, Hint, decode, everything, split
+from tasuki.core.cluster_messages import DECODE_MAX_BYTES, PIECE_MAX_BYTES, PIECES_MAX, Hint, decode, everything, split
 from tasuki.errors import InvalidInput, TooLarge
 
 LISTS = ("tokens", "canceled", "moved", "ended", "ready")
