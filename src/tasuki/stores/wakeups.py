@@ -1,9 +1,8 @@
 """Hints between servers that share a store: the contract, the carrier for a store with one user, and the one that reconnects.
 
 A carrier promises little, because a hint is never the only way to learn something (`cluster_messages.py`): a published hint
-reaches the other servers soon, or not at all. It does promise that `publish` neither blocks nor raises nor grows without bound, and that
-a server that may have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its
-thread alone.
+reaches the other servers soon, or not at all. `publish` neither blocks nor raises nor grows without bound, and a server that may
+have missed a hint is told to look at everything. A carrier belongs to one event loop, and is used on its thread alone.
 
 `ReconnectingWakeups` is for a service that may be away. It keeps two connections, one that listens and one that notifies, and
 decides what all such carriers share: the queue of hints to send, when details become an `everything`, how long to wait before
