@@ -58,7 +58,7 @@ def test_what_our_client_sends_is_the_name_as_it_is(tmp_path: Path) -> None:
     async def body() -> bytes:
         return b"".join([piece async for piece in sent.pieces()])
 
-    found = parsed(asyncio.run(body()), 11, sent.content_type)
+    found = parsed(asyncio.run(body()), 11, sent.headers["Content-Type"])
 
     assert [form_part.filename for form_part, _ in found if form_part.name == "file"] == names
 

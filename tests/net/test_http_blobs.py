@@ -14,11 +14,11 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, TooLarge, Unavailable
-from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
 from tasuki.net.http import blobs
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.transport import HttpTransport
+from tasuki.net.streams import FileSource
 from tests.net.odd_server import Answer, Asked, OddServer, envelope, http
 
 DEADLINE_S = 10.0

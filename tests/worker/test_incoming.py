@@ -14,8 +14,8 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, DiskFull, NotFound, TasukiError
-from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.streams import FileSource
 from tasuki.worker.transfers import RESUMED_INPUT_MIN_BYTES, InputDownloads, WorkerTransfers
 from tests.support.waiting import until
 

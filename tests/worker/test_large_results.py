@@ -14,8 +14,8 @@ from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
 from tasuki.core.worker.events import EndingSaved, Event, Restored
 from tasuki.errors import TooLarge, Unauthorized
-from tasuki.net.blob_files import FileSource
 from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.streams import FileSource
 from tasuki.worker.attempt import StopReason
 from tasuki.worker.outbox import SAVE_AT_ONCE_BYTES, Outbox, OutboxFiles, OutboxRecord, RejectedResults
 from tasuki.worker.transfers import WorkerTransfers

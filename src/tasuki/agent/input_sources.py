@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -20,8 +20,10 @@ from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import InputRecord
 from tasuki.core.failover.dispatch_policy import InputRef
+from tasuki.core.ranges import range_headers
 from tasuki.errors import AgentRefusal, ConfigError, InvalidInput, NotFound, Unavailable
 from tasuki.net.http.transport import HttpTransport
+from tasuki.net.streams import pieces_from
 from tasuki.net.tls import client_tls
 
 CONNECT_TIMEOUT_S = 2.0
@@ -85,9 +87,9 @@ class StoredInputs:
     async def pieces(self, sha256: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
         reader = await self._in_thread(lambda: self._blobs.open(sha256, offset))
         try:
-            chunks = iter(reader)
-            while piece := await self._in_thread(lambda: _some(chunks)):
-                yield piece
+            async with aclosing(pieces_from(iter(reader), self._threads)) as pieces:
+                async for piece in pieces:
+                    yield piece
         finally:
             await self._in_thread(reader.close)
 
@@ -97,18 +99,6 @@ class StoredInputs:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._threads, work))
-
-
-def _some(chunks: Iterator[bytes]) -> bytes:
-    """Chunks up to PIECE_BYTES: a visit to a thread for each would cost more than to read it."""
-    found: list[bytes] = []
-    size_bytes = 0
-    for chunk in chunks:
-        found.append(chunk)
-        size_bytes += len(chunk)
-        if size_bytes >= PIECE_BYTES:
-            break
-    return b"".join(found)
 
 
 class DispatcherInputs:
@@ -125,8 +115,8 @@ class DispatcherInputs:
             before, problems = have, []
             for transport in self._transports:
                 try:
-                    headers = {"Range": f"bytes={have}-"} if have else {}
-                    async with transport.exchange("GET", f"/inputs/{sha256}", headers=headers, answer_s=SILENT_S) as response:
+                    asking = transport.exchange("GET", f"/inputs/{sha256}", headers=range_headers(have), answer_s=SILENT_S)
+                    async with asking as response:
                         async for piece in response.aiter_raw(PIECE_BYTES):
                             have += len(piece)
                             yield piece

@@ -10,9 +10,8 @@ import asyncio
 import hashlib
 import logging
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from itertools import islice
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.datastructures import Headers
@@ -20,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from tasuki.agent import refusals
 from tasuki.agent.result_response import ResultResponse
-from tasuki.blobs.blob import BlobReader, BlobStore
+from tasuki.blobs.blob import BlobStore
 from tasuki.core.address import parse_url
 from tasuki.core.failover.agent_protocol import EndedMarker
+from tasuki.core.ranges import range_headers
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, NotFound, TasukiError, Unavailable
+from tasuki.net.streams import pieces_from
 
 if TYPE_CHECKING:
     from tasuki.net.http.transport import HttpTransport
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tasuki.agent")
 CONNECT_TIMEOUT_S = 2.0
 READ_S = 30.0
-READ_CHUNKS = 4
 
 Pieces = AsyncIterator[bytes]
 
@@ -58,18 +58,7 @@ class BlobSource:
         except OSError as error:
             raise Unavailable(f"blob {place.sha256} cannot be read: {error}") from error
         stack.push_async_callback(asyncio.to_thread, reader.close)
-        return _read(reader)
-
-
-async def _read(reader: BlobReader) -> Pieces:
-    pieces = iter(reader)
-    while some := await asyncio.to_thread(_some, pieces):
-        for piece in some:
-            yield piece
-
-
-def _some(pieces: Iterator[bytes]) -> list[bytes]:
-    return list(islice(pieces, READ_CHUNKS))
+        return pieces_from(iter(reader))
 
 
 class Peers:
@@ -112,8 +101,9 @@ class PeerSource:
     async def open(self, stack: AsyncExitStack, offset: int) -> Pieces:
         ended = self._ended
         etag = f'"{ended.result_sha256}"'
-        headers = {"Range": f"bytes={offset}-", "If-Range": etag} if offset else {}
-        asking = self._peers.at(self._address).answer("GET", f"/result/{ended.job_id}", headers=headers, answer_s=READ_S)
+        asking = self._peers.at(self._address).answer(
+            "GET", f"/result/{ended.job_id}", headers=range_headers(offset, etag), answer_s=READ_S
+        )
         response = await stack.enter_async_context(asking)
         if response.status_code == 404 or (response.is_success and response.headers.get("etag") != etag):
             raise NotFound(f"node {ended.node} does not have the result of job {ended.job_id} any more")
@@ -142,8 +132,8 @@ class RemoteResultResponse(ResultResponse):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        span = self._span(Headers(scope=scope)) if scope["method"] == "GET" else None
-        first = span[0] if span is not None and span[0] <= span[1] else 0
+        start, stop = self._asked_range(scope["method"], Headers(scope=scope)) or (0, 0)
+        first = start if start < stop else 0
         async with self._source_at(first) as opened:
             if isinstance(opened, TasukiError):
                 refusal = refusals.result_away(self._ended.job_id, self._ended.node, opened)
@@ -166,14 +156,10 @@ class RemoteResultResponse(ResultResponse):
                 opened = error
             yield opened
 
-    async def _send_bytes(self, send: Send, at: int, stop: int) -> None:
+    def _pieces(self, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         assert self._left is not None
-        whole = at == 0 and stop == self._ended.result_bytes
-        async with aclosing(_verified(self._left, self._ended if whole else None, stop - at)) as pieces:
-            async for piece in pieces:
-                self._sent(len(piece))
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        whole = start == 0 and stop == self._ended.result_bytes
+        return _verified(self._left, self._ended if whole else None, stop - start)
 
 
 async def _verified(pieces: Pieces, ended: EndedMarker | None, left_bytes: int) -> AsyncGenerator[bytes]:

@@ -6,9 +6,8 @@ One range is understood; of several, and of what is no range, the whole file is 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from io import FileIO
 
 from starlette.datastructures import Headers
@@ -16,11 +15,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tasuki.core.failover.agent_protocol import EndedMarker
+from tasuki.core.ranges import content_range, requested_range
 from tasuki.doors.http.exchange import envelope, json_answer
 from tasuki.doors.http.uvicorn_server import while_connected
+from tasuki.net.streams import FileSource
 
-READ_BYTES = 512 * 1024
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII).fullmatch
+AT_ONCE_MAX_BYTES = 512 * 1024  # what is longer ends when its reader leaves
 
 
 class ResultResponse(Response):
@@ -50,18 +50,19 @@ class ResultResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             headers = Headers(scope=scope)
-            first, last = 0, self._size_bytes - 1
-            if scope["method"] == "GET" and (span := self._span(headers)) is not None:
-                first, last = span
-                if first > last:
-                    await self._beyond()(scope, receive, send)
+            start, stop = 0, self._size_bytes
+            asked = self._asked_range(scope["method"], headers)
+            if asked is not None:
+                start, stop = asked
+                if start >= stop:
+                    await self._not_satisfiable()(scope, receive, send)
                     return
                 self.status_code = 206
-                self.headers["Content-Range"] = f"bytes {first}-{last}/{self._size_bytes}"
-                self.headers["Content-Length"] = str(last - first + 1)
+                self.headers["Content-Range"] = content_range(start, stop, self._size_bytes)
+                self.headers["Content-Length"] = str(stop - start)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            sending = self._send_bytes(send, first, last + 1 if scope["method"] != "HEAD" else first)
-            if last - first < READ_BYTES:
+            sending = self._send_bytes(send, start, stop if scope["method"] != "HEAD" else start)
+            if stop - start <= AT_ONCE_MAX_BYTES:
                 await sending
             else:
                 await while_connected(receive, sending)
@@ -69,35 +70,34 @@ class ResultResponse(Response):
             if isinstance(self._source, FileIO):
                 self._source.close()
 
-    def _span(self, headers: Headers) -> tuple[int, int] | None:
-        """(first, last) byte; None: all of them. Where first is behind last, there is nothing to send."""
-        found = _RANGE(headers.get("range", ""))
-        if found is None or found[0] == "bytes=-" or headers.get("if-range", self._etag) != self._etag:
+    def _asked_range(self, method: str, headers: Headers) -> tuple[int, int] | None:
+        """Return the (start, stop) that is asked for; None: everything. Without any bytes start >= stop."""
+        if method != "GET" or headers.get("if-range", self._etag) != self._etag:
             return None
-        end = self._size_bytes - 1
-        if not found[1]:
-            return max(0, self._size_bytes - int(found[2])), end
-        first, last = int(found[1]), min(int(found[2] or end), end)
-        return None if found[2] and int(found[2]) < first else (first, last)
+        return requested_range(headers.get("range", ""), self._size_bytes)
 
-    def _beyond(self) -> Response:
+    def _not_satisfiable(self) -> Response:
         body = envelope("RANGE_NOT_SATISFIABLE", f"the result has {self._size_bytes} bytes; ask for some of them, or for all")
-        return json_answer(body, 416, {"Content-Range": f"bytes */{self._size_bytes}"})
+        return json_answer(body, 416, {"Content-Range": content_range(0, 0, self._size_bytes)})
 
-    async def _send_bytes(self, send: Send, at: int, stop: int) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            if isinstance(self._source, bytes):
-                piece = self._source[at:stop]
-            else:
-                size_bytes = min(READ_BYTES, stop - at)
-                piece = await loop.run_in_executor(None, os.pread, self._source.fileno(), size_bytes, at) if size_bytes else b""
-            at += len(piece)
-            self._sent(len(piece))
-            more = at < stop and bool(piece)
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
-            if not more:
-                return
+    async def _send_bytes(self, send: Send, start: int, stop: int) -> None:
+        more = True
+        async with aclosing(self._pieces(start, stop)) as pieces:
+            async for piece in pieces:
+                start += len(piece)
+                more = start < stop
+                self._sent(len(piece))
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        if more:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces(self, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        if isinstance(self._source, bytes):
+            yield self._source[start:stop]
+            return
+        async with FileSource(self._source) as source, aclosing(source.pieces(start, stop)) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 class EarlyResponse(Response):

@@ -7,7 +7,6 @@ systems without such locks, use a file of their own and begin anew.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 import secrets
@@ -23,6 +22,7 @@ from tasuki.client.agent_answers import Elsewhere, Refusing, refusal_of
 from tasuki.core.failover.events import JobEnded, Refusal
 from tasuki.core.ranges import is_number, parse_content_range, range_headers
 from tasuki.errors import ResponseLost
+from tasuki.net.streams import FileSink
 
 if TYPE_CHECKING:
     import httpx
@@ -31,7 +31,6 @@ Heard = Callable[[int, int | None], None]
 """How many bytes of a result are here, and how many there will be."""
 
 ZIP_TYPE = "application/zip"
-WRITE_BYTES = 1024 * 1024  # a visit to the thread that writes costs as much as hashing 64 KiB
 NAME_MAX_CHARS = 100  # of the output's name in the name of the file beside it; file systems allow 255 bytes in all
 
 ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?').fullmatch
@@ -128,23 +127,20 @@ class Download:
         else:
             self._start_over(response)
         self._heard(self.have, self._total)
-        loop = asyncio.get_running_loop()
-        waiting = bytearray()
-        try:
-            async for piece in response.aiter_raw():
-                waiting += piece
-                if len(waiting) >= WRITE_BYTES:
-                    full, waiting = waiting, bytearray()
-                    await loop.run_in_executor(None, self._write, full)
-                self._heard(self.have + len(waiting), self._total)
-        finally:  # also of an answer that was cut: what came need not come again
-            self._write(waiting)
-
-    def _write(self, data: bytearray) -> None:
         assert self._part is not None
-        self._hash.update(data)
-        self._part.write(data)
-        self.have += len(data)
+        received = self.have
+        async with FileSink(self._write, self._hash) as sink:
+            try:
+                async for piece in response.aiter_raw():
+                    await sink.add(piece)
+                    received += len(piece)
+                    self._heard(received, self._total)
+            finally:  # also of an answer that was cut: what came need not come again
+                await sink.flush()
+
+    def _write(self, piece: bytes) -> None:
+        assert self._part is not None
+        self.have += self._part.write(piece)
 
     def _go_on(self, response: httpx.Response) -> None:
         found = parse_content_range(response.headers.get("content-range", ""))

@@ -18,6 +18,7 @@ from tasuki.client.agent_answers import Refusing, refusal_of
 from tasuki.client.agent_upload import Telling, Upload, pieces_of
 from tasuki.core.failover.agent_protocol import InputRecord
 from tasuki.core.failover.events import Refusal
+from tasuki.core.ranges import content_range
 from tasuki.net.http.transport import HttpTransport
 
 LARGE_BYTES = 1024 * 1024  # what is smaller is sent sooner than asked for
@@ -77,7 +78,7 @@ class _Putting(NamedTuple):
 
     async def _kept(self) -> int:
         """How much of it is there. Of a store that cannot say: nothing."""
-        headers = {"Content-Range": f"bytes */{self.record.size_bytes}", "Content-Length": "0"}
+        headers = {"Content-Range": content_range(0, 0, self.record.size_bytes), "Content-Length": "0"}
         async with self.transport.answer("PUT", f"/inputs/{self.record.sha256}", headers=headers, answer_s=HEAD_S) as response:
             if not response.is_success:
                 return 0
@@ -91,7 +92,7 @@ class _Putting(NamedTuple):
         size = self.record.size_bytes
         headers = {"Content-Length": str(size - start), "Content-Type": "application/octet-stream"}
         if start:
-            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+            headers["Content-Range"] = content_range(start, size, size)
         async with (
             aclosing(self._pieces(start)) as pieces,
             self.transport.answer(

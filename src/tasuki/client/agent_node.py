@@ -173,12 +173,11 @@ class AgentNode:
 
     async def _post(self, sending: _Sending, *, by_name: bool = False) -> DownloadedResult:
         form = RunForm(sending.upload, sending.telling, by_name=by_name)
-        headers = {"Content-Type": form.content_type, "Content-Length": str(form.size_bytes)}
         params = {"input": sending.upload.input} if sending.upload.input else {}
         path = f"/run/{quote(sending.job_id)}"
         async with aclosing(form.pieces()) as pieces:
             posting = self._transport.answer(
-                "POST", path, params=params, headers=headers, content=pieces, answer_s=sending.limit_s
+                "POST", path, params=params, headers=form.headers, content=pieces, answer_s=sending.limit_s
             )
             with Download(sending.target, sending.job_id, sending.telling.heard) as download:
                 return await self._save(sending.job_id, download, posting)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -18,8 +17,8 @@ from tasuki.core.failover.dispatch_policy import InputRef
 from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput
-
-PIECE_BYTES = 1024 * 1024
+from tasuki.net.http.multipart import MultipartForm, run_fields
+from tasuki.net.streams import FileSource
 
 
 class Upload(msgspec.Struct, frozen=True):
@@ -66,18 +65,14 @@ def _record(path: Path, name: str) -> InputRecord:
 
 
 async def pieces_of(path: Path, size_bytes: int, start: int = 0) -> AsyncGenerator[bytes, None]:
-    """A file as it was when it was read first, from a byte on, or InvalidInput."""
-    loop = asyncio.get_running_loop()
-    left = size_bytes - start
-    file = await loop.run_in_executor(None, path.open, "rb")
-    with file:
-        file.seek(start)
-        while left:
-            piece = await loop.run_in_executor(None, file.read, min(PIECE_BYTES, left))
-            if not piece:
-                raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
-            yield piece
-            left -= len(piece)
+    """Yield the bytes of a file from `start` to the size that it had when it was hashed; InvalidInput if it became shorter."""
+    with await asyncio.to_thread(path.open, "rb") as file:
+        async with FileSource(file) as source, aclosing(source.pieces(start, size_bytes)) as pieces:
+            async for piece in pieces:
+                yield piece
+                start += len(piece)
+    if start < size_bytes:
+        raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
 
 
 class Telling(Protocol):
@@ -101,51 +96,31 @@ class Telling(Protocol):
 
 
 class RunForm:
-    """The body of one request. `pieces` can be used once. With `by_name` the node has the files, and gets their hashes."""
+    """The body of one request, to be sent once. With `by_name` the node has the files, and gets their hashes."""
 
     def __init__(self, upload: Upload, telling: Telling, *, by_name: bool = False) -> None:
-        boundary = secrets.token_hex(16)
-        self.content_type = f"multipart/form-data; boundary={boundary}"
         self._telling = telling
-        self._kept_bytes = upload.size_bytes if by_name else 0
-        self._end = f"--{boundary}--\r\n".encode()
-        self._fields = b"".join(_field(boundary, name, value) for name, value in _values(upload, by_name=by_name))
-        sent = () if by_name else upload.files
-        self._parts = [(path, record, _file_head(boundary, record.name)) for path, record in sent]
-        sizes = sum(len(head) + record.size_bytes + len(b"\r\n") for _, record, head in self._parts)
-        self.size_bytes = len(self._fields) + sizes + len(self._end)
+        self._files = () if by_name else upload.files
+        self._sent_bytes = upload.size_bytes if by_name else 0
+        names = [str(InputRef(record.sha256, record.name)) for _, record in upload.files] if by_name else []
+        self._form = MultipartForm(
+            run_fields(upload.exec, upload.args, upload.timeout_s, names),
+            [(record.name, record.size_bytes) for _, record in self._files],
+        )
+        self.headers = self._form.headers
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        sent = self._kept_bytes
-        before = self._fields
-        for path, record, head in self._parts:
-            before += head
-            async with aclosing(pieces_of(path, record.size_bytes)) as pieces:
-                async for piece in pieces:
-                    yield before + piece if before else piece
-                    before = b""
-                    sent += len(piece)
-                    self._telling.sent(sent)
-            before += b"\r\n"
-        yield before + self._end
-        self._telling.sent(sent)
+        """Yield the body, and report the progress."""
+        contents = (self._content(path, record.size_bytes) for path, record in self._files)
+        async with aclosing(self._form.pieces(contents)) as pieces:
+            async for piece in pieces:
+                yield piece
+        self._telling.sent(self._sent_bytes)
         self._telling.uploaded()
 
-
-def _values(upload: Upload, *, by_name: bool) -> list[tuple[str, str]]:
-    values = [("args", msgspec.json.encode(upload.args).decode())]
-    if upload.exec:
-        values.append(("exec", upload.exec))
-    if upload.timeout_s is not None:
-        values.append(("timeout_s", f"{upload.timeout_s:g}"))
-    return values + ([("input", str(InputRef(record.sha256, record.name))) for _, record in upload.files] if by_name else [])
-
-
-def _field(boundary: str, name: str, value: str) -> bytes:
-    return f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
-
-
-def _file_head(boundary: str, name: str) -> bytes:
-    plain = name.replace('"', '\\"')  # names have no backslash
-    disposition = f'Content-Disposition: form-data; name="file"; filename="{plain}"'
-    return f"--{boundary}\r\n{disposition}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
+    async def _content(self, path: Path, size_bytes: int) -> AsyncGenerator[bytes, None]:
+        async with aclosing(pieces_of(path, size_bytes)) as pieces:
+            async for piece in pieces:
+                yield piece
+                self._sent_bytes += len(piece)
+                self._telling.sent(self._sent_bytes)

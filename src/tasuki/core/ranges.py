@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from tasuki.errors import InvalidInput
 
-__all__ = ["BodyRange", "body_range", "content_range", "is_number", "parse_content_range", "range_headers", "requested_range"]
+__all__ = [
+    "BodyRange",
+    "body_range",
+    "content_range",
+    "is_number",
+    "parse_content_range",
+    "parse_range",
+    "range_headers",
+    "requested_range",
+]
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII).fullmatch
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII).fullmatch
@@ -37,22 +46,27 @@ def range_headers(offset: int, etag: str = "") -> dict[str, str]:
     return headers
 
 
-def requested_range(header: str, size_bytes: int) -> tuple[int, int] | None:
-    """Return the (start, stop) that a Range header asks for, cut at the size; None asks for everything.
+def parse_range(header: str) -> tuple[int | None, int | None] | None:
+    """Return the (first, last) byte of a Range header, of which one may be missing; None asks for everything.
 
-    Several ranges, and whatever is not a range, ask for everything, as RFC 9110 allows. A range that lies behind the end has
-    start >= stop.
+    Several ranges, and whatever is not a range, ask for everything, as RFC 9110 allows.
     """
     found = _RANGE(header)
     if found is None or not (found[1] or found[2]):
         return None
-    if not found[1]:
-        return max(0, size_bytes - int(found[2])), size_bytes
-    start = int(found[1])
-    if not found[2]:
-        return start, size_bytes
-    stop = int(found[2]) + 1
-    return (start, min(stop, size_bytes)) if start < stop else None
+    first, last = (int(number) if number else None for number in found.groups())
+    return None if first is not None and last is not None and last < first else (first, last)
+
+
+def requested_range(header: str, size_bytes: int) -> tuple[int, int] | None:
+    """Return the (start, stop) that a Range header asks for; None asks for everything. Behind the end, start >= stop."""
+    found = parse_range(header)
+    if found is None:
+        return None
+    first, last = found
+    if first is None:
+        return max(0, size_bytes - (last or 0)), size_bytes
+    return first, size_bytes if last is None else min(last + 1, size_bytes)
 
 
 def content_range(start: int, stop: int, size_bytes: int) -> str:

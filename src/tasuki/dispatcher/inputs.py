@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -22,6 +20,7 @@ from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs, missing
 from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Upload, UploadForm
 from tasuki.blobs.blob import BlobStore, BlobWriter, check_sha256
 from tasuki.core.failover.dispatch_policy import InputRef
+from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
 from tasuki.dispatcher.input_retention import InputRetention
 from tasuki.dispatcher.input_writer import StoredFiles
 from tasuki.dispatcher.metrics import DispatcherMetrics
@@ -31,17 +30,6 @@ from tasuki.errors import AgentRefusal, Corrupt, InvalidInput, NotFound, OffsetC
 
 logger = logging.getLogger("tasuki.dispatcher")
 SWEEP_EVERY_S = 600.0
-_content_range = re.compile(r"bytes (?:(\d{1,15})-(\d{1,15})|\*)/(\d{1,15})", re.ASCII).fullmatch
-_range = re.compile(r"bytes=(\d{1,15})-", re.ASCII).fullmatch
-_digits = re.compile(r"\d{1,15}", re.ASCII).fullmatch
-
-
-class Span(NamedTuple):
-    """Which bytes of an input a request brings."""
-
-    start: int
-    stop: int
-    size_bytes: int
 
 
 class InputStore(StoredInputs):
@@ -120,15 +108,16 @@ class InputStore(StoredInputs):
     async def get(self, request: Request) -> Response:
         sha256 = _sha256(request)
         size_bytes = await self._use(sha256)
-        found = _range(request.headers.get("range", ""))
-        offset = int(found[1]) if found else 0
+        first, last = parse_range(request.headers.get("range", "")) or (None, None)
+        ranged = first is not None and last is None  # other forms are answered with everything
+        offset = first if ranged and first else 0
         if offset and offset >= size_bytes:
             raise AgentRefusal(416, "RANGE_NOT_SATISFIABLE", f"input {sha256} has {size_bytes} bytes; ask for some of them")
         headers = {"Content-Length": str(size_bytes - offset), "Accept-Ranges": "bytes", "ETag": f'"{sha256}"'}
-        if found:
-            headers["Content-Range"] = f"bytes {offset}-{size_bytes - 1}/{size_bytes}"
+        if ranged:
+            headers["Content-Range"] = content_range(offset, size_bytes, size_bytes)
         return StreamingResponse(
-            self._held(sha256, offset), 206 if found else 200, headers=headers, media_type="application/octet-stream"
+            self._held(sha256, offset), 206 if ranged else 200, headers=headers, media_type="application/octet-stream"
         )
 
     async def _held(self, sha256: str, offset: int) -> AsyncGenerator[bytes, None]:
@@ -140,7 +129,7 @@ class InputStore(StoredInputs):
     async def put(self, request: Request, whose: str) -> Response:
         """`whose` upload it is: only the same may go on with it."""
         sha256 = _sha256(request)
-        span = span_of(request)
+        span = body_range(request.headers.get("content-length", ""), request.headers.get("content-range"))
         if span.size_bytes > self._max_bytes:
             raise TooLarge(f"an input of {span.size_bytes} bytes is too large; the limit of this dispatcher is {self._max_bytes}")
         if await self._in_thread(lambda: self._blobs.has(sha256)):
@@ -158,7 +147,7 @@ class InputStore(StoredInputs):
         offset = span.size_bytes if done else writer.size_bytes
         return json_answer({"sha256": sha256, "size_bytes": span.size_bytes, "offset": offset}, 201 if done else 200)
 
-    async def _write(self, writer: BlobWriter, span: Span, request: Request) -> bool:
+    async def _write(self, writer: BlobWriter, span: BodyRange, request: Request) -> bool:
         """Whether it is whole. Of what is there already, nothing is written again; the hash of all is compared in the end."""
         at = writer.size_bytes
         if span.start == span.stop and span.size_bytes:  # the question where to go on
@@ -181,24 +170,6 @@ class InputStore(StoredInputs):
 
 def _sha256(request: Request) -> str:
     return check_sha256(request.path_params["sha256"])
-
-
-def span_of(request: Request) -> Span:
-    """What Content-Length and Content-Range say."""
-    length = request.headers.get("content-length", "")
-    if not _digits(length):
-        raise InvalidInput("the size of an input must be known before it comes: send the header Content-Length")
-    ranged = request.headers.get("content-range")
-    if ranged is None:
-        return Span(0, int(length), int(length))
-    found = _content_range(ranged)
-    if found is None:
-        raise InvalidInput(f"Content-Range: {ranged[:80]!r} is not understood; say bytes FIRST-LAST/SIZE, or bytes */SIZE")
-    size_bytes = int(found[3])
-    start, stop = (int(found[1]), int(found[2]) + 1) if found[1] else (0, 0)
-    if stop > size_bytes or start > stop or stop - start != int(length):
-        raise InvalidInput(f"Content-Range: {ranged[:80]!r} does not fit a body of {length} bytes")
-    return Span(start, stop, size_bytes)
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
-import msgspec
 from starlette.requests import Request
 
 from tasuki.agent.guard import BODY_OVER
@@ -22,6 +20,7 @@ from tasuki.agent.upload import UploadForm
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.dispatch_policy import InputRef
 from tasuki.errors import AgentRefusal, InvalidInput, NotFound, Unavailable
+from tasuki.net.http.multipart import MultipartForm, run_fields
 
 logger = logging.getLogger("tasuki.dispatcher")
 KEPT_MAX_BYTES = 1024 * 1024
@@ -144,40 +143,22 @@ class StoredForm:
         return [ref.sha256 for ref, _ in self._files]
 
     def sending(self, *, pulls: bool) -> Sending:
-        boundary = secrets.token_hex(16)
-        fields = b"".join(_field(boundary, name, value) for name, value in self._fields(pulls))
-        heads = [] if pulls else [_file_head(boundary, ref.name) for ref, _ in self._files]
-        end = f"--{boundary}--\r\n".encode()
-        size_bytes = len(fields) + sum(map(len, heads)) + len(end)
-        if not pulls:
-            size_bytes += sum(size + len(b"\r\n") for _, size in self._files)
-        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(size_bytes)}
-        return Sending(headers, self._pieces(fields, heads, end))
+        fetched = self._files if pulls else ()
+        sent = () if pulls else self._files
+        fields = run_fields(self._form.exec, self._form.args, self._form.timeout_s, [str(ref) for ref, _ in fetched])
+        form = MultipartForm(fields, [(ref.name, size_bytes) for ref, size_bytes in sent])
+        return Sending(form.headers, form.pieces(self._content(ref.sha256) for ref, _ in sent))
 
-    def _fields(self, pulls: bool) -> list[tuple[str, str]]:
-        fields = [("args", msgspec.json.encode(self._form.args).decode())]
-        if self._form.exec is not None:
-            fields.append(("exec", self._form.exec))
-        if self._form.timeout_s is not None:
-            fields.append(("timeout_s", repr(self._form.timeout_s)))
-        return fields + ([("input", str(ref)) for ref, _ in self._files] if pulls else [])
-
-    async def _pieces(self, fields: bytes, heads: Sequence[bytes], end: bytes) -> AsyncGenerator[bytes, None]:
-        before = fields
-        for head, (ref, _) in zip(heads, self._files, strict=False):
-            before += head
-            try:
-                async with aclosing(self._inputs.pieces(ref.sha256)) as pieces:
-                    async for piece in pieces:
-                        yield before + piece if before else piece
-                        before = b""
-            except NotFound:
-                raise missing(ref.sha256) from None
-            except Unavailable as error:  # not to be taken for the node's failure
-                logger.warning("input %s cannot be read: %s", ref.sha256, error.message)
-                raise AgentRefusal(503, error.code, "the store of inputs does not answer; try again", retry=True) from error
-            before += b"\r\n"
-        yield before + end
+    async def _content(self, sha256: str) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(self._inputs.pieces(sha256)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except NotFound:
+            raise missing(sha256) from None
+        except Unavailable as error:  # not to be taken for the node's failure
+            logger.warning("input %s cannot be read: %s", sha256, error.message)
+            raise AgentRefusal(503, error.code, "the store of inputs does not answer; try again", retry=True) from error
 
     async def left(self) -> None:
         await until_gone(self._request)
@@ -187,13 +168,3 @@ async def until_gone(request: Request) -> None:
     """After the body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         """What came was the end of the body."""
-
-
-def _field(boundary: str, name: str, value: str) -> bytes:
-    return f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
-
-
-def _file_head(boundary: str, name: str) -> bytes:
-    plain = name.replace('"', '\\"')  # names have no backslash
-    disposition = f'Content-Disposition: form-data; name="file"; filename="{plain}"'
-    return f"--{boundary}\r\n{disposition}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()

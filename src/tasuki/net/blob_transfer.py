@@ -17,7 +17,7 @@ from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, DiskFull, Overloaded, ProtocolError, TasukiError, Unavailable, from_wire
-from tasuki.net.blob_files import FileSource, Sink
+from tasuki.net.streams import FileSink, FileSource
 from tasuki.net.tcp_link import TcpLink
 
 FIRST_MSG_ID = 1 << 40  # above what a machine's own counter reaches, so that the two never meet
@@ -106,7 +106,7 @@ class BlobLine:
                     await sink.add(piece)
                     received += len(piece)
 
-        async with Sink(write, digest) as sink:
+        async with FileSink(write, digest) as sink:
             await self._persist(once)
             await sink.flush()
         if digest.hexdigest() != ref.sha256:

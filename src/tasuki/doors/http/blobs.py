@@ -5,7 +5,6 @@ slow, or left in the middle, is nobody else's business.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 
@@ -13,15 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import BlobRef
+from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
 from tasuki.doors.http.context import RequestContext, transfer_talk
 from tasuki.doors.http.exchange import BODY_TIMEOUT_S
 from tasuki.doors.http.response_schemas import BlobHad, BlobKept, BlobPart
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable
-
-_range = re.compile(r"bytes=(\d{1,15})-(\d{0,15})").fullmatch
-_content_range = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})", re.ASCII).fullmatch
-_size = re.compile(r"\d{1,15}").fullmatch
 
 
 def _sha256(call: RequestContext) -> str:
@@ -40,13 +36,11 @@ async def put(call: RequestContext) -> BlobKept | BlobPart:
 
     With the header Content-Range: bytes N-M/SIZE a piece of it, from where the answer to the offer, or to the last piece, said.
     """
-    announced = call.request.headers.get("content-length", "")
-    if not _size(announced):
-        raise InvalidInput("the size of a blob must be known before it comes: send the header Content-Length")
-    ranged = call.request.headers.get("content-range")
-    if ranged is not None:
-        return await _put_part(call, *_part_of(ranged, int(announced)))
-    ref = BlobRef(_sha256(call), int(announced))
+    headers = call.request.headers
+    part = body_range(headers.get("content-length", ""), headers.get("content-range"))
+    if "content-range" in headers:
+        return await _put_part(call, part)
+    ref = BlobRef(_sha256(call), part.size_bytes)
     async with transfer_talk(call) as talk, aclosing(_pieces(call.request)) as pieces:
         with _told_as_input():
             if await talk.put_part(ref, 0, pieces, last=True) is not None:
@@ -55,7 +49,10 @@ async def put(call: RequestContext) -> BlobKept | BlobPart:
     return BlobKept(ref.sha256, ref.size_bytes)
 
 
-async def _put_part(call: RequestContext, start: int, stop: int, size_bytes: int) -> BlobKept | BlobPart:
+async def _put_part(call: RequestContext, part: BodyRange) -> BlobKept | BlobPart:
+    start, stop, size_bytes = part
+    if start == stop:
+        raise InvalidInput("Content-Range: the part has no bytes; send bytes FIRST-LAST/SIZE")
     ref = BlobRef(_sha256(call), size_bytes)
     async with transfer_talk(call) as talk, aclosing(_pieces(call.request)) as pieces:
         with _told_as_input():
@@ -65,19 +62,6 @@ async def _put_part(call: RequestContext, start: int, stop: int, size_bytes: int
     if offset != stop:
         raise OffsetConflict(f"blob {ref.sha256} goes on at byte {offset}, not at {start}", offset=offset)
     return BlobPart(ref.sha256, size_bytes, offset)
-
-
-def _part_of(text: str, body_bytes: int) -> tuple[int, int, int]:
-    """(first byte, the one behind the last, size of the whole)"""
-    found = _content_range(text)
-    if found is None:
-        raise InvalidInput(f"Content-Range: {text[:80]!r} is not understood; say bytes FIRST-LAST/SIZE")
-    start, last, size_bytes = (int(number) for number in found.groups())
-    if not start <= last < size_bytes:
-        raise InvalidInput(f"Content-Range: there are no bytes {start}-{last} in a blob of {size_bytes}")
-    if last + 1 - start != body_bytes:
-        raise InvalidInput(f"Content-Range: bytes {start}-{last} are {last + 1 - start}, Content-Length says {body_bytes}")
-    return start, last + 1, size_bytes
 
 
 @contextmanager
@@ -125,7 +109,7 @@ async def get(call: RequestContext) -> Response:
             raise InvalidInput(f"the range begins at byte {offset}, the blob has {place.size_bytes}")
         headers = {"Content-Length": str(stop - offset), "Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
         if offset or last is not None:
-            headers["Content-Range"] = f"bytes {offset}-{stop - 1}/{place.size_bytes}"
+            headers["Content-Range"] = content_range(offset, stop, place.size_bytes)
         body = _cut(stream(stack.pop_all(), first, pieces), stop - offset)
         return StreamingResponse(body, 206 if "Content-Range" in headers else 200, headers, "application/octet-stream")
     finally:
@@ -133,12 +117,9 @@ async def get(call: RequestContext) -> Response:
 
 
 def _range_of(request: Request) -> tuple[int, int | None]:
-    """(first, last) byte; a form that is not understood asks for all, as the standard has it."""
-    found = _range(request.headers.get("range", ""))
-    if found is None:
-        return 0, None
-    first, last = int(found[1]), int(found[2]) if found[2] else None
-    return (0, None) if last is not None and last < first else (first, last)
+    """Return the (first, last) byte; a range that counts from the end asks for everything: the size is not known yet."""
+    first, last = parse_range(request.headers.get("range", "")) or (None, None)
+    return (0, None) if first is None else (first, last)
 
 
 async def _cut(pieces: AsyncGenerator[bytes, None], size_bytes: int) -> AsyncGenerator[bytes, None]:

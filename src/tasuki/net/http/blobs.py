@@ -11,11 +11,12 @@ from contextlib import aclosing, suppress
 import msgspec
 
 from tasuki.core.job import BlobRef
+from tasuki.core.ranges import content_range, range_headers
 from tasuki.errors import Conflict, Corrupt, ResponseLost, TooLarge
-from tasuki.net.blob_files import FileSource
 from tasuki.net.http.names import BLOBS_PATH
 from tasuki.net.http.presigned import DirectBlobs, NotDirect
 from tasuki.net.http.transport import HttpTransport
+from tasuki.net.streams import FileSource
 
 OFFER_MAX_BYTES = 64 * 1024
 PIECE_FIRST_BYTES = 8 * 1024 * 1024
@@ -64,7 +65,7 @@ class HttpBlobs:
         """From there to the end, in pieces that grow until something on the way finds one too large."""
         while offset < ref.size_bytes:
             stop = min(offset + self._piece_bytes, ref.size_bytes)
-            headers = {"Content-Range": f"bytes {offset}-{stop - 1}/{ref.size_bytes}"}
+            headers = {"Content-Range": content_range(offset, stop, ref.size_bytes)}
             try:
                 await self._put(source, ref, offset, stop, headers, progress)
             except TooLarge:
@@ -120,9 +121,8 @@ class HttpBlobs:
                         offset += len(piece)
                         yield piece
                 return
-        headers = {"Range": f"bytes={offset}-"} if offset else {}
         async with self._transport.exchange(
-            "GET", _path(ref), params={"job_id": job_id, **self.params}, headers=headers
+            "GET", _path(ref), params={"job_id": job_id, **self.params}, headers=range_headers(offset)
         ) as response:
             skip = offset if response.status_code == 200 else 0  # something on the way knows no ranges: all of it comes again
             left = ref.size_bytes - offset

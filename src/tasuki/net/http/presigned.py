@@ -22,10 +22,11 @@ import httpx
 import msgspec
 
 from tasuki.core.job import BlobRef
+from tasuki.core.ranges import range_headers
 from tasuki.errors import Corrupt, ResponseLost, TasukiError, Unavailable
-from tasuki.net.blob_files import FileSource
 from tasuki.net.http.names import BLOBS_PATH
 from tasuki.net.http.transport import HttpTransport
+from tasuki.net.streams import FileSource
 
 logger = logging.getLogger("tasuki.blobs")
 
@@ -106,9 +107,8 @@ class DirectBlobs:
         if found.link is None:
             raise self._not_here()
         left = ref.size_bytes - offset
-        headers = {"Range": f"bytes={offset}-"} if offset else {}
         try:
-            async with self._bucket() as bucket, self._exchange(bucket, "GET", found.link, headers) as response:
+            async with self._bucket() as bucket, self._exchange(bucket, "GET", found.link, range_headers(offset)) as response:
                 if response.status_code != (206 if offset else 200):
                     raise _Failed(found.link, f"answered {response.status_code}")
                 async for piece in response.aiter_bytes():

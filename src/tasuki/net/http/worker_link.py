@@ -38,12 +38,12 @@ from tasuki.errors import (
     Unauthorized,
     Unavailable,
 )
-from tasuki.net.blob_files import FileSource
 from tasuki.net.http.base_link import BaseHttpLink
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.frame_bodies import REQUEST_MAX_BYTES, check_token, post
 from tasuki.net.http.names import FRAMES_MAX, SESSION_HEADER, WORKER_PATH
 from tasuki.net.http.transport import ANSWER_S, HttpTransport
+from tasuki.net.streams import FileSource
 from tasuki.wire.messages import encode
 
 POLL_WAIT_S = 25.0

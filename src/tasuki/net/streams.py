@@ -1,30 +1,31 @@
-"""The files at both ends of a transfer: read ahead, written behind, hashed, all on threads; the loop only moves pieces.
+"""Both ends of a transfer: files and blob readers as streams of pieces, pieces into a file. All blocking calls run on threads.
 
-A thread may be in the middle of a call when its transfer is given up. So both ends are closed (`async with`) before the file is,
-which waits for it. Touches nothing but the file, or what it is told to write with.
+A thread may be in the middle of a call when its transfer is given up. So a source or sink is closed (`async with`) before its
+file is, which waits for that call. Nothing but the file is touched.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Executor
 from typing import Any, BinaryIO, Self
 
-AT_ONCE_BYTES = 1024 * 1024  # in one call on a thread, which costs as much as hashing some 100 KiB
-SMALL_BYTES = 16 * 1024  # is written in place: faster than to tell a thread
+AT_ONCE_BYTES = 1024 * 1024  # of one call on a thread, which costs as much as hashing some 100 KiB
+SMALL_BYTES = 16 * 1024  # a piece below this is written in place, which is faster than a call on a thread
 
 
 class FileSource:
-    """A file that is sent, from wherever it is wanted."""
+    """A file that is sent, from any offset, with the next piece read ahead."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._lock = threading.Lock()  # a read that nobody waits for any more may still be under way
+        self._lock = threading.Lock()  # a read whose transfer was given up may still be under way
         self._reading: set[asyncio.Future[bytes]] = set()
 
     async def pieces(self, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """These bytes; fewer if the file ends before."""
+        """Yield the bytes [start, stop); fewer if the file ends before."""
         ahead = self._read(start, stop)
         while data := await asyncio.shield(ahead):
             start += len(data)
@@ -40,7 +41,7 @@ class FileSource:
     def _done(self, reading: asyncio.Future[bytes]) -> None:
         self._reading.discard(reading)
         if not reading.cancelled():
-            reading.exception()  # has been seen: whoever is still there gets it from the await
+            reading.exception()  # marks it as retrieved; a caller that still waits gets it from the await
 
     def _read_at(self, offset: int, size_bytes: int) -> bytes:
         if not size_bytes:
@@ -57,8 +58,34 @@ class FileSource:
             await asyncio.wait(self._reading)
 
 
-class Sink:
-    """Where pieces go that come in. All of it is written and in the digest after `flush`."""
+async def pieces_from(chunks: Iterator[bytes], threads: Executor | None = None) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of a blocking iterator, which runs on a thread, in pieces of about AT_ONCE_BYTES."""
+    loop = asyncio.get_running_loop()
+    while True:
+        reading = loop.run_in_executor(threads, _joined, chunks)
+        try:
+            piece = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await asyncio.wait([reading])  # the caller closes what the thread reads from
+            raise
+        if not piece:
+            return
+        yield piece
+
+
+def _joined(chunks: Iterator[bytes]) -> bytes:
+    found: list[bytes] = []
+    size_bytes = 0
+    for chunk in chunks:
+        found.append(chunk)
+        size_bytes += len(chunk)
+        if size_bytes >= AT_ONCE_BYTES:
+            break
+    return found[0] if len(found) == 1 else b"".join(found)
+
+
+class FileSink:
+    """Writes incoming pieces and adds them to a digest. All of them are written and hashed after `flush`."""
 
     def __init__(self, write: Callable[[bytes], Any], digest: Any) -> None:
         self._write = write
@@ -69,7 +96,7 @@ class Sink:
 
     async def add(self, piece: bytes) -> None:
         if len(piece) < SMALL_BYTES and not self._pieces and self._writing is None:
-            self._take([piece])
+            self._write_all([piece])
             return
         self._pieces.append(piece)
         self._size_bytes += len(piece)
@@ -84,14 +111,14 @@ class Sink:
     async def _hand_over(self) -> None:
         await self._written()
         pieces, self._pieces, self._size_bytes = self._pieces, [], 0
-        self._writing = asyncio.get_running_loop().run_in_executor(None, self._take, pieces)
+        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write_all, pieces)
 
     async def _written(self) -> None:
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None
 
-    def _take(self, pieces: list[bytes]) -> None:
+    def _write_all(self, pieces: list[bytes]) -> None:
         for piece in pieces:
             self._digest.update(piece)
             self._write(piece)
