@@ -355,10 +355,7 @@ _NO_FILES: list[tuple[str, str]] = []
 
 
 def body_hash(spec: JobSpec) -> bytes:
-    """Return the sha256 by which two submits of one id are the same job: subject, exec, args, env, payload and input files.
-
-    Headers, priority, budgets, times and exit codes do not change what a job is, and are not in it.
-    """
+    """Return the hash by which two submits of one id are the same job: all fields but headers, priority, times, exit codes."""
     files = sorted((file.name, file.identity()) for file in spec.files) if spec.files else _NO_FILES
     return hashlib.sha256(
         _body_encoder.encode(
@@ -382,7 +379,7 @@ _COMPARED = ("subject", "exec", "args", "env", "payload", "timeout_s", "max_retr
 
 
 def differing_fields(one: JobSpec, other: JobSpec) -> list[str]:
-    """Names of the body's fields in which the two differ; never their contents."""
+    """Return the names of the body's fields in which the two differ; never their contents."""
     names = [name for name in _COMPARED if getattr(one, name) != getattr(other, name)]
     if sorted((f.name, f.identity()) for f in one.files) != sorted((f.name, f.identity()) for f in other.files):
         names.append("files")
