@@ -390,9 +390,9 @@ def test_a_result_that_came_when_the_lease_was_lost_already_is_set_aside(bench: 
 
 def test_while_a_result_of_an_earlier_process_is_brought_nothing_new_is_asked_for() -> None:
     bench = Bench()
-    bench.machine.bringing.add("lease-a-1")
+    bench.machine.uploading.add("lease-a-1")
     assert sent([*bench.connect(), *bench.run_answered(TTL_S)], GiveCredit) == []
-    bench.machine.bringing.discard("lease-a-1")
+    bench.machine.uploading.discard("lease-a-1")
     assert sent(bench.do(Restored(Ending("a", "lease-a-1", 1, Outcome()))), GiveCredit) == [GiveCredit(2)]
 
 

@@ -49,7 +49,7 @@ class Enrolled:
             url,
             token=self.credential.token.secret,
             worker_id=self.credential.worker_id,
-            seat=self.seat,
+            credential_file=self.seat,
             subjects=(SUBJECT,),
             data=data,
         )

@@ -47,7 +47,7 @@ class Scene:
         self.endings = Outbox(transfers, self.unreported, aside, tell=self.told.append, closing=lambda: self.ends)
 
     def bring(self, one: OutboxRecord) -> asyncio.Task[Outcome | None]:
-        return asyncio.ensure_future(self.endings.bring(one, self.stop, lambda: self.stopped))
+        return asyncio.ensure_future(self.endings.upload(one, self.stop, lambda: self.stopped))
 
     def on_disk(self) -> list[OutboxRecord]:
         """What the next process would find."""

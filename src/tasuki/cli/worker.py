@@ -182,7 +182,7 @@ def worker(
             store=StoreAddress(url, app, blobs or "", coordination or "") if is_store(url) else None,
             token=admission.token,
             worker_id=admission.worker_id,
-            seat=admission.seat,
+            credential_file=admission.seat,
             subjects=admission.patterns,
             concurrency=slots,
             execs=execs,

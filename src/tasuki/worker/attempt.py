@@ -1,6 +1,13 @@
-"""The small types that all ways of running a job share, and how an end becomes an `Outcome`.
+"""One attempt of a job: the types that all ways of running it share, and how its end becomes an `Outcome`.
 
-Only data and waiting: nothing here touches a process or a file.
+Touches no process and no file. Exit codes that are worth another attempt are decided here, by two rules of an exec or a job:
+
+    permanent_exit_codes    these are never retried
+    retry_exit_codes        only these are retried; every other exit code is permanent
+
+A job's rule about a code counts before its exec's. Without a rule every failure is retried. A program killed by signal n has the
+code 128 + n, as a shell shows it. Signals come from outside (no memory, an operator, a limit), so they stay retryable unless
+`permanent_exit_codes` has their code. A time limit, a cancel and a lost lease are no exits, whatever code the program ended with.
 """
 
 from __future__ import annotations
@@ -18,14 +25,16 @@ import msgspec
 from tasuki.core.job import EMPTY_SHA256, JobSpec, Outcome
 from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
 
-HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # it stands in memory whole; larger results belong to a command's out/
+HANDLER_RESULT_MAX_BYTES = 64 * 1024 * 1024  # held in memory; larger results belong into a command's out/
 MESSAGE_MAX_CHARS = 2_000
 TRACEBACK_MAX_CHARS = 4_000
-SIGNAL_EXIT_BASE = 128  # the exit code that a shell shows for a program killed by signal n is 128 + n
+SIGNAL_EXIT_BASE = 128
+BY_EXIT = "EXIT_CODE"
+BY_SIGNAL = frozenset({"SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LIMIT", "FILE_SIZE_LIMIT"})
 
 
 class StopReason(enum.StrEnum):
-    """Why a running attempt is to be ended from outside; its value is the outcome's error code."""
+    """The reason for stopping a running attempt from outside; the value is the outcome's error code."""
 
     CANCELED = "CANCELED"
     LEASE_LOST = "LEASE_LOST"
@@ -40,18 +49,18 @@ STOPPED_BECAUSE = {
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One granted attempt, as those who run it see it."""
+    """One granted attempt, as the code that runs it sees it."""
 
     spec: JobSpec
     lease_id: str
     attempt: int
     submitter: str = ""
     facts: dict[str, Any] = {}
-    """What else its result.json is to tell."""
+    """Further fields for its result.json."""
 
 
 class HandlerJob(msgspec.Struct, frozen=True):
-    """What a handler function gets as its one argument."""
+    """The one argument of a handler function."""
 
     spec: JobSpec
     attempt: int
@@ -79,23 +88,19 @@ class HandlerJob(msgspec.Struct, frozen=True):
 
     @property
     def env(self) -> dict[str, str]:
-        """What the submitter sent; nothing of it is put into the process's own environment."""
+        """The variables that the submitter sent; none is put into the process's own environment."""
         return self.spec.env
 
 
 class RunResult(msgspec.Struct, frozen=True):
-    """How a command's attempt ended.
-
-    With a `result_file`, `outcome.result_ref` names it already: the caller makes the file a durable blob before it sends
-    the outcome.
-    """
+    """The end of a command's attempt. `outcome.result_ref` names `result_file`, which is uploaded before the outcome is sent."""
 
     outcome: Outcome
     result_file: Path | None = None
 
 
 class JobRefused(Exception):
-    """The job can never run here as it is. Never leaves the worker: it becomes the attempt's permanent outcome."""
+    """The job can never run here as it is. Stays inside the worker: it becomes the attempt's permanent outcome."""
 
     def __init__(self, error_code: str, message: str) -> None:
         super().__init__(message)
@@ -115,7 +120,7 @@ def timed_out_outcome(timeout_s: float | None) -> Outcome:
 
 
 def exit_outcome(exit_code: int, who: str) -> Outcome:
-    """From an exit code as `subprocess` has it, negative for a signal: success, EXIT_CODE or SIGNAL, naming `who`."""
+    """Return success, EXIT_CODE or SIGNAL for an exit code as `subprocess` has it, negative for a signal."""
     if exit_code == 0:
         return Outcome(exit_code=0)
     if exit_code > 0:
@@ -130,7 +135,7 @@ def exit_outcome(exit_code: int, who: str) -> Outcome:
 
 
 def ended_outcome(ended: TreeEnded, who: str, timeout_s: float | None, limits: Limits) -> Outcome:
-    """From how the keeper says that an attempt ended: the reason, in words, and the exit code beside it."""
+    """Return the outcome of an attempt that the keeper reports as ended: the reason, in words, and the exit code."""
     own = exit_outcome(ended.exit_code, who)
     match ended.reason:
         case None:
@@ -147,7 +152,7 @@ def ended_outcome(ended: TreeEnded, who: str, timeout_s: float | None, limits: L
 
 
 def _by_limit(own: Outcome, ended: TreeEnded, who: str, limits: Limits) -> Outcome:
-    """The kernel ends what passes a limit of its own with a signal that nobody else sends."""
+    """Return CPU_LIMIT or FILE_SIZE_LIMIT if the kernel ended it with the signal of that limit, which nobody else sends."""
     if ended.exit_code == -signal.SIGXCPU and limits.cpu_seconds is not None:
         message = f"{who} was killed: it used up its limit of {limits.cpu_seconds} s of processor time"
         return msgspec.structs.replace(own, error_code="CPU_LIMIT", message=message)
@@ -167,9 +172,9 @@ def signal_name(number: int) -> str:
 
 
 def handler_outcome(value: object) -> Outcome:
-    """From what a handler returned: bytes, text (as UTF-8) or nothing. Anything else is the handler's mistake.
+    """Return the outcome for a handler's return value: bytes, text (as UTF-8) or None; anything else is the handler's mistake.
 
-    A result above RESULT_INLINE_MAX_BYTES stands in `result` all the same; the caller makes it a blob.
+    A result above RESULT_INLINE_MAX_BYTES is in `result` all the same; the caller makes it a blob.
     """
     match value:
         case bytes() | bytearray() | memoryview():
@@ -179,26 +184,23 @@ def handler_outcome(value: object) -> Outcome:
         case None:
             result = b""
         case _:
-            kind = type(value).__name__
-            return Outcome(
-                error_code="HANDLER_ERROR", message=f"the handler returned {kind}; return bytes, str or None", permanent=True
-            )
+            return _handler_mistake(f"the handler returned {type(value).__name__}; return bytes, str or None")
     if len(result) > HANDLER_RESULT_MAX_BYTES:
-        return Outcome(
-            error_code="HANDLER_ERROR",
-            message=f"the handler returned {len(result)} bytes, the limit is {HANDLER_RESULT_MAX_BYTES}",
-            permanent=True,
-        )
+        return _handler_mistake(f"the handler returned {len(result)} bytes, the limit is {HANDLER_RESULT_MAX_BYTES}")
     return Outcome(result=result, result_sha256=hashlib.sha256(result).hexdigest() if result else EMPTY_SHA256)
 
 
+def _handler_mistake(message: str) -> Outcome:
+    return Outcome(error_code="HANDLER_ERROR", message=message, permanent=True)
+
+
 def tidy(text: str) -> str:
-    """Text that can be sent: what is no Unicode (a lone surrogate, from a file name say) is shown escaped."""
+    """Return the text with lone surrogates (of a file name, say) escaped, so that it can be sent."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def handler_failure(error: BaseException) -> Outcome:
-    """From what a handler raised: its type, its message and the end of its traceback."""
+    """Return the outcome for an exception of a handler: its type, its message and the end of its traceback."""
     kind = type(error).__name__
     story = tidy("".join(traceback.format_exception(error)))[-TRACEBACK_MAX_CHARS:]
     return Outcome(
@@ -209,26 +211,21 @@ def handler_failure(error: BaseException) -> Outcome:
 
 
 def worker_failure(error: Exception) -> Outcome:
-    """When the worker itself failed with an attempt (no thread to be had, a disk that fails): it may be tried again elsewhere."""
-    return Outcome(
-        error_code="WORKER_ERROR", message=tidy(f"the worker failed: {type(error).__name__}: {error}")[:MESSAGE_MAX_CHARS]
-    )
+    """Return the outcome for a failure of the worker itself (no thread, a broken disk); the job is tried again elsewhere."""
+    message = tidy(f"the worker failed: {type(error).__name__}: {error}")
+    return Outcome(error_code="WORKER_ERROR", message=message[:MESSAGE_MAX_CHARS])
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    """Wait until one of them is done or the time is over; the caller looks which. None of them is canceled."""
+    """Wait until one of the futures is done or the time is over, and cancel none."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which exit codes are worth another attempt: the rules of an exec and of a job, and what they make of an outcome. Pure.
-
-BY_EXIT = "EXIT_CODE"
-BY_SIGNAL = frozenset({"SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LIMIT", "FILE_SIZE_LIMIT"})
+# ---------------------------------------------------------------------------------------------------- exit codes
 
 
 class ExitRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side, exec or job, says about exit codes. None: nothing; empty: none of them."""
+    """The exit codes that an exec or a job names. None: no rule; empty: no code."""
 
     permanent: tuple[int, ...] | None = None
     retry: tuple[int, ...] | None = None
@@ -238,12 +235,12 @@ NO_RULES = ExitRules()
 
 
 def rules_of(spec: JobSpec) -> ExitRules:
-    """What the job itself says."""
+    """Return the job's own rules."""
     return ExitRules(permanent=spec.permanent_exit_codes or None, retry=spec.retry_exit_codes or None)
 
 
 def judged(outcome: Outcome, exec_name: str, of_exec: ExitRules = NO_RULES, of_job: ExitRules = NO_RULES) -> Outcome:
-    """The outcome, permanent if a rule says so; its message then names the rule."""
+    """Return the outcome, made permanent if a rule says so; its message then names the rule."""
     code = outcome.exit_code
     if code is None or outcome.permanent or outcome.error_code not in {BY_EXIT, *BY_SIGNAL}:
         return outcome
@@ -252,7 +249,7 @@ def judged(outcome: Outcome, exec_name: str, of_exec: ExitRules = NO_RULES, of_j
 
 
 def _why_permanent(code: int, chosen: bool, exec_: str, of_exec: ExitRules, of_job: ExitRules) -> str:
-    """In the order in which rules count; nothing if the code may be tried again."""
+    """Return the reason, in the order in which rules count; "" if the code may be retried."""
     if code in (of_job.permanent or ()):
         return f"exit code {code} is permanent for this job"
     if code in (of_job.retry or ()):

@@ -1,8 +1,7 @@
 """The attempts that run in a worker: started, stopped, ended, forgotten. Commands go to the runner, `async def` handlers run in
-the loop, plain functions in a child.
+the event loop, plain functions in a child process.
 
-It tells the worker what happened, and decides nothing about leases: that is the machine's. What becomes of a result is the
-business of `endings.py`.
+`Attempts` tells the worker what happened. Leases are decided by the machine (`core/worker`), results are sent by `outbox.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
 class ActiveAttempt(msgspec.Struct):
-    """An attempt that runs here, or whose end no server has spoken on."""
+    """An attempt that runs here, or whose end no server has answered."""
 
     attempt: Attempt
     stop: asyncio.Future[StopReason] | None = None
@@ -43,7 +42,7 @@ class ActiveAttempt(msgspec.Struct):
 
 
 class Attempts:
-    """Made and used inside the running loop."""
+    """All attempts of one worker process. Made and used inside the running loop."""
 
     def __init__(
         self,
@@ -51,15 +50,15 @@ class Attempts:
         runner: CommandRunner,
         handlers: Handlers,
         children: FunctionProcesses | None,
-        endings: Outbox,
+        outbox: Outbox,
         *,
         tell: Callable[[Event], None],
         ended: Callable[[AttemptEnded], None],
         give_up: Callable[[TasukiError], None],
         as_reported: Callable[[Attempt, RunResult], Awaitable[RunResult]],
     ) -> None:
-        """`ended` takes what may be told together with other ends of this turn of the loop. `give_up`: nothing can run here any
-        more. `as_reported` may give a command's result another shape."""
+        """`ended` receives ends that may be sent together with others of this turn of the loop. `give_up` ends the worker because
+        nothing can run here any more. `as_reported` may give a command's result another shape."""
         self._tell = tell
         self._ended = ended
         self._give_up = give_up
@@ -67,7 +66,7 @@ class Attempts:
         self._runner = runner
         self._handlers = handlers
         self._children = children
-        self._endings = endings
+        self._outbox = outbox
         self._as_reported = as_reported
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, ActiveAttempt] = {}
@@ -77,48 +76,52 @@ class Attempts:
         return len(self._active)
 
     def running(self) -> list[RunningJob]:
-        """For people."""
-        return [self._described(active.attempt) for active in self._active.values()]
+        """Return the attempts as the status file shows them."""
+        attempts = [active.attempt for active in self._active.values()]
+        return [
+            RunningJob(job_id=one.spec.job_id, attempt=one.attempt, subject=one.spec.subject, since=self._started_at(one))
+            for one in attempts
+        ]
 
-    def _described(self, attempt: Attempt) -> RunningJob:
+    def _started_at(self, attempt: Attempt) -> float | None:
         held = self._machine.held.get(attempt.lease_id)
-        since = held.started_at if held is not None else None
-        return RunningJob(job_id=attempt.spec.job_id, attempt=attempt.attempt, subject=attempt.spec.subject, since=since)
+        return held.started_at if held is not None else None
 
     def start(self, grant: Grant, wall: float) -> None:
+        """Start the attempt in a task of its own; `wall` is the time of its start."""
         spec = _decode_spec(grant.spec)
         attempt = Attempt(spec=spec, lease_id=grant.lease_id, attempt=grant.attempt, submitter=grant.submitter)
         active = self._active[grant.lease_id] = ActiveAttempt(attempt)
         if spec.exec:
             active.stop = self._loop.create_future()
             active.task = self._loop.create_task(self._run_command(active))
-            active.task.add_done_callback(functools.partial(self._look_at, active))
+            active.task.add_done_callback(functools.partial(self._report_failure, active))
             return
         handler = self._handlers.find(spec.subject)
         if handler is not None and handler.asynchronous:
-            # Said to the machine without an event of its own: this is the path of ten thousand jobs a second.
+            # The machine is told without an event: this is the path of ten thousand jobs a second.
             self._machine.handler_started(grant.lease_id, wall)
             active.task = self._loop.create_task(self._run_async(active, handler))
         else:
             active.stop = self._loop.create_future()
             active.task = self._loop.create_task(self._run_plain(active, handler, wall))
-            active.task.add_done_callback(functools.partial(self._look_at, active))
+            active.task.add_done_callback(functools.partial(self._report_failure, active))
 
     def stop(self, lease_id: str, reason: StopReason) -> None:
-        """What it was told to end, it tells the end of when nothing of it is left."""
+        """Stop an attempt; its end is reported when nothing of it is left."""
         active = self._active.get(lease_id)
         if active is not None:
             _stop(active, reason)
 
     async def stop_all(self, timeout_s: float) -> None:
-        """The worker ends: everything is told to, and may take so long."""
+        """Stop every attempt because the worker ends, and wait up to `timeout_s`."""
         for active in list(self._active.values()):
             _stop(active, StopReason.SHUTDOWN)
         if tasks := [active.task for active in self._active.values() if active.task]:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     async def close(self) -> None:
-        """The folders that are left are removed by the next start."""
+        """Stop removing run folders; the next start removes the rest."""
         for task in self._cleaning:
             task.cancel()
         await asyncio.gather(*self._cleaning, return_exceptions=True)
@@ -139,7 +142,7 @@ class Attempts:
         try:
             outcome = await self._children.run(handler.name, job, handler.limit_s(spec), active.stop)
         except Unavailable as error:
-            # The process that forks our children is gone: nothing plain can run here any more.
+            # The process that forks the children is gone: no plain function can run here any more.
             outcome = Outcome(error_code=error.code, message=error.message)
             self._give_up(error)
         await self._end_run(active, outcome)
@@ -169,39 +172,37 @@ class Attempts:
             self._end(active, outcome)
 
     async def _end_large(self, active: ActiveAttempt, outcome: Outcome, result: Path | bytes) -> None:
-        """Its end is told when its result is with the server."""
+        """Upload the result, then report the end."""
         active.ended_at = time.time()
         attempt = active.attempt
-        held = self._machine.held.get(attempt.lease_id)
-        started_at = held.started_at if held is not None else None
-        ending = Ending(attempt.spec.job_id, attempt.lease_id, attempt.attempt, outcome, started_at)
+        ending = Ending(attempt.spec.job_id, attempt.lease_id, attempt.attempt, outcome, self._started_at(attempt))
         record = OutboxRecord(ending, attempt.spec.subject, active.ended_at, result)
-        brought = await self._endings.bring(record, active.stop or self._loop.create_future(), lambda: active.stopped)
-        if brought is not None:
-            self._end(active, brought)
+        reported = await self._outbox.upload(record, active.stop or self._loop.create_future(), lambda: active.stopped)
+        if reported is not None:
+            self._end(active, reported)
 
     def _end(self, active: ActiveAttempt, outcome: Outcome) -> None:
         if not active.ended_at:
             active.ended_at = time.time()
         self._ended(AttemptEnded(active.attempt.lease_id, outcome))
 
-    def _look_at(self, active: ActiveAttempt, task: asyncio.Task[None]) -> None:
-        """An attempt whose end nobody tells would be renewed for ever."""
+    def _report_failure(self, active: ActiveAttempt, task: asyncio.Task[None]) -> None:
+        """Report an attempt whose task failed: without a report its lease would be renewed for ever."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             logger.error("job %s attempt %d", active.attempt.spec.job_id, active.attempt.attempt, exc_info=error)
             self._end(active, worker_failure(error))
 
     def save(self, ending: Ending) -> None:
-        """No server has taken it so far: it is kept where it outlives this process."""
-        self._endings.save(self._record(ending))
+        """Write an ending that no server has taken so far to disk, where it outlives this process."""
+        self._outbox.save(self._record(ending))
 
     def set_aside(self, command: SetAside) -> None:
-        """A server refused it for good; what it has is kept."""
-        self._endings.set_aside(self._record(command.ending), command.reason)
+        """Keep the result of an ending that a server refused for good."""
+        self._outbox.set_aside(self._record(command.ending), command.reason)
 
     def forget(self, command: Forget) -> None:
-        """Nothing of it is needed any more."""
-        self._endings.forget(command.lease_id)
+        """Drop everything about the attempt, and recycle or remove its folder."""
+        self._outbox.forget(command.lease_id)
         active = self._active.pop(command.lease_id, None)
         if active is None or not active.attempt.spec.exec:
             return
@@ -216,12 +217,12 @@ class Attempts:
 
     async def _cleanup(self, attempt: Attempt, refused: bool) -> None:
         if refused:
-            await self._endings.written()  # its result may be in the folder until it is kept aside
+            await self._outbox.written()  # its result may be in the folder until it is copied
         await self._runner.cleanup(attempt)
 
 
 def _as_blob(outcome: Outcome) -> tuple[Outcome, bytes]:
-    """A large result in memory, and the outcome that refers to it."""
+    """Return the outcome that refers to a large result in memory, and the result."""
     assert outcome.result is not None
     assert outcome.result_sha256 is not None
     ref = BlobRef(outcome.result_sha256, len(outcome.result))

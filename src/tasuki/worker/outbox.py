@@ -1,11 +1,18 @@
-"""From the end of a run to a server's last word on it: large results are brought first, what nobody takes is saved, what is
-refused is kept aside.
+"""The outbox: ended attempts until a server has answered them. Large results are uploaded first, endings that no server takes are
+saved on disk, refused results are kept for a while.
 
-Inline results pass through the machine alone; here they are seen only when they have waited for a while, or were refused. What
-goes to disk does so on one thread, in order: a save before the removal that follows it.
+    run ends ──► (1 MiB or more: saved) ──► uploaded ──► reported ──► recorded: removed
+                  smaller: saved after 3 s                     └────► fenced: result kept, then removed
 
-    run ends ──► (1 MiB or more: saved) ──► brought ──► told ──► recorded: removed
-                  smaller: saved after 3 s                  └──► fenced: kept aside, then removed
+Inline results pass through the machine (`core/worker`) alone; they come here only when they have waited for a while or were
+refused. Everything that goes to disk does so on one thread, in order: a save before the removal that follows it.
+
+    endings/<worker_id>/<hash of the lease_id>.ending     the ending, with `.result` beside it if the result is large
+    kept-aside/<job_id>-<attempt>/                        a refused result, with about.json
+
+The next process with the same data folder and worker_id offers saved endings again; the store decides whether they still count.
+A kill at any moment leaves an ending whole or not at all: it is written as `.part` and synced, then the result is synced and
+moved beside it, then the ending gets its name. A `.part` that can be read whole, with its result in place, counts as saved.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from tasuki.blobs.files import disk_full_as_error, sync_file, sync_folder
 from tasuki.core.ids import check_job_id, check_name
@@ -36,25 +44,35 @@ from tasuki.errors import DiskFull, InvalidInput, TasukiError
 from tasuki.worker.attempt import StopReason, stopped_outcome, worker_failure
 from tasuki.worker.transfers import WorkerTransfers
 
-# ----------------------------------------------------------------------------------------------------
-# Endings that no server has taken yet, kept on disk so that they outlive the worker's process.
-
 OUTBOX_FOLDER = "endings"
+REJECTED_FOLDER = "kept-aside"
+REJECTED_MAX_BYTES = 1024**3  # all together
+REJECTED_MAX_ENTRIES = 1000
+REJECTED_MAX_AGE_S = 7 * 86_400.0
+SAVE_AT_ONCE_BYTES = 1024 * 1024  # a larger result is on disk before its upload begins; a smaller one if the upload takes long
+OFFERED_AT_ONCE = 4  # large results of earlier processes
+ZIP_STARTS = b"PK\x03\x04"
+_NEW = ".new-"  # no job id begins with a dot; a folder that a kill leaves is removed when it is old
+
+logger = logging.getLogger("tasuki.worker")
+
+
+# ---------------------------------------------------------------------------------------------------- saved endings
 
 
 class OutboxRecord(msgspec.Struct, frozen=True):
-    """An ending, with what belongs to it beyond what a server is told."""
+    """An ending, with the facts that are saved but not sent."""
 
     ending: Ending
     subject: str = ""
     ended_at: float = 0.0
     """Unix time, on the worker's clock; 0: not known."""
     result: Path | bytes | None = None
-    """What `outcome.result_ref` names: it has to be brought before the ending is told."""
+    """The result that `outcome.result_ref` names; it is uploaded before the ending is reported."""
 
 
 class _OutboxFile(Ending, frozen=True, gc=False, omit_defaults=True):
-    """What is written: the ending's own fields, and the record's."""
+    """The content of an `.ending` file: the ending's own fields, and the record's."""
 
     subject: str = ""
     ended_at: float = 0.0
@@ -65,13 +83,13 @@ _decode = msgspec.msgpack.Decoder(_OutboxFile).decode
 
 
 class OutboxFiles:
-    """The folder of one worker_id. Nothing is written before there is something to save."""
+    """The folder of one worker_id, made when there is something to save. Blocks: call it on one thread, in order."""
 
     def __init__(self, data: Path, worker_id: str) -> None:
         self.folder = data / OUTBOX_FOLDER / check_name(worker_id, "worker_id")
 
     def load(self) -> list[OutboxRecord]:
-        """What earlier processes left behind. What they did not finish writing is completed or removed."""
+        """Return the endings of earlier processes. Files that were not finished are completed or removed."""
         for part in self.folder.glob("*.part"):
             self._complete(part)
         found = [record for path in sorted(self.folder.glob("*.ending")) if (record := _read(path)) is not None]
@@ -81,13 +99,13 @@ class OutboxFiles:
         return found
 
     def save(self, record: OutboxRecord) -> bool:
-        """Whether it is on disk now. Its result, if it is a file, is moved to `result_path` in either case or not at all."""
+        """Write the record and return whether it is on disk now. A result that is a file is moved to `result_path`, or stays."""
         ending = record.ending
         try:
             self._make_folder()
             path = self._path(ending.lease_id)
             part = path.with_suffix(".part")
-            part.write_bytes(_encode(_file(record)))
+            part.write_bytes(_encode(_OutboxFile(**asdict(ending), subject=record.subject, ended_at=record.ended_at)))
             sync_file(part)
             if record.result is not None:
                 _move(record.result, path.with_suffix(".result"))
@@ -100,7 +118,7 @@ class OutboxFiles:
         return True
 
     def _give_up(self, lease_id: str) -> None:
-        """A full disk is not helped by halves. What has its result beside it is as good as saved."""
+        """Remove a half-written record from the full disk, unless its result is in place: that counts as saved."""
         path = self._path(lease_id)
         with contextlib.suppress(OSError):
             path.with_suffix(".bytes").unlink(missing_ok=True)
@@ -108,17 +126,17 @@ class OutboxFiles:
                 path.with_suffix(".part").unlink(missing_ok=True)
 
     def remove(self, lease_id: str) -> None:
-        """A server has spoken on it."""
+        """Remove the record: a server has answered it."""
         path = self._path(lease_id)
         for one in (path, path.with_suffix(".part"), path.with_suffix(".result")):
             one.unlink(missing_ok=True)
 
     def result_path(self, lease_id: str) -> Path:
-        """Where the large result of a saved ending is."""
+        """Return the path of a saved ending's large result."""
         return self._path(lease_id).with_suffix(".result")
 
     def _path(self, lease_id: str) -> Path:
-        """The store chose the lease_id: it is not trusted as a file name."""
+        """Return the path of an ending. The lease_id comes from the store and is not trusted as a file name."""
         return self.folder / f"{hashlib.sha256(lease_id.encode()).hexdigest()[:32]}.ending"
 
     def _make_folder(self) -> None:
@@ -128,7 +146,7 @@ class OutboxFiles:
             sync_folder(self.folder.parent.parent)
 
     def _complete(self, part: Path) -> None:
-        """A kill came between the writing of this file and its renaming."""
+        """Rename a file that a kill left before its renaming, or remove it if it is not whole."""
         try:
             ref = _decode(part.read_bytes()).outcome.result_ref
             result = part.with_suffix(".result")
@@ -151,21 +169,8 @@ def _read(path: Path) -> OutboxRecord | None:
     return OutboxRecord(ending, file.subject, file.ended_at, result if result.exists() else None)
 
 
-def _file(record: OutboxRecord) -> _OutboxFile:
-    ending = record.ending
-    return _OutboxFile(
-        ending.job_id,
-        ending.lease_id,
-        ending.attempt,
-        ending.outcome,
-        ending.started_at,
-        subject=record.subject,
-        ended_at=record.ended_at,
-    )
-
-
 def _move(result: Path | bytes, target: Path) -> None:
-    """By one rename: bytes are written beside it first."""
+    """Put the result in place by one rename; bytes are written beside the target first."""
     source = result if isinstance(result, Path) else target.with_suffix(".bytes")
     if isinstance(result, bytes):
         source.write_bytes(result)
@@ -173,19 +178,11 @@ def _move(result: Path | bytes, target: Path) -> None:
     source.replace(target)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Results that were refused because another worker has the job now. Somebody may still want them: they are kept for a while.
-
-REJECTED_FOLDER = "kept-aside"
-REJECTED_MAX_BYTES = 1024**3  # all together
-REJECTED_MAX_ENTRIES = 1000
-REJECTED_MAX_AGE_S = 7 * 86_400.0
-ZIP_STARTS = b"PK\x03\x04"
-_NEW = ".new-"  # no job id begins with a dot; what a kill leaves goes when it is old
+# ---------------------------------------------------------------------------------------------------- refused results
 
 
 class RejectedResult(msgspec.Struct, frozen=True, kw_only=True):
-    """about.json"""
+    """The content of about.json."""
 
     job_id: str
     attempt: int
@@ -194,16 +191,16 @@ class RejectedResult(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None
     """Unix time, on the worker's clock."""
     reason: str
-    """Why it was refused."""
+    """Reason of the refusal."""
     error_code: str | None
-    """How the attempt ended; null: it succeeded."""
+    """Error code of the attempt; null: it succeeded."""
     file: str
     size_bytes: int
     sha256: str | None
 
 
 class RejectedResults:
-    """One folder, which several workers on the same data folder may share."""
+    """The folder of results that were refused because another worker has the job now. Several workers may share it."""
 
     def __init__(
         self,
@@ -219,7 +216,7 @@ class RejectedResults:
         self._max_age_s = max_age_s
 
     def keep(self, record: OutboxRecord, reason: str) -> Path:
-        """Move or write what it has to a folder of its own; which one. The record has a result."""
+        """Move or write the record's result to a folder of its own, and return that."""
         with disk_full_as_error(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             new = Path(tempfile.mkdtemp(prefix=_NEW, dir=self.folder))
@@ -237,7 +234,7 @@ class RejectedResults:
         return place
 
     def sweep(self) -> None:
-        """The oldest go, until the rest is within the limits. The newest stays, whatever its size: it was worth moving here."""
+        """Remove the oldest until the rest is within the limits. The newest stays, whatever its size."""
         total_bytes = 0
         oldest_at = time.time() - self._max_age_s
         for count, (at, path) in enumerate(sorted(self._entries(), reverse=True)):
@@ -254,7 +251,7 @@ class RejectedResults:
         return found
 
     def _named(self, new: Path, record: OutboxRecord) -> Path:
-        """An id may come again, after its job was removed: then the folder's name says so."""
+        """Give the folder its name; a number is added if the id was used before by a job that is removed now."""
         name = _name(record)
         for number in itertools.count(1):
             place = self.folder / (name if number == 1 else f"{name}-{number}")
@@ -267,7 +264,7 @@ class RejectedResults:
 
 
 def _name(record: OutboxRecord) -> str:
-    """A server chose the id: it becomes a name only if it is one."""
+    """Return `<job_id>-<attempt>`, with a hash instead of an id that is not valid as a name."""
     ending = record.ending
     try:
         job_id = check_job_id(ending.job_id)
@@ -305,47 +302,44 @@ def _size_of(folder: Path) -> int:
     return size_bytes
 
 
-SAVE_AT_ONCE_BYTES = 1024 * 1024  # a result from here on is on disk before its upload begins; smaller ones are if it takes long
-OFFERED_AT_ONCE = 4  # large results of earlier processes
-
-logger = logging.getLogger("tasuki.worker")
+# ---------------------------------------------------------------------------------------------------- the outbox
 
 
 class Outbox:
-    """Without `unreported` nothing outlives this process, without `aside` nothing that was refused is kept.
+    """All ended attempts of a worker process. Without `files` nothing outlives it, without `rejected` no refused result is kept.
 
-    `closing` tells whether this process ends: then what is on disk is for the next one.
+    `closing()` returns whether this process ends: then the files on disk are for the next one.
     """
 
     def __init__(
         self,
         transfers: WorkerTransfers,
-        unreported: OutboxFiles | None,
-        aside: RejectedResults | None,
+        files: OutboxFiles | None,
+        rejected: RejectedResults | None,
         *,
         tell: Callable[[Event], None],
         closing: Callable[[], bool],
     ) -> None:
         self._transfers = transfers
-        self._unreported = unreported
-        self._aside = aside
+        self._files = files
+        self._rejected = rejected
         self._tell = tell
         self._closing = closing
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-endings")
         self._offering = asyncio.Semaphore(OFFERED_AT_ONCE)
         self._records: dict[str, OutboxRecord] = {}
-        """By lease: large results that no server has spoken on, and endings of earlier processes."""
+        """By lease: large results that no server has answered, and endings of earlier processes."""
         self._saving: dict[str, asyncio.Future[bool]] = {}
-        """What is on disk or about to be; whether it could be saved."""
+        """By lease: records that are on disk or about to be; the result is whether the write succeeded."""
 
     async def load(self) -> list[OutboxRecord]:
-        """What earlier processes left behind, to be offered."""
-        if self._aside is not None:
-            await self._loop.run_in_executor(self._thread, self._aside.sweep)
-        if self._unreported is None:
+        """Return the endings of earlier processes, to be offered."""
+        if self._rejected is not None:
+            await self._loop.run_in_executor(self._thread, self._rejected.sweep)
+        if self._files is None:
             return []
-        found = await self._loop.run_in_executor(self._thread, self._unreported.load)
+        found = await self._loop.run_in_executor(self._thread, self._files.load)
         for record in found:
             lease_id = record.ending.lease_id
             self._records[lease_id] = record
@@ -354,13 +348,13 @@ class Outbox:
         return found
 
     async def offer(self, record: OutboxRecord) -> None:
-        """An ending that an earlier process could not report; its large result goes first."""
+        """Upload the result of an ending that an earlier process could not report, and report it."""
         ending = record.ending
         logger.info("job %s attempt %d: its saved ending is offered", ending.job_id, ending.attempt)
         if record.result is not None and ending.outcome.result_ref is not None:
             try:
                 async with self._offering:
-                    await self._transfers.bring(record.result, ending.outcome.result_ref, self._loop.create_future())
+                    await self._transfers.upload(record.result, ending.outcome.result_ref, self._loop.create_future())
             except (TasukiError, OSError) as error:
                 if self._closing():
                     return
@@ -371,13 +365,13 @@ class Outbox:
                 return
         self._tell(Restored(ending))
 
-    async def bring(
+    async def upload(
         self, record: OutboxRecord, stop: asyncio.Future[StopReason], stopped: Callable[[], StopReason | None]
     ) -> Outcome | None:
-        """Bring a large result; the outcome to tell then. None: it waits on disk for our next process.
+        """Upload a large result and return the outcome to report. None: it waits on disk for this worker's next process.
 
-        An attempt that is stopped meanwhile (by `stop`, or by a cancel with `stopped()` saying why) has ended all the same: a job
-        whose end nobody tells would be renewed for ever.
+        An attempt that is stopped meanwhile (by `stop`, or by a cancel with the reason in `stopped()`) has ended all the same: a
+        job whose end is not reported would be renewed for ever.
         """
         outcome, lease_id = record.ending.outcome, record.ending.lease_id
         assert outcome.result_ref is not None
@@ -386,8 +380,8 @@ class Outbox:
         timer = self._loop.call_later(SAVE_AFTER_S, self.save, record)
         try:
             if large and (saving := self.save(record)) is not None:
-                await asyncio.shield(saving)  # the upload begins when a kill or a power cut costs nothing any more
-            await self._transfers.bring(self._result_of(record), outcome.result_ref, stop)
+                await asyncio.shield(saving)  # from here on a kill or a power cut loses nothing
+            await self._transfers.upload(self._result_of(record), outcome.result_ref, stop)
             return outcome
         except asyncio.CancelledError:
             if (reason := stopped()) is None:
@@ -413,62 +407,60 @@ class Outbox:
     # ------------------------------------------------------------------------------------------------ on disk
 
     def save(self, record: OutboxRecord) -> asyncio.Future[bool] | None:
-        """Keep it where it outlives this process, if anything does; once."""
+        """Write the record to disk, once, if there is a folder for it."""
         lease_id = record.ending.lease_id
-        if self._unreported is None or lease_id in self._saving:
+        if self._files is None or lease_id in self._saving:
             return self._saving.get(lease_id)
         known = self._records.get(lease_id)
         if known is not None:
-            record = msgspec.structs.replace(record, result=known.result)
-        saving = self._loop.run_in_executor(self._thread, self._unreported.save, record)
+            record = replace(record, result=known.result)
+        saving = self._loop.run_in_executor(self._thread, self._files.save, record)
         self._saving[lease_id] = saving
         saving.add_done_callback(functools.partial(self._saved, lease_id))
         return saving
 
     def _saved(self, lease_id: str, saving: asyncio.Future[bool]) -> None:
-        assert self._unreported is not None
-        known, place = self._records.get(lease_id), self._unreported.result_path(lease_id)
+        assert self._files is not None
+        known, place = self._records.get(lease_id), self._files.result_path(lease_id)
         if known is not None and known.result is not None and place.exists():
-            self._records[lease_id] = msgspec.structs.replace(known, result=place)
+            self._records[lease_id] = replace(known, result=place)
         if saving.result() and not self._closing():
             self._tell(EndingSaved(lease_id))
 
     def set_aside(self, record: OutboxRecord, reason: str) -> None:
-        """It was refused for good: what it has is kept for people. `forget` follows."""
+        """Keep the result of an ending that was refused for good, for people to look at. `forget` follows."""
         record = self._records.pop(record.ending.lease_id, record)
         ending = record.ending
-        if self._aside is None or (record.result is None and not ending.outcome.result):
+        if self._rejected is None or (record.result is None and not ending.outcome.result):
             logger.warning("job %s attempt %d: refused, its result is dropped: %s", ending.job_id, ending.attempt, reason)
         else:
-            self._thread.submit(self._keep_aside, self._aside, record, reason)
+            self._thread.submit(self._keep_rejected, self._rejected, record, reason)
 
-    def _keep_aside(self, aside: RejectedResults, record: OutboxRecord, reason: str) -> None:
+    def _keep_rejected(self, rejected: RejectedResults, record: OutboxRecord, reason: str) -> None:
         ending = record.ending
         named = (ending.job_id, ending.attempt)
-        if isinstance(record.result, Path) and self._unreported is not None and not record.result.exists():
-            record = msgspec.structs.replace(record, result=self._unreported.result_path(ending.lease_id))  # moved meanwhile
+        if isinstance(record.result, Path) and self._files is not None and not record.result.exists():
+            record = replace(record, result=self._files.result_path(ending.lease_id))  # moved meanwhile
         try:
-            place = aside.keep(record, reason)
+            place = rejected.keep(record, reason)
         except (DiskFull, OSError) as error:
             logger.error("job %s attempt %d: refused (%s), its result is lost: %s", *named, reason, error)
         else:
-            logger.warning(
-                "job %s attempt %d: refused, its result is kept in %s: %s", ending.job_id, ending.attempt, place, reason
-            )
+            logger.warning("job %s attempt %d: refused, its result is kept in %s: %s", *named, place, reason)
 
     def forget(self, lease_id: str) -> None:
-        """A server has spoken on it."""
+        """Drop the record, in memory and on disk: a server has answered it."""
         self._records.pop(lease_id, None)
-        if self._saving.pop(lease_id, None) is not None and self._unreported is not None:
-            self._thread.submit(self._unreported.remove, lease_id)
+        if self._saving.pop(lease_id, None) is not None and self._files is not None:
+            self._thread.submit(self._files.remove, lease_id)
 
     async def written(self) -> None:
-        """Returns when all that was asked for so far is done."""
+        """Wait until every write and removal so far is done."""
         await self._loop.run_in_executor(self._thread, int)
 
     async def close(self) -> None:
-        """Returns when all that was said is on disk."""
+        """Wait until every record is on disk."""
         await asyncio.to_thread(self._thread.shutdown)
         waiting = sum(1 for saving in self._saving.values() if saving.done() and saving.result())
-        if waiting and self._unreported is not None:
-            logger.warning("%d result(s) wait in %s; the next start offers them", waiting, self._unreported.folder)
+        if waiting and self._files is not None:
+            logger.warning("%d result(s) wait in %s; the next start offers them", waiting, self._files.folder)

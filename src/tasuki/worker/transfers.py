@@ -1,4 +1,10 @@
-"""Large things between a worker and its server: inputs that are fetched, results that are brought before they are reported."""
+"""Transfers between a worker and its server: inputs are downloaded, large results are uploaded before they are reported.
+
+A large input is downloaded to `incoming/<sha256>.part` in the data folder until it is whole and verified. Bytes that arrived
+before a connection was lost, an attempt was given up or the worker was killed are not fetched again: the next attempt that
+needs the same blob resumes behind them. The file is locked (flock) while a download writes to it, in this process or another
+one on the same data folder; an attempt that finds it locked fetches straight to its own target.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +24,13 @@ from tasuki.errors import Corrupt, Unavailable
 from tasuki.net.blob_transfer import BlobLine
 from tasuki.worker.attempt import StopReason, first_of
 
-# ----------------------------------------------------------------------------------------------------
-# Large inputs on their way in: `incoming/<sha256>.part` in the data folder, until they are whole and verified.
-
 INCOMING_FOLDER = "incoming"
 INCOMING_MAX_BYTES = 64 * 1024**3  # of inputs that were partly fetched, all together
 INCOMING_MAX_AGE_S = 7 * 86_400.0
-RESUMED_INPUT_MIN_BYTES = 1024 * 1024  # an input below this is fetched again from its start
+RESUMED_INPUT_MIN_BYTES = 1024 * 1024  # a smaller input is fetched again from its start
+UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
+
+logger = logging.getLogger("tasuki.worker")
 
 
 class InputDownloads:
@@ -89,20 +95,15 @@ class InputDownloads:
                     unused.discard()
 
 
-UPLOAD_RETRY_S = 2.0  # while the server has no room for a result
-
-logger = logging.getLogger("tasuki.worker")
-
-
 class WorkerTransfers:
-    """On whatever connection the worker has at the moment; without one they wait. `incoming` keeps what was partly fetched."""
+    """Transfers on the worker's current connection; without one they wait. `incoming` keeps partial downloads."""
 
     def __init__(self, blobs: BlobLine, incoming: InputDownloads | None = None) -> None:
         self._blobs = blobs
         self._incoming = incoming
 
     async def fetch(self, job_id: str, sha256: str, size_bytes: int, target: Path) -> None:
-        """An input of a job that we hold."""
+        """Write an input of a leased job to `target`."""
         ref = BlobRef(sha256, size_bytes)
         if self._incoming is not None and size_bytes >= RESUMED_INPUT_MIN_BYTES:
             await self._incoming.fetch(self._blobs, ref, job_id, target)
@@ -111,8 +112,8 @@ class WorkerTransfers:
         with file:
             await self._blobs.get(ref, job_id, file.write)
 
-    async def bring(self, result: Path | bytes, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
-        """A result. It waits for a server, and for room there; Unavailable if it is told to stop before."""
+    async def upload(self, result: Path | bytes, ref: BlobRef, stop: asyncio.Future[StopReason]) -> None:
+        """Upload a result. Waits for a server, and for room there; Unavailable if `stop` comes first."""
         file = io.BytesIO(result) if isinstance(result, bytes) else await asyncio.to_thread(result.open, "rb")
         with file:
             await self._put(file, ref, stop)

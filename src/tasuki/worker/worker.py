@@ -1,4 +1,4 @@
-"""The worker: drives a WorkerMachine over a Link, and runs what it is given (commands, async handlers, plain functions).
+"""The worker: drives a `WorkerMachine` over a connection to a server, and runs commands, async handlers and plain functions.
 
 worker = Worker("tcp://host:7000")
 
@@ -29,7 +29,7 @@ import msgspec
 
 from tasuki.clocks import now
 from tasuki.config import data_folder, default_url, find_token, parse_url
-from tasuki.core.job import JobSpec, OnDisconnect
+from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
@@ -74,7 +74,7 @@ from tasuki.worker.transfers import InputDownloads, WorkerTransfers
 
 TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
-TELL_AGAIN_S = 60.0  # why there is no connection
+LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
 RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
 HTTP_LEASE_TTL_S = 60.0
 ASYNC_CONCURRENCY = 100
@@ -83,7 +83,6 @@ AHEAD_MAX = 32
 
 logger = logging.getLogger("tasuki.worker")
 Function = TypeVar("Function", bound=Callable[..., Any])
-_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
 class Worker:
@@ -107,53 +106,53 @@ class Worker:
         tls_ca: str | None = None,
         drain_timeout_s: float | None = None,
         log_caps: LogCaps = DEFAULT_CAPS,
-        seat: CredentialFile | None = None,
+        credential_file: CredentialFile | None = None,
     ) -> None:
         self.url = url
         self.worker_id = worker_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
         self.incarnation = secrets.token_hex(8)
         self._token, self._token_file = token, token_file
-        self._seat = seat
-        """With a credential in it, the worker is enrolled: that has its token, which is rotated in time."""
+        self._credential_file = credential_file
+        """With a credential in it the worker is enrolled; the credential has the token, which is rotated in time."""
         self._rotation: Rotation | None = None
         self._subjects = tuple(check_pattern(subject) for subject in subjects)
         self._concurrency = check_slots(concurrency)
         self._execs = dict(execs or {})
         self._any_program = any_program
-        self._cut_off = functools.partial(cut_off, on_disconnect, reconnect_grace_s, lease_ttl_s)
-        self._cut_off(over_http=False)  # a bad value is found here
+        self._policy = functools.partial(disconnect_policy, on_disconnect, reconnect_grace_s, lease_ttl_s)
+        self._policy(over_http=False)  # raises for a bad value
         self._drain_timeout_s = drain_timeout_s
         self._handlers = Handlers()
-        self._line = ServerConnection(self._heard, client_tls(tls_ca), is_worker=True)
+        self._connection = ServerConnection(self._heard, client_tls(tls_ca), is_worker=True)
         self._folder = None if data is None else Path(data)
         self._incoming = None if self._folder is None else InputDownloads(self._folder)
-        self._transfers = WorkerTransfers(self._line.blobs, self._incoming)
-        self._tails = LogFollow(self._send)
+        self._transfers = WorkerTransfers(self._connection.blobs, self._incoming)
+        self._log_follow = LogFollow(self._send)
         self._log_caps = log_caps
-        self._unreported = (
+        self._outbox_files = (
             OutboxFiles(self._folder, self.worker_id) if self._folder is not None and worker_id is not None else None
         )
-        """Only where the next process can be told to be the same worker."""
+        """Only where the next process can be given the same worker_id."""
         self._status = (
             None
             if self._folder is None
-            else StatusFile(self._folder, self.worker_id, url or "", lasting=self._unreported is not None)
+            else StatusFile(self._folder, self.worker_id, url or "", lasting=self._outbox_files is not None)
         )
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._children: FunctionProcesses | None = None
+        self._function_processes: FunctionProcesses | None = None
         self._keeper: Keeper | None = None
-        self._pumping = False
+        self._flushing = False
         self._flush_timer: asyncio.TimerHandle | None = None
         self._wall = 0.0
         self._signals = 0
         self._welcome: Welcome | None = None
-        self._told_of, self._tell_again_at = "", 0.0
+        self._logged_reason, self._log_again_at = "", 0.0
         self._ended: list[AttemptEnded] = []
 
     # ------------------------------------------------------------------------------------------------ set-up
 
     def handler(self, subject: str, *, timeout_s: float | None = None) -> Callable[[Function], Function]:
-        """Decorator: run this function for jobs of the subject (a pattern). `async def` runs in the loop, `def` in a child."""
+        """Register a function for jobs of a subject (a pattern). `async def` runs in the loop, `def` in a child process."""
 
         def register(function: Function) -> Function:
             self._handlers.add(subject, function, timeout_s)
@@ -163,7 +162,7 @@ class Worker:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What it subscribes to: what was given, else its handlers' subjects, else the server's default."""
+        """The subscribed patterns: those that were given, else the handlers' subjects, else the server's default."""
         return self._subjects or self._handlers.patterns
 
     # ------------------------------------------------------------------------------------------------ life
@@ -171,29 +170,29 @@ class Worker:
     def run(self) -> None:
         """Work until a signal: the first SIGTERM or SIGINT drains (no new jobs, running ones finish), the second stops them."""
         # Forked before the loop and its threads exist: a child that inherits a locked lock would hang.
-        self._children = FunctionProcesses.start(self._handlers.plain) if self._handlers.plain else None
+        self._function_processes = FunctionProcesses.start(self._handlers.plain) if self._handlers.plain else None
         self._keeper = Keeper.start(self.incarnation) if self._execs or self._any_program else None
-        # This process is ours: without this the collector took a third of its time with a thousand handlers at once.
+        # Nothing else runs in this process: the defaults took a third of its time with a thousand handlers at once.
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 runner.run(self.serve(signals=True))
         finally:
-            if self._children is not None:
-                self._children.close()
+            if self._function_processes is not None:
+                self._function_processes.close()
 
     async def serve(self, *, signals: bool = False) -> None:
-        """Work until drained. Plain functions need `run`, which prepares their processes first."""
+        """Work until drained. Plain functions need `run`, which starts their processes first."""
         self._loop = asyncio.get_running_loop()
-        if self._children is None and self._handlers.plain:
+        if self._function_processes is None and self._handlers.plain:
             raise ConfigError("plain function handlers need Worker.run(); in a running loop use async def handlers")
         if self.url is None:
             self.url = default_url() or f"unix://{data_folder(None).socket}"
         addresses = parse_url(self.url)
         self._local = all(address.scheme == "unix" for address in addresses)
         remote = any(not address.loopback for address in addresses)
-        on_disconnect, grace_s, ttl_s = self._cut_off(over_http=all(address.http for address in addresses))
+        on_disconnect, grace_s, ttl_s = self._policy(over_http=all(address.http for address in addresses))
         only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
         capacity = capacity_of(self._concurrency, only_async=only_async)
         identity = WorkerIdentity(
@@ -213,17 +212,19 @@ class Worker:
         )
         self._machine = WorkerMachine(identity, addresses=addresses, jitter=random.random)
         self._done: asyncio.Future[None] = self._loop.create_future()
-        if self._seat is not None and self._seat.credential is not None:
-            self._rotation = Rotation(self._seat, ask=self._ask, use=self._use, hang_up=self._line.hang_up, jitter=random.random)
+        if self._credential_file is not None and self._credential_file.credential is not None:
+            self._rotation = Rotation(
+                self._credential_file, ask=self._ask, use=self._use, hang_up=self._connection.hang_up, jitter=random.random
+            )
             self._spawn(self._rotation.run())
         with TemporaryDirectory(prefix="tasuki-worker-") if self._folder is None else nullcontext(self._folder) as folder:
             await self._prepare(Path(folder))
             if signals:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._signaled)
-            for record in await self._endings.load():
+            for record in await self._outbox.load():
                 if record.result is not None:
-                    self._machine.bringing.add(record.ending.lease_id)
+                    self._machine.uploading.add(record.ending.lease_id)
                 self._spawn(self._offer(record))
             self._spawn(self._tick())
             try:
@@ -232,7 +233,7 @@ class Worker:
                 await self._close()
 
     async def _prepare(self, folder: Path) -> None:
-        """All that works in the folder; what dead processes left there is swept."""
+        """Open the parts that use the data folder, and sweep the files and processes that dead workers left."""
         self._runner = CommandRunner(
             folder,
             self._execs,
@@ -244,19 +245,19 @@ class Worker:
             on_keeper_lost=self.stop,
             limits=RunLimits(log_caps=self._log_caps),
             on_progress=self._machine.progressed,
-            tails=self._tails,
+            tails=self._log_follow,
         )
         await self._runner.sweep()
         if self._incoming is not None:
             await asyncio.to_thread(self._incoming.sweep)
         aside = None if self._folder is None else RejectedResults(self._folder)
-        self._endings = Outbox(self._transfers, self._unreported, aside, tell=self._apply, closing=self._done.done)
+        self._outbox = Outbox(self._transfers, self._outbox_files, aside, tell=self._apply, closing=self._done.done)
         self._attempts = Attempts(
             self._machine,
             self._runner,
             self._handlers,
-            self._children,
-            self._endings,
+            self._function_processes,
+            self._outbox,
             tell=self._apply,
             ended=self._end,
             give_up=self.stop,
@@ -266,16 +267,16 @@ class Worker:
             self._spawn(self._status.keep(self._attempts.running, lambda: self._machine.draining))
 
     async def _close(self) -> None:
-        self._apply(Drain())  # what was not started yet is given back, and costs its job nothing
+        self._apply(Drain())  # attempts that were not started yet are given back, at no cost for their jobs
         await self._attempts.stop_all(HARD_STOP_S)
         self._runner.kill_all()
         self._pump()
         for ending in self._machine.unreported:
             self._attempts.save(ending)
         await self._attempts.close()
-        await self._endings.close()
+        await self._outbox.close()
         self._runner.close()
-        await self._line.close()
+        await self._connection.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -284,19 +285,19 @@ class Worker:
             await self._status.end(str(error or ""))
 
     def drain(self) -> None:
-        """No new jobs; `serve` ends when those that run are done and recorded."""
+        """Take no new jobs; `serve` ends when the running ones are done and recorded."""
         self._apply(Drain())
         if self._drain_timeout_s is not None:
             self._loop.call_later(self._drain_timeout_s, self.stop)
 
     def stop(self, error: TasukiError | None = None) -> None:
-        """End now, with this error if any: running jobs are stopped, and go to another worker when their leases end."""
+        """End now, with an error if one is given: running jobs are stopped, and go to another worker when their leases end."""
         if not self._done.done():
             self._done.set_result(None) if error is None else self._done.set_exception(error)
 
     @property
     def connected(self) -> bool:
-        """A server knows this worker at the moment."""
+        """Whether a server has accepted this worker on the current connection."""
         return self._machine.online
 
     def subscribe(self, *subjects: str) -> None:
@@ -328,13 +329,13 @@ class Worker:
         self._wall = at.wall
         for command in self._machine.apply(event, at):
             self._perform(command)
-        if not self._pumping:
-            self._pumping = True
+        if not self._flushing:
+            self._flushing = True
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Once per turn of the loop: everything that ended in it is told in one message."""
-        self._pumping = False
+        """Report everything that ended in this turn of the loop in one message."""
+        self._flushing = False
         at = now()
         if self._ended:
             ended, self._ended = self._ended, []
@@ -344,8 +345,8 @@ class Worker:
         commands = self._machine.flush(at)
         if self._machine.flush_at is not None and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(self._machine.flush_at - at.monotonic, self._flush)
-        if self._line.link is not None:  # an ending and the credit for its place, read at once, are one turn of the store
-            self._line.link.send_together(command.message for command in commands if type(command) is Send)
+        if self._connection.link is not None:  # an ending and the credit for its slot, read at once, are one turn of the store
+            self._connection.link.send_together(command.message for command in commands if type(command) is Send)
         for command in commands:
             if type(command) is not Send:
                 self._perform(command)
@@ -363,25 +364,25 @@ class Worker:
             case Send():
                 self._send(command.message)
             case Tail():
-                self._tails.ask(command.question)
+                self._log_follow.ask(command.question)
             case Stop():
                 self._attempts.stop(command.lease_id, StopReason(command.reason))
             case Connect():
-                self._line.dial(command)
+                self._connection.dial(command)
             case Hangup():
-                self._line.hang_up(command.error)
+                self._connection.hang_up(command.error)
             case Save():
                 self._attempts.save(command.ending)
             case SetAside():
                 self._attempts.set_aside(command)
             case Exit():
                 if command.error is not None:
-                    self._line.blobs.close(command.error)
+                    self._connection.blobs.close(command.error)
                 self.stop(command.error)
 
     def _send(self, message: Message) -> None:
-        if self._line.link is not None:
-            self._line.link.send(message)
+        if self._connection.link is not None:
+            self._connection.link.send(message)
 
     def _ask(self, verb: str, params: dict[str, str]) -> int:
         question = self._machine.question(verb, params)
@@ -389,7 +390,7 @@ class Worker:
         return question.msg_id
 
     def _use(self, token: str) -> None:
-        """From the next Hello on."""
+        """Use this token from the next Hello on."""
         self._machine.identity = msgspec.structs.replace(self._machine.identity, token=token)
 
     def _heard(self, event: Opened | Received | Closed) -> None:
@@ -398,72 +399,74 @@ class Worker:
             if left is None:
                 return
             event = left
-        if type(event) is Received and type(event.message) is Welcome and self._line.link is not None:
+        if type(event) is Received and type(event.message) is Welcome and self._connection.link is not None:
             self._welcome = event.message
-            logger.info("connected to %s as %s", self._line.link.peer.address, self.worker_id)
+            logger.info("connected to %s as %s", self._connection.link.peer.address, self.worker_id)
             if self._status is not None:
-                self._status.connected(self._line.link.peer.address)
+                self._status.connected(self._connection.link.peer.address)
         elif type(event) is Closed and not self._done.done():
-            self._tails.forget()
+            self._log_follow.forget()
             if self._status is not None:
                 self._status.lost(event.reason)
-            self._tell_of_the_line(event.reason)
+            self._log_disconnect(event.reason)
         self._apply(event)
         if type(event) is Received and type(event.message) is HeartbeatAnswer:
             self._runner.renewed()
 
-    def _tell_of_the_line(self, reason: str) -> None:
-        """Once when it is lost, then only what is new, or now and then: an outage may last for days."""
+    def _log_disconnect(self, reason: str) -> None:
+        """Log the reason once, then only a new one, or every LOG_AGAIN_S: an outage may last for days."""
         if self._machine.online:
             logger.warning("connection lost: %s", reason)
-        elif reason != self._told_of or self._loop.time() >= self._tell_again_at:
+        elif reason != self._logged_reason or self._loop.time() >= self._log_again_at:
             logger.info("%s", reason)
         else:
             return
-        self._told_of, self._tell_again_at = reason, self._loop.time() + TELL_AGAIN_S
+        self._logged_reason, self._log_again_at = reason, self._loop.time() + LOG_AGAIN_S
 
     # ------------------------------------------------------------------------------------------------ attempts
 
     def _start(self, grant: Grant) -> None:
+        """Start an attempt; subclasses may change the grant."""
         self._attempts.start(grant, self._wall)
 
     async def _as_reported(self, attempt: Attempt, result: RunResult) -> RunResult:
-        """For subclasses whose results look otherwise."""
+        """Return the result as it is reported; subclasses may change it."""
         return result
 
     def _end(self, ended: AttemptEnded) -> None:
         self._ended.append(ended)
-        if not self._pumping:
-            self._pumping = True
+        if not self._flushing:
+            self._flushing = True
             self._loop.call_soon(self._pump)
 
     def _any_program_for(self) -> str | None:
-        """The submitter whose jobs may run any program: our own user, and only where the socket proves it."""
+        """Return the submitter whose jobs may run any program: this process's user, and only where the socket proves it."""
         if self._any_program and self._local and self._welcome is not None and hasattr(os, "getuid"):
             return f"uid:{os.getuid()}"
         return None
 
     async def _offer(self, record: OutboxRecord) -> None:
         try:
-            await self._endings.offer(record)
+            await self._outbox.offer(record)
         finally:
-            self._machine.bringing.discard(record.ending.lease_id)
+            self._machine.uploading.discard(record.ending.lease_id)
 
 
 # ---------------------------------------------------------------------------------------------------- settings, checked
 
 
 def ahead_of(capacity: int) -> int:
-    """How many programs to ask for beyond the places, while programs are short. Handlers have places enough as it is."""
+    """Return how many commands to request beyond the slots while commands are short."""
     return min(AHEAD_MAX, AHEAD_PER_SLOT * capacity)
 
 
-def cut_off(
+def disconnect_policy(
     on_disconnect: str | None, reconnect_grace_s: float, lease_ttl_s: float | None, *, over_http: bool
 ) -> tuple[OnDisconnect, float, float | None]:
-    """What a worker does with its jobs when it cannot renew, how long others wait for it, and how long its leases are; checked.
+    """Return the checked policy of a worker that cannot renew: stop or keep its jobs, the grace before others get them, and the
+    lease ttl (None: the server's).
 
-    Over HTTP the line is the part that fails: the jobs go on, and leases are longer. None: as the server has it.
+    Over HTTP the connection is what fails first: jobs go on, and leases are longer.
     """
     usual = OnDisconnect.KEEP if over_http else OnDisconnect.STOP
     chosen = usual if on_disconnect is None else on_disconnect
@@ -476,21 +479,21 @@ def cut_off(
 
 
 def check_slots(concurrency: int | None) -> int | None:
-    """None: one per core, or as many as async handlers like."""
+    """Return the number of slots if it is valid; None means the default of `capacity_of`."""
     if concurrency is not None and concurrency < 1:
         raise ConfigError(f"a worker needs at least one slot, got {concurrency}")
     return concurrency
 
 
 def capacity_of(concurrency: int | None, *, only_async: bool) -> int:
-    """How many attempts at once: what was asked for, else what suits what it runs."""
+    """Return how many attempts may run at once: the given number, else one per core, or more for async handlers."""
     if concurrency is not None:
         return concurrency
     return ASYNC_CONCURRENCY if only_async else os.cpu_count() or 1
 
 
 def what_it_takes(handlers: bool, execs: bool, any_program: bool) -> Takes:
-    """Only what it can run: the rest is left for those who can."""
+    """Return the kinds of jobs that this worker can run; others are left to other workers."""
     if handlers:
         return Takes.ANY if execs or any_program else Takes.HANDLERS
     if execs:

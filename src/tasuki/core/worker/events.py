@@ -1,4 +1,4 @@
-"""What can happen to a worker's machine, and what it can ask its driver to do: closed unions of small structs."""
+"""Events and commands of the worker's machine: closed unions of small structs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasuki.errors import TasukiError
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this worker is for as long as its process lives."""
+    """The facts about a worker that stay the same while its process lives."""
 
     worker_id: str
     incarnation: str
@@ -21,7 +21,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     patterns: tuple[str, ...] = ()
     capacity: int = 1
     ahead: int = 0
-    """How many more than its places it may ask for while its attempts are short."""
+    """Number of attempts that may be requested beyond the capacity while attempts are short."""
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
     ttl_s: float | None = None
@@ -31,7 +31,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     takes: Takes = Takes.ANY
 
     def hello(self, msg_id: int, patterns: tuple[str, ...], *, resumed: bool) -> HelloWorker:
-        """How it introduces itself; `resumed`: it was connected before."""
+        """Return the Hello message; `resumed`: the worker was connected before."""
         return HelloWorker(
             msg_id=msg_id,
             worker_id=self.worker_id,
@@ -53,13 +53,13 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The attempt's process is running. The server is told at once, or while attempts are short only if it does not end soon."""
+    """The attempt's process is running. The server learns it at once, or, while attempts are short, if it does not end soon."""
 
     lease_id: str
 
 
 class GaveBack(msgspec.Struct, frozen=True):
-    """The attempt could not be started here, for a reason that is not the job's: somebody else may try."""
+    """The attempt could not be started here, for a reason that is not the job's: another worker may try."""
 
     lease_id: str
 
@@ -78,17 +78,17 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 class EndingSaved(msgspec.Struct, frozen=True):
-    """This attempt is over and its ending is on disk: if not by this process, it will be offered by the next one."""
+    """The attempt is over and its ending is on disk; the next process offers it if this one cannot report it."""
 
     lease_id: str
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Take no more work; end when all is done and recorded, or waits on disk and no server can be reached."""
+    """Take no more work; exit when everything is recorded, or is on disk while no server can be reached."""
 
 
 class ChangePatterns(msgspec.Struct, frozen=True):
-    """Subscribe to these from now on."""
+    """Subscribe to these patterns from now on."""
 
     patterns: tuple[str, ...]
 
@@ -114,27 +114,27 @@ class Tail(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Nobody has taken this ending yet: keep it where it outlives this process, until Forget."""
+    """Save this ending, which no server has taken yet, where it outlives this process, until Forget."""
 
     ending: Ending
 
 
 class SetAside(msgspec.Struct, frozen=True):
-    """This ending was refused for good: what it has may still be dear to somebody. Forget follows."""
+    """Keep the result of this ending, which was refused for good, for people to look at. Forget follows."""
 
     ending: Ending
     reason: str
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """Nothing about this attempt is needed any more. `fenced`: its result was refused, for this reason."""
+    """Drop everything about this attempt. `fenced`: the reason for which its result was refused."""
 
     lease_id: str
     fenced: str = ""
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """The worker is done (error None), or can never do what it was told to."""
+    """Exit: the worker is done (error None), or can never do its work."""
 
     error: TasukiError | None = None
 

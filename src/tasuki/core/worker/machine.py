@@ -1,11 +1,11 @@
-"""The worker's decisions: `apply(event, now) -> commands`, and `flush(now)` once per turn of its loop. Pure.
+"""The worker's machine: `apply(event, now) -> commands`, and `flush(now)` once per turn of its driver's loop. Pure.
 
 Theory of operation. A lease's deadline is counted from *before* the message that the server answered was sent: the latest
 heartbeat (or Hello) that was answered on this connection, plus the ttl, minus what a kill takes. So a grant that was stuck on
 the way is never run past the time at which the store gives the job to somebody else.
 
 An ending is kept until a server says `recorded` or `fenced`; after a reconnect it is offered again, to whichever server answers.
-One that waits longer is saved, so that it outlives this process. Credit is given for each free place, once (`places.py`).
+One that waits longer is saved, so that it outlives this process. Credit is given for each free slot, once (`lease_state.py`).
 
 A server that leaves a heartbeat unanswered for a third of the ttl is left while there is time: the leases are renewed through the
 next one before their deadline.
@@ -67,12 +67,12 @@ from tasuki.core.worker.events import (
 from tasuki.core.worker.lease_state import ProgressNotes, SeenLeases, Slots, WorkerLease, deadline_of
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
-GIVE_BACK_PAUSE_S = 5.0  # what could not be started here (no space, no processes) would only come back at once
+GIVE_BACK_PAUSE_S = 5.0  # an attempt that could not be started here (no space, no processes) would come back at once
 SAVE_AFTER_S = 3.0  # an ending that no server has taken by then is saved
-ALONE_S = 10.0  # who is told to end and only has what is on disk looks so long for a server to take it
+ALONE_S = 10.0  # how long a draining worker whose endings are all on disk looks for a server to take them
 STARTED_AFTER_S = 0.1  # an attempt that ends sooner spares the store a write
-TOGETHER_S = 0.005  # how long an ending waits for others, while every place has its next attempt
-FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # saying it again is no better
+TOGETHER_S = 0.005  # how long an ending waits for others, while every slot has its next attempt
+FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO_LARGE"})  # a repetition would not help
 
 
 class WorkerMachine:
@@ -93,17 +93,17 @@ class WorkerMachine:
         self._beat_at = 0.0
         self._beats: dict[int, tuple[float, list[str]]] = {}
         self._seen = SeenLeases()
-        self._places = Slots(identity.capacity, identity.ahead)
+        self._slots = Slots(identity.capacity, identity.ahead)
         self._credit_later: deque[float] = deque()
-        """When places are open again that could not start anything."""
+        """Times at which slots that could not start anything are open again."""
         self._started_due: list[Claim] = []
         self._endings_due: list[Ending] = []
         self.flush_at: float | None = None
-        """When to flush although nothing happens until then."""
+        """The time at which to flush even if nothing happens until then."""
         self._released_due: list[Claim] = []
         self._progress = ProgressNotes()
-        self.bringing: set[str] = set()
-        """Leases of earlier processes whose large results are on their way. Until then, credit could bring the same jobs."""
+        self.uploading: set[str] = set()
+        """Leases of earlier processes whose large results are being uploaded. Credit before that could bring the same jobs."""
         self._alone_since: float | None = None
         self._drain_id = 0
         self._drained = False
@@ -148,7 +148,7 @@ class WorkerMachine:
         return self._msg_id
 
     def question(self, verb: str, params: dict[str, str]) -> Request:
-        """For the driver, who asks something of its own: a request whose number is no other's."""
+        """Return a request of the driver's own, with a number that no other message has."""
         return Request(self._next_id(), verb, params)
 
     def _hello(self, conn: int, now: Now) -> list[Command]:
@@ -205,7 +205,7 @@ class WorkerMachine:
         self._progress.all_due()
         running = [held for held in self.held.values() if held.ending is None]
         self._started_due = [held.claim for held in running if held.reported_start]
-        self._places.asked = len(running)
+        self._slots.asked = len(running)
         return self._no_more() if self.draining else []
 
     def _refused(self, error: ErrorMessage) -> list[Command]:
@@ -230,7 +230,7 @@ class WorkerMachine:
                 self._release(claim)
                 continue
             held = self.held[grant.lease_id] = WorkerLease(claim, deadline, now.monotonic)
-            if self._places.take(grant.lease_id, now.monotonic):
+            if self._slots.take(grant.lease_id, now.monotonic):
                 commands.append(Run(grant))
             else:
                 held.waiting = grant
@@ -238,21 +238,21 @@ class WorkerMachine:
 
     def _release(self, claim: Claim) -> None:
         self._released_due.append(claim)
-        self._places.asked -= 1
+        self._slots.asked -= 1
 
     def _let_go(self, lease_ids: list[str], *, lost: bool = False) -> None:
-        """These were waiting for a place: they are given back, or (`lost`) are the store's already."""
-        self._places.drop(set(lease_ids))
+        """Give back attempts that wait for a slot; with `lost` the store has them already."""
+        self._slots.drop(set(lease_ids))
         for lease_id in lease_ids:
             held = self.held.pop(lease_id)
             if not lost:
                 self._released_due.append(held.claim)
 
     def _leave(self, lease_id: str, now: Now) -> list[Command]:
-        """An attempt is over: its place is the next one's."""
-        self._places.leave(lease_id, now.monotonic)
+        """Free the slot of an attempt that is over, and run the next one."""
+        self._slots.leave(lease_id, now.monotonic)
         commands: list[Command] = []
-        for following in self._places.advance(now.monotonic):
+        for following in self._slots.advance(now.monotonic):
             held = self.held[following]
             assert held.waiting is not None
             commands.append(Run(held.waiting))
@@ -263,20 +263,20 @@ class WorkerMachine:
         held = self.held.get(claim.lease_id)
         if held is None:
             if self._seen.moved(claim.lease_id, self._conn or 0):
-                # We let it go, and the word on it was lost with its connection: for the store it still waits for us.
+                # It was given back, and that message was lost with its connection: for the store it still waits for us.
                 self._release(claim)
             return
         if held.ending is not None:
             self._endings_due.append(held.ending)
         else:
-            # A heartbeat at once names it, which is sign enough; it may still be fetching its inputs, and be given back.
+            # A heartbeat at once names it and is its acknowledgement; it may still be fetching its inputs, and be given back.
             self._beat_at = 0.0
 
     def _started(self, event: Started, now: Now) -> None:
         held = self.held.get(event.lease_id)
         if held is not None and held.started_at is None:
             held.started_at = now.wall
-            if not self._places.short:
+            if not self._slots.short:
                 held.reported_start = True
                 self._started_due.append(held.claim)
 
@@ -285,17 +285,17 @@ class WorkerMachine:
         return held is not None and held.ending is None
 
     def lease_deadline(self, lease_id: str) -> float | None:
-        """When this attempt must be over if no later heartbeat is answered; None: it goes on without a lease too."""
+        """Return when this attempt must be over if no later heartbeat is answered; None: it goes on without a lease too."""
         held = self.held.get(lease_id)
         return held.deadline if held is not None and self.identity.on_disconnect is OnDisconnect.STOP else None
 
     def progressed(self, lease_id: str, progress: Progress) -> None:
-        """How far an attempt says it is; it travels with the next Heartbeat."""
+        """Note the progress of an attempt; it travels with the next Heartbeat."""
         if lease_id in self.held:
             self._progress.note(lease_id, progress)
 
     def handler_started(self, lease_id: str, wall: float) -> None:
-        """A handler runs in the worker's own loop. The server hears of it only if it takes longer than STARTED_AFTER_S."""
+        """Note the start of a handler. The server learns it only if the handler takes longer than STARTED_AFTER_S."""
         held = self.held.get(lease_id)
         if held is not None:
             held.started_at = wall
@@ -313,14 +313,14 @@ class WorkerMachine:
         if held is None or held.ending is not None:
             return []
         commands = self._leave(lease_id, now)
-        if held.stopping == "LEASE_LOST" or outcome.error_code == "LEASE_LOST":  # we said so, or the keeper, while we hung
+        if held.stopping == "LEASE_LOST" or outcome.error_code == "LEASE_LOST":  # decided here, or by the keeper
             # The store has given, or will give, this job to another worker, and counts the loss itself.
             del self.held[lease_id]
             why = "the lease was lost"
             commands.append(SetAside(held.ended(outcome), why))
             return [*commands, Forget(lease_id, why), *self._maybe_exit()]
         if outcome.error_code == "SHUTDOWN":
-            # That this worker is told to stop is no failure of the job: nothing is reported, and its lease runs out.
+            # A shutdown of the worker is no failure of the job: nothing is reported, and the lease runs out.
             del self.held[lease_id]
             return [*commands, Forget(lease_id), *self._maybe_exit()]
         held.ending = held.ended(outcome)
@@ -336,7 +336,7 @@ class WorkerMachine:
 
     @property
     def unreported(self) -> list[Ending]:
-        """Endings that no server has spoken on yet."""
+        """Endings that no server has answered yet."""
         return [held.ending for held in self.held.values() if held.ending is not None]
 
     def _save_what_waits(self, now: Now) -> list[Command]:
@@ -374,7 +374,7 @@ class WorkerMachine:
         for lease_id in lease_ids:
             held = self.held.get(lease_id)
             if held is None or held.ending is not None or held.stopping == "LEASE_LOST":
-                continue  # what has ended is settled by recorded or fenced
+                continue  # an attempt that has ended is settled by recorded or fenced
             if held.waiting is not None:
                 self._let_go([lease_id], lost=reason == "LEASE_LOST")
                 continue
@@ -391,7 +391,7 @@ class WorkerMachine:
         while self._credit_later and self._credit_later[0] <= now.monotonic:
             self._credit_later.popleft()
         commands: list[Command] = []
-        if overdue := self._places.overdue(now.monotonic):
+        if overdue := self._slots.overdue(now.monotonic):
             self._let_go(overdue)
         if self.identity.on_disconnect is OnDisconnect.STOP:
             late = [lease_id for lease_id, held in self.held.items() if held.ending is None and held.deadline <= now.monotonic]
@@ -406,8 +406,8 @@ class WorkerMachine:
         return [*commands, *self._save_what_waits(now), *self._maybe_exit(), *self._exit_alone(now)]
 
     def _stale(self, now: Now) -> bool:
-        """Half-open: we send and nothing comes back. A new connection finds out faster than the kernel does, and before our
-        leases are over: a heartbeat that stays unanswered for as long as the next one takes leaves a third of the ttl."""
+        """Return whether the connection is half-open: messages go out and nothing comes back. A new connection finds out faster
+        than the kernel does, and before the leases are over: after a third of the ttl without an answer another third is left."""
         patience_s = self._ttl_s / 3 if self.online else HELLO_QUICK_S if self._redial.several else HANDSHAKE_TIMEOUT_S
         return any(now.monotonic - sent_at > patience_s for sent_at, _ in self._beats.values())
 
@@ -419,9 +419,9 @@ class WorkerMachine:
                 self._started_due.append(held.claim)
 
     def _holds_back(self, now: Now) -> bool:
-        """Whether what has ended may wait a moment for what will end next: one turn of the store serves both."""
+        """Return whether the endings may wait a moment for the next ones: one turn of the store serves both."""
         self.flush_at = None
-        if not self._endings_due or not self._places.well_stocked or self._released_due or now.monotonic >= self._beat_at:
+        if not self._endings_due or not self._slots.well_stocked or self._released_due or now.monotonic >= self._beat_at:
             return False
         oldest = self.held.get(self._endings_due[0].lease_id)
         if oldest is not None and now.monotonic < oldest.ended_at + TOGETHER_S:
@@ -429,7 +429,7 @@ class WorkerMachine:
         return self.flush_at is not None
 
     def flush(self, now: Now) -> list[Command]:
-        """What this turn of the loop has to say, in as few messages as possible."""
+        """Return the reports of this turn of the loop, in as few messages as possible."""
         conn = self._conn
         if not self.online or conn is None or self._holds_back(now):
             return []
@@ -438,7 +438,7 @@ class WorkerMachine:
             commands.append(Send(conn, JobsReleased(self._released_due, "not started")))
             self._released_due = []
         if self._started_due:
-            # Of what has ended meanwhile the ending says when it started.
+            # An attempt that has ended meanwhile reports its start in its ending.
             if running := [claim for claim in self._started_due if self._runs(claim.lease_id)]:
                 commands.append(Send(conn, JobsStarted(running)))
             self._started_due = []
@@ -452,22 +452,22 @@ class WorkerMachine:
             ours = [held.claim for held in self.held.values() if not held.restored]
             self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
             commands.append(Send(conn, Heartbeat(msg_id, ours, self._progress.to_tell(self.held))))
-        if not self.draining and not self.bringing and (credit := self._places.wanted(len(self._credit_later))):
-            # After the heartbeat: a job that was kept past its lease may be anybody's (ORPHANED) until that takes it back, and
-            # credit that came first could be used to give us the same job a second time.
+        if not self.draining and not self.uploading and (credit := self._slots.wanted(len(self._credit_later))):
+            # After the heartbeat: a job that was kept past its lease (ORPHANED) may go to any worker until the heartbeat takes it
+            # back, and credit that came first could be used to deliver the same job here a second time.
             commands.append(Send(conn, GiveCredit(credit)))
-            self._places.asked += credit
+            self._slots.asked += credit
         return [*commands, *self._maybe_exit()]
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def _drain(self) -> list[Command]:
         self.draining = True
-        self._let_go(self._places.waiting)
+        self._let_go(self._slots.waiting)
         return [*self._no_more(), *self._maybe_exit()]
 
     def _no_more(self) -> list[Command]:
-        """Ask for no more jobs. The answer stands behind every assignment that was on its way: those are given back first."""
+        """Request no more jobs. The answer comes behind every assignment that was on its way: those are given back first."""
         if not self.online or self._conn is None:
             return []
         self._drain_id, self._drained = self._next_id(), False
@@ -476,13 +476,13 @@ class WorkerMachine:
     def _maybe_exit(self) -> list[Command]:
         if not self.draining or self.held or self._exited:
             return []
-        if self.online and (self._released_due or self.bringing or not self._drained):
+        if self.online and (self._released_due or self.uploading or not self._drained):
             return []
         self._exited = True
         return [Exit()]
 
     def _exit_alone(self, now: Now) -> list[Command]:
-        """Nothing runs and nobody answers: what is on disk can wait for our next process as well as in this one."""
+        """Exit if nothing runs and no server answers: endings on disk can wait for the next process as well as in this one."""
         if self.online or not self.draining:
             self._alone_since = None
             return []
