@@ -11,8 +11,8 @@ from tasuki.cli import exit_codes
 from tasuki.cli.main import main
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.history import read
-from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.seed_workers import SeedOrder, run_order
+from tasuki.testing.sim.seed_runner import SeedOrder, run_order
+from tasuki.testing.sim.world import SimOptions
 
 SMALL = ("--set", "servers=1", "--set", "jobs=16", "--set", "chaos_s=5", "--set", "faults=5")
 Sim = Callable[..., tuple[int, str]]
@@ -70,7 +70,7 @@ def test_the_trace_marks_the_line_that_broke_something_and_those_before_it(sim: 
     assert [line for line in trace if line.startswith("!")][-1].startswith("! I2: ")
     assert marks.count("!") == 2
     assert marks.count(">") == 12
-    assert any(" worker-1     to server-1: Begin" in line for line in trace)
+    assert any(" worker-1     to server-1: ConnectionBegin" in line for line in trace)
 
 
 def test_the_trace_of_a_good_seed_marks_nothing(sim: Sim) -> None:

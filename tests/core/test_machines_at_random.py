@@ -19,8 +19,7 @@ from tasuki.errors import DiskFull, TasukiError, Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import Harness
-from tasuki.testing.harness_nodes import WorkerNode
-from tasuki.testing.harness_servers import ServerNode
+from tasuki.testing.harness_nodes import ServerNode, WorkerNode
 from tests.core.conftest import sqlite_world
 
 STEPS = 150

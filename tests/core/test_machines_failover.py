@@ -13,8 +13,7 @@ from tasuki.errors import Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import LOCK_TTL_S, Harness
-from tasuki.testing.harness_nodes import Node
-from tasuki.testing.harness_servers import ServerNode
+from tasuki.testing.harness_nodes import Node, ServerNode
 
 AT_ONCE_S = 0.3  # two ticks of a driver and a round of three servers
 LOST_AFTER_S = LEASE_TTL_S + LEASE_MARGIN_S

@@ -8,8 +8,8 @@ from tasuki.core.election import Election
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.sql.database import load_statements
 from tasuki.testing.sim.ablations import ABLATIONS, SEEDS_MAX, UNSEEN, Ablation, AblationFinding, hunt, table
+from tasuki.testing.sim.ablations_store import Instead, Reworded
 from tasuki.testing.sim.checker import INVARIANTS, Violation
-from tasuki.testing.sim.patches import Instead, Reworded
 from tasuki.testing.sim.run import check_seed
 
 # Where to begin, so that the first seed is one that shows it. If a later change moves it, the hunt goes on from here.

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, main, run_big
-from tasuki.testing.sim.scale_report import figures, percentiles, text
-from tasuki.testing.sim.scale_tally import Followed, Tally
+from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, figures, main, percentiles, run_big, text
+from tasuki.testing.sim.scale_world import Followed, Tally
 
 CALM = ScaleOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
 ROUGH = ScaleOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, minutes=1.0)

@@ -24,8 +24,8 @@ from tasuki.testing.sim.history import (
     SubmittedEvent,
     TookOverEvent,
 )
-from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import check_seed
+from tasuki.testing.sim.world import SimOptions
 
 SEEDS = range(1, 16)
 MOST = 0.8  # of all that is expected of a run of many seeds

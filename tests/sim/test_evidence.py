@@ -10,7 +10,9 @@ import pytest
 
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.evidence import (
+from tasuki.testing.sim.history import AnyLine, AskedEvent
+from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage
+from tests.support.chaos.evidence import (
     Query,
     StoredIncident,
     StoredJob,
@@ -21,8 +23,6 @@ from tasuki.testing.sim.evidence import (
     sqlite_query,
     store_lines,
 )
-from tasuki.testing.sim.history import AnyLine, AskedEvent
-from tasuki.testing.store_stage import GRACE_S, KEEP, PAST_LEASE_S, Stage
 from tests.support.postgres_service import PostgresService
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from tasuki.testing.sim.clients import Operation
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import BeganEvent, DriftedEvent, GoneEvent, ProcessEvent, SettledEvent
-from tasuki.testing.sim.load import Operation
-from tasuki.testing.sim.options import SimOptions, derived
 from tasuki.testing.sim.run import check_seed, plan_of
+from tasuki.testing.sim.world import SimOptions, derived
 from tests.sim.worlds import Stage
 
 SHOWS = {"partition": "cut", "one_way": "cut"}

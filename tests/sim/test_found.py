@@ -7,8 +7,7 @@ from tasuki.errors import Unavailable
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.harness import Harness
-from tasuki.testing.harness_nodes import WorkerNode
-from tasuki.testing.harness_servers import ServerNode
+from tasuki.testing.harness_nodes import ServerNode, WorkerNode
 
 
 def everything_but_the_answers_of(world: Harness, slow: ServerNode, worker: WorkerNode) -> None:

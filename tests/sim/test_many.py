@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.testing.sim import seed_workers
-from tasuki.testing.sim.options import SimOptions
+from tasuki.testing.sim import seed_runner
 from tasuki.testing.sim.run import SeedOutcome
-from tasuki.testing.sim.seed_runner import SeedRunner, Summary, options_for, run_many
-from tasuki.testing.sim.seed_workers import SeedOrder, SeedReport, run_order
+from tasuki.testing.sim.seed_runner import SeedOrder, SeedReport, SeedRunner, Summary, options_for, run_order, run_seeds
+from tasuki.testing.sim.world import SimOptions
 from tests.support.waiting import until
 
 SMALL = SimOptions(servers=1, workers=2, clients=2, jobs=10, chaos_s=4.0, faults=4)
@@ -36,7 +35,7 @@ def test_what_came_of_all_seeds_is_added_up() -> None:
     wanted = SeedRunner(count=4, options=SMALL)
     outcomes = [outcome for order in wanted.orders(range(1, 5)) if (outcome := run_order(order).outcome) is not None]
 
-    summary = run_many(wanted, processes=2)
+    summary = run_seeds(wanted, processes=2)
 
     assert (summary.seeds, summary.first, summary.last) == (4, 1, 4)
     assert summary.events == sum(outcome.events for outcome in outcomes)
@@ -46,7 +45,7 @@ def test_what_came_of_all_seeds_is_added_up() -> None:
 
 
 def test_a_failing_seed_is_listed_with_the_command_that_repeats_it() -> None:
-    summary = run_many(SeedRunner(count=4, options=SMALL, without="body_hash"), processes=1)
+    summary = run_seeds(SeedRunner(count=4, options=SMALL, without="body_hash"), processes=1)
 
     assert not summary.good
     assert {ran.failure.what for ran in summary.failures if ran.failure is not None} == {"I2"}
@@ -58,7 +57,7 @@ def test_a_failing_seed_is_listed_with_the_command_that_repeats_it() -> None:
 
 
 def test_a_process_that_dies_is_its_seeds_failure_and_is_replaced() -> None:
-    summary = run_many(SeedRunner(count=5), processes=1, program=DYING)
+    summary = run_seeds(SeedRunner(count=5), processes=1, program=DYING)
 
     [failed] = summary.failures
     assert failed.order.seed == 2
@@ -68,10 +67,10 @@ def test_a_process_that_dies_is_its_seeds_failure_and_is_replaced() -> None:
 
 
 def test_a_seed_that_never_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seed_workers, "SEED_LIMIT_S", 1.5)
-    monkeypatch.setattr(seed_workers, "LOOK_S", 0.05)
+    monkeypatch.setattr(seed_runner, "SEED_LIMIT_S", 1.5)
+    monkeypatch.setattr(seed_runner, "LOOK_S", 0.05)
 
-    summary = run_many(SeedRunner(count=3), processes=2, program=HANGING)
+    summary = run_seeds(SeedRunner(count=3), processes=2, program=HANGING)
 
     assert [ran.order.seed for ran in summary.failures] == [2]
     assert summary.seeds == 3
@@ -118,7 +117,7 @@ def test_there_is_an_end_to_it_if_none_counts() -> None:
 def test_what_never_came_is_named() -> None:
     wanted = SeedRunner(count=1, options=SimOptions(kinds=("crash", "pause"), jobs=20), cover=True)
 
-    summary = run_many(wanted, processes=1)
+    summary = run_seeds(wanted, processes=1)
 
     assert summary.covered["fault crash"] == summary.faults["crash"] > 0
     assert "fault crash" not in summary.lacking

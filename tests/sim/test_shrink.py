@@ -9,10 +9,9 @@ from msgspec.structs import replace
 from tasuki.core.store_messages import Reaped, Submission
 from tasuki.errors import InvalidInput
 from tasuki.stores.memory.store import Answered, MemoryStore
-from tasuki.testing.sim.cases import Case, CaseFailure, case_of, try_case
-from tasuki.testing.sim.options import SimOptions
+from tasuki.testing.sim.cases import Case, CaseFailure, StillFails, case_of, same_failure, shrink, try_case
 from tasuki.testing.sim.run import Plan
-from tasuki.testing.sim.shrink import StillFails, same_failure, shrink
+from tasuki.testing.sim.world import SimOptions
 
 SMALL = SimOptions(servers=2, workers=3, clients=2, jobs=16, chaos_s=6.0, faults=8, heal_limit_s=20.0)
 CASE = case_of(1, SMALL)

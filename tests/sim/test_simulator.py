@@ -13,9 +13,8 @@ from tasuki.core.store_messages import Report, ReportAnswer, ReportStatus, Submi
 from tasuki.stores.memory.records import MemoryJob
 from tasuki.stores.memory.store import Answered, MemoryStore
 from tasuki.testing.sim.history import AnyLine, EndedEvent, FaultEvent, HealedEvent, RowEvent
-from tasuki.testing.sim.options import SimOptions
 from tasuki.testing.sim.run import check_seed, plan_of, run_plan, run_seed
-from tasuki.testing.sim.world import HotLoop, World
+from tasuki.testing.sim.world import HotLoop, SimOptions, World
 
 SEEDS = (1, 2, 3, 5)
 SMALL = SimOptions(jobs=12, chaos_s=6.0, faults=4)

@@ -4,7 +4,7 @@ import pytest
 
 from tasuki.testing.sim.cases import switched_off
 from tasuki.testing.sim.history import BeganEvent, SettledEvent
-from tasuki.testing.sim.options import SimOptions
+from tasuki.testing.sim.world import SimOptions
 from tests.sim.worlds import Stage
 
 

@@ -8,15 +8,13 @@ from typing import TypeVar
 from tasuki.core.broker.events import Event
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.machine import Received
-from tasuki.testing.sim.clients import SimClient
+from tasuki.testing.sim.clients import Operation, SimClient
 from tasuki.testing.sim.faults import KINDS, Faults, PlannedFault
 from tasuki.testing.sim.history import AnyLine, HistoryLine
-from tasuki.testing.sim.load import Operation
-from tasuki.testing.sim.options import SimOptions, derived
 from tasuki.testing.sim.servers import SimServer
 from tasuki.testing.sim.system import System
 from tasuki.testing.sim.workers import SimWorker
-from tasuki.testing.sim.world import World
+from tasuki.testing.sim.world import SimOptions, World, derived
 
 SETTLED_S = 0.5  # by then everybody is connected
 STEP_S = 0.1

@@ -16,11 +16,10 @@ from tasuki.cli.output import Output
 from tasuki.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from tasuki.testing.sim.cases import Case, CaseFailure, Tried
+    from tasuki.testing.sim.cases import Case, CaseFailure, Shrunk, Tried
     from tasuki.testing.sim.history import AnyLine
-    from tasuki.testing.sim.options import SimOptions
     from tasuki.testing.sim.seed_runner import SeedRunner, Summary
-    from tasuki.testing.sim.shrink import Shrunk
+    from tasuki.testing.sim.world import SimOptions
 
 STORES = ("memory", "sqlite", "mixed")
 SQLITE_EVERY = 10  # of mixed seeds
@@ -96,7 +95,7 @@ def _options(store: str, settings: list[str], without: str) -> SimOptions:
     import msgspec
 
     from tasuki.testing.sim.faults import KINDS
-    from tasuki.testing.sim.options import SimOptions
+    from tasuki.testing.sim.world import SimOptions
 
     if store not in STORES:
         raise InvalidInput(f"--store must be {', '.join(STORES[:-1])} or {STORES[-1]}, got {store}")
@@ -147,7 +146,7 @@ class _One:
     """One case: run, told, and made smaller if that is wanted."""
 
     def __init__(self, case: Case, output: Output, *, trace: bool) -> None:
-        from tasuki.testing.sim.narrative import Story
+        from tasuki.testing.sim.cases import Story
 
         self.case = case
         self.output = output
@@ -187,7 +186,7 @@ class _One:
         _write(path, file.getvalue())
 
     def _shrink(self, failure: CaseFailure) -> Shrunk:
-        from tasuki.testing.sim.shrink import same_failure, shrink
+        from tasuki.testing.sim.cases import same_failure, shrink
 
         still_fails, runs = same_failure(self.case, failure.what), 0
 
@@ -202,7 +201,7 @@ class _One:
 
     # -- shown ------------------------------------------------------------------------------------------------------
     def _human(self, tried: Tried, shrunk: Shrunk | None) -> list[str]:
-        from tasuki.testing.sim.narrative import short
+        from tasuki.testing.sim.cases import short
 
         failure, lines = tried.failure, []
         if self.with_trace:
@@ -216,7 +215,7 @@ class _One:
         return [*lines, *self._closing(tried)]
 
     def _closing(self, tried: Tried) -> list[str]:
-        from tasuki.testing.sim.narrative import short
+        from tasuki.testing.sim.cases import short
 
         outcome, failure = tried.outcome, tried.failure
         lines = [f"options: {self.case.options.text()}"]
@@ -254,7 +253,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _many(wanted: SeedRunner, processes: int | None, output: Output) -> int:
-    from tasuki.testing.sim.seed_runner import run_many
+    from tasuki.testing.sim.seed_runner import run_seeds
 
     def heard(summary: Summary) -> None:
         left = wanted.count - summary.counted - len(summary.failures)
@@ -262,7 +261,7 @@ def _many(wanted: SeedRunner, processes: int | None, output: Output) -> int:
         failed = f", {len(summary.failures)} FAILED" if summary.failures else ""
         output.progress(f"{summary.seeds} of {wanted.count} seeds{failed}, {to_go_s:.0f} s to go")
 
-    summary = run_many(wanted, processes=processes, heard=heard)
+    summary = run_seeds(wanted, processes=processes, heard=heard)
     lacking = summary.lacking if wanted.cover else []
     output.show(_many_data(summary, lacking), lambda: _many_lines(summary, lacking))
     if summary.is_interrupted:

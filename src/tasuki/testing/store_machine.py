@@ -37,7 +37,7 @@ from tasuki.errors import Conflict, StaleEpoch
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
-from tasuki.testing.store_invariants import History
+from tasuki.testing.harness import History
 
 JOB_IDS = [f"job-{number}" for number in range(8)]
 SUBJECTS = ["a.x", "a.y", "b.x", "job.assign.c.1", "calc.w1", "calc.w2"]

@@ -12,14 +12,11 @@ With `pytest.register_assert_rewrite("tasuki.testing.store_leases")` and so on i
 
 from __future__ import annotations
 
-from tasuki.testing.store_blobs import BlobCases
-from tasuki.testing.store_late import LateCases
-from tasuki.testing.store_leader import LeaderCases
-from tasuki.testing.store_leases import LeaseCases
-from tasuki.testing.store_readers import ReaderCases
+from tasuki.testing.store_clients import ReaderCases, SubmitterCases
+from tasuki.testing.store_leader import BlobCases, LeaderCases
+from tasuki.testing.store_leases import LateCases, LeaseCases
 from tasuki.testing.store_reports import ReportCases
 from tasuki.testing.store_stage import MakeStore, Stage
-from tasuki.testing.store_submitters import SubmitterCases
 
 __all__ = ["MakeStore", "Stage", "StoreSuite"]
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tasuki.core.job import body_hash
-from tasuki.testing.sim import evidence as left_behind
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.evidence import StoreEvidence
 from tasuki.testing.sim.history import AnsweredEvent, AnyLine, ArrivedEvent, AskedEvent, FaultEvent, write
 from tests.e2e.stage import Run
+from tests.support.chaos import evidence as left_behind
 from tests.support.chaos.client import GROUP, LARGE_BYTES, spec_of
+from tests.support.chaos.evidence import StoreEvidence
 from tests.support.chaos.rig import Scene
 from tests.support.waiting import until
 

@@ -30,11 +30,11 @@ import httpx
 from tasuki.core.job import Job, JobSpec, State, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.stores.redis.store import RedisStore
-from tasuki.testing.sim import evidence
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.evidence import StoredIncident, StoredJob, StoreEvidence
 from tasuki.testing.sim.history import AnsweredEvent, AnyLine, AskedEvent, FaultEvent, write
 from tests.e2e.stage import Ledger
+from tests.support.chaos import evidence
+from tests.support.chaos.evidence import StoredIncident, StoredJob, StoreEvidence
 from tests.support.postgres_service import _free_port
 from tests.support.processes import TASUKI, ChildProcess, ServerProcess, start_server
 from tests.support.redis_service import RedisService

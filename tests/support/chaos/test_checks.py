@@ -10,11 +10,11 @@ import pytest
 
 from tasuki.core.job import body_hash
 from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.evidence import StoredIncident, StoredJob, StoreEvidence
 from tests.e2e.stage import Run
 from tests.support.chaos import checks
 from tests.support.chaos.checks import Evidence, JobEnd
 from tests.support.chaos.client import LARGE_BYTES, spec_of
+from tests.support.chaos.evidence import StoredIncident, StoredJob, StoreEvidence
 
 RESULT = b"2 c1-1 77"
 RESULT_SHA256 = hashlib.sha256(RESULT).hexdigest()

@@ -1,4 +1,5 @@
-"""The one checker of RELIABILITY §1: reads a history line by line, and says what was broken and what it had evidence for.
+"""The one checker of the invariants (docs/invariants.md): reads a history line by line, and says what was broken and what it
+had evidence for.
 
     checker = Checker()
     for line in history:
@@ -11,9 +12,8 @@ It states the invariants once more, in its own words: it shares no rule with the
 states. What a history does not tell is never a violation, but no evidence either; a test that means to show I9 asserts
 `checker.evidence["I9"]` as well.
 
-Each part judges its share: `checker_jobs.py` what the store's commits did to jobs, `checker_rows.py` what they left in the rows,
-`checker_epochs.py` leadership, `checker_clients.py` what callers were told, `checker_workers.py` processes of attempts,
-`checker_schedules.py` runs of definitions. Pure: no clock, no I/O.
+Each judge has its share: `checker_store.py` those of the store's commits (JobJudge) and of the rows that they left (RowJudge);
+this module those of answers to clients, processes of workers, leadership, schedules and liveness. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -22,18 +22,517 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Self
 
+from tasuki.core.job import TERMINAL, State
 from tasuki.testing.sim import history
-from tasuki.testing.sim.checker_clients import ClientJudge
-from tasuki.testing.sim.checker_epochs import EpochJudge
-from tasuki.testing.sim.checker_findings import INVARIANTS, Broken, Findings, Handler, Judge, Violation
-from tasuki.testing.sim.checker_jobs import JobJudge
-from tasuki.testing.sim.checker_liveness import LivenessJudge
-from tasuki.testing.sim.checker_rows import RowJudge
-from tasuki.testing.sim.checker_schedules import ScheduleJudge
-from tasuki.testing.sim.checker_workers import WorkerJudge
-from tasuki.testing.sim.history import AnyLine, HistoryLine, WatchingEvent
+from tasuki.testing.sim.checker_store import (
+    INVARIANTS,
+    STORE,
+    Broken,
+    Findings,
+    Handler,
+    JobFacts,
+    JobJudge,
+    Judge,
+    RowJudge,
+    Violation,
+)
+from tasuki.testing.sim.history import (
+    AnsweredEvent,
+    AnyLine,
+    ArrivedEvent,
+    AskedEvent,
+    BeganEvent,
+    BusyEvent,
+    CanceledEvent,
+    DriftedEvent,
+    DueEvent,
+    EndedEvent,
+    FiredEvent,
+    GoneEvent,
+    GrantedEvent,
+    HealedEvent,
+    HistoryLine,
+    LeadingEvent,
+    LedEvent,
+    ProcessEvent,
+    ReapedEvent,
+    ReportedEvent,
+    RowEvent,
+    SettledEvent,
+    SubmittedEvent,
+    TookOverEvent,
+    WatchingEvent,
+)
 
 __all__ = ["INVARIANTS", "Broken", "Checker", "Violation"]
+
+# ---------------------------------------------------------------------------------------------------- clients
+
+_SUBMITS = ("submit", "rerun")
+_RESTARTS = ("rerun", "requeue")
+
+
+class ClientJudge(Judge):
+    """Follows calls from question to answer."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._open: dict[str, AskedEvent] = {}
+        self._bodies: dict[str, str] = {}
+        """Of acknowledged jobs whose stored body was not known yet."""
+        self._new: set[str] = set()
+        self._canceled: list[tuple[str, str]] = []
+        self._arrived: list[ArrivedEvent] = []
+        self._results: dict[tuple[str, int], str | None] = {}
+        self._finished: dict[str, int] = {}
+        """lease_id → how often its job had been set going when the finish was accepted."""
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {
+            AskedEvent: self._asked,
+            AnsweredEvent: self._answered,
+            ArrivedEvent: self._has_arrived,
+            ReportedEvent: self._reported,
+            SettledEvent: self._settled,
+            ProcessEvent: self._process,
+        }
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def _asked(self, line: AskedEvent) -> None:
+        self._open[line.call] = line
+        submits, restarts = line.verb in _SUBMITS, line.verb in _RESTARTS
+        if submits or restarts:
+            for job_id in line.job_ids:
+                job = self.job(job_id)
+                job.asked |= submits
+                job.asked_restarts += restarts
+
+    def _answered(self, line: AnsweredEvent) -> None:
+        asked = self._open.pop(line.call, None)
+        if asked is None:
+            return
+        if line.answer == "unknown":
+            # That it was not done twice is judged where it is done: by the ids of submits, and by counting the restarts.
+            self.evidence["I16"] += 1
+        if asked.verb in _SUBMITS:
+            self._acked(asked, line)
+        elif asked.verb == "cancel":
+            self._cancel_answered(asked, line)
+
+    def _acked(self, asked: AskedEvent, line: AnsweredEvent) -> None:
+        """I1: what is acknowledged is stored by then. I2: all acknowledgements agree, and one at most calls it new."""
+        bodies = dict(zip(asked.job_ids, asked.bodies, strict=True)) if asked.bodies else {}
+        for job_id in line.accepted:
+            job = self.job(job_id)
+            job.acked = True
+            self.evidence["I1"] += 1
+            if SubmittedEvent in self.told and not job.existed:
+                self.found("I1", f"{line.client} was told that {job_id} is stored, before it was")
+            body = bodies.get(job_id)
+            if body is not None and not job.removed:
+                self.evidence["I2"] += 1
+                known = self._bodies.setdefault(job_id, body) if job.body is None else job.body
+                if known != body:
+                    self.found("I2", f"{job_id} was acknowledged with body {body}; it has {known}")
+        for job_id in line.created:
+            self.evidence["I2"] += 1
+            if job_id in self._new and not self.job(job_id).removed:
+                self.found("I2", f"{job_id} was acknowledged as new a second time")
+            self._new.add(job_id)
+
+    def _cancel_answered(self, asked: AskedEvent, line: AnsweredEvent) -> None:
+        """I14: a caller that is told an end is told the one that it came to."""
+        for job_id, state in zip(asked.job_ids, line.states, strict=False):
+            if state not in TERMINAL:
+                continue
+            if CanceledEvent in self.told and RowEvent in self.told:
+                self._was_an_ending(job_id, state, "a cancel")
+            else:
+                self._canceled.append((job_id, state))
+
+    def _was_an_ending(self, job_id: str, state: str, who: str) -> None:
+        job = self.job(job_id)
+        self.evidence["I14"] += 1
+        if job.state != state and all(known != state for known, _ in job.endings):
+            self.found("I14", f"{who} was told that {job_id} is {state}; it is {job.state}, and ended as {sorted(job.endings)}")
+
+    def _process(self, line: ProcessEvent) -> None:
+        if line.what in ("crashed", "exited"):
+            for call in [call for call, asked in self._open.items() if asked.client == line.name]:
+                del self._open[call]
+
+    # ------------------------------------------------------------------------------------------------ how jobs ended
+
+    def _has_arrived(self, line: ArrivedEvent) -> None:
+        """I13: nobody is told another result than that of the accepted finish, nor sooner. I14: nor another end."""
+        job = self.job(line.job_id)
+        if line.state == State.SUCCEEDED:
+            self.evidence["I13"] += 1
+            known = self._results.setdefault((line.job_id, line.attempt), line.result_sha256)
+            if known != line.result_sha256 and not job.removed:
+                told = f"{known} and {line.result_sha256}"
+                self.found("I13", f"clients were told two results of attempt {line.attempt} of {line.job_id}: {told}")
+            elif ReportedEvent in self.told and not job.has_result(line.attempt, line.result_sha256):
+                known_results = {attempt: sorted(map(str, results)) for attempt, results in job.results.items()}
+                told = f"result {line.result_sha256} of attempt {line.attempt} of {line.job_id}"
+                self.found("I13", f"{line.client} was told {told}; the finishes so far are {known_results}")
+            elif ReportedEvent not in self.told:
+                self._arrived.append(line)
+        elif RowEvent not in self.told:
+            self._arrived.append(line)
+        elif (line.state, line.attempt) not in job.endings:
+            self.evidence["I14"] += 1
+            told = f"{line.job_id} is {line.state} in attempt {line.attempt}"
+            self.found("I14", f"{line.client} was told that {told}; it ended as {sorted(job.endings)}")
+        else:
+            self.evidence["I14"] += 1
+
+    def _reported(self, line: ReportedEvent) -> None:
+        if line.accepted and line.verb == "finish" and line.lease_id:
+            self._finished[line.lease_id] = self.job(line.job_id).restarts
+
+    def _settled(self, line: SettledEvent) -> None:
+        """I14: a worker learns whether its finish was taken."""
+        lease = self.findings.leases.get(line.lease_id)
+        if lease is None or ReportedEvent not in self.told:
+            return
+        job = self.job(lease.job_id)
+        if job.removed:
+            return
+        self.evidence["I14"] += 1
+        if line.recorded:
+            if lease.attempt not in job.reports:
+                self.found("I14", f"{line.worker_id} was told that its report on {job.job_id} is recorded; none of {lease} is")
+        elif self._finished.get(line.lease_id) == job.restarts:
+            # Set going again, a job does not know the reports of its earlier generations any more: those may hear "fenced".
+            self.found("I14", f"{line.worker_id} was told that its finish of {job.job_id} was fenced; it had been accepted")
+
+    # ------------------------------------------------------------------------------------------------ when all is over
+
+    def end(self) -> None:
+        for job_id, body in self._bodies.items():
+            stored = self.job(job_id).body
+            if stored not in (None, body):
+                self.found("I2", f"{job_id} was acknowledged with body {body}; it has {stored}")
+        for job_id, state in self._canceled:
+            row = self.job(job_id).row
+            if row is not None and row.generation == 0:
+                self._was_an_ending(job_id, state, "a cancel")
+        for line in self._arrived:
+            self._arrived_as_stored(line, self.job(line.job_id))
+        if self.findings.is_over and AnsweredEvent in self.told:
+            self.evidence["liveness"] += 1
+            if self._open:
+                first = next(iter(self._open.values()))
+                self.found(
+                    "liveness", f"{len(self._open)} calls were never answered; the first is {first.verb} of {first.client}"
+                )
+
+    def _arrived_as_stored(self, line: ArrivedEvent, job: JobFacts) -> None:
+        """I13, I14, where only the last row is known: it says the same, if it is of the same attempt."""
+        row = job.row
+        if row is None or row.attempt != line.attempt:
+            return
+        told = f"{line.client} was told that {line.job_id} is {line.state} with {line.result_sha256}"
+        if line.state == State.SUCCEEDED == row.state:
+            self.evidence["I13"] += 1
+            if row.result_sha256 != line.result_sha256:
+                self.found("I13", f"{told}; it has {row.result_sha256}")
+        elif row.generation == (line.generation or 0):
+            self.evidence["I14"] += 1
+            if row.state != line.state:
+                self.found("I14", f"{told}; it is {row.state}")
+
+
+# ---------------------------------------------------------------------------------------------------- workers
+
+_ENDS = ("crashed", "exited")
+KEEPER = "/keeper"
+FOUND_AGAIN = 3  # times what it asks for: other servers may have had as much for it, which is found and delivered besides
+
+
+class WorkerJudge(Judge):
+    """Knows which attempts run where."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._by_job: dict[str, dict[int, BeganEvent]] = {}
+        self._by_worker: dict[str, dict[tuple[str, int], BeganEvent]] = {}
+        self._lives: dict[str, set[str]] = {}
+        """worker → the incarnations that ran something."""
+        self._dead: set[str] = set()
+        """Processes that ended and did not start again."""
+        self._unkept: dict[str, int] = {}
+        """worker → the line at which its keeper was killed: what ran then may outlive the worker until it starts again."""
+        self._began_at: dict[tuple[str, int], int] = {}
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {
+            BeganEvent: self._began,
+            GoneEvent: self._gone,
+            BusyEvent: self._busy,
+            ProcessEvent: self._process,
+            DriftedEvent: self._drifted,
+        }
+
+    def _began(self, line: BeganEvent) -> None:
+        job = self.job(line.job_id)
+        self.evidence["I5"] += 1
+        if line.attempt in job.began:
+            self.found("I5", f"attempt {line.attempt} of {line.job_id} ran a second time, at {line.worker_id}")
+        elif GrantedEvent in self.told and line.lease_id not in self.findings.leases:
+            self.found("I5", f"attempt {line.attempt} of {line.job_id} ran at {line.worker_id}, and was never granted")
+        lives = self._lives.setdefault(line.worker_id, set())
+        lives.add(line.incarnation)
+        if GoneEvent in self.told:
+            if job.began:
+                self._no_other_runs(line)
+            if len(lives) > 1:
+                self._earlier_life_is_gone(line)
+        job.began.add(line.attempt)
+        self._by_job.setdefault(line.job_id, {})[line.attempt] = line
+        self._by_worker.setdefault(line.worker_id, {})[line.job_id, line.attempt] = line
+        self._began_at[line.job_id, line.attempt] = self.findings.line
+
+    def _no_other_runs(self, line: BeganEvent) -> None:
+        """I9: whoever lost its lease has stopped by now. The one with the lower attempt is the one that lost it."""
+        self.evidence["I9"] += 1
+        for other in self._by_job.get(line.job_id, {}).values():
+            older, newer = (line, other) if line.attempt < other.attempt else (other, line)
+            if not self._may_go_on(older):
+                ran = f"attempt {older.attempt} of {line.job_id} ran at {older.worker_id}"
+                self.found("I9", f"{ran} while attempt {newer.attempt} did at {newer.worker_id}")
+
+    def _may_go_on(self, began: BeganEvent) -> bool:
+        """It was told to, its clock was wrong, or nobody was left to stop it; or it is not known whether one of these holds."""
+        lease = self.findings.leases.get(began.lease_id)
+        return (
+            lease is None
+            or lease.keep
+            or began.worker_id in self.findings.drifted
+            or STORE in self.findings.drifted
+            or self._lost_its_keeper(began)
+        )
+
+    def _lost_its_keeper(self, began: BeganEvent) -> bool:
+        killed = self._unkept.get(began.worker_id)
+        return killed is not None and killed > self._began_at[began.job_id, began.attempt]
+
+    def _earlier_life_is_gone(self, line: BeganEvent) -> None:
+        """I10: a worker that starts again sweeps what an earlier life of it left behind, before it takes work."""
+        self.evidence["I10"] += 1
+        for other in self._by_worker.get(line.worker_id, {}).values():
+            if other.incarnation != line.incarnation:
+                left = f"attempt {other.attempt} of {other.job_id}"
+                self.found("I10", f"{line.worker_id} runs {line.job_id} while {left} of an earlier life of it is not gone")
+
+    def _gone(self, line: GoneEvent) -> None:
+        if line.how != "ended":
+            self.evidence["I10"] += 1
+        self._by_job.get(line.job_id, {}).pop(line.attempt, None)
+        self._by_worker.get(line.worker_id, {}).pop((line.job_id, line.attempt), None)
+
+    def _busy(self, line: BusyEvent) -> None:
+        self.evidence["credit"] += 1
+        if line.attempts > line.capacity:
+            self.found("credit", f"{line.worker_id} has {line.attempts} attempts and room for {line.capacity}")
+        asked = line.capacity + line.ahead
+        if line.attempts + line.waiting > FOUND_AGAIN * asked:
+            held = line.attempts + line.waiting
+            self.found("credit", f"{line.worker_id} was given {held} attempts and asks for {asked} at a time")
+
+    def _process(self, line: ProcessEvent) -> None:
+        if line.what == "started":
+            self._dead.discard(line.name)
+        elif line.what in _ENDS:
+            self._dead.add(line.name)
+            if line.name.endswith(KEEPER):
+                self._unkept[line.name.removesuffix(KEEPER)] = self.findings.line
+
+    def _drifted(self, line: DriftedEvent) -> None:
+        self.findings.drifted.add(line.name)
+
+    def end(self) -> None:
+        """I10: what still runs when all is over belongs to a live worker that still holds its lease."""
+        if not self.findings.is_over or GoneEvent not in self.told:
+            return
+        for runs in self._by_job.values():
+            for began in runs.values():
+                self.evidence["I10"] += 1
+                self._may_still_run(began)
+
+    def _may_still_run(self, began: BeganEvent) -> None:
+        what = f"attempt {began.attempt} of {began.job_id} still runs at {began.worker_id}"
+        if began.worker_id in self._dead:
+            if not self._lost_its_keeper(began):
+                self.found("I10", f"{what}, which is dead")
+            return
+        job = self.job(began.job_id)
+        if job.lease_known and GrantedEvent in self.told and (job.lease is None or job.lease.lease_id != began.lease_id):
+            self.found("I10", f"{what}, and its lease is over; the job is {job.state}")
+
+
+# ---------------------------------------------------------------------------------------------------- leadership
+
+
+class EpochJudge(Judge):
+    """Follows epochs in the order of commits, and what servers believe of themselves."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._holders: dict[int, str] = {}
+        self._led_by: dict[int, str] = {}
+        self._leaders: dict[str, int] = {}
+        self._written = 0
+        """The highest epoch that a duty was written under."""
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {
+            TookOverEvent: self._took_over,
+            LedEvent: self._led,
+            ReapedEvent: self._reaped,
+            LeadingEvent: self._leading,
+            ProcessEvent: self._process,
+        }
+
+    def _took_over(self, line: TookOverEvent) -> None:
+        """I7: epochs strictly rise."""
+        if not line.done:
+            return
+        self.evidence["I7"] += 1
+        if line.epoch <= self.findings.registered:
+            self.found("I7", f"{line.server_id} registered epoch {line.epoch} after {self.findings.registered}")
+        self._holders.setdefault(line.epoch, line.server_id)
+        self.findings.registered = max(self.findings.registered, line.epoch)
+
+    def _led(self, line: LedEvent) -> None:
+        """I8: never under an older epoch than the one registered last. I17: by its holder."""
+        if not line.done:
+            return
+        self._write(line.epoch, line.server_id)
+        holder = self._holders.get(line.epoch)
+        if holder is not None:
+            self.evidence["I17"] += 1
+            if holder != line.server_id:
+                self.found("I17", f"{line.server_id} wrote under epoch {line.epoch}, which is {holder}'s")
+        elif TookOverEvent in self.told and line.epoch >= self.findings.registered:
+            self.found("I17", f"{line.server_id} wrote under epoch {line.epoch}, which nobody registered")
+
+    def _reaped(self, line: ReapedEvent) -> None:
+        if line.epoch:
+            self._write(line.epoch, "a reaper")
+
+    def _write(self, epoch: int, who: str) -> None:
+        self.evidence["I8"] += 1
+        latest = max(self._written, self.findings.registered)
+        if epoch < latest:
+            self.found("I8", f"{who} wrote under epoch {epoch} after epoch {latest}")
+        self._written = max(self._written, epoch)
+
+    def _leading(self, line: LeadingEvent) -> None:
+        """I7: each epoch has one holder, once."""
+        if not line.epoch:
+            self._leaders.pop(line.server_id, None)
+            return
+        self._leaders[line.server_id] = line.epoch
+        self.evidence["I7"] += 1
+        if line.epoch in self._led_by:
+            self.found("I7", f"{line.server_id} leads under epoch {line.epoch}, as {self._led_by[line.epoch]} did before")
+            return
+        self._led_by[line.epoch] = line.server_id
+        holder = self._holders.get(line.epoch, line.server_id)
+        if holder != line.server_id:
+            self.found("I7", f"{line.server_id} leads under epoch {line.epoch}, which is {holder}'s")
+
+    def _process(self, line: ProcessEvent) -> None:
+        if line.what in ("crashed", "exited"):
+            self._leaders.pop(line.name, None)
+
+    def end(self) -> None:
+        """I7: nobody led under an epoch that was never registered. Liveness: one leader, of the latest epoch."""
+        if TookOverEvent in self.told and self._led_by:
+            self.evidence["I7"] += 1
+            highest = max(self._led_by)
+            if highest > self.findings.registered:
+                registered = self.findings.registered
+                self.found("I7", f"{self._led_by[highest]} led under epoch {highest}, and {registered} is the latest registered")
+        if self.findings.is_over and LeadingEvent in self.told:
+            self.evidence["liveness"] += 1
+            if len(self._leaders) != 1:
+                self.found("liveness", f"{len(self._leaders)} servers lead at the end: {self._leaders}")
+            elif TookOverEvent in self.told and self.findings.registered not in self._leaders.values():
+                self.found("liveness", f"{self._leaders} lead at the end, and {self.findings.registered} is the latest epoch")
+
+
+# ---------------------------------------------------------------------------------------------------- schedules
+
+
+class ScheduleJudge(Judge):
+    """Compares what was due with what was fired."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._fired: dict[tuple[str, float], str] = {}
+        self._due: set[tuple[str, float]] = set()
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {DueEvent: self._is_due, FiredEvent: self._was_fired}
+
+    def _is_due(self, line: DueEvent) -> None:
+        self._due.add((line.definition, line.nominal))
+
+    def _was_fired(self, line: FiredEvent) -> None:
+        """At most one. A schedule is also who asked for the job."""
+        self.job(line.job_id).asked = True
+        self.evidence["I15"] += 1
+        first = self._fired.setdefault((line.definition, line.nominal), line.job_id)
+        if first != line.job_id:
+            self.found("I15", f"{line.definition} ran twice for {line.nominal:.0f}: as {first} and as {line.job_id}")
+
+    def end(self) -> None:
+        """None is missed. What was due a moment before the end of a history that was cut off may still come."""
+        if not self.findings.is_over:
+            return
+        for definition, nominal in sorted(self._due):
+            self.evidence["I15"] += 1
+            if (definition, nominal) not in self._fired:
+                self.found("I15", f"{definition} never ran for {nominal:.0f}")
+
+
+# ---------------------------------------------------------------------------------------------------- liveness
+
+
+class LivenessJudge(Judge):
+    """Knows when the history was healed and when it ended."""
+
+    def __init__(self, findings: Findings, events_per_s_max: float) -> None:
+        super().__init__(findings)
+        self._events_per_s_max = events_per_s_max
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {HealedEvent: self._healed, EndedEvent: self._ended}
+
+    def _healed(self, line: HealedEvent) -> None:
+        self.findings.healed_at = line.at
+
+    def _ended(self, line: EndedEvent) -> None:
+        self.findings.ended = True
+        healed_at = self.findings.healed_at
+        if healed_at is None:
+            return
+        self.evidence["liveness"] += 1
+        if not line.quiet:
+            self.found("liveness", f"something is still left to do {line.at - healed_at:g} s after the last fault")
+        if line.events:
+            self.evidence["liveness"] += 1
+            # The first second of quiet is counted whole: a short end has its events in a bunch.
+            per_s = line.events / max(1.0, line.at - healed_at)
+            if per_s > self._events_per_s_max:
+                self.found("liveness", f"a hot loop: {line.events} events in {line.at - healed_at:g} s, {per_s:.0f} per second")
+
+
+# ---------------------------------------------------------------------------------------------------- all judges together
 
 EVENTS_PER_S_MAX = 1000.0  # of a small world at rest after its faults: ticks, heartbeats and the last jobs are a tenth of this
 

@@ -9,19 +9,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from tasuki.testing.sim.history import DriftedEvent, FaultEvent
-from tasuki.testing.sim.options import SimOptions
-from tasuki.testing.sim.world import Streams
-
-if TYPE_CHECKING:
-    from tasuki.testing.sim.network import SimulatedLink
-    from tasuki.testing.sim.system import System
-
-STORE, COORDINATION = "store", "coordination"
+from tasuki.testing.sim.network import SimulatedLink
+from tasuki.testing.sim.servers import COORDINATION, STORE
+from tasuki.testing.sim.system import Cast, System, cast_of
+from tasuki.testing.sim.world import SimOptions, Streams
 
 
 class PlannedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,27 +34,6 @@ class PlannedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """How long it lasts; 0: it is done at once."""
     amount: float = 0.0
     """How bad it is: seconds, a probability, or a rate."""
-
-
-class Cast(NamedTuple):
-    """The names of all that faults can hit."""
-
-    servers: tuple[str, ...]
-    workers: tuple[str, ...]
-    clients: tuple[str, ...]
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return self.workers + self.clients
-
-    @property
-    def processes(self) -> tuple[str, ...]:
-        return self.servers + self.workers + self.clients
-
-
-def cast_of(options: SimOptions) -> Cast:
-    counts = (("server", options.servers), ("worker", options.workers), ("client", options.clients))
-    return Cast(*(tuple(f"{role}-{number}" for number in range(1, (count or 0) + 1)) for role, count in counts))
 
 
 class FaultKind(NamedTuple):
@@ -404,7 +379,7 @@ KINDS: dict[str, FaultKind] = {
 }
 
 
-def drawn(streams: Streams, options: SimOptions) -> list[PlannedFault]:
+def draw_faults(streams: Streams, options: SimOptions) -> list[PlannedFault]:
     """All faults of a seed, in the order of their times."""
     chance, cast = streams.faults, cast_of(options)
     kinds = [kind for kind in options.kinds or () if not KINDS[kind].several or (options.servers or 0) > 1]

@@ -8,22 +8,48 @@ other keeps what was sent, as retransmission does, until they are not. Whoever s
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from tasuki.core.address import Address
-from tasuki.core.machine import Closed, Now, Opened, Received
+from tasuki.core.broker.events import Event as BrokerEvent
+from tasuki.core.machine import Closed, Now, Opened, Peer, Received
 from tasuki.core.protocol import FRAME_MAX_BYTES, Message
 from tasuki.core.reconnect import Connect
 from tasuki.testing.sim.world import World
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 
-if TYPE_CHECKING:
-    from tasuki.testing.sim.clients import SimClient
-    from tasuki.testing.sim.servers import SimServer
-    from tasuki.testing.sim.workers import SimWorker
 
-Peer: TypeAlias = "SimClient | SimWorker"
+class NetworkServer(Protocol):
+    """A server process as its connections see it."""
+
+    name: str
+    alive: bool
+    paused: bool
+    stopping: bool
+
+    def apply(self, event: BrokerEvent) -> None: ...
+    def pump(self) -> None: ...
+    def hear_later(self, link: SimulatedLink, reason: str) -> None: ...
+
+
+class NetworkPeer(Protocol):
+    """A client or worker process as its connections see it."""
+
+    name: str
+    life: int
+    paused: bool
+    peer: Peer
+    link: SimulatedLink | None
+
+    @property
+    def servers(self) -> Mapping[Address, NetworkServer]: ...
+    def later(self, delay_s: float, label: str, action: Callable[..., None], *arguments: Any) -> None: ...
+    def hear(self, event: Opened | Closed) -> None: ...
+    def hear_message(self, event: Received) -> None: ...
+    def flush(self) -> None: ...
+    def exit_now(self) -> None: ...
 
 
 class ConnectionBegin:
@@ -69,7 +95,7 @@ class LinkDirection:
 class SimulatedLink:
     """One connection, from a peer to a server."""
 
-    def __init__(self, conn: int, node: Peer, server: SimServer) -> None:
+    def __init__(self, conn: int, node: NetworkPeer, server: NetworkServer) -> None:
         self.conn = conn
         self.node = node
         self.server = server
@@ -116,11 +142,11 @@ class Network:
         return Now(self.world.at, self.world.at)
 
     # -- connecting -----------------------------------------------------------------------------------------------
-    def dial(self, node: Peer, address: Address) -> None:
+    def dial(self, node: NetworkPeer, address: Address) -> None:
         """With the patience of somebody who has nowhere else to turn to."""
         self.connect(node, node.servers[address], Connect(address))
 
-    def connect(self, node: Peer, server: SimServer, wanted: Connect) -> None:
+    def connect(self, node: NetworkPeer, server: NetworkServer, wanted: Connect) -> None:
         """The peer hears Opened or Closed."""
         delay_s = 2 * self.delay_s(node.name, server.name)
         if self.is_cut(node.name, server.name) or self.is_cut(server.name, node.name) or delay_s > wanted.timeout_s:
@@ -128,7 +154,7 @@ class Network:
         else:
             node.later(delay_s, f"{node.name} dials {server.name}", self._dialed, node, server)
 
-    def _dialed(self, node: Peer, server: SimServer) -> None:
+    def _dialed(self, node: NetworkPeer, server: NetworkServer) -> None:
         if self.refusing[server.name] or not server.alive:
             self.world.effects["refused"] += self.refusing[server.name] > 0
             node.hear(Closed(0, "connection refused"))
@@ -141,7 +167,7 @@ class Network:
         node.hear(Opened(link.conn, node.peer))
 
     # -- sending --------------------------------------------------------------------------------------------------
-    def send_to_server(self, node: Peer, conn: int, message: Message) -> None:
+    def send_to_server(self, node: NetworkPeer, conn: int, message: Message) -> None:
         link = node.link
         if link is not None and link.conn == conn:
             self._write(link.to_server, message)
@@ -240,13 +266,13 @@ class Network:
             self._tidy(link)
             link.server.apply(Closed(link.conn, reason))
 
-    def close_from_node(self, node: Peer, reason: str) -> None:
+    def close_from_node(self, node: NetworkPeer, reason: str) -> None:
         """The peer closes: it hears so at once, the server when that reaches it."""
         if (link := node.link) is not None:
             self._put(link.to_server, End(reason))
             self.node_loses(link, reason)
 
-    def exit(self, node: Peer) -> None:
+    def exit(self, node: NetworkPeer) -> None:
         """The peer's process ends by itself: what it sent before still arrives."""
         node.exit_now()
 

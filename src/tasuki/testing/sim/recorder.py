@@ -26,8 +26,7 @@ from tasuki.testing.sim.history import (
     SubmittedEvent,
     TookOverEvent,
 )
-from tasuki.testing.sim.process import HostClock
-from tasuki.testing.sim.world import World
+from tasuki.testing.sim.world import HostClock, World
 
 _LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
 _LEADER = tuple(verb.name for verb in VERBS if verb.leads)

@@ -16,13 +16,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from tasuki.testing.sim import faults, load
+from tasuki.testing.sim import clients, faults
 from tasuki.testing.sim.checker import Broken, Checker, Violation
 from tasuki.testing.sim.history import AnyLine, EndedEvent, HealedEvent, WatchingEvent
-from tasuki.testing.sim.options import SimOptions, derived
-from tasuki.testing.sim.storage import MakeStore
+from tasuki.testing.sim.servers import MakeStore
 from tasuki.testing.sim.system import System
-from tasuki.testing.sim.world import HotLoop, Streams, Trace, World
+from tasuki.testing.sim.world import HotLoop, SimOptions, Streams, Trace, World, derived
 
 LOOK_S = 0.5  # how often a healed world is asked whether it is at rest
 WATCHED = (
@@ -36,7 +35,7 @@ class Plan(msgspec.Struct, frozen=True):
     """What a seed does to its world. Any part of it may be left out."""
 
     faults: tuple[faults.PlannedFault, ...]
-    operations: tuple[load.Operation, ...]
+    operations: tuple[clients.Operation, ...]
 
 
 class SeedOutcome(msgspec.Struct, kw_only=True):
@@ -84,7 +83,7 @@ class SeedOutcome(msgspec.Struct, kw_only=True):
 def plan_of(seed: int, options: SimOptions) -> Plan:
     """What this seed does under these options, which are complete."""
     streams = Streams(seed)
-    return Plan(tuple(faults.drawn(streams, options)), tuple(load.drawn(streams, options)))
+    return Plan(tuple(faults.draw_faults(streams, options)), tuple(clients.draw_operations(streams, options)))
 
 
 def run_seed(

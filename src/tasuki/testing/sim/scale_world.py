@@ -7,29 +7,279 @@ worker's timer fires when a heartbeat is due, or soon again while it has no conn
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
+import math
+import random
+from array import array
+from bisect import bisect
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import accumulate, compress
+from operator import attrgetter
+
+import msgspec
 
 from tasuki.core.broker.events import Hinted
 from tasuki.core.client_machine import Call, CallAnswered, ResultsArrived
 from tasuki.core.cluster_messages import Hint, decode
-from tasuki.core.job import JobSpec
+from tasuki.core.job import TERMINAL, JobSpec, Outcome
 from tasuki.core.machine import Closed, Received, Ticked
-from tasuki.core.protocol import Accepted, HeartbeatAnswer, SubmitJobs
-from tasuki.core.store_messages import Answers, Grant, Turn
+from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, SubmitJobs
+from tasuki.core.store_messages import VERBS, Answers, Grant, ReportStatus, Turn
 from tasuki.core.worker.events import AttemptEnded, Event, Started
 from tasuki.errors import TasukiError
+from tasuki.stores.store import Store
 from tasuki.testing.sim.clients import SimClient
-from tasuki.testing.sim.cluster import CoordinationNode
 from tasuki.testing.sim.history import AnyLine, LeadingEvent
-from tasuki.testing.sim.network import Network, Peer
-from tasuki.testing.sim.scale_load import Load
-from tasuki.testing.sim.scale_tally import Tally
-from tasuki.testing.sim.servers import SimServer
-from tasuki.testing.sim.storage import StoreNode, Task
+from tasuki.testing.sim.network import Network, NetworkPeer, NetworkServer
+from tasuki.testing.sim.recorder import Recorder
+from tasuki.testing.sim.servers import CoordinationNode, SimServer, StoreNode, Task
 from tasuki.testing.sim.workers import SimulatedAttempt, SimWorker
-from tasuki.testing.sim.world import World
+from tasuki.testing.sim.world import HostClock, Streams, World
+
+# ----------------------------------------------------------------------------------------------------
+# What is counted in a big world: delays by time, group and priority; turns, verbs and duties by server; and a sample of jobs
+
+BUCKET_S = 10.0  # how finely the delays are told apart by the time of their submit
+SAMPLED = "sampled-"  # how the ids of jobs begin that are followed
+
+_LISTS = tuple(verb.name for verb in VERBS if not verb.leads)
+
+_lists = attrgetter(*_LISTS)
+
+
+class Followed(msgspec.Struct):
+    """One job of the sample."""
+
+    accepted: bool = False
+    grants: list[int] = []
+    finished: list[tuple[int, str | None]] = []
+    """(attempt, sha256 of the result) of reports that were accepted and ended it."""
+    results: list[tuple[str, int, str | None]] = []
+    """(state, attempt, sha256) as its submitter heard."""
+
+
+class ServerTally(msgspec.Struct):
+    """One server's share of the work."""
+
+    turns: int = 0
+    items: array[int] = msgspec.field(default_factory=lambda: array("I"))
+    """How many items each turn had."""
+    submitted: int = 0
+    granted: int = 0
+    store_s: float = 0.0
+    """Virtual time during which a turn of it was at the store."""
+    duty_turns: int = 0
+    duty_s: float = 0.0
+    leading_s: float = 0.0
+
+
+class Tally(Recorder):
+    """All counters of one world."""
+
+    def __init__(self, world: World, store: Store, clock: HostClock) -> None:
+        super().__init__(world, store, clock)
+        self.items: Counter[str] = Counter()
+        """Jobs, claims and requests in the calls of each verb."""
+        self.duties: Counter[str] = Counter()
+        """What leaders found to do."""
+        self.servers: defaultdict[str, ServerTally] = defaultdict(ServerTally)
+        self.delays: defaultdict[tuple[int, str, int], array[float]] = defaultdict(lambda: array("f"))
+        """By (bucket of the submit, group, priority): from the submit to the start of the first attempt."""
+        self.attempts: Counter[str] = Counter()
+        """By worker."""
+        self.waiting: dict[str, tuple[float, str, int]] = {}
+        """Jobs of which no attempt has started: when, group and priority."""
+        self.unheard: dict[str, None] = {}
+        """Accepted jobs whose result has not come to their submitter."""
+        self.groups: dict[str, str] = {}
+        """Of the jobs that have not ended."""
+        self.followed: dict[str, Followed] = {}
+        self.lost_at: dict[str, float] = {}
+        """Jobs whose worker died, and when."""
+        self.recovered: list[float] = []
+        """How long it took until such a job ran again."""
+        self.submits = self.accepted = self.starts = self.ends = 0
+        self.empty_leases = self.heartbeats = self.hints = self.hints_heard = self.fenced = 0
+
+    # -- clients --------------------------------------------------------------------------------------------------
+    def asked(self, job_id: str, at: float, group: str, priority: int, *, sampled: bool) -> None:
+        self.submits += 1
+        self.waiting[job_id] = (at, group, priority)
+        self.groups[job_id] = group
+        if sampled:
+            self.followed[job_id] = Followed()
+
+    def was_accepted(self, job_id: str) -> None:
+        self.accepted += 1
+        self.unheard[job_id] = None
+        if job_id in self.followed:
+            self.followed[job_id].accepted = True
+
+    def arrived(self, result: JobResult) -> None:
+        self.ends += self.unheard.pop(result.job_id, 0) is None
+        self.groups.pop(result.job_id, None)
+        followed = self.followed.get(result.job_id)
+        if followed is not None:
+            followed.results.append((result.state, result.attempt, result.outcome.result_sha256))
+
+    # -- workers --------------------------------------------------------------------------------------------------
+    def started(self, worker_id: str, job_id: str) -> None:
+        at = self.world.at
+        self.starts += 1
+        self.attempts[worker_id] += 1
+        waited = self.waiting.pop(job_id, None)
+        if waited is not None:
+            asked_at, group, priority = waited
+            self.delays[int(asked_at // BUCKET_S), group, priority].append(at - asked_at)
+        if self.lost_at and (lost_at := self.lost_at.pop(job_id, None)) is not None:
+            self.recovered.append(at - lost_at)
+
+    # -- the store ------------------------------------------------------------------------------------------------
+    def turn(self, server_id: str, turn: Turn, answers: Answers) -> None:
+        if turn.epoch:
+            self._duty(server_id, turn, answers)
+            return
+        server = self.servers[server_id]
+        lists = _lists(turn)
+        sizes = list(map(len, lists))
+        self.verbs.update(compress(_LISTS, lists))
+        for name, size in zip(_LISTS, sizes, strict=True):
+            if size:
+                self.items[name] += size
+        server.turns += 1
+        server.items.append(sum(sizes))
+        server.submitted += len(turn.submit)
+        self.heartbeats += len(turn.context.renew_routes)
+        for grants in answers.lease:
+            if not grants:
+                self.empty_leases += 1
+                continue
+            server.granted += len(grants)
+            for grant in grants:
+                if grant.job_id.startswith(SAMPLED):
+                    self.followed[grant.job_id].grants.append(grant.attempt)
+        for reports, recorded in ((turn.finish, answers.finish), (turn.fail, answers.fail)):
+            for report, word in zip(reports, recorded, strict=True):
+                if word.answer is ReportStatus.FENCED:
+                    self.fenced += 1
+                elif report.job_id.startswith(SAMPLED) and word.answer is ReportStatus.RECORDED and word.state in TERMINAL:
+                    self.followed[report.job_id].finished.append((report.attempt, report.outcome.result_sha256))
+
+    def _duty(self, server_id: str, turn: Turn, answers: Answers) -> None:
+        self.servers[server_id].duty_turns += 1
+        if turn.take_over:
+            self.verbs["take_over"] += 1
+            return
+        found = {"reap": len(answers.reap), "promote": answers.promote.count, "prune": answers.prune}
+        for name, asked in (("reap", turn.reap), ("promote", turn.promote), ("prune", turn.prune)):
+            if asked:
+                self.verbs[name] += 1
+                self.duties[name] += found[name]
+
+    # -- the sample -----------------------------------------------------------------------------------------------
+    def violations(self) -> list[str]:
+        """What the followed jobs show against I1, I5 and I13, once nothing is left to do."""
+        found = [f"I1: {job_id} was accepted, and its submitter never heard of its end" for job_id in list(self.unheard)[:5]]
+        for job_id, job in self.followed.items():
+            if not job.accepted:
+                continue
+            if len(job.results) != 1:
+                found.append(f"I1: {job_id} has {len(job.results)} results")
+            if job.grants != list(range(1, len(job.grants) + 1)):
+                found.append(f"I5: {job_id} was granted as attempts {job.grants}")
+            told = [(attempt, sha256) for _, attempt, sha256 in job.results]
+            if job.finished and told != job.finished:
+                found.append(f"I13: {job_id} ended by {job.finished}, and its submitter heard {told}")
+        return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a big world is asked to do: Poisson arrivals of jobs in groups of unequal size, and how long each attempt takes.
+
+SIGMA = 0.8  # of the lognormal times: the longest of a hundred attempts takes some five times the mean
+FAILING = 0.02  # of all attempts; each is tried again after BACKOFF_S
+BACKOFF_S = 10.0
+SAMPLED_EVERY = 50
+PRIORITIES = ((9, 0.05), (5, 0.75), (1, 0.20))
+USUAL_PRIORITY = 5
+
+
+class LoadGroup(msgspec.Struct, frozen=True):
+    """Jobs of one kind: how many of all, and how long they take beside the average job."""
+
+    name: str
+    share: float
+    length: float
+
+
+GROUPS = (
+    LoadGroup("render", 0.50, 1.2),
+    LoadGroup("price", 0.25, 0.6),
+    LoadGroup("report", 0.15, 1.3),
+    LoadGroup("mail", 0.08, 0.4),
+    LoadGroup("audit", 0.02, 1.0),
+)
+REGIONS = ("asia", "europe", "america")
+SUBJECTS = {group.name: tuple(f"{group.name}.{region}" for region in REGIONS) for group in GROUPS}
+FLOODING = "report"
+
+PATTERNS = ((">",), (">",), (">",), (">",), ("render.>",))
+"""Of workers: four in five take everything, the others are kept for the largest group."""
+
+DONE = Outcome(exit_code=0)
+BROKEN = Outcome(exit_code=1, error_code="EXIT_CODE", message="it broke")
+
+
+class Load:
+    """Draws arrivals, specs, times and outcomes."""
+
+    def __init__(self, streams: Streams, tally: Tally, mean_s: float) -> None:
+        self._chance = streams.load
+        self._attempts = streams.attempts
+        self._tally = tally
+        self._group_marks = list(accumulate(group.share for group in GROUPS))
+        self._priority_marks = list(accumulate(share for _, share in PRIORITIES))
+        average = sum(group.share * group.length for group in GROUPS)
+        self._mu = {group.name: _mu(mean_s * group.length / average) for group in GROUPS}
+        self._number = 0
+
+    def until_next_s(self, rate: float) -> float:
+        return self._chance.expovariate(rate)
+
+    def spec(self, at: float, group: str = "") -> JobSpec:
+        """The next job; of this group, at the usual priority, if one is named."""
+        chance = self._chance
+        name = group or GROUPS[_pick(chance, self._group_marks)].name
+        priority = USUAL_PRIORITY if group else PRIORITIES[_pick(chance, self._priority_marks)][0]
+        self._number += 1
+        sampled = self._number % SAMPLED_EVERY == 0
+        job_id = f"{SAMPLED if sampled else 'job-'}{self._number}"
+        self._tally.asked(job_id, at, name, priority, sampled=sampled)
+        subject = SUBJECTS[name][self._number % len(REGIONS)]
+        return JobSpec(job_id=job_id, subject=subject, exec="program", priority=priority, backoff_s=BACKOFF_S)
+
+    def lasts_s(self, group: str) -> float:
+        return self._attempts.lognormvariate(self._mu[group], SIGMA)
+
+    def outcome(self, job_id: str, attempt: int, worker_id: str) -> Outcome:
+        if self._attempts.random() < FAILING:
+            return BROKEN
+        if not job_id.startswith(SAMPLED):
+            return DONE
+        result = f"{job_id} {attempt} {worker_id}".encode()
+        return Outcome(exit_code=0, result=result, result_sha256=hashlib.sha256(result).hexdigest())
+
+
+def _mu(mean_s: float) -> float:
+    return math.log(mean_s) - SIGMA * SIGMA / 2
+
+
+def _pick(chance: random.Random, marks: list[float]) -> int:
+    return min(bisect(marks, chance.random() * marks[-1]), len(marks) - 1)
+
 
 TURN_S = 0.012  # what a transaction takes at a busy database, drawn from half to one and a half of it,
 ITEM_S = 0.000_03  # and for each item in it (bench/postgresql.py: some 10,000 jobs/s, three verbs each)
@@ -62,7 +312,7 @@ class BigWorld(World):
 class BigNetwork(Network):
     """All links are of one kind: none is slower than the others by itself."""
 
-    def _dialed(self, node: Peer, server: SimServer) -> None:
+    def _dialed(self, node: NetworkPeer, server: NetworkServer) -> None:
         super()._dialed(node, server)
         if node.link is not None:
             node.link.extra_s = 0.0

@@ -4,8 +4,18 @@ Stands in for `server/server.py`."""
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
+from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, View
+from tasuki.coords.memory import MemoryCoordination
+from tasuki.core import election
 from tasuki.core.address import Address
 from tasuki.core.broker.broker import error_message
 from tasuki.core.broker.events import (
@@ -13,6 +23,9 @@ from tasuki.core.broker.events import (
     AskRevoked,
     Deposed,
     DiskSpace,
+    Elected,
+    Hinted,
+    Met,
     Publish,
     Query,
     SomeEnded,
@@ -20,23 +33,422 @@ from tasuki.core.broker.events import (
     TakeoverDone,
     TurnDone,
     TurnFailed,
+    Won,
 )
+from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
 from tasuki.core.machine import Hangup, Ticked
 from tasuki.core.protocol import Message, Reply
 from tasuki.core.store_messages import Answers, Turn
-from tasuki.errors import TasukiError
+from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
+from tasuki.server.cluster import SCOPE
 from tasuki.server.queries import answer_query
 from tasuki.server.server import STOP_TIMEOUT_S
-from tasuki.testing.harness_servers import ServerNode
-from tasuki.testing.sim.cluster import CoordinationNode, SimulatedCluster
+from tasuki.stores.batching import execute
+from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.retrying import Retries
+from tasuki.stores.store import Clock, Store
+from tasuki.testing.harness_nodes import ServerNode
 from tasuki.testing.sim.history import LeadingEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
-from tasuki.testing.sim.process import HostClock, Life
-from tasuki.testing.sim.storage import StoreNode
-from tasuki.testing.sim.world import World
+from tasuki.testing.sim.recorder import Recorder
+from tasuki.testing.sim.world import HostClock, Life, World
 
 if TYPE_CHECKING:
     from tasuki.core.broker.events import Event
+
+
+# ----------------------------------------------------------------------------------------------------
+# The store that the simulated servers share, behind its faults: slow, refusing, away for a while, full, silent after a commit.
+
+STORE = "store"
+LATENCY_S = 0.002
+ANSWER_APART = 0.3  # how often a server could die between a commit and its answer
+COMMITS_ALONE = 0.5  # how often a turn whose server died on the way is committed all the same
+KNOWN_AFTER_ALL = 0.5  # how often a server that lost the answer can find out what became of its turn
+
+Random = Callable[[int], bytes]
+MakeStore = Callable[[Clock, Random], Store]
+"""How a test puts a store of its own in the place of the real one."""
+
+
+class Task(msgspec.Struct, eq=False):
+    """One turn of one server, until it is answered."""
+
+    server: Any
+    life: int
+    turn: Turn
+    begun_at: float
+    """On its server's clock."""
+    retries: Retries | None = None
+    answers: Answers | None = None
+    """It is committed, and its server does not know yet."""
+
+
+class Troubles:
+    """What is wrong with the store at the moment. Each is 0 when nothing is."""
+
+    def __init__(self) -> None:
+        self.slow_s = 0.0
+        self.lost = 0.0
+        """How likely the answer to a commit is lost."""
+        self.refused = 0.0
+        """How likely a turn is refused before it did anything."""
+        self.down: Counter[str] = Counter()
+        self.full: Counter[str] = Counter()
+        """`hard`: nothing can be written. `floor`: there is so little room that servers take no new jobs."""
+
+
+class StoreNode:
+    """One store, and the turns that are on their way to it."""
+
+    def __init__(self, world: World, network: Network, make_store: MakeStore | None = None) -> None:
+        self.world = world
+        self.network = network
+        self.clock = HostClock(world, 1_000.0)
+        self.troubles = Troubles()
+        self._chance = world.streams.store
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.store = make_store(self.clock, world.streams.leases.randbytes) if make_store is not None else self._opened()
+        self.recorder = Recorder(world, self.store, self.clock)
+        self.turns = 0
+
+    def _opened(self) -> Store:
+        if self.world.options.store == "memory":
+            return MemoryStore(self.clock, self.world.streams.leases.randbytes)
+        from tasuki.stores.sql.store import SqlStore
+
+        shared_memory = Path("/dev/shm")  # noqa: S108 - where there is one, commits cost no disk
+        self._folder = tempfile.TemporaryDirectory(prefix="tasuki-sim-", dir=shared_memory if shared_memory.is_dir() else None)
+        path = Path(self._folder.name) / "tasuki.sqlite3"
+        return SqlStore.open_sqlite(path, clock=self.clock, random=self.world.streams.leases.randbytes)
+
+    def close(self) -> None:
+        self.store.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    # -- how it is ------------------------------------------------------------------------------------------------
+    def latency_s(self) -> float:
+        troubles, chance = self.troubles, self._chance
+        slow_s = troubles.slow_s * chance.random() if troubles.slow_s else 0.0
+        self.world.effects["store_slow"] += slow_s > 0
+        return LATENCY_S * (0.5 + chance.random()) + slow_s
+
+    def away(self, server: SimServer) -> bool:
+        """This server cannot reach it now."""
+        if self.troubles.down and self.troubles.down["restart"]:
+            self.world.effects["store_restart"] += 1
+            return True
+        if self.network.is_cut(server.name, STORE):
+            self.world.effects["store_cut"] += 1
+            return True
+        return False
+
+    def disk_problem(self) -> str:
+        """What a server sees when it looks at the disk."""
+        return "the disk is full" if any(self.troubles.full.values()) else ""
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+    def take(self, server: SimServer, turn: Turn) -> None:
+        """The server's store thread begins with it."""
+        self._try(Task(server, server.life, turn, server.clock.monotonic()), 0.0)
+
+    def _try(self, task: Task, wait_s: float) -> None:
+        self.world.after(wait_s + self.latency_s(), f"{task.server.name} commits", self._commit, task)
+
+    def _commit(self, task: Task) -> None:
+        server = task.server
+        if server.life != task.life and self._chance.random() >= COMMITS_ALONE:
+            return
+        try:
+            if self.away(server):
+                raise TurnInterrupted("the connection to the store was lost", InterruptCause.CONNECTION)
+            if task.answers is None:
+                self._refuse()
+                task.answers = execute(self.store, task.turn)
+                self.turns += 1
+                self.recorder.turn(server.name, task.turn, task.answers)
+                self._lose_answer()
+        except TurnInterrupted as error:
+            task.retries = task.retries or Retries(task.begun_at, self._chance.random)
+            wait_s = task.retries.wait_s(error.why, server.clock.monotonic())
+            if wait_s is None:
+                self._answer(task, error)
+            elif server.life == task.life:
+                self._try(task, wait_s)
+        except TasukiError as error:
+            if isinstance(error, StaleEpoch):
+                self.recorder.refused(server.name, task.turn)
+            self._answer(task, error)
+        else:
+            self._answer(task, task.answers)
+
+    def _refuse(self) -> None:
+        troubles, chance = self.troubles, self._chance
+        if troubles.full and troubles.full["hard"]:
+            self.world.effects["disk_full"] += 1
+            raise DiskFull("the disk of the database is full; nothing was stored")
+        if troubles.refused and chance.random() < troubles.refused:
+            self.world.effects["store_refused"] += 1
+            if chance.random() < 0.5:
+                raise TurnInterrupted("a deadlock", InterruptCause.CONFLICT)
+            raise Unavailable("the database is locked by another process; nothing was stored")
+
+    def _lose_answer(self) -> None:
+        chance = self._chance
+        if self.troubles.lost and chance.random() < self.troubles.lost:
+            self.world.effects["store_lost"] += 1
+            if chance.random() < KNOWN_AFTER_ALL:
+                raise TurnInterrupted("the connection broke while it was committed", InterruptCause.CONNECTION)
+            raise Unavailable("the connection broke while it was committed; it is not known whether it was stored")
+
+    def _answer(self, task: Task, answer: Answers | TasukiError) -> None:
+        server = task.server
+        if server.life != task.life:
+            return
+        if self._chance.random() < ANSWER_APART or server.paused:
+            server.later(self.latency_s(), f"{server.name} hears of its turn", server.answered, task.turn, answer)
+        else:
+            server.answered(task.turn, answer)
+
+    # -- reads ----------------------------------------------------------------------------------------------------
+    def read(self, server: SimServer, what: str, ask: Callable[[Store], Any], then: Callable[[Any], None]) -> None:
+        """On a connection of its own; `then` gets the answer, or the error."""
+        server.later(self.latency_s(), f"{server.name} reads {what}", self._read, server, ask, then)
+
+    def _read(self, server: SimServer, ask: Callable[[Store], Any], then: Callable[[Any], None]) -> None:
+        answer: Any
+        try:
+            if self.away(server):
+                raise Unavailable("the connection to the store was lost")
+            answer = ask(self.store)
+        except TasukiError as error:
+            answer = error
+        then(answer)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A server among others: its election and its beats over the shared coordination, and hints to and fro.
+
+COORDINATION = "coordination"
+TIMEOUT_SHARE = 0.4  # of the lock's ttl, as in coords/sql.py
+LATE_MAX_S = 3.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = lru_cache(64)(msgspec.msgpack.Decoder(ServerInfo).decode)  # all servers are told the same of each
+
+
+class CoordinationNode:
+    """What all servers share besides the store. Its clock is the store's wall clock, as in a database, and may jump."""
+
+    def __init__(self, world: World, network: Network, clock: HostClock) -> None:
+        self.world = world
+        self.network = network
+        self.coordination = MemoryCoordination(clock.wall)
+        self.servers: list[SimServer] = []
+        self.lost = self.late = self.doubled = 0.0
+        """How likely a call is."""
+        self.hints_lost = self.hints_late = self.hints_doubled = 0.0
+        self._chance = world.streams.network
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+    def call(self, server: SimServer, name: str, verb: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """`then` gets the answer, or None if there was none in time."""
+        chance, world = self._chance, self.world
+        timeout_s = TIMEOUT_SHARE * (world.options.lock_ttl_s or election.LOCK_TTL_S)
+        delay_s = self.network.delay_s(server.name, COORDINATION)
+        label = f"{server.name} {name}"
+        if self.network.is_cut(server.name, COORDINATION):
+            world.effects["coordination_cut"] += 1
+            server.later(timeout_s, f"{label}: no answer", then, None)
+        elif self.lost and chance.random() < self.lost:
+            world.effects["coordination_lost"] += 1
+            if chance.random() < 0.5:
+                world.after(delay_s, f"{label}, unheard", _carry_out, verb)
+            server.later(timeout_s, f"{label}: no answer", then, None)
+        elif self.late and chance.random() < self.late:
+            world.effects["coordination_late"] += 1
+            world.after(timeout_s + LATE_MAX_S * chance.random(), f"{label}, late", _carry_out, verb)
+            server.later(timeout_s, f"{label}: no answer", then, None)
+        else:
+            if self.doubled and chance.random() < self.doubled:
+                world.effects["coordination_doubled"] += 1
+                world.after(delay_s + LATE_MAX_S * chance.random(), f"{label}, again", _carry_out, verb)
+            server.later(delay_s, label, self._answer, verb, then)
+
+    def _answer(self, verb: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        then(verb())
+
+    # -- hints ----------------------------------------------------------------------------------------------------
+    def publish(self, sender: SimServer, pieces: list[bytes]) -> None:
+        chance, world = self._chance, self.world
+        for server in self.servers:
+            if server is sender or not server.alive:
+                continue
+            for piece in pieces:
+                delay_s = self.network.delay_s(sender.name, server.name)
+                if self.hints_lost and chance.random() < self.hints_lost:
+                    world.effects["hints_lost"] += 1
+                    continue
+                if self.hints_late and chance.random() < self.hints_late:
+                    world.effects["hints_late"] += 1
+                    delay_s += LATE_MAX_S * chance.random()
+                if self.hints_doubled and chance.random() < self.hints_doubled:
+                    world.effects["hints_doubled"] += 1
+                    server.later(delay_s + LATE_MAX_S * chance.random(), f"{server.name} is hinted again", server.hinted, piece)
+                server.later(delay_s, f"{server.name} is hinted", server.hinted, piece)
+
+
+def _carry_out(verb: Callable[[], Any]) -> None:
+    verb()
+
+
+class SimulatedCluster:
+    """One server's part in it, for one life."""
+
+    def __init__(self, server: SimServer, node: CoordinationNode, incarnation: str) -> None:
+        self.server = server
+        self.node = node
+        self.term = election.Election(server.name, ttl_s=server.sim.options.lock_ttl_s or election.LOCK_TTL_S)
+        self._incarnation = incarnation
+        self._info = b""
+        self._version = int(server.now().wall * 1000)
+        self._seen: dict[str, tuple[int, ServerInfo]] = {}
+        self._beat_at = 0.0
+        self._beating = False
+        self._calls: deque[tuple[str, Callable[[], Any], Callable[[Any], None]]] = deque()
+        self._calling = False
+
+    def join(self) -> None:
+        """Be seen, and hear everything once: something may have been told before we listened."""
+        self.tick()
+        self.heard(everything())
+
+    def leave(self) -> None:
+        """Let the lock go, and say that we leave: the next leader need not wait for a ttl."""
+        self._decide(election.Resign())
+        me = (self.server.name, self._incarnation)
+        self._call("leaves", lambda: self.node.coordination.leave(*me), _ignore)
+
+    @property
+    def asking(self) -> bool:
+        return self._calling or bool(self._calls) or self.term.asking
+
+    def tick(self) -> None:
+        self._decide(Ticked())
+        now = self.server.now().monotonic
+        if now >= self._beat_at and not self._beating:
+            self._beat_at = now + BEAT_INTERVAL_S
+            self._beat()
+
+    # -- calls, one at a time as on the coordination's own thread -----------------------------------------------------
+    def _call(self, name: str, verb: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        self._calls.append((name, verb, then))
+        self._next_call()
+
+    def _next_call(self) -> None:
+        if self._calls and not self._calling:
+            self._calling = True
+            name, verb, then = self._calls.popleft()
+            self.node.call(self.server, name, verb, lambda answer: self._called(then, answer))
+
+    def _called(self, then: Callable[[Any], None], answer: Any) -> None:
+        self._calling = False
+        then(answer)
+        self._next_call()
+
+    # -- who is there ---------------------------------------------------------------------------------------------
+    def _beat(self) -> None:
+        self._beating = True
+        assert self.server.broker is not None
+        info = _encode(self.server.broker.info)
+        if info != self._info:
+            self._info, self._version = info, self._version + 1
+        me = ClusterMember(
+            member_id=self.server.name, kind="server", incarnation=self._incarnation, version=self._version, info=info
+        )
+        known = {member_id: version for member_id, (version, _) in self._seen.items()}
+        self._call("beats", lambda: self.node.coordination.beat(me, seen=known), self._met)
+
+    def _met(self, view: View | None) -> None:
+        self._beating = False
+        if view is None:
+            return
+        seen: dict[str, tuple[int, ServerInfo]] = {}
+        for member in view.members:
+            if member.info is not None:
+                seen[member.member_id] = (member.version, _decode(member.info))
+            elif member.member_id in self._seen:
+                seen[member.member_id] = self._seen[member.member_id]
+        self._seen = seen
+        self.server.tell(Met(tuple(info for _, info in seen.values()), view.detached))
+
+    # -- who leads ------------------------------------------------------------------------------------------------
+    def told(self, command: Publish | TakeoverDone | Deposed) -> None:
+        match command:
+            case Publish():
+                self.node.publish(self.server, split(command.hint))
+            case TakeoverDone():
+                self._decide(election.TookOver(command.epoch, command.done))
+            case Deposed():
+                self._decide(election.EpochFenced(command.epoch))
+
+    def _decide(self, event: election.Event) -> None:
+        server = self.server
+        for command in self.term.apply(event, server.now().monotonic):
+            match command:
+                case election.Acquire():
+                    self._find_floor(server.now().monotonic)
+                case election.TakeOver():
+                    server.tell(Won(command.epoch))
+                case election.Renew():
+                    self._renew(command.epoch, server.now().monotonic)
+                case election.Release():
+                    self._release(command.epoch)
+                case election.Lead():
+                    self._lead(command.epoch)
+                case election.StepDown():
+                    self._lead(0)
+
+    def _lead(self, epoch: int) -> None:
+        self.server.sim.tell(LeadingEvent(at=self.server.sim.at, server_id=self.server.name, epoch=epoch))
+        self.server.tell(Elected(epoch))
+
+    def _find_floor(self, asked_at: float) -> None:
+        """No epoch that the store has ever seen is asked for again."""
+        server = self.server
+        server.storage.read(server, "the epoch", lambda store: store.epoch()[0], lambda floor: self._acquire(floor, asked_at))
+
+    def _release(self, epoch: int) -> None:
+        self._call("releases", lambda: self.node.coordination.release(SCOPE, self.server.name, epoch), _ignore)
+
+    def _acquire(self, floor: int | TasukiError, asked_at: float) -> None:
+        if isinstance(floor, TasukiError):
+            self._decide(election.Acquired(None, asked_at))
+            return
+        holder, ttl_s = self.server.name, self.term.ttl_s
+        self._call(
+            "asks for the lock",
+            lambda: self.node.coordination.acquire(SCOPE, holder, ttl_s, floor),
+            lambda answer: self._decide(election.Acquired(answer, asked_at)),
+        )
+
+    def _renew(self, epoch: int, asked_at: float) -> None:
+        holder, ttl_s = self.server.name, self.term.ttl_s
+        self._call(
+            "renews the lock",
+            lambda: self.node.coordination.renew(SCOPE, holder, epoch, ttl_s),
+            lambda done: self._decide(election.Renewed(done, asked_at)),
+        )
+
+    # -- hints ----------------------------------------------------------------------------------------------------
+    def heard(self, piece: bytes) -> None:
+        self.server.tell(Hinted(decode(piece)))
+
+
+def _ignore(answer: Any) -> None:
+    """Nothing follows from it."""
+
 
 DISK_LOOK_S = 1.0
 START_AGAIN_S = 1.0  # a server that finds no store at its start ends, and whoever supervises it tries again

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
 from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Peer
 from tasuki.core.store_messages import Takes, TokenRow
 from tasuki.core.worker.events import WorkerIdentity
-from tasuki.testing.harness_servers import OWN_UID
-from tasuki.testing.sim.clients import SimClient
-from tasuki.testing.sim.cluster import CoordinationNode
-from tasuki.testing.sim.faults import STORE, cast_of
-from tasuki.testing.sim.load import PATTERNS, Operation
+from tasuki.testing.harness_nodes import OWN_UID
+from tasuki.testing.sim.clients import PATTERNS, Operation, SimClient
 from tasuki.testing.sim.network import Network
-from tasuki.testing.sim.process import HostClock
-from tasuki.testing.sim.servers import SimServer
-from tasuki.testing.sim.storage import MakeStore, StoreNode
+from tasuki.testing.sim.servers import STORE, CoordinationNode, MakeStore, SimServer, StoreNode
 from tasuki.testing.sim.workers import DrawnEndings, SimWorker
-from tasuki.testing.sim.world import World
+from tasuki.testing.sim.world import HostClock, SimOptions, World
 
 OFFSET_MAX_S = 10_000.0  # of a host's monotonic clock: its time since boot
 WALL_OFFSET_MAX_S = 2.0
+
+
+class Cast(NamedTuple):
+    """The names of all that faults can hit."""
+
+    servers: tuple[str, ...]
+    workers: tuple[str, ...]
+    clients: tuple[str, ...]
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return self.workers + self.clients
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        return self.servers + self.workers + self.clients
+
+
+def cast_of(options: SimOptions) -> Cast:
+    counts = (("server", options.servers), ("worker", options.workers), ("client", options.clients))
+    return Cast(*(tuple(f"{role}-{number}" for number in range(1, (count or 0) + 1)) for role, count in counts))
 
 
 class System:

@@ -21,9 +21,8 @@ from tasuki.core.worker.machine import WorkerMachine
 from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.sim.history import BeganEvent, BusyEvent, GoneEvent, SettledEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
-from tasuki.testing.sim.process import HostClock, Life
 from tasuki.testing.sim.servers import SimServer
-from tasuki.testing.sim.world import World
+from tasuki.testing.sim.world import HostClock, Life, World
 
 START_MAX_S = 0.05
 STOP_MAX_S = 0.6  # how long an attempt that is told to end may take; after that it is killed

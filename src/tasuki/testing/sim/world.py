@@ -15,10 +15,81 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from tasuki.core.machine import Now
 from tasuki.testing.sim import history
-from tasuki.testing.sim.history import AnyLine, HistoryLine
-from tasuki.testing.sim.options import SimOptions
+from tasuki.testing.sim.history import AnyLine, HistoryLine, ProcessEvent
+
+# ----------------------------------------------------------------------------------------------------
+# What can be chosen of a simulated world, and what a seed draws of what was left open.
+
+
+class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """None: the seed decides."""
+
+    servers: int | None = None
+    workers: int | None = None
+    clients: int | None = None
+    jobs: int | None = None
+    store: str = "memory"
+    """memory or sqlite"""
+    tokens: bool | None = None
+    """Peers show tokens, which the store looks up; else all are the server's own user."""
+    wire: bool | None = None
+    """Messages pass through the wire's bytes."""
+    kinds: tuple[str, ...] | None = None
+    """Kinds of fault (`faults.KINDS`) that the seed chooses from for each."""
+    faults: int | None = None
+    """How many are planned."""
+    chaos_s: float = 18.0
+    """How long faults and load last."""
+    heal_limit_s: float = 150.0
+    """By when, after that, everything must have come to its end."""
+    rest_s: float = 2.0
+    """How long a world that has come to its end is watched on: nothing must happen any more."""
+    tick_s: float = 0.25
+    """How often a process looks at its timers. The real ones do every 0.05 to 0.1 s."""
+    lease_ttl_s: float | None = None
+    lock_ttl_s: float | None = None
+    retention_s: float | None = None
+    """How long finished jobs are kept."""
+    attempts_scale: float = 1.0
+    """How many times as long attempts take."""
+    latency_s: float | None = None
+    """Of one message on a network that is well; drawn anew for each, up to four times that."""
+
+    def text(self) -> str:
+        """For people who want the same run again."""
+        return " ".join(f"{name}={_shown(getattr(self, name))}" for name in self.__struct_fields__)
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def derived(seed: int, options: SimOptions, kinds: tuple[str, ...]) -> SimOptions:
+    """The options with everything that was left open drawn from the seed; `kinds` are all that there are."""
+    chance = random.Random(f"tasuki {seed} options")  # noqa: S311 - it must be the same again
+    swarm = [kind for kind in kinds if chance.random() < 0.4]
+    swarm += [kind for kind in chance.sample(kinds, min(4, len(kinds))) if kind not in swarm]
+    servers = options.servers or chance.choice((1, 2, 2, 3, 3))
+    drawn = {
+        "servers": servers,
+        "workers": chance.randint(3, 5),
+        "clients": chance.randint(2, 3),
+        "jobs": chance.randint(88, 100) if servers == 1 else chance.randint(52, 62),
+        "tokens": chance.random() < 0.4,
+        "wire": chance.random() < 0.1,
+        "kinds": tuple(sorted(swarm, key=kinds.index)),
+        "faults": chance.randint(14, 24),
+        "lease_ttl_s": chance.choice((2.0, 3.0, 4.0)),
+        "lock_ttl_s": chance.choice((2.0, 3.0, 5.0)),
+        "latency_s": chance.choice((0.0005, 0.002, 0.01)),
+        "retention_s": chance.choice((86_400.0,) * 6 + (8.0,)),
+    }
+    return replace(options, **{name: value for name, value in drawn.items() if getattr(options, name) is None})
+
 
 STORM_EVENTS = 4_000  # in one second of virtual time, for a small world; ten times what the busiest seeds need
 STORM_EVENTS_PER_NODE = 400
@@ -151,3 +222,126 @@ _HASHED = {
     for kind in vars(history).values()
     if isinstance(kind, type) and issubclass(kind, HistoryLine) and kind is not HistoryLine
 }
+
+
+# ----------------------------------------------------------------------------------------------------
+# A simulated process: its life, its pauses, its clocks. What is planned for it dies with it, and waits while it is paused.
+
+WALL_START_S = 1_700_000_000.0
+
+
+class HostClock:
+    """One host's clocks: a monotonic one with a rate of its own that nobody can set, and a wall clock that jumps.
+
+    It is also the clock of a store (`tasuki.stores.store.Clock`).
+    """
+
+    def __init__(self, world: World, offset_s: float = 0.0, wall_offset_s: float = 0.0) -> None:
+        self._world = world
+        self._since = world.at
+        self._monotonic = offset_s
+        self._wall_ahead = WALL_START_S + wall_offset_s - offset_s
+        self._highest_wall = 0.0
+        self._now, self._now_at = Now(0.0, 0.0), -1.0
+        self.rate = 1.0
+
+    def monotonic(self) -> float:
+        return self._monotonic + (self._world.at - self._since) * self.rate
+
+    def lease(self) -> float:
+        return self.monotonic()
+
+    def wall(self) -> float:
+        return self.monotonic() + self._wall_ahead
+
+    def now(self) -> Now:
+        """Both; kept while no time passes, because every event asks several times."""
+        if self._now_at != self._world.at:
+            monotonic = self._monotonic + (self._world.at - self._since) * self.rate
+            self._now, self._now_at = Now(monotonic, monotonic + self._wall_ahead), self._world.at
+        return self._now
+
+    def set_rate(self, rate: float) -> None:
+        """From now on it runs faster or slower than time does."""
+        self._monotonic, self._since = self.monotonic(), self._world.at
+        self.rate = rate
+
+    def jump_wall(self, seconds: float) -> None:
+        """Somebody set the wall clock."""
+        self._highest_wall = self.highest_wall()
+        self._wall_ahead += seconds
+        self._now_at = -1.0
+
+    def highest_wall(self) -> float:
+        """That it has ever shown."""
+        return max(self._highest_wall, self.wall())
+
+    def when(self, monotonic: float) -> float:
+        """The virtual time at which it will show this, if its rate stays."""
+        return self._world.at + (monotonic - self.monotonic()) / self.rate
+
+
+class Life:
+    """What a simulated process is besides its machine. `life` counts its starts: what was planned for an earlier one is void."""
+
+    def __init__(self, world: World, name: str, clock: HostClock) -> None:
+        self.sim = world
+        self.name = name
+        self.clock = clock
+        self.life = 0
+        self.alive = False
+        self.paused = False
+        self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """What became due while it was paused."""
+
+    def later(self, delay_s: float, label: str, action: Callable[..., None], *arguments: Any) -> None:
+        """Have this happen in the process so much later, if it lives so long."""
+        self.sim.after(delay_s, label, self._due, self.life, action, arguments)
+
+    def _due(self, life: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if life != self.life or not self.alive:
+            return
+        if self.paused:
+            self._waiting.append((action, arguments))
+            return
+        action(*arguments)
+
+    def tick_for_ever(self, tick: Callable[[], None], every_s: float) -> None:
+        """Its timer, from a moment of its own on."""
+        label = f"{self.name} ticks"
+
+        def again(life: int) -> None:
+            if life != self.life or not self.alive:
+                return
+            self.sim.idle_events += 1
+            if not self.paused:
+                tick()
+            self.sim.after(every_s, label, again, life)
+
+        self.sim.after(every_s * self.sim.streams.processes.random(), label, again, self.life)
+
+    # -- what is done to it ---------------------------------------------------------------------------------------
+    def born(self) -> None:
+        self.life += 1
+        self.alive, self.paused = True, False
+        self._waiting = []
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="started"))
+
+    def died(self, what: str = "crashed") -> None:
+        self.life += 1
+        self.alive = self.paused = False
+        self._waiting = []
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what=what))
+
+    def pause(self) -> None:
+        """SIGSTOP: nothing runs, nothing is lost."""
+        self.paused = True
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="paused"))
+
+    def resume(self) -> None:
+        """SIGCONT: what became due meanwhile happens now, in its order."""
+        self.paused = False
+        self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="resumed"))
+        waiting, self._waiting = self._waiting, []
+        for action, arguments in waiting:
+            self.later(0.0, f"{self.name} catches up", action, *arguments)

@@ -1,0 +1,682 @@
+"""What a check of a history came to, and what its judges know in common: each job, each lease, who had a wrong clock.
+
+The judges (checker_*.py) share these facts: those of the store's commits keep them, the others read them. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tasuki.core.job import LEASED, READY, TERMINAL, State
+from tasuki.core.lifecycle import TAKEOVER_TIE_S
+from tasuki.testing.sim.history import (
+    AskedEvent,
+    BeganEvent,
+    CanceledEvent,
+    GrantedEvent,
+    HistoryLine,
+    ReapedEvent,
+    RemovedEvent,
+    ReportedEvent,
+    RequeuedEvent,
+    RowEvent,
+    ShownEvent,
+    SubmittedEvent,
+    TookOverEvent,
+)
+
+INVARIANTS = (*(f"I{n}" for n in range(1, 18)), "lease", "credit", "liveness")
+"""Those of RELIABILITY §1; `lease`: no lease is ended before its time (§3); `credit`: no worker has more than it asked for."""
+
+STORE = "store"
+"""The name under which a history tells that the store's own clock was wrong."""
+
+Handler = Callable[[Any], None]
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """One broken invariant: when, in which line (from 0), and how."""
+
+    invariant: str
+    message: str
+    at: float = 0.0
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.message} (line {self.line}, at {self.at:g})"
+
+
+class Broken(AssertionError):
+    """Raised for the first violation, where that was asked for."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(str(violation))
+        self.violation = violation
+
+
+class GrantedLease:
+    """The right to one attempt, as it was given."""
+
+    __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "since", "ttl_s", "worker_id")
+
+    def __init__(self, lease_id: str, job_id: str, attempt: int, worker_id: str, incarnation: str) -> None:
+        self.lease_id = lease_id
+        self.job_id = job_id
+        self.attempt = attempt
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.keep = False
+        self.ttl_s: float | None = None
+        self.since = 0.0
+        """When it was given, or last renewed."""
+
+    def __str__(self) -> str:
+        return f"lease {self.lease_id} (attempt {self.attempt}, {self.worker_id})"
+
+
+class JobFacts:
+    """What is known of one job. None: not known."""
+
+    __slots__ = (
+        "acked",
+        "asked",
+        "asked_restarts",
+        "attempt",
+        "began",
+        "body",
+        "counted",
+        "endings",
+        "ends",
+        "existed",
+        "exists",
+        "failures",
+        "generation",
+        "job_id",
+        "lease",
+        "lease_known",
+        "losses",
+        "orphaned",
+        "removed",
+        "reports",
+        "restarts",
+        "results",
+        "row",
+        "state",
+    )
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self.endings: set[tuple[str, int]] = set()
+        """(state, attempt) in which it ever ended."""
+        self.results: dict[int, set[str | None]] = {}
+        """attempt → sha256 of its accepted finish; empty: not told."""
+        self.removed = False
+        """Once, at least."""
+        self.existed = False
+        self.acked = False
+        """A client was told that it is stored."""
+        self.asked = False
+        """Somebody wanted it: a client, or a schedule."""
+        self.asked_restarts = 0
+        self.restarts = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """The job is not there, or nothing is known of it: all of one life. What clients were told of earlier ones stays."""
+        self.exists = False
+        self.body: str | None = None
+        self.attempt: int | None = None
+        self.generation: int | None = None
+        self.state: str | None = None
+        self.lease: GrantedLease | None = None
+        self.lease_known = False
+        """`lease` is the current one, or there is none."""
+        self.orphaned = False
+        """The lease is over, and yet counts until another is given."""
+        self.reports: dict[int, str] = {}
+        """attempt → the verb of its accepted report."""
+        self.ends: dict[int, str] = {}
+        """attempt → how it ended."""
+        self.began: set[int] = set()
+        self.counted = False
+        """Failures and losses of this generation are known from its first moment."""
+        self.failures = self.losses = 0
+        self.row: RowEvent | None = None
+
+    def has_result(self, attempt: int, sha256: str | None) -> bool:
+        """Whether this may be the result of that attempt."""
+        results = self.results.get(attempt, ())
+        return sha256 in results or "" in results
+
+    def let_go(self, attempt: int, how: str) -> None:
+        """No lease is current any more."""
+        self.ends[attempt] = how
+        self.lease, self.lease_known, self.orphaned = None, True, False
+
+
+class Findings:
+    """Violations, evidence, and the facts that judges share."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.violations: list[Violation] = []
+        self.evidence: Counter[str] = Counter()
+        self.raises = raises
+        self.told: set[type[HistoryLine]] = set()
+        """The kinds of which no line is missing."""
+        self.watched: frozenset[type[HistoryLine]] = frozenset()
+        """Those of which this was so from the start."""
+        self.at = 0.0
+        self.line = -1
+        self.healed_at: float | None = None
+        self.ended = False
+        self.jobs: dict[str, JobFacts] = {}
+        self.leases: dict[str, GrantedLease] = {}
+        self.drifted: set[str] = set()
+        self.takeovers: list[float] = []
+        """When, in their order."""
+        self.registered = 0
+        """The highest epoch that a server took over."""
+
+    def found(self, invariant: str, message: str) -> None:
+        violation = Violation(invariant, message, self.at, self.line)
+        self.violations.append(violation)
+        if self.raises:
+            raise Broken(violation)
+
+    def job(self, job_id: str) -> JobFacts:
+        facts = self.jobs.get(job_id)
+        if facts is None:
+            facts = self.jobs[job_id] = JobFacts(job_id)
+            facts.counted = self.watched.issuperset((ReportedEvent, ReapedEvent))
+        return facts
+
+    @property
+    def is_over(self) -> bool:
+        """Faults had stopped, and the system had its time to end everything."""
+        return self.healed_at is not None and self.ended
+
+
+class Judge:
+    """Judges some invariants. `handlers`: what it looks at; `end`: what can be judged only when all is over."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+        self.evidence = findings.evidence
+        self.found = findings.found
+        self.told = findings.told
+        self.job = findings.job
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Nothing, unless said otherwise."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the store's commits did to jobs: submits, grants, reports, ends of leases, cancels, requeues. I2 to I6, I12, I14, I16,
+
+_ENDS = frozenset({ReportedEvent, ReapedEvent, ShownEvent})
+"""Whoever tells these tells how every lease ends."""
+_STATES = _ENDS | {CanceledEvent, RowEvent}
+"""Whoever tells these tells every state."""
+EARLY_S = 1e-6  # what rounding may take from the time between two events
+
+
+class JobJudge(Judge):
+    """Follows each job through its commits."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._leases = findings.leases
+        self._latest_wall = float("-inf")
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {
+            SubmittedEvent: self._submitted,
+            GrantedEvent: self._granted,
+            ShownEvent: self._shown,
+            ReportedEvent: self._reported,
+            ReapedEvent: self._reaped,
+            CanceledEvent: self._canceled,
+            RequeuedEvent: self._requeued,
+            RemovedEvent: self._removed,
+            TookOverEvent: self._took_over,
+        }
+
+    # ------------------------------------------------------------------------------------------------ submitters
+
+    def _submitted(self, line: SubmittedEvent) -> None:
+        """I2: one job per id, all acks agree, another body is refused, and only another body."""
+        if line.refused and line.refused != "CONFLICT":
+            return
+        job = self.job(line.job_id)
+        self.evidence["I2"] += 1
+        if line.refused:
+            if job.body == line.body:
+                self.found("I2", f"{line.job_id} was refused, though its body is the stored one")
+            return
+        if line.created and job.exists:
+            self.found("I2", f"{line.job_id} was created a second time")
+        elif job.body is not None and job.body != line.body:
+            self.found("I2", f"{line.job_id} has body {job.body}, and a submit with {line.body} was accepted")
+        if line.created:
+            job.forget()
+            job.attempt = job.generation = 0
+            job.state = State.PENDING
+            job.lease_known = job.counted = True
+        job.exists = job.existed = True
+        job.body = line.body
+        if job.generation is None:
+            job.generation = line.generation
+        elif line.generation != job.generation:
+            self._set_going(job, line.generation)
+
+    def _requeued(self, line: RequeuedEvent) -> None:
+        if line.done:
+            job = self.job(line.job_id)
+            expected = line.generation or (job.generation or 0) + 1
+            self._set_going(job, expected)
+
+    def _set_going(self, job: JobFacts, generation: int) -> None:
+        """I4: only from a terminal state, one generation more. I16: for each call that asked for it, once at most."""
+        self.evidence["I4"] += 1
+        job.restarts += 1
+        if job.state is not None and job.state not in TERMINAL and self.told >= _STATES:
+            self.found("I4", f"{job.job_id} was set going again while it was {job.state}")
+        elif (
+            job.generation is not None
+            and generation != job.generation + 1
+            and (RequeuedEvent in self.told or RowEvent in self.told)
+        ):
+            self.found("I4", f"{job.job_id} went from generation {job.generation} to {generation}")
+        elif AskedEvent in self.told:
+            self.evidence["I16"] += 1
+            if not job.asked_restarts:
+                self.found("I4", f"{job.job_id} was set going again, and nobody had asked for it")
+            elif job.restarts > job.asked_restarts:
+                self.found("I16", f"{job.job_id} was set going {job.restarts} times for {job.asked_restarts} calls")
+        job.generation = generation
+        job.state = State.PENDING
+        job.failures = job.losses = 0
+        job.counted = True
+
+    def _canceled(self, line: CanceledEvent) -> None:
+        """I14: what a cancel was told is what came of it."""
+        if not line.state:
+            return
+        job = self.job(line.job_id)
+        self.evidence["I14"] += 1
+        if job.state in TERMINAL and line.state != job.state and RowEvent in self.told:
+            self.found("I14", f"{line.job_id} is {job.state}, and a cancel was told {line.state}")
+            return
+        if line.state in TERMINAL:
+            attempt = job.attempt or 0
+            job.endings.add((line.state, attempt))
+            job.let_go(attempt, job.ends.get(attempt, "canceled"))
+        job.state = line.state
+
+    def _removed(self, line: RemovedEvent) -> None:
+        """I4: nothing but what is over may go."""
+        job = self.job(line.job_id)
+        self.evidence["I4"] += 1
+        if job.state is not None and job.state not in TERMINAL and self.told >= _STATES:
+            self.found("I4", f"{line.job_id} was removed while it was {job.state}")
+        job.forget()
+        job.removed = job.existed = True
+
+    # ------------------------------------------------------------------------------------------------ leases
+
+    def _granted(self, line: GrantedEvent) -> None:
+        """I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time."""
+        job = self.job(line.job_id)
+        self.evidence["I5"] += 1
+        if line.generation != job.generation:
+            job.counted = job.counted and job.generation is None
+            job.generation, job.state = line.generation, None
+        if job.state in TERMINAL:
+            self.found("I4", f"{line.job_id} is {job.state}, and attempt {line.attempt} of it was granted")
+        elif job.attempt is not None and line.attempt != job.attempt + 1:
+            self.found("I5", f"attempt {line.attempt} of {line.job_id} was granted after attempt {job.attempt}")
+        elif job.lease is not None and not job.orphaned and self.told >= _ENDS:
+            self.found("I5", f"attempt {line.attempt} of {line.job_id} was granted beside the live {job.lease}")
+        elif line.lease_id in self._leases:
+            self.found("I5", f"lease {line.lease_id} was given twice, for {line.job_id} the second time")
+        self._in_time(line)
+        lease = GrantedLease(line.lease_id, line.job_id, line.attempt, line.worker_id, line.incarnation)
+        lease.keep = line.on_disconnect == "keep"
+        lease.ttl_s = line.ttl_s + line.grace_s if line.ttl_s is not None else None
+        lease.since = line.at
+        self._leases[line.lease_id] = lease
+        job.lease, job.lease_known, job.orphaned = lease, True, False
+        job.attempt, job.state = line.attempt, State.ASSIGNED
+        job.exists = job.existed = True
+
+    def _in_time(self, line: GrantedEvent) -> None:
+        """I12, on the highest that the store's wall clock ever showed; not_after on what it shows."""
+        self._latest_wall = max(self._latest_wall, line.wall, line.highest_wall or line.wall)
+        if line.not_before is not None:
+            self.evidence["I12"] += 1
+            if line.not_before > self._latest_wall + EARLY_S:
+                early_s = line.not_before - self._latest_wall
+                self.found("I12", f"attempt {line.attempt} of {line.job_id} was granted {early_s:g} s before its time")
+        if line.not_after is not None:
+            self.evidence["I12"] += 1
+            if line.not_after < line.wall - EARLY_S:
+                late_s = line.wall - line.not_after
+                self.found("I12", f"attempt {line.attempt} of {line.job_id} was granted {late_s:g} s after its time")
+
+    def _shown(self, line: ShownEvent) -> None:
+        """I17: a lease that was taken for the current one is, and its owner showed it."""
+        if not line.held:
+            return
+        job = self.job(line.job_id)
+        lease = self._leases.get(line.lease_id)
+        if lease is None:
+            if line.verb == "release":
+                job.let_go(line.attempt, "released")
+            return
+        self.evidence["I17"] += 1
+        if job.lease is not lease or line.attempt != lease.attempt:
+            self.found("I17", f"{line.verb} of {line.job_id} by {line.worker_id} was taken with {lease}, not the current one")
+        elif (line.worker_id, line.incarnation) != (lease.worker_id, lease.incarnation):
+            self.found("I17", f"{line.verb} of {line.job_id} was taken from {line.worker_id}, which is not the owner of {lease}")
+        if line.verb == "release":
+            job.let_go(line.attempt, "released")
+            job.state = None  # PENDING, or CANCELED if that was asked for: the row tells
+            return
+        if job.orphaned:
+            job.orphaned = False
+            job.ends.pop(line.attempt, None)
+            job.state, lease.since = State.RUNNING, line.at
+        elif line.verb == "start":
+            job.state = State.RUNNING
+        else:
+            lease.since = line.at
+
+    def _reaped(self, line: ReapedEvent) -> None:
+        """I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first takeover
+        after that is one."""
+        job = self.job(line.job_id)
+        self.evidence["I5"] += 1
+        lease = job.lease
+        is_known = GrantedEvent in self.told and job.lease_known
+        if is_known and job.state in TERMINAL:
+            self.found("I4", f"{line.job_id} is {job.state}, and attempt {line.attempt} of it was reaped to {line.state}")
+        elif is_known and (lease is None or job.orphaned or lease.attempt != line.attempt):
+            self.found("I5", f"attempt {line.attempt} of {line.job_id} was reaped without a lease; there is {lease}")
+        elif line.attempt in job.ends:
+            self.found("I5", f"attempt {line.attempt} of {line.job_id} had ended ({job.ends[line.attempt]}), and then was reaped")
+        elif lease is not None and lease.ttl_s is not None and STORE not in self.findings.drifted:
+            self._lasted(lease, lease.ttl_s)
+        if line.state != State.CANCELED:
+            job.losses += 1
+        if line.state == State.ORPHANED:
+            job.ends[line.attempt] = "orphaned"
+            job.orphaned = True
+        else:
+            job.let_go(line.attempt, "reaped")
+        job.state = line.state
+        if line.state in TERMINAL:
+            job.endings.add((line.state, line.attempt))
+
+    def _lasted(self, lease: GrantedLease, ttl_s: float) -> None:
+        self.evidence["lease"] += 1
+        takeovers = self.findings.takeovers
+        first = bisect_left(takeovers, lease.since - TAKEOVER_TIE_S)
+        lasted_s = self.findings.at - max([lease.since, *takeovers[first : first + 1]])
+        if lasted_s < ttl_s - EARLY_S:
+            self.found("lease", f"{lease} of {lease.job_id} was ended {lasted_s:g} s after it was renewed; it lasts {ttl_s:g} s")
+
+    def _took_over(self, line: TookOverEvent) -> None:
+        """Every live lease counts as renewed, unless one before did that and its worker has not renewed it since."""
+        if line.done:
+            self.findings.takeovers.append(line.at)
+
+    # ------------------------------------------------------------------------------------------------ reports
+
+    def _reported(self, line: ReportedEvent) -> None:
+        """I3: one per attempt. I6: with the current lease. I17: from its owner. I14: not besides a cancel."""
+        if not line.accepted:
+            return
+        job = self.job(line.job_id)
+        self.evidence["I3"] += 1
+        if line.attempt in job.reports:
+            earlier = job.reports[line.attempt]
+            self.found("I3", f"attempt {line.attempt} of {line.job_id} had a {earlier}, and then a {line.verb} was accepted")
+        elif line.verb == "finish" and job.state == State.CANCELED and GrantedEvent in self.told:
+            self.evidence["I14"] += 1
+            self.found("I14", f"{line.job_id} was canceled, and then a finish of attempt {line.attempt} was accepted")
+        else:
+            self._came_from_the_holder(job, line)
+        # Whether it was right or not: this is what the store has from now on, and later lines are compared with it.
+        job.reports[line.attempt] = line.verb
+        job.let_go(line.attempt, line.verb)
+        if line.state:
+            job.state = line.state
+        if line.state in TERMINAL:
+            job.endings.add((line.state, line.attempt))
+        if line.verb == "finish":
+            job.results.setdefault(line.attempt, set()).add(line.result_sha256)
+            if line.state and line.state != State.SUCCEEDED:
+                self.found("I14", f"a finish of {line.job_id} was accepted, and it is {line.state}")
+        elif line.state == State.SUCCEEDED:
+            self.found("I14", f"a failure of {line.job_id} was accepted, and it is {line.state}")
+        elif line.state != State.CANCELED:
+            job.failures += 1
+
+    def _came_from_the_holder(self, job: JobFacts, line: ReportedEvent) -> None:
+        lease = job.lease
+        self.evidence["I6"] += 1
+        if job.lease_known and GrantedEvent in self.told:
+            self.evidence["I17"] += 1
+            if lease is None or lease.lease_id != line.lease_id or lease.attempt != line.attempt:
+                self.found("I6", f"a {line.verb} of {line.job_id} was accepted for {_shown(line)}; the current one is {lease}")
+                return
+            if lease.worker_id != line.worker_id:
+                self.found("I17", f"a {line.verb} of {line.job_id} was accepted from {line.worker_id}, not the owner of {lease}")
+                return
+        elif job.ends.get(line.attempt, "orphaned") != "orphaned":
+            self.found(
+                "I6", f"a {line.verb} of {line.job_id} was accepted for {_shown(line)}, which was {job.ends[line.attempt]} before"
+            )
+            return
+        if line.verb == "finish" and BeganEvent in self.told and line.attempt not in job.began:
+            self.found("I6", f"a finish of {line.job_id} was accepted for {_shown(line)}, which never ran")
+
+
+def _shown(line: ReportedEvent) -> str:
+    return f"attempt {line.attempt} under lease {line.lease_id}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the store's commits left in the rows, and what must be there when all is over. I1, I2, I4, I5, I8, I11, I13, I14.
+
+_DEAD = frozenset({State.FAILED, State.TIMED_OUT})
+"""What a job becomes whose budgets are used up, by one failure or loss more than they allow."""
+
+
+class RowJudge(Judge):
+    """Looks at every row."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._at_end: set[str] | None = None
+
+    def handlers(self) -> dict[type[HistoryLine], Handler]:
+        return {RowEvent: self._row}
+
+    def _row(self, line: RowEvent) -> None:
+        job = self.job(line.job_id)
+        self._identity(job, line)
+        self._generation(job, line)
+        self._attempt(job, line)
+        self._budgets(job, line)
+        self._result(job, line)
+        self._cancel(line)
+        if line.at_end:
+            if self._at_end is None:
+                self._at_end = set()
+            self._at_end.add(line.job_id)
+        if line.state in TERMINAL:
+            job.endings.add((line.state, line.attempt))
+        if line.lease_id is None:
+            job.lease, job.orphaned = None, False
+        job.exists = job.existed = True
+        job.attempt, job.generation, job.state = line.attempt, line.generation, line.state
+        job.row = line
+
+    def _identity(self, job: JobFacts, line: RowEvent) -> None:
+        """I2: the body of a job never changes. I8: nor do leader writes on it go back to an older epoch. I17: nor go beyond."""
+        if line.body:
+            self.evidence["I2"] += 1
+            if job.body is not None and job.body != line.body:
+                self.found("I2", f"{line.job_id} was submitted with body {job.body} and has {line.body}")
+            job.body = line.body
+        if line.leader_epoch:
+            self._epoch(line.job_id, line.leader_epoch, 0 if job.row is None else job.row.leader_epoch)
+
+    def _epoch(self, job_id: str, epoch: int, before: int) -> None:
+        if before:
+            self.evidence["I8"] += 1
+            if epoch < before:
+                self.found("I8", f"{job_id} was written under epoch {epoch} after {before}")
+        if TookOverEvent in self.told:
+            self.evidence["I17"] += 1
+            if epoch > self.findings.registered:
+                self.found(
+                    "I17", f"{job_id} was written under epoch {epoch}; {self.findings.registered} is the latest registered"
+                )
+
+    def _generation(self, job: JobFacts, line: RowEvent) -> None:
+        """I4: terminal absorbs; only a new generation that was asked for leaves it, with both budgets whole."""
+        if job.generation is None:
+            return
+        self.evidence["I4"] += 1
+        if line.generation < job.generation:
+            self.found("I4", f"{line.job_id} went back from generation {job.generation} to {line.generation}")
+        elif line.generation == job.generation:
+            if job.state in TERMINAL and line.state != job.state:
+                both = {job.state, line.state}
+                invariant = "I14" if both == {State.CANCELED, State.SUCCEEDED} else "I4"
+                self.found(invariant, f"{line.job_id} was {job.state} and is {line.state}, in the same generation")
+        elif RequeuedEvent in self.told and SubmittedEvent in self.told:
+            # Whatever was told of it has moved job.generation already.
+            self.found("I4", f"{line.job_id} is in generation {line.generation}, and nothing was told beyond {job.generation}")
+        elif AskedEvent in self.told and line.generation - job.generation > job.asked_restarts:
+            self.found("I4", f"{line.job_id} is in generation {line.generation}, asked for {job.asked_restarts} times")
+        if line.generation != job.generation:
+            job.counted = False  # it was set going without a word: what was counted is of another generation
+        before = job.row
+        if before is not None and before.generation < line.generation and before.attempt == line.attempt:
+            self.evidence["I4"] += 1
+            if line.failures or line.losses:
+                spent = f"{line.failures} failures and {line.losses} losses"
+                self.found("I4", f"{line.job_id} was set going again with {spent} on its budgets")
+
+    def _attempt(self, job: JobFacts, line: RowEvent) -> None:
+        """I5: as many attempts as grants; a lease while somebody holds it, and only then."""
+        self.evidence["I5"] += 1
+        if job.attempt is not None and line.attempt != job.attempt:
+            if line.attempt < job.attempt:
+                self.found("I5", f"{line.job_id} went back from attempt {job.attempt} to {line.attempt}")
+            elif GrantedEvent in self.told:
+                self.found("I5", f"{line.job_id} is at attempt {line.attempt}, and was granted {job.attempt} times")
+        is_held = line.state in LEASED or line.state == State.ORPHANED
+        if is_held != (line.lease_id is not None):
+            self.found("I5", f"{line.job_id} is {line.state} with lease {line.lease_id}")
+        elif (
+            job.lease_known
+            and is_held
+            and GrantedEvent in self.told
+            and (job.lease is None or job.lease.lease_id != line.lease_id)
+        ):
+            self.found("I5", f"{line.job_id} has lease {line.lease_id}, and the current one is {job.lease}")
+
+    def _budgets(self, job: JobFacts, line: RowEvent) -> None:
+        """I11: as many failures and losses as there were, within the budgets; more of them end the job, with a reason."""
+        self.evidence["I11"] += 1
+        over = max(line.failures - line.max_retries, line.losses - line.max_losses)
+        if over > (line.state in _DEAD):
+            self.found("I11", f"{line.job_id} is {line.state} after {_spent(line)}")
+        elif job.counted and ReportedEvent in self.told and line.failures != job.failures:
+            self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.failures} failures were reported")
+        elif job.counted and ReapedEvent in self.told and line.losses != job.losses:
+            self.found("I11", f"{line.job_id} has {_spent(line)}, and {job.losses} attempts were lost")
+        elif line.state in _DEAD and not line.error_code:
+            self.found("I11", f"{line.job_id} is {line.state} without a reason")
+
+    def _result(self, job: JobFacts, line: RowEvent) -> None:
+        """I13: the result of the accepted finish, and none before it."""
+        if line.state == State.SUCCEEDED and line.attempt in job.results:
+            self.evidence["I13"] += 1
+            if not job.has_result(line.attempt, line.result_sha256):
+                self.found("I13", f"{line.job_id} has result {line.result_sha256}, its finish {job.results[line.attempt]}")
+        elif line.state in LEASED:
+            self.evidence["I13"] += 1
+            if line.result_sha256 is not None:
+                self.found("I13", f"{line.job_id} is {line.state} and has a result")
+        if line.state == State.SUCCEEDED and ReportedEvent in self.told:
+            self.evidence["I6"] += 1
+            if job.reports.get(line.attempt) != "finish":
+                self.found("I6", f"{line.job_id} succeeded without a finish of attempt {line.attempt}")
+
+    def _cancel(self, line: RowEvent) -> None:
+        """I14: what somebody was told is being canceled is not tried again."""
+        if line.cancel_requested:
+            self.evidence["I14"] += 1
+            if line.state in READY:
+                self.found("I14", f"{line.job_id} was to be canceled, and is {line.state}")
+
+    # ------------------------------------------------------------------------------------------------ when all is over
+
+    def end(self) -> None:
+        tells_ends = self.findings.watched.issuperset((ReportedEvent, ReapedEvent, ShownEvent)) and GrantedEvent not in self.told
+        for job in self.findings.jobs.values():
+            exists = job.exists if self._at_end is None else job.job_id in self._at_end
+            self._kept(job, exists=exists)
+            if exists:
+                self._wanted(job)
+                if tells_ends and job.row is not None:
+                    self._each_attempt_ended(job, job.row)
+
+    def _kept(self, job: JobFacts, *, exists: bool) -> None:
+        """I1: what was acknowledged is there, and over once there were no more faults. What was not acknowledged as well."""
+        if not job.acked and not exists:
+            return
+        if job.acked and (self._at_end is not None or SubmittedEvent in self.told or RowEvent in self.told) and not job.removed:
+            self.evidence["I1"] += 1
+            if not exists:
+                self.found("I1", f"{job.job_id} was acknowledged, and is not there")
+                return
+        if self.findings.is_over and exists and job.row is not None:
+            invariant = "I1" if job.acked else "liveness"
+            self.evidence[invariant] += 1
+            if job.row.state not in TERMINAL:
+                self.found(invariant, f"{job.job_id} is still {job.row.state} at the end")
+
+    def _wanted(self, job: JobFacts) -> None:
+        """I2: there is no job that nobody asked for."""
+        if AskedEvent in self.told:
+            self.evidence["I2"] += 1
+            if not job.asked:
+                self.found("I2", f"{job.job_id} exists, and nobody submitted it")
+
+    def _each_attempt_ended(self, job: JobFacts, row: RowEvent) -> None:
+        """I5, where grants are not told: each attempt but the latest has its end, and there are no others."""
+        self.evidence["I5"] += 1
+        missing = [attempt for attempt in range(1, row.attempt) if attempt not in job.ends]
+        if missing:
+            self.found("I5", f"{job.job_id} is at attempt {row.attempt}, and nothing ended {missing}")
+        beyond = max(job.ends.keys() | job.began, default=0)
+        if beyond > row.attempt:
+            self.found("I5", f"{job.job_id} is at attempt {row.attempt}, and attempt {beyond} was never granted")
+
+
+def _spent(line: RowEvent) -> str:
+    return f"{line.failures} failures of {line.max_retries}, {line.losses} losses of {line.max_losses}"
