@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.core.cluster_messages import Hint, decode, everything, split
 from tasuki.errors import ConfigError
-from tasuki.stores.redis.wakeups import RedisWakeups
+from tasuki.stores.redis.connection import RedisWakeups
 from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.redis_service import RedisService

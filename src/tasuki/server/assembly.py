@@ -190,9 +190,8 @@ def company_on_redis(
 ) -> Cluster:
     """The other servers on that Redis with the same app. One that does not stand never leads: it only takes part."""
     from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
-    from tasuki.stores.redis.connection import connect, name_of
+    from tasuki.stores.redis.connection import RedisWakeups, connect, name_of
     from tasuki.stores.redis.store import SCHEMA_VERSION
-    from tasuki.stores.redis.wakeups import RedisWakeups
 
     return Cluster(
         lambda: RedisCoordination(connect(url, TIMEOUT_SHARE * lock_ttl_s), where=name_of(url), app=app),

@@ -1,6 +1,6 @@
-"""How the Redis store writes things down, and reads them again. Pure.
+"""Encoding of the values that the Redis store keeps, and their decoding. Pure.
 
-Numbers are texts that lose nothing (repr, and %.17g in Lua). A field that is not there stands for none, no and zero.
+Numbers are texts that lose nothing (repr, and %.17g in Lua). An absent field stands for none, no and zero.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from tasuki.core.store_messages import AuditRow, Grant, Report, TokenRow, kind_o
 from tasuki.core.subject import group_of
 
 PARTS = {"summary_text": "s", "freqs_csv": "f"}
-"""What of an outcome's notes has a key of its own (`{app}:summary:{id}`, `{app}:freqs:{id}`), and its letter."""
+"""Entries of an outcome's meta that have a key of their own (`{app}:summary:{id}`, `{app}:freqs:{id}`), and their letter."""
 
 Reply = Any
-"""What a verb answered: bytes, None, and lists of these."""
+"""Answer of a verb: bytes, None, and lists of these."""
 
 Argument = str | bytes | int | float
 
 Text = str | bool
-"""False: there is none."""
+"""A text, or False if there is none."""
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _decode_progress = msgspec.json.Decoder(Progress).decode
-_decode_story = msgspec.msgpack.Decoder(tuple[str, str, int, str, str, str]).decode
+_decode_incident = msgspec.msgpack.Decoder(tuple[str, str, int, str, str, str]).decode
 _decode_audit = msgspec.msgpack.Decoder(tuple[str, str, str, str, str]).decode
 
 INSIDE_MAX_BYTES = 1024  # a payload up to this has no key of its own, unless outsiders know that key
@@ -53,7 +53,7 @@ _FIXED_MAP_MAX = 15
 
 
 class SpecFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What of a job never changes, as far as Lua needs it; the head of `{app}:spec:{id}`."""
+    """Fields of a job that never change and that Lua needs; the head of `{app}:spec:{id}`."""
 
     subject: str
     group: str
@@ -64,22 +64,22 @@ class SpecFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_losses: str
     backoff_s: str
     body_hash: Text = False
-    """In hex; none of an outsider's job."""
+    """Hex; an outsider's job has none."""
     array_id: Text = False
     inputs: Text = False
-    """The sha256 of its input blobs, one after the other."""
+    """The sha256 of the input blobs, one after the other."""
     not_before: Text = False
     not_after: Text = False
     delay_first_loss: Text = False
 
 
 class JobRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What of a job changes: `{app}:job:{id}`. The last three are known to the script, not to whoever submits."""
+    """Fields of a job that change: `{app}:job:{id}`. The last three are set by the script, not by the client."""
 
     state: str
     group: str
     payload: Text
-    """It has one."""
+    """Whether the job has a payload key."""
     version: Text
     attempt: Text
     assigned_worker_id: Text
@@ -91,14 +91,14 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ttl_s: Text
     outcome: Text
     """o if there is one, then r, s, f for each of the keys result, summary, freqs."""
-    said: Text
-    """Of the report that ended the latest attempt: its repeat is known by it, until the next grant or requeue."""
+    report_key: Text
+    """Key of the report that ended the latest attempt, to recognize its repeat until the next grant or requeue."""
     rare: dict[str, str] | bool
-    """Those of RARE that are there."""
+    """The fields of RARE that the job has."""
     shown: Text
-    """Outsiders may read it: it has the keys status, lease and retry_count, and what it leaves expires."""
+    """Whether outsiders may read the job: it has the keys status, lease and retry_count, and its keys expire after its end."""
     seq: str
-    """Order of submission: its age, whatever happens to it later."""
+    """Order of submission: the job's age, whatever happens to it later."""
     created_at: str
 
 
@@ -116,13 +116,13 @@ RARE = (
     "reconnect_grace_s",
     "expires_at",  # of a lease that is kept; of others it is the score in the index
     "result_blob",
-    "dead",  # stands among the dead letters
+    "dead",  # is among the dead letters
 )
 """Fields that most jobs never have."""
 
 
 def optional(value: float | str | None) -> Argument:
-    """What may be none goes as ''."""
+    """Return the argument for a value that may be None: then it is ''."""
     return "" if value is None else value
 
 
@@ -141,11 +141,11 @@ Place = tuple[int, str, str, str]
 
 
 class Shape(NamedTuple):
-    """What many jobs have in common."""
+    """Values that many jobs have in common."""
 
     place: Place
     facts: bytes
-    """The facts up to the hash of their body; see `_PLAIN_FACTS`."""
+    """Packed facts up to the hash of the body; see `_PLAIN_FACTS`."""
 
 
 @lru_cache(4096)
@@ -161,12 +161,12 @@ def shape_of(
 
 _HASH_CHARS = 64
 _PLAIN_FACTS = b"\xc2" * (len(SpecFacts.__struct_fields__) - SpecFacts.__struct_fields__.index("body_hash") - 1)
-"""What stands behind the hash of a body as long as none of it is there: false for each field."""
+"""The packed fields behind the hash of a body, if the job has none of them: false for each."""
 
 
 def spec_value(spec: JobSpec, submitter: str, hashed: bytes, *, with_payload: bool) -> tuple[bytes, Place]:
-    """`{app}:spec:{id}`: the length of the facts, the facts, and the spec, without its payload if that has a key of its own.
-    And the queue that it waits in, if it waits for nothing else."""
+    """Return the value of `{app}:spec:{id}`: the length of the facts, the facts, and the spec, without its payload if that has
+    a key of its own; and the queue that the job waits in, if it waits for nothing else."""
     shape = shape_of(spec.subject, spec.exec, submitter, spec.priority, spec.max_retries, spec.max_losses, spec.backoff_s)
     if spec.files or spec.array_id or spec.delay_first_loss or spec.not_before is not None or spec.not_after is not None:
         facts = encode(_all_facts(spec, submitter, hashed.hex()))
@@ -177,7 +177,7 @@ def spec_value(spec: JobSpec, submitter: str, hashed: bytes, *, with_payload: bo
 
 
 def template_value(template: JobSpec, submitter: str) -> bytes:
-    """The same of all jobs that outsiders make, up to the value of the job_id, which is put behind it."""
+    """Return the value of `{app}:spec:{id}` for jobs of outsiders, up to the job_id, which is appended."""
     facts = encode(_all_facts(template, submitter, False))
     return len(facts).to_bytes(_LENGTH_BYTES, "big") + facts + _spec_head(template)
 
@@ -206,7 +206,7 @@ def inputs_of(spec: JobSpec) -> str:
 
 
 def _spec_head(template: JobSpec) -> bytes:
-    """The spec up to the value of its job_id."""
+    """Return the packed spec up to the value of its job_id."""
     fields = msgspec.to_builtins(template, builtin_types=(bytes,))
     fields.pop("job_id", None)
     fields.pop("payload", None)
@@ -214,14 +214,14 @@ def _spec_head(template: JobSpec) -> bytes:
 
 
 def split(value: bytes) -> tuple[SpecFacts, bytes]:
-    """The facts, and the spec, in which a payload that has a key of its own is missing."""
+    """Split a value of `{app}:spec:{id}` into the facts and the spec, which lacks a payload that has a key of its own."""
     end = _LENGTH_BYTES + int.from_bytes(value[:_LENGTH_BYTES], "big")
     return _decode_facts(value[_LENGTH_BYTES:end]), value[end:]
 
 
 @lru_cache(1024)
 def record_head(group: str, has_payload: bool) -> bytes:
-    """The record of a new job that waits for nothing, up to its last three fields."""
+    """Return the packed record of a new job that waits for nothing, up to its last three fields."""
     new = ("PENDING", group, "1" if has_payload else False)
     fields = (*new, *[False] * (len(JobRecord.__struct_fields__) - len(new)))
     return encode(fields)[:-_LAST_FIELDS]
@@ -232,7 +232,7 @@ _LENGTH_BYTES = 4
 
 
 def with_payload(spec: bytes, payload: bytes) -> bytes:
-    """The whole spec in msgpack, if its payload has a key of its own."""
+    """Return the packed spec with the payload that had a key of its own, if it has one."""
     return _grown(spec) + _PAYLOAD + encode(payload) if payload else spec
 
 
@@ -240,7 +240,7 @@ _PAYLOAD = encode("payload")
 
 
 def _grown(packed: bytes) -> bytes:
-    """A msgpack map whose head announces one field more, which is to be put behind it."""
+    """Return a msgpack map whose head announces one field more, which is to be appended."""
     if packed[0] == _MAP_16:
         size, body = int.from_bytes(packed[1:3], "big"), packed[3:]
     else:
@@ -254,8 +254,8 @@ def _grown(packed: bytes) -> bytes:
 # ---------------------------------------------------------------------------------------------------- outcomes
 
 
-def said(report: Report, verb: str) -> str:
-    """What a repeat of this report is known by. A message may differ: a program's log tail often does."""
+def report_key(report: Report, verb: str) -> str:
+    """Return the key by which a repeat of this report is recognized. Messages may differ: a program's log tail often does."""
     outcome = report.outcome
     shown = (
         verb,
@@ -270,7 +270,8 @@ def said(report: Report, verb: str) -> str:
 
 
 def outcome_arguments(outcome: Outcome) -> list[Argument]:
-    """The outcome without what has a key of its own; the letters of what has one, and of a result that is a blob (b); these."""
+    """Return the packed outcome without the parts that have a key of their own, the letters of these parts (b: a result that is a
+    blob), and the parts."""
     letters, values = "", list[Argument]()
     if outcome.result is not None:
         letters, values = "r", [outcome.result]
@@ -297,7 +298,7 @@ def _outcome(packed: bytes | None, result: bytes | None, summary: bytes | None, 
 
 
 def outcome_texts(packed: bytes | None) -> tuple[str, str]:
-    """Error code and message."""
+    """Return the error code and the message."""
     if packed is None:
         return "", ""
     outcome = _decode_outcome(packed)
@@ -314,7 +315,7 @@ def grant(row: Reply) -> Grant:
 
 
 def job(row: Reply) -> Job | None:
-    """A job, from everything that is stored of it."""
+    """Return a job made of its keys."""
     if row is None:
         return None
     packed, value, payload, expires_at, outcome, result, summary, freqs = row
@@ -365,7 +366,7 @@ def _lease(record: JobRecord, rare: dict[str, str], expires_at: bytes | None) ->
 
 
 def incident(packed: bytes) -> JobIncident:
-    at, kind, attempt, worker_id, actor, reason = _decode_story(packed)
+    at, kind, attempt, worker_id, actor, reason = _decode_incident(packed)
     return JobIncident(float(at), kind, attempt, worker_id, actor, reason)
 
 
@@ -373,7 +374,7 @@ def incident(packed: bytes) -> JobIncident:
 
 
 def token_arguments(token: TokenRow) -> list[Argument]:
-    """Field, value, …; what is not there is none. The scope is JSON."""
+    """Return field, value, … without empty fields. The scope is JSON."""
     flat: list[Argument] = []
     for name in TokenRow.__struct_fields__:
         value = getattr(token, name)

@@ -1,4 +1,4 @@
-"""Connections to Redis: addresses, deadlines, what its errors mean to us, and whether its settings keep what we promise.
+"""Connections to Redis: addresses, deadlines, errors, the check of its settings, and hints between servers.
 
     redis://user:password@host:6379/0        rediss:// with TLS; unix:///path?db=0
     redis+sentinel://user:password@host1:26379,host2:26379/service/0
@@ -10,7 +10,8 @@ Parameters of the driver may follow as a query: ?ssl_ca_certs=…, ?sentinel_use
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -23,6 +24,8 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from tasuki.errors import ConfigError, DiskFull, InternalError, InterruptCause, TasukiError, TurnInterrupted
+from tasuki.stores.wakeups import TIMEOUT_S as HINT_TIMEOUT_S
+from tasuki.stores.wakeups import ReconnectingWakeups
 
 logger = logging.getLogger("tasuki.store")
 
@@ -30,30 +33,31 @@ TIMEOUT_S = 10.0  # for an answer; a turn takes milliseconds
 CONNECT_TIMEOUT_S = 5.0
 SENTINEL_PORT = 26379
 OLDEST_VERSION = (6, 2)
+IDLE_S = 5.0  # of silence, before the listener sends a ping; after as much again it connects anew
 
 _REFUSED = (
     "WRONGPASS",
     "NOAUTH",
     "NOPERM",
     "no permissions",
-    "can't access",  # a key, inside a script; Redis 7 says it in the words above
+    "can't access",  # a key, inside a script; Redis 7 uses the words above
     "can't run this command",
     "invalid username-password",
     "Authentication required",
 )
 _MOVED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "LOADING", "UNKILLABLE")
-"""Not here, or not now; nothing was written. With a new connection another server may be asked."""
+"""This server does not write, at least not now; nothing was written. A new connection may reach another server."""
 _FULL = ("OOM command not allowed", "MISCONF", "No space left")
 
 
 def connect(url: str, timeout_s: float) -> redis.Redis:
-    """A client with one connection, which is made by the first command, and again by the first one after it broke."""
+    """Return a client with one connection, which is made by the first command, and again by the first one after it broke."""
     client: redis.Redis = _client(url, timeout_s, redis.Redis, Sentinel, Retry)
     return client
 
 
 def connect_async(url: str, timeout_s: float) -> redis.asyncio.Redis:
-    """The same for an event loop."""
+    """Return such a client for an event loop."""
     client: redis.asyncio.Redis = _client(url, timeout_s, redis.asyncio.Redis, AsyncSentinel, AsyncRetry)
     return client
 
@@ -63,7 +67,7 @@ def _client(url: str, timeout_s: float, kind: Any, sentinels: Any, retry: Any) -
         "socket_timeout": timeout_s,
         "socket_connect_timeout": min(timeout_s, CONNECT_TIMEOUT_S),
         "socket_keepalive": True,
-        # Whether a command may be sent twice is for `redis_turns.py` to say.
+        # `scripts.RedisSession` decides whether a command may be sent twice.
         "retry": retry(NoBackoff(), 0),
         "protocol": 2,
     }
@@ -72,7 +76,7 @@ def _client(url: str, timeout_s: float, kind: Any, sentinels: Any, retry: Any) -
             return _behind_sentinels(url, options, sentinels)
         return kind.from_url(url, **options)
     except ValueError:
-        # Its own text may quote a part of the password.
+        # The driver's text may quote a part of the password.
         raise ConfigError(
             f"the address of {name_of(url)} is not understood; addresses look like redis://user:password@host:6379/0, and "
             "/ ? # @ : % in a password are written as %2F %3F %23 %40 %3A %25"
@@ -104,39 +108,39 @@ def _host_and_port(place: str) -> tuple[str, int]:
 
 
 def name_of(url: str) -> str:
-    """The server as people know it: never the password."""
+    """Return how messages name the server: never with the password."""
     try:
         parts = urlsplit(url)
     except ValueError:
         return "Redis"
-    if "@" in parts.path + parts.query + parts.fragment:  # a / ? or # stood in the password, and what is before it is no host
+    if "@" in parts.path + parts.query + parts.fragment:  # a / ? or # was in the password, and the part before it is no host
         return "Redis"
     return f"Redis at {parts.netloc.rpartition('@')[2] or parts.path}"
 
 
 def translate(error: redis.RedisError, where: str, was_stored: Callable[[], bool] | None) -> TasukiError:
-    """Ours for theirs. `was_stored` finds out whether a turn without an answer was done."""
-    said = " ".join(str(error).split()) or type(error).__name__
+    """Return tasuki's error for one of the driver. `was_stored` finds out whether a turn without an answer was done."""
+    text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError) or any(
-        word in said for word in _REFUSED
+        word in text for word in _REFUSED
     ):
-        return ConfigError(f"{where}: {said}; check user, password and rights")
-    if any(word in said for word in _FULL):
-        return DiskFull(f"{where} cannot keep more: {said}; nothing was stored, try again when there is space")
-    if any(word in said for word in _MOVED):
-        return TurnInterrupted(f"{where} does not take writes now: {said}; nothing was stored", InterruptCause.CONNECTION)
+        return ConfigError(f"{where}: {text}; check user, password and rights")
+    if any(word in text for word in _FULL):
+        return DiskFull(f"{where} cannot keep more: {text}; nothing was stored, try again when there is space")
+    if any(word in text for word in _MOVED):
+        return TurnInterrupted(f"{where} does not take writes now: {text}; nothing was stored", InterruptCause.CONNECTION)
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return TurnInterrupted(f"{where} cannot be reached: {said}", InterruptCause.CONNECTION, was_stored)
-    if "BUSY" in said:
-        return TurnInterrupted(f"{where} is busy: {said}; nothing was stored", InterruptCause.TIMEOUT)
-    return InternalError(f"{where}: {said}")
+        return TurnInterrupted(f"{where} cannot be reached: {text}", InterruptCause.CONNECTION, was_stored)
+    if "BUSY" in text:
+        return TurnInterrupted(f"{where} is busy: {text}; nothing was stored", InterruptCause.TIMEOUT)
+    return InternalError(f"{where}: {text}")
 
 
 class Settings(NamedTuple):
-    """What Redis is told to do with what it was given."""
+    """The settings of Redis that decide whether an acknowledged job is kept."""
 
     problems: tuple[str, ...]
-    """What may lose an acknowledged job, and the way out."""
+    """Settings that may lose an acknowledged job, and the remedy."""
     unknown: tuple[str, ...]
     """Settings that could not be checked: managed servers forbid it."""
     is_durable: bool = True
@@ -144,9 +148,9 @@ class Settings(NamedTuple):
 
 
 def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
-    """What must be so for an acknowledged job to be kept. Wrong: a warning, or ConfigError if `strict`. Unknown: a warning.
+    """Check the settings that keep acknowledged jobs. Wrong: a warning, or ConfigError if `strict`. Unknown: a warning.
 
-    False: a restart of Redis loses everything.
+    Return False if a restart of Redis loses everything.
     """
     found = look_at_settings(client, where)
     for name in found.unknown:
@@ -159,7 +163,7 @@ def check_settings(client: redis.Redis, where: str, *, strict: bool) -> bool:
 
 
 def look_at_settings(client: redis.Redis, where: str) -> Settings:
-    """ConfigError for what can never work."""
+    """Read the settings; ConfigError for a server that can never work."""
     server = _asked(lambda: client.info("server"))
     version = str(server.get("redis_version", ""))
     if version and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
@@ -183,8 +187,70 @@ def look_at_settings(client: redis.Redis, where: str) -> Settings:
 
 
 def _asked(ask: Callable[[], Any]) -> dict[str, Any]:
-    """What the server tells of itself, nothing if it does not: managed ones forbid CONFIG, some INFO."""
+    """Return the server's answer about itself, nothing if it refuses: managed servers forbid CONFIG, some INFO."""
     try:
         return dict(ask())
     except redis.ResponseError:
         return {}
+
+
+class RedisWakeups(ReconnectingWakeups[redis.asyncio.Redis]):
+    """Hints over publish and subscribe: one connection listens, another one publishes, both apart from the store's.
+
+    The channel names app and database: unlike keys, channels are the same in all databases of a Redis. Touches no key.
+    """
+
+    def __init__(
+        self, url: str, *, app: str, server_id: str, idle_s: float = IDLE_S, jitter: Callable[[], float] = random.random
+    ) -> None:
+        super().__init__(server_id=server_id, jitter=jitter)
+        self._url = url
+        self._idle_s = idle_s
+        # This client is not used: an invalid address is refused here instead of being tried for ever.
+        number = connect_async(url, HINT_TIMEOUT_S).connection_pool.connection_kwargs.get("db") or 0
+        self._channel = f"{app}:hints:{number}"
+
+    async def _connect(self) -> redis.asyncio.Redis:
+        client = connect_async(self._url, HINT_TIMEOUT_S)
+        try:
+            await client.ping()
+        except BaseException:
+            await client.aclose()
+            raise
+        return client
+
+    async def _disconnect(self, connection: redis.asyncio.Redis) -> None:
+        await connection.aclose()
+
+    async def _received(self, connection: redis.asyncio.Redis) -> AsyncGenerator[bytes | None]:
+        subscription: Any = connection.pubsub()
+        try:
+            await subscription.subscribe(self._channel)
+            was_asked = False
+            while True:
+                message = await subscription.get_message(timeout=self._idle_s)
+                if message is not None:
+                    was_asked = False
+                    if message["type"] in ("subscribe", "message"):
+                        yield None if message["type"] == "subscribe" else message["data"]
+                elif was_asked:
+                    raise redis.ConnectionError(f"no answer within {self._idle_s:g} s")
+                else:
+                    await subscription.ping()
+                    was_asked = True
+        finally:
+            await subscription.aclose()
+
+    async def _prepare_sending(self, connection: redis.asyncio.Redis) -> None:
+        pass
+
+    async def _send(self, connection: redis.asyncio.Redis, batch: Sequence[bytes]) -> None:
+        async with connection.pipeline(transaction=False) as pipeline:
+            pipeline.ping()  # also with nothing to send it finds out whether the connection is alive
+            for piece in batch:
+                pipeline.publish(self._channel, piece)
+            await pipeline.execute()
+
+    def _describe(self, error: Exception) -> str:
+        """Return the error's text, which names host and port, and no password."""
+        return " ".join(str(error).split())

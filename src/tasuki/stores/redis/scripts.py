@@ -1,18 +1,29 @@
-"""The one script of the Redis store, put together from the files in `lua/`. Touches only these files, once per process.
+"""The one script of the Redis store, made of the files in `lua/`, and the session that runs it: a turn is one call of the script.
 
-Files whose name begins with an underscore are shared by the verbs; all others are one verb each, with its keys at the top.
-In front stands what Lua must not know twice: the transition table and the numbers of `core.lifecycle`, the fields of a job, the
-app's prefix, and what outsiders' jobs are made of. All verbs are in one script because a turn is one call
-(docs/decisions/0032-redis-store.md).
+Before the files come the values that must not be written twice: the transition table and the numbers of `core.lifecycle`, the
+fields of a job, the app's prefix, and the spec of outsiders' jobs (docs/decisions/0032-redis-store.md).
+
+Verbs that are called one by one inside `with store.turn():` need their answers before the turn is over. Each time, the script
+does the whole turn so far and rolls it back (`try`); at the end the turn is done for good if the answers are still those that
+were given out (`commit`), else it is a conflict, to be tried again from the start. Whole turns, which are the rule, are done at
+once (`run`).
+
+Every turn has a number, which the script stores with the answers. If the connection breaks before the answer has come, `recall`
+finds out by it whether the turn was done, and if not, makes sure that it never will be: the lost call may still be on its way to
+Redis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any, TypeVar
 
 import msgspec
+import redis
 from msgspec.structs import replace
 
 from tasuki.core.apps import WORDS, template_of
@@ -21,72 +32,57 @@ from tasuki.core.job import LEASED, PRIORITY_MAX, READY, TERMINAL, JobSpec, Stat
 from tasuki.core.lifecycle import LEASE_MARGIN_S, RESUMED, RETRY_DELAY_MAX_S, TAKEOVER_TIE_S, TRANSITIONS
 from tasuki.core.store_messages import COUNTED, kind_of
 from tasuki.core.subject import group_of
+from tasuki.errors import InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.stores.common import GENERATIONS_BEGIN_AT
-from tasuki.stores.redis.codec import RARE, JobRecord, SpecFacts, template_value
+from tasuki.stores.redis.codec import RARE, Argument, JobRecord, Reply, SpecFacts, template_value
+from tasuki.stores.redis.connection import translate
+from tasuki.stores.redis.verbs import ScriptCall
+from tasuki.stores.store import Clock
+
+T = TypeVar("T")
 
 _FIELDS_AT_ONCE = 15  # and the id
 _LIST_HEAD_BYTES = 3  # of a msgpack list of 16 elements or more
 
-MARK_TTL_S = 86_400  # how long the last turn of a store that is gone is remembered; a lost answer is asked for within seconds
+MARK_TTL_S = 86_400  # how long the last turn of a closed store is remembered; a lost answer is asked for within seconds
 
-SHARED = (
-    "keys",
-    "writes",
-    "rules",
-    "turn",
-    "blobs",
-    "queues",
-    "outcomes",
-    "leases",
-    "jobs",
-    "attempts",
-    "own",
-    "fair",
-    "shows",
-    "reports",
-    "tokens",
-)
-"""In this order: each may use those before it."""
+SHARED = ("keys", "rules", "turn")
+"""Files of `lua/` that the others use, in this order; each may use those before it."""
+
+PARTS = ("blobs", "queues", "jobs", "attempts", "outsiders", "submit", "lease", "report", "leader", "reads", "tokens")
+"""Files that fill the tables declared in turn.lua, each in a block of its own: Lua allows 200 locals in one block."""
 
 Literal = str | bytes | int | float | Mapping[str, "Literal"]
 
 
 class Outsiders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job is that somebody made with SET and LPUSH alone; its own are only the job_id and the payload."""
+    """Spec and submitter of the jobs that outsiders make with SET and LPUSH; only job_id and payload differ between them."""
 
     spec: JobSpec
     submitter: str
 
 
 def outsiders_of(app: str, template: JobSpec | None = None) -> Outsiders:
-    """Those of an app: by default what its jobs over HTTP are."""
+    """Return the outsiders of an app: by default their jobs are as those over HTTP."""
     spec = template or template_of(app)
     return Outsiders(spec=replace(spec, job_id="", payload=b""), submitter=f"app:{app}")
 
 
 @lru_cache
-def _files() -> tuple[str, str, str]:
-    """The shared files, the verbs, and what runs them."""
-    folder = files("tasuki.stores.redis").joinpath("lua")
-    shared = [folder.joinpath(f"_{name}.lua").read_text("utf-8") for name in SHARED]
-    paths = sorted((path for path in folder.iterdir() if path.name.endswith(".lua")), key=lambda path: path.name)
-    verbs = [path.read_text("utf-8") for path in paths if not path.name.startswith("_")]
-    # A block of its own for each verb: what it calls local is its own, and Lua allows 200 locals in one block.
-    return "\n".join(shared), "\n".join(f"do\n{verb}end" for verb in verbs), folder.joinpath("_main.lua").read_text("utf-8")
+def _lua(name: str) -> str:
+    return files("tasuki.stores.redis").joinpath("lua", f"{name}.lua").read_text("utf-8")
 
 
 def rules_script(body: str) -> str:
-    """For tests: the rules alone, and something to ask them."""
-    rules = files("tasuki.stores.redis").joinpath("lua", "_rules.lua").read_text("utf-8")
-    return f"{_constants()}\n{rules}\n{body}"
+    """Return a script of the rules alone with a body that uses them, for tests."""
+    return f"{_constants()}\n{_lua('rules')}\n{body}"
 
 
 def script(app: str, outsiders: Outsiders, result_ttl_s: int) -> str:
-    """The whole script of one app."""
-    shared, verbs, main = _files()
-    own = _own(outsiders)
-    head = f"local APP, RESULT_TTL_S = {_literal(app)}, {result_ttl_s}\nlocal OWN = {_literal(own)}"
-    return "\n".join([_constants(), _records(), head, shared, "local verbs, reads = {}, {}", verbs, main])
+    """Return the whole script of one app."""
+    head = f"local APP, RESULT_TTL_S = {_literal(app)}, {result_ttl_s}\nlocal OWN = {_literal(_own(outsiders))}"
+    parts = [f"do\n{_lua(name)}end" for name in PARTS]
+    return "\n".join([_constants(), _records(), head, *map(_lua, SHARED), *parts, _lua("main")])
 
 
 def _constants() -> str:
@@ -113,7 +109,7 @@ def _constants() -> str:
 
 
 def _records() -> str:
-    """The functions that make a job's table of its record, and back; and a table of its facts."""
+    """Return the Lua functions that convert a job's record to a table and back, and the list of its facts to a table."""
     names = JobRecord.__struct_fields__
     hot = [name for name in names if name != "rare"]
     # A table that is made with more than 16 fields is made for 32: most jobs have few of them at a time.
@@ -122,7 +118,7 @@ def _records() -> str:
     facts = ", ".join(f"{name} = row[{number}] or nil" for number, name in enumerate(SpecFacts.__struct_fields__, 1))
     return f"""
 local RARE = {_literal(dict.fromkeys(RARE, 1))}
--- Without a table for the list itself: what follows its head ({_LIST_HEAD_BYTES} bytes) is read one by one.
+-- Without a table for the list itself: the elements after its head ({_LIST_HEAD_BYTES} bytes) are read one by one.
 local function read_record(id, packed)
   local _, {", ".join(names)} = cmsgpack.unpack_limit(packed, {len(names)}, {_LIST_HEAD_BYTES})
   local job = {{ id = id, {", ".join(f"{name} = {name} or nil" for name in fields)} }}
@@ -162,7 +158,7 @@ def _set(states: Iterable[State]) -> dict[str, Literal]:
 
 
 def _literal(value: Literal) -> str:
-    """In Lua's words."""
+    """Return the value as a Lua literal."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"[{_literal(name)}] = {_literal(part)}" for name, part in value.items()) + " }"
     if isinstance(value, str):
@@ -170,3 +166,149 @@ def _literal(value: Literal) -> str:
     if isinstance(value, bytes):
         return '"' + "".join(f"\\{byte:03d}" if byte < 32 or byte > 126 or byte in b'"\\' else chr(byte) for byte in value) + '"'
     return repr(value)
+
+
+# ---------------------------------------------------------------------------------------------------- the session
+
+Clocks = tuple[Argument, Argument]
+
+NO_CLOCKS: Clocks = ("", "")
+
+
+def _twice(look: Callable[[], T]) -> T:
+    """Call `look`, once more if the connection was lost before an answer could be expected."""
+    try:
+        return look()
+    except TurnInterrupted as error:
+        if error.why is not InterruptCause.CONNECTION or isinstance(error.__cause__, redis.TimeoutError):
+            raise
+        return look()
+
+
+class RedisSession:
+    """One store's connection and its numbered turns; used by one thread at a time."""
+
+    def __init__(self, client: redis.Redis, where: str, script: str, clock: Clock | None) -> None:
+        self._client: Any = client  # its execute_command has no types
+        self._where = where
+        self._script = script
+        self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        self._clock = clock
+        self._name = secrets.token_hex(8)
+        self._number = 0
+
+    def close(self) -> None:
+        self._client.close()
+
+    def time(self) -> float:
+        try:
+            seconds, microseconds = self._client.time()
+        except redis.RedisError as error:
+            raise self._error(error) from error
+        return int(seconds) + int(microseconds) / 1e6
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+    def look(self, call: ScriptCall[T]) -> T:
+        """Call a verb that only reads. Harmless twice: a connection that broke while it idled is made again at once."""
+        calls: list[ScriptCall[Any]] = [call]
+        [answer] = _twice(lambda: self._send("look", calls, self._clocks())[1])
+        return call.decode(answer)
+
+    def fields_of(self, name: str) -> list[bytes]:
+        """Return (field, value, …) of a hash, with the same repetition."""
+        found: dict[bytes, bytes] = _twice(lambda: self._command("HGETALL", name))
+        return [part for pair in found.items() for part in pair]
+
+    def _command(self, *parts: str) -> Any:
+        try:
+            return self._client.execute_command(*parts)
+        except redis.RedisError as error:
+            raise self._error(error) from error
+
+    def run(self, calls: Sequence[ScriptCall[Any]], done: Callable[[list[Reply]], None]) -> None:
+        """Call all of them in one transaction. `done` gets the answers, also if they are found only when the turn is recalled."""
+        self._number += 1
+        clocks = self._clocks()
+        mode = "lead" if len(calls) > 1 and any(call.leads for call in calls) else "run"
+        done(self._run_once(mode, calls, clocks, "", done))
+
+    def attempt(
+        self, calls: Sequence[ScriptCall[Any]], before: Sequence[Reply], clocks: Clocks | None
+    ) -> tuple[list[Reply], str, Clocks]:
+        """Return what the answers would be, their digest, and the clocks that they were made by.
+
+        `before` are the answers that were given out already.
+        """
+        _, answers, digest, lease_clock, wall_clock = self._send("try", calls, clocks or self._clocks())
+        if answers[:-1] != before:
+            raise self._conflict()
+        return answers, digest.decode(), (lease_clock, wall_clock)
+
+    def commit(self, calls: Sequence[ScriptCall[Any]], clocks: Clocks, digest: str) -> None:
+        """Do the turn that was tried, or nothing if the answers would differ now."""
+        self._number += 1
+        self._run_once("commit", calls, clocks, digest, lambda _: None)
+
+    def _run_once(
+        self, mode: str, calls: Sequence[ScriptCall[Any]], clocks: Clocks, digest: str, done: Callable[[list[Reply]], None]
+    ) -> list[Reply]:
+        number = self._number
+
+        def was_stored() -> bool:
+            verdict, *answers = self._send("recall", calls, clocks, number=number)
+            if verdict == b"done":
+                done(answers[0])
+            return bool(verdict == b"done")
+
+        verdict, *answers = self._send(mode, calls, clocks, digest, number=number, was_stored=was_stored)
+        if verdict == b"changed":
+            raise self._conflict()
+        if verdict == b"void":
+            raise Unavailable(f"{self._where}: this turn was abandoned before; nothing was stored")
+        found: list[Reply] = answers[0]
+        return found
+
+    def _conflict(self) -> TurnInterrupted:
+        return TurnInterrupted(
+            f"{self._where}: another server changed what this turn had seen; nothing was stored", InterruptCause.CONFLICT
+        )
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+    def _clocks(self) -> Clocks:
+        return NO_CLOCKS if self._clock is None else (self._clock.lease(), self._clock.wall())
+
+    def _send(
+        self,
+        mode: str,
+        calls: Sequence[ScriptCall[Any]],
+        clocks: Clocks,
+        digest: str = "",
+        *,
+        number: int = 0,
+        was_stored: Callable[[], bool] | None = None,
+    ) -> list[Reply]:
+        arguments: list[Argument] = [mode, self._name, number, *clocks, digest, len(calls)]
+        for call in calls:
+            arguments += (call.verb, len(call.arguments))
+            arguments += call.arguments
+        try:
+            reply = self._evaluate(arguments)
+        except redis.RedisError as error:
+            raise self._error(error, was_stored) from error
+        if reply[0] == b"stale":
+            raise StaleEpoch(f"this epoch does not lead, {int(reply[1])} does ({reply[2].decode() or 'nobody'}); step down")
+        return reply
+
+    def _evaluate(self, arguments: Sequence[Argument]) -> list[Reply]:
+        try:
+            reply: list[Reply] = self._client.execute_command("EVALSHA", self._sha, 0, *arguments)
+        except redis.exceptions.NoScriptError:  # a new server, or one that was restarted
+            reply = self._client.execute_command("EVAL", self._script, 0, *arguments)
+        return reply
+
+    def _error(self, error: redis.RedisError, was_stored: Callable[[], bool] | None = None) -> TasukiError:
+        translated = translate(error, self._where, was_stored)
+        if isinstance(translated, TurnInterrupted):
+            # The server may be a replica now, or its answer may still come and be taken for the next one.
+            self._client.connection_pool.disconnect()
+        return translated

@@ -1,6 +1,6 @@
-"""The verbs of the Redis store as data: which arguments go to Lua, and what its answer means. Pure.
+"""The verbs of the Redis store as data: the arguments that go to Lua, and the decoding of its answers. Pure.
 
-Each verb's file in `lua/` says in which order the arguments stand. `redis.py` calls verbs one by one, `redis_whole.py` all those
+The comment above each verb in `lua/` has the order of its arguments. `store.py` calls verbs one by one, `turn_script.py` all verbs
 of a turn at once.
 """
 
@@ -41,7 +41,7 @@ from tasuki.core.store_messages import (
 )
 from tasuki.errors import Conflict
 from tasuki.stores.common import storable
-from tasuki.stores.redis import codec as values
+from tasuki.stores.redis import codec
 from tasuki.stores.redis.codec import Argument, JobRecord, Reply, SpecFacts, flag, optional
 
 T = TypeVar("T")
@@ -54,18 +54,18 @@ ASSIGN_LEASE_BYTES = 16
 
 
 class ScriptCall(NamedTuple, Generic[T]):
-    """One verb with its arguments."""
+    """One verb with its arguments, and the decoder of its answer."""
 
     verb: str
     arguments: Sequence[Argument]
     decode: Callable[[Reply], T]
     reads: bool = False
     leads: bool = False
-    """It carries an epoch, and may be refused."""
+    """Whether the verb carries an epoch, and may be refused."""
 
 
 class FilterFields(NamedTuple):
-    """What a filter looks at."""
+    """Fields of a job that a filter looks at."""
 
     job_id: str
     record: JobRecord
@@ -77,19 +77,19 @@ class FilterFields(NamedTuple):
 
 
 def submit(submissions: Sequence[Submission], on_failed: str, own_subject: str) -> ScriptCall[list[Answered]]:
-    """A payload has a key of its own if outsiders may look for it there (`own_subject`), or if it is large."""
-    places: dict[values.Place, int] = {}
+    """Store new jobs. A payload has a key of its own if outsiders may look for it there (`own_subject`), or if it is large."""
+    places: dict[codec.Place, int] = {}
     jobs: list[Argument] = []
     for submission in submissions:
         spec, number = submission.spec, 0
-        is_inside = spec.subject != own_subject and len(spec.payload) <= values.INSIDE_MAX_BYTES
-        value, place = values.spec_value(spec, submission.submitter, submission.body_hash, with_payload=is_inside)
+        is_inside = spec.subject != own_subject and len(spec.payload) <= codec.INSIDE_MAX_BYTES
+        value, place = codec.spec_value(spec, submission.submitter, submission.body_hash, with_payload=is_inside)
         if spec.not_before is None and spec.not_after is None and not spec.files:
             number = places.setdefault(place, len(places) + 1)
         jobs += (number, value, b"" if is_inside else spec.payload)
     arguments: list[Argument] = [on_failed, len(places)]
     for place in places:
-        arguments += (*place, values.record_head(place[1], False), values.record_head(place[1], True))
+        arguments += (*place, codec.record_head(place[1], False), codec.record_head(place[1], True))
     arguments += (len(submissions), *(submission.spec.job_id for submission in submissions), *jobs)
 
     def decode(reply: Reply) -> list[Answered]:
@@ -104,7 +104,7 @@ def _submitted(submission: Submission, row: Reply) -> Answered:
         return Submitted(spec.job_id, created=True)
     if row[0] == b"missing":
         return MissingBlobs(spec.job_id, tuple(sha256.decode() for sha256 in row[1:]))
-    job = values.job(row[1])
+    job = codec.job(row[1])
     assert job is not None
     if job.body_hash != submission.body_hash:
         return Conflict(spec.job_id, differing_fields(job.spec, spec), (job.submitter, job.spec.subject))
@@ -112,11 +112,11 @@ def _submitted(submission: Submission, row: Reply) -> Answered:
 
 
 def cancel(orders: Sequence[tuple[str, str, str]]) -> ScriptCall[list[Canceled]]:
-    """Of (job_id, actor, reason)."""
+    """Cancel jobs; orders are (job_id, actor, reason)."""
     arguments: list[Argument] = [len(orders)]
     for job_id, actor, reason in orders:
         outcome = Outcome(error_code="CANCELED", message=storable(reason) or f"canceled by {actor}")
-        arguments += (job_id, actor, storable(reason), values.encode(outcome))
+        arguments += (job_id, actor, storable(reason), codec.encode(outcome))
 
     def decode(reply: Reply) -> list[Canceled]:
         return [_canceled(*row) for row in reply]
@@ -127,7 +127,7 @@ def cancel(orders: Sequence[tuple[str, str, str]]) -> ScriptCall[list[Canceled]]
 def _canceled(
     state: bytes | None, requested: bytes | None = None, worker_id: bytes | None = None, lease_id: bytes | None = None
 ) -> Canceled:
-    return Canceled(_state(state), requested is not None, values.text(worker_id), values.text(lease_id))
+    return Canceled(_state(state), requested is not None, codec.text(worker_id), codec.text(lease_id))
 
 
 def requeue(orders: Sequence[RequeueOrder]) -> ScriptCall[list[Requeued]]:
@@ -150,18 +150,18 @@ def lease(requests: Sequence[LeaseRequest], random: Random) -> ScriptCall[list[l
         arguments.append(len(live_workers))
         for worker_id, patterns in live_workers.items():
             arguments += (worker_id, len(patterns), *patterns)
-    wishes: dict[tuple[Argument, ...], int] = {}
+    terms: dict[tuple[Argument, ...], int] = {}
     secrets = random(LEASE_PREFIX_BYTES * len(requests)).hex("-", LEASE_PREFIX_BYTES).split("-")
     asking: list[Argument] = []
     for request, secret in zip(requests, secrets, strict=True):
-        number = wishes.setdefault(_wish(request, number_of[id(request.live_workers)]), len(wishes) + 1)
+        number = terms.setdefault(_terms(request, number_of[id(request.live_workers)]), len(terms) + 1)
         asking += (request.worker_id, secret, number, len(request.job_ids), *request.job_ids)
-    arguments += (len(wishes), *(part for wish in wishes for part in wish), len(requests), *asking)
+    arguments += (len(terms), *(part for shared in terms for part in shared), len(requests), *asking)
 
     def decode(reply: Reply) -> list[list[Grant]]:
         return [
             [
-                values.grant((job_id, lease_id, attempt, request.ttl_s, spec, payload))
+                codec.grant((job_id, lease_id, attempt, request.ttl_s, spec, payload))
                 for job_id, lease_id, attempt, spec, payload in batched(flat, 5)
             ]
             for request, flat in zip(requests, reply, strict=True)
@@ -170,7 +170,7 @@ def lease(requests: Sequence[LeaseRequest], random: Random) -> ScriptCall[list[l
     return ScriptCall("lease", arguments, decode)
 
 
-def _wish(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
+def _terms(request: LeaseRequest, live_workers: int) -> tuple[Argument, ...]:
     return (
         request.incarnation,
         request.ttl_s,
@@ -188,11 +188,11 @@ _KINDS = {takes: "".join(str(kind.value) for kind in takes.kinds) for takes in T
 
 
 def _grant_lists(reply: Reply) -> list[list[Grant]]:
-    return [[values.grant(row) for row in rows] for rows in reply]
+    return [[codec.grant(row) for row in rows] for rows in reply]
 
 
 def batched(flat: Sequence[T], width: int) -> Iterator[tuple[T, ...]]:
-    """Pieces of the same width."""
+    """Return pieces of the same width."""
     return zip(*(iter(flat),) * width, strict=True)
 
 
@@ -200,23 +200,23 @@ def held(holders: Sequence[tuple[str, str]]) -> ScriptCall[list[list[Grant]]]:
     return ScriptCall("held", [len(holders), *(part for holder in holders for part in holder)], _grant_lists, reads=True)
 
 
-def _shown(claim: HeldLease) -> tuple[Argument, ...]:
+def _key_of(claim: HeldLease) -> tuple[Argument, ...]:
     return claim.job_id, claim.worker_id, claim.incarnation, claim.lease_id, claim.attempt
 
 
 def start(claims: Sequence[HeldLease]) -> ScriptCall[list[LeaseStatus]]:
-    arguments = [len(claims), *(part for claim in claims for part in (*_shown(claim), claim.ttl_s))]
-    return ScriptCall("start", arguments, _standings)
+    arguments = [len(claims), *(part for claim in claims for part in (*_key_of(claim), claim.ttl_s))]
+    return ScriptCall("start", arguments, _statuses)
 
 
 def renew(claims: Sequence[HeldLease]) -> ScriptCall[list[LeaseStatus]]:
     arguments: list[Argument] = [len(claims)]
     for claim in claims:
-        arguments += (*_shown(claim), claim.ttl_s, "" if claim.progress is None else msgspec.json.encode(claim.progress))
-    return ScriptCall("renew", arguments, _standings)
+        arguments += (*_key_of(claim), claim.ttl_s, "" if claim.progress is None else msgspec.json.encode(claim.progress))
+    return ScriptCall("renew", arguments, _statuses)
 
 
-def _standings(reply: Reply) -> list[LeaseStatus]:
+def _statuses(reply: Reply) -> list[LeaseStatus]:
     return [LeaseStatus(row.decode()) for row in reply]
 
 
@@ -224,12 +224,12 @@ def release(claims: Sequence[HeldLease], reason: str) -> ScriptCall[list[bool]]:
     arguments: list[Argument] = [storable(reason), len(claims)]
     for claim in claims:
         outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
-        arguments += (*_shown(claim), values.encode(outcome))
+        arguments += (*_key_of(claim), codec.encode(outcome))
     return ScriptCall("release", arguments, flags)
 
 
 def report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
-    """`finish` or `fail`."""
+    """Record reports; the verb is `finish` or `fail`."""
     arguments: list[Argument] = [len(reports), *(item.job_id for item in reports)]
     for item in reports:
         outcome = item.outcome
@@ -240,8 +240,8 @@ def report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer
             item.lease_id,
             item.attempt,
             optional(item.started_at),
-            values.said(item, verb),
-            *values.outcome_arguments(outcome),
+            codec.report_key(item, verb),
+            *codec.outcome_arguments(outcome),
         )
         if verb == "fail":
             words = outcome.message or outcome.error_code or "failed"
@@ -274,9 +274,7 @@ def assign(assignments: Sequence[Assignment], epoch: int, random: Random) -> Scr
             item.reconnect_grace_s,
             random(ASSIGN_LEASE_BYTES).hex(),
         )
-    return ScriptCall(
-        "assign", arguments, lambda reply: [None if row is None else values.grant(row) for row in reply], leads=True
-    )
+    return ScriptCall("assign", arguments, lambda reply: [None if row is None else codec.grant(row) for row in reply], leads=True)
 
 
 def take_over(holder: str, epoch: int) -> ScriptCall[bool]:
@@ -330,11 +328,11 @@ def forget_blobs(places: Sequence[BlobPlace], epoch: int) -> ScriptCall[int]:
 
 
 def get(job_ids: Sequence[str]) -> ScriptCall[list[Job | None]]:
-    return ScriptCall("get", [len(job_ids), *job_ids], lambda reply: [values.job(row) for row in reply], reads=True)
+    return ScriptCall("get", [len(job_ids), *job_ids], lambda reply: [codec.job(row) for row in reply], reads=True)
 
 
 def incidents(job_id: str) -> ScriptCall[list[JobIncident]]:
-    return ScriptCall("incidents", [job_id], lambda reply: [values.incident(row) for row in reply], reads=True)
+    return ScriptCall("incidents", [job_id], lambda reply: [codec.incident(row) for row in reply], reads=True)
 
 
 def epoch() -> ScriptCall[tuple[int, str]]:
@@ -350,11 +348,11 @@ def next_due() -> ScriptCall[tuple[float | None, float | None]]:
 
 
 def find(below: str | None, count: int, *, with_texts: bool) -> ScriptCall[list[FilterFields]]:
-    """The newest jobs below a seq, with what a filter looks at."""
+    """Read the newest jobs below a seq, with the fields that a filter looks at."""
 
     def decode(reply: Reply) -> list[FilterFields]:
         return [
-            FilterFields(job_id.decode(), values.read_record(record), values.split(spec)[0], outcome)
+            FilterFields(job_id.decode(), codec.read_record(record), codec.split(spec)[0], outcome)
             for job_id, record, spec, outcome in reply
         ]
 
@@ -381,7 +379,7 @@ def top_band() -> ScriptCall[int | None]:
 
 
 def texts_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
-    """`ended_among` or `revoked_among`: those of the names that are."""
+    """Call `ended_among` or `revoked_among`, which return some of the names."""
     return ScriptCall(verb, [len(names), *names], texts, reads=True)
 
 
@@ -419,22 +417,22 @@ def blobs_stored(places: Sequence[BlobPlace]) -> ScriptCall[list[bool]]:
 
 
 def add_token(token: TokenRow) -> ScriptCall[bool]:
-    """Of a token whose texts are storable."""
+    """Add a token whose texts are storable."""
 
     def decode(reply: Reply) -> bool:
-        return reply == [b"added"] or [values.token(row) for row in reply] == [token]
+        return reply == [b"added"] or [codec.token(row) for row in reply] == [token]
 
-    fields = values.token_arguments(token)
+    fields = codec.token_arguments(token)
     detail = f"{token.kind} {token.label}".rstrip()
     return ScriptCall("add_token", [token.token_id, token.sha256, token.created_by, detail, len(fields), *fields], decode)
 
 
 def token(sha256s: Sequence[str]) -> ScriptCall[list[TokenRow | None]]:
-    return ScriptCall("token", [len(sha256s), *sha256s], lambda reply: [values.token(row) for row in reply], reads=True)
+    return ScriptCall("token", [len(sha256s), *sha256s], lambda reply: [codec.token(row) for row in reply], reads=True)
 
 
 def tokens() -> ScriptCall[list[TokenRow]]:
-    return ScriptCall("tokens", [], lambda reply: [row for flat in reply if (row := values.token(flat)) is not None], reads=True)
+    return ScriptCall("tokens", [], lambda reply: [row for flat in reply if (row := codec.token(flat)) is not None], reads=True)
 
 
 def revoke_token(token_id: str, actor: str) -> ScriptCall[bool]:
@@ -442,7 +440,7 @@ def revoke_token(token_id: str, actor: str) -> ScriptCall[bool]:
 
 
 def audit(limit: int) -> ScriptCall[list[AuditRow]]:
-    return ScriptCall("audit", [limit], lambda reply: [values.audit_row(row) for row in reply], reads=True)
+    return ScriptCall("audit", [limit], lambda reply: [codec.audit_row(row) for row in reply], reads=True)
 
 
 # ---------------------------------------------------------------------------------------------------- plain answers

@@ -1,8 +1,10 @@
--- lease(live worker lists, count of wishes, these, count of requests, then for each worker_id, prefix of its lease_ids, the number
---   of its wish, count of job_ids, these)
+-- The verbs that grant work.
+
+-- lease(live worker lists, count of terms, these, count of requests, then for each worker_id, prefix of its lease_ids, the number
+--   of its terms, count of job_ids, these)
 --   -> for each job_id, lease_id, attempt, spec, payload, …
 -- Reads {app}:queues:{priority}, {app}:served, {app}:queue and {app}:queue:{priority}:{group}:{kind}:{subject}; of each granted
--- job it writes {app}:job|lease|status:{id} and {app}:lease:index, and takes away {app}:outcome|result|summary|freqs:{id} of the
+-- job it writes {app}:job|lease|status:{id} and {app}:lease:index, and deletes {app}:outcome|result|summary|freqs:{id} of the
 -- attempt before.
 
 local function read_live_workers()
@@ -18,12 +20,12 @@ local function read_live_workers()
   return lists
 end
 
--- What several requests may have in common.
-local function read_wishes(lists)
-  local wishes = {}
+-- Reads the terms that several requests may have in common.
+local function read_terms(lists)
+  local terms = {}
   for i = 1, take_number() do
     local incarnation, ttl_s, on_disconnect, reconnect_grace_s, kinds = take(5)
-    wishes[i] = {
+    terms[i] = {
       incarnation = incarnation,
       ttl_s = ttl_s,
       on_disconnect = on_disconnect,
@@ -35,23 +37,23 @@ local function read_wishes(lists)
       patterns = take_list(),
     }
   end
-  return wishes
+  return terms
 end
 
--- One at a time: the wish becomes that of the worker that asks.
-local function read_request(wishes)
+-- Reads one request. Its terms become those of the worker that asks, so requests are read one at a time.
+local function read_request(terms)
   local worker_id, lease_prefix = take(2)
-  local request = wishes[take_number()]
+  local request = terms[take_number()]
   request.worker_id, request.lease_prefix, request.granted = worker_id, lease_prefix, 0
   request.job_ids = take_list()
   return request
 end
 
--- The jobs at the head of a queue after the first `skip`, the oldest first.
+-- Returns the jobs at the head of a queue after the first `skip`, the oldest first.
 local function head_of(queue, skip, count)
   local found
   if queue.is_list then
-    found = own_jobs.peek(skip, count)
+    found = outsiders.peek(skip, count)
   else
     flush_ranks()
     local ids = redis.call('ZRANGE', queue.name, skip, skip + count - 1)
@@ -71,7 +73,7 @@ local function older_first(one, other)
   return tonumber(one.seq) < tonumber(other.seq)
 end
 
--- The oldest jobs of several queues; and for each queue how many of its own are among them, if it may have more.
+-- Returns the oldest jobs of several queues; and for each queue how many of its own are among them, if it may have more.
 local function candidates_of(waiting, late, count)
   local found, open = {}, {}
   for i, queue in ipairs(waiting) do
@@ -93,7 +95,7 @@ local function candidates_of(waiting, late, count)
   return found, open
 end
 
--- Its answer is flat: a table for each grant would cost as much as the grant.
+-- Grants a job and adds it to the flat answer: a table for each grant would cost as much as the grant.
 local function grant_to(request, job, grants)
   local count = request.granted
   request.lease_id = request.lease_prefix .. string.format('%06x', count)
@@ -103,7 +105,7 @@ local function grant_to(request, job, grants)
   request.granted = count + 1
 end
 
--- Up to `count` jobs of one group. Jobs that are too late stay where they are, for the leader to skip.
+-- Grants up to `count` jobs of one group. Jobs that are too late stay where they are, for the leader to skip.
 local function serve(request, waiting, count, grants)
   local late, wanted = {}, request.granted + count
   repeat
@@ -118,7 +120,7 @@ local function serve(request, waiting, count, grants)
       end
       open[name] = open[name] and open[name] - 1
       if open[name] == 0 or request.granted == wanted then
-        is_open = request.granted < wanted -- behind the late ones may stand older jobs than the next one of another queue
+        is_open = request.granted < wanted -- behind the late ones may be older jobs than the next one of another queue
         break
       end
     end
@@ -132,7 +134,7 @@ local function lease_next(request)
     if request.granted >= request.limit then
       break
     end
-    local groups = fair.groups(request, band_of(priority))
+    local groups = fair.groups(request, queues.of_priority(priority))
     fair.deal(groups, request.limit - request.granted, function(group, count)
       return serve(request, groups[group], count, grants)
     end)
@@ -140,16 +142,16 @@ local function lease_next(request)
   return grants
 end
 
--- A lease that is over, asked for by job_id before the reaper came: the loss counts. False if that ended the job.
+-- Takes over an expired lease that the reaper has not ended yet: it counts as a loss. False if that ended the job.
 local function take_from_lost(job, by)
-  local verdict = attempts.loss(job)
-  if TERMINAL[verdict.state] then
-    attempts.settle(job, verdict, nil, {})
+  local disposition = attempts.disposition_of_loss(job)
+  if TERMINAL[disposition.state] then
+    attempts.finish(job, disposition, nil, {})
     return false
   end
-  jobs.tell(job, 'taken_over', job.assigned_worker_id, '', verdict.reason .. '; taken over by ' .. by)
-  jobs.show_retries(job, verdict.failures + verdict.losses)
-  jobs.change(job, { losses = tostring(verdict.losses) })
+  jobs.add_incident(job, 'taken_over', job.assigned_worker_id, '', disposition.reason .. '; taken over by ' .. by)
+  jobs.publish_retries(job, disposition.failures + disposition.losses)
+  jobs.change(job, { losses = tostring(disposition.losses) })
   return true
 end
 
@@ -170,7 +172,7 @@ local function lease_named(request)
     if request.granted >= request.limit then
       break
     end
-    local job = own_jobs.load(id)
+    local job = outsiders.load(id)
     if job and may_be_granted(job, request) then
       grant_to(request, job, grants)
     end
@@ -179,11 +181,68 @@ local function lease_named(request)
 end
 
 verbs.lease = function()
-  local wishes = read_wishes(read_live_workers())
+  local terms = read_terms(read_live_workers())
   local answers = {}
   for i = 1, take_number() do
-    local request = read_request(wishes)
+    local request = read_request(terms)
     answers[i] = #request.job_ids > 0 and lease_named(request) or lease_next(request)
+  end
+  return answers
+end
+
+-- assign(epoch, count, then for each job_id, worker_id, incarnation, ttl_s, on_disconnect, reconnect_grace_s, lease_id)
+--   -> for each a grant or false
+-- Reads {app}:epoch; writes the same keys as lease.
+
+local function assign(epoch, id, worker_id, incarnation, ttl_s, on_disconnect, reconnect_grace_s, lease_id)
+  local job = outsiders.load(id)
+  if not job or not queues.is_waiting(job) or rules.is_late(job.not_after, now.wall) then
+    return false
+  end
+  local to = {
+    worker_id = worker_id,
+    incarnation = incarnation,
+    ttl_s = ttl_s,
+    on_disconnect = on_disconnect,
+    reconnect_grace_s = reconnect_grace_s,
+    has_grace = tonumber(reconnect_grace_s) ~= 0,
+    lease_id = lease_id,
+  }
+  attempts.grant(job, to, epoch)
+  return { id, lease_id, job.attempt, ttl_s }
+end
+
+verbs.assign = function()
+  local epoch = take(1)
+  check_epoch(epoch)
+  return for_each(function(...)
+    return assign(epoch, ...)
+  end, 7)
+end
+
+-- held(count, then for each worker_id, incarnation) -> for each a list of grants with the ttl that is left
+-- Reads {app}:lease:index, {app}:lease:{id}, {app}:job:{id}, {app}:spec|payload:{id}.
+
+reads.held = function()
+  local holders, found = {}, {}
+  for i = 1, take_number() do
+    local worker_id, incarnation = take(2)
+    holders[i] = worker_id .. '\n' .. incarnation
+    found[holders[i]] = {}
+  end
+  for _, entry in ipairs(#holders > 0 and jobs.first_of(key.index, '+inf', 2 ^ 31) or {}) do
+    local job = entry.job
+    local grants = job.state == 'ASSIGNED' and found[job.assigned_worker_id .. '\n' .. job.incarnation]
+    local expires_at = grants and tonumber(leases.expires_at(job))
+    if grants and expires_at > now.lease then
+      -- The rest of the lease, not the whole: this does not renew.
+      local left_s = math.max(0, expires_at - LEASE_MARGIN_S - now.lease)
+      grants[#grants + 1] = { job.id, job.lease_id, job.attempt, text(left_s) }
+    end
+  end
+  local answers = {}
+  for i, holder in ipairs(holders) do
+    answers[i] = complete.grants(found[holder])
   end
   return answers
 end

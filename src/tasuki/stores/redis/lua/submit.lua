@@ -1,9 +1,11 @@
+-- The verbs of clients.
+
 -- submit(on_failed, count of queues, then for each priority, group, kind, subject, head of a record without and with payload,
 --   count of jobs, the job_ids, then for each the number of its queue, spec, payload)
 --   -> for each 'created', {'missing', sha256, …} or {'known', id}
 -- Queue 0: the job waits for a time, or refers to blobs; its facts say more.
 -- Writes of a new job: {app}:job|spec|payload|status:{id}, its queue or {app}:delay, {app}:late, {app}:jobs, {app}:counts,
--- {app}:owners:{sha256}. Reads {app}:blob:{sha256}. Of a job set going again: see requeue.
+-- {app}:owners:{sha256}. Reads {app}:blob:{sha256}. Of a job that runs again: see requeue.
 
 local function read_queues()
   local found = {}
@@ -25,9 +27,9 @@ end
 
 local TEXT = 160 -- begins a msgpack text of less than 32 bytes, with its length
 
--- The common case: it waits for nothing and refers to nothing. The head is its record up to seq.
+-- Stores a job that waits for nothing and refers to nothing, the common case. The head is its record up to seq.
 local function store_plain(id, seq, place, spec, payload)
-  -- Asked for only now: a queue is known from the first job that waits in it.
+  -- Looked up only now: a queue is indexed from the first job that waits in it.
   local queue = place.queue or queues.of(place.facts, place.group)
   place.queue, place.count = queue, place.count + 1
   put(of('spec', id), spec)
@@ -40,14 +42,14 @@ local function store_plain(id, seq, place, spec, payload)
   rank(key.jobs, seq, id)
   queues.add_new(queue, seq, id)
   if place.shown then
-    jobs.show_status({ id = id, state = 'PENDING', shown = place.shown }, '')
+    jobs.publish_status({ id = id, state = 'PENDING', shown = place.shown }, '')
   end
   return 'created'
 end
 
--- Its facts are read from `spec`.
+-- Stores a job whose facts are read from `spec`.
 local function store_new(id, seq, spec, payload)
-  local facts = read_facts_of(spec)
+  local facts = jobs.read_facts(spec)
   local inputs = blobs.inputs_of(facts)
   local missing = blobs.missing(inputs)
   if missing then
@@ -73,8 +75,8 @@ end
 local function run_again(job, asked)
   local facts = jobs.facts(job)
   local is_same = facts.body_hash == asked.body_hash and facts.submitter == asked.submitter
-  if is_same and TERMINAL[job.state] and job.state ~= 'SUCCEEDED' and jobs.is_whole(job) then
-    jobs.again(job, asked.submitter, 'submitted again')
+  if is_same and TERMINAL[job.state] and job.state ~= 'SUCCEEDED' and jobs.has_payload(job) then
+    jobs.requeue(job, asked.submitter, 'submitted again')
   end
 end
 
@@ -82,7 +84,7 @@ verbs.submit = function()
   local on_failed = take(1)
   local places = read_queues()
   local ids, answers, fresh = take_list(), {}, {}
-  local is_any_known = own_jobs.is_any_known(ids)
+  local is_any_known = outsiders.is_any_known(ids)
   if is_any_known then
     jobs.preload(ids)
   end
@@ -90,12 +92,12 @@ verbs.submit = function()
   for i, id in ipairs(ids) do
     local number, spec, payload = take(3)
     if fresh[id] then
-      flush()
+      jobs.flush()
     end
-    local job = (is_any_known or fresh[id]) and own_jobs.load(id)
+    local job = (is_any_known or fresh[id]) and outsiders.load(id)
     if job then
       if on_failed == 'rerun' then
-        run_again(job, read_facts_of(spec))
+        run_again(job, jobs.read_facts(spec))
       end
       answers[i] = { 'known', id }
     elseif places[number] then
@@ -110,4 +112,51 @@ verbs.submit = function()
     jobs.count(place.group, 'PENDING', place.count)
   end
   return answers
+end
+
+-- cancel(count, then for each job_id, actor, reason, the outcome if it is canceled at once)
+--   -> for each {state or false, 1 if it was asked of its worker, worker_id, lease_id}
+-- A waiting job ends: {app}:job|outcome|status:{id}, its queue or {app}:delay, {app}:late, {app}:ended, {app}:lease:{id} of an
+-- orphan. A leased one: {app}:job:{id} cancel_requested. Both: {app}:incidents:{id}.
+
+local function cancel(id, actor, reason, packed)
+  local job = outsiders.load(id)
+  if not job then
+    return { false }
+  end
+  if TERMINAL[job.state] then
+    return { job.state }
+  end
+  if READY[job.state] then
+    jobs.add_incident(job, 'canceled', '', actor, reason)
+    jobs.finish(job, 'cancel', {}, { packed = packed }, reason)
+    return { job.state }
+  end
+  if not job.cancel_requested then
+    jobs.add_incident(job, 'cancel_requested', job.assigned_worker_id, actor, reason)
+    jobs.change(job, { cancel_requested = '1' })
+  end
+  return { job.state, '1', job.assigned_worker_id, job.lease_id }
+end
+
+verbs.cancel = function()
+  return for_each(cancel, 4)
+end
+
+-- requeue(count, then for each job_id, actor, reason, generation that it must have or "") -> for each {1 if done, state or false}
+-- {app}:job|status|incidents:{id}, its queue or {app}:delay, {app}:late; {app}:ended, {app}:dlq; deletes {app}:outcome:{id},
+-- {app}:result|summary|freqs:{id}, {app}:retry_count:{id}. {app}:payload:{id} and {app}:status:{id} no longer expire.
+
+local function requeue(id, actor, reason, generation)
+  local job = jobs.load(id)
+  local may_run = job and TERMINAL[job.state] and (generation == '' or tonumber(generation) == (tonumber(job.generation) or 0))
+  if not may_run or not jobs.has_payload(job) then
+    return { '0', job and job.state or false }
+  end
+  jobs.requeue(job, actor, reason)
+  return { '1', job.state }
+end
+
+verbs.requeue = function()
+  return for_each(requeue, 4)
 end

@@ -1,10 +1,88 @@
+-- The verbs on tokens, and the audit of what was done to them.
+
+local function add_audit(actor, action, target, detail)
+  write('LPUSH', key.audit, cmsgpack.pack({ now.text, actor, action, target, detail }))
+end
+
+-- add_token(token_id, sha256, created_by, detail, then count and field, value, …)
+--   -> {'added'}, or the rows that have its id or hash
+-- {app}:token:{sha256}, {app}:tokens, {app}:token_ids, {app}:audit.
+
+verbs.add_token = function()
+  local token_id, sha256, created_by, detail = take(4)
+  local fields = take_list()
+  local same_id = redis.call('HGET', key.token_ids, token_id)
+  local known = {}
+  if same_id then
+    known[1] = redis.call('HGETALL', of('token', same_id))
+  end
+  if sha256 ~= same_id and redis.call('EXISTS', of('token', sha256)) == 1 then
+    known[#known + 1] = redis.call('HGETALL', of('token', sha256))
+  end
+  if #known > 0 then
+    return known
+  end
+  write('HSET', of('token', sha256), unpack(fields))
+  write('ZADD', key.tokens, next_of('token'), sha256)
+  write('HSET', key.token_ids, token_id, sha256)
+  add_audit(created_by, 'token.create', token_id, detail)
+  return { 'added' }
+end
+
+-- revoke_token(token_id, actor) -> 1, or 0 if it is unknown or revoked
+-- {app}:token:{sha256}, {app}:revoked_tokens, {app}:audit.
+
+verbs.revoke_token = function()
+  local token_id, actor = take(2)
+  local sha256 = redis.call('HGET', key.token_ids, token_id)
+  if not sha256 or redis.call('SISMEMBER', key.revoked, sha256) == 1 then
+    return '0'
+  end
+  write('HSET', of('token', sha256), 'revoked_at', now.text, 'revoked_by', actor)
+  write('SADD', key.revoked, sha256)
+  add_audit(actor, 'token.revoke', token_id, '')
+  return '1'
+end
+
+local function rows_of(sha256s)
+  local answers = {}
+  for i, sha256 in ipairs(sha256s) do
+    answers[i] = redis.call('HGETALL', of('token', sha256))
+  end
+  return answers
+end
+
+-- token(count, sha256, …) -> for each field, value, …
+-- Reads {app}:token:{sha256}.
+
+reads.token = function()
+  return rows_of(take_list())
+end
+
 -- tokens() -> for each token field, value, …, the oldest first
 -- Reads {app}:tokens and {app}:token:{sha256}.
 
 reads.tokens = function()
-  local answers = {}
-  for i, sha256 in ipairs(redis.call('ZRANGE', key.tokens, 0, -1)) do
-    answers[i] = redis.call('HGETALL', of('token', sha256))
+  return rows_of(redis.call('ZRANGE', key.tokens, 0, -1))
+end
+
+-- revoked_among(count, token_id, …) -> the tokens that are revoked or unknown
+-- Reads {app}:token_ids and {app}:revoked_tokens.
+
+reads.revoked_among = function()
+  local found = {}
+  for _, token_id in ipairs(take_list()) do
+    local sha256 = redis.call('HGET', key.token_ids, token_id)
+    if not sha256 or redis.call('SISMEMBER', key.revoked, sha256) == 1 then
+      found[#found + 1] = token_id
+    end
   end
-  return answers
+  return found
+end
+
+-- audit(limit) -> a list of msgpack, the newest first
+-- Reads {app}:audit.
+
+reads.audit = function()
+  return redis.call('LRANGE', key.audit, 0, take_number() - 1)
 end

@@ -1,13 +1,13 @@
--- One turn: all its verbs in order, in one call, so that nobody sees half of it. Arguments:
+-- One turn: all its verbs in order, in one call, so that no other client sees half of it. Arguments:
 --   mode, session, number, lease clock or '', wall clock or '', digest, count of verbs, then for each its name, how many
 --     arguments, these
 -- Modes:
 --   run     do it. Answers {'done', answers}
---   lead    the same for turns with a leader's verbs, which may be refused after others were done
---   look    the same for verbs that only read: leaves no trace of the turn
---   try     do it and take it back: what would the answers be? {'done', answers, digest, lease clock, wall clock}
---   commit  do it if the answers are still those of the digest, else {'changed'} and nothing is written
---   recall  a turn whose answer was lost: {'done', answers} if it was done; else {'void'}, and it never will be
+--   lead    as run, for turns with a leader's verbs, which may be refused after others were done
+--   look    as run, for verbs that only read: leaves no trace of the turn
+--   try     do it and roll it back, to know the answers: {'done', answers, digest, lease clock, wall clock}
+--   commit  do it if the answers still have the digest, else {'changed'} and nothing is written
+--   recall  a turn whose answer was lost: {'done', answers} if it was done; else {'void'}, and it never will be done
 -- A turn is done once: its number must be above the last one of its session ({app}:turn:{session}), else {'void'}. A leader's
 -- verb of a stale epoch: {'stale', epoch, holder}, and nothing is written.
 
@@ -24,7 +24,7 @@ local function read_clocks()
   now.packed = cmsgpack.pack(now.text)
 end
 
--- The answers that are kept with the turn, and those that leave: they may be larger.
+-- Returns the answers that are kept with the turn, and the complete ones.
 local function execute(kept)
   local to_keep, to_show = {}, {}
   for i = 1, count do
@@ -34,11 +34,11 @@ local function execute(kept)
       to_keep[i] = kept[i]
     else
       to_keep[i] = (verbs[name] or reads[name])()
-      flush()
+      jobs.flush()
       queues.sweep()
     end
     at = after
-    to_show[i] = shows[name] and shows[name](to_keep[i]) or to_keep[i]
+    to_show[i] = complete[name] and complete[name](to_keep[i]) or to_keep[i]
     if reads[name] then
       to_keep[i] = ''
     end
@@ -77,7 +77,7 @@ local function turn()
     end
     local row = reads.epoch()
     if undo then
-      take_back()
+      roll_back()
     end
     return { 'stale', row[1], row[2] }
   end
@@ -89,11 +89,11 @@ local function turn()
   end
   local found = redis.sha1hex(cmsgpack.pack(to_show))
   if mode == 'try' then
-    take_back()
+    roll_back()
     return { 'done', to_show, found, text(now.lease), text(now.wall) }
   end
   if mode == 'commit' and found ~= digest then
-    take_back()
+    roll_back()
     return { 'changed' }
   end
   remember_turn(cmsgpack.pack(to_keep))

@@ -1,9 +1,78 @@
--- Every write goes through here. Two things follow from that:
---   What a turn writes can be taken back inside the script that tried it. A turn that nobody has to take back (`undo` is nil, the
---   rule) pays nothing for this.
---   Strings and sorted sets are written after each verb, many in one command: a command costs more than what it writes.
+-- State and functions that all verbs of a turn share: clocks, arguments, epoch, writes.
 
-local undo = nil -- what to call to take the writes back, the latest last
+local verbs, reads, complete = {}, {}, {} -- by name: verbs that write, verbs that read, what completes an answer (reads.lua)
+local blobs, queues, fair, jobs, outcomes, leases, attempts, outsiders = {}, {}, {}, {}, {}, {}, {}, {}
+
+local now = { lease = 0, wall = 0, text = '0' } -- `text` is the wall clock
+local at = 0 -- the argument that was read last
+
+-- Returns the next `count` arguments.
+local function take(count)
+  at = at + count
+  return unpack(ARGV, at - count + 1, at)
+end
+
+local function take_number()
+  at = at + 1
+  return tonumber(ARGV[at])
+end
+
+-- Returns a list of arguments: the next one is their count.
+local function take_list()
+  local list = {}
+  for i = 1, take_number() do
+    list[i] = ARGV[at + i]
+  end
+  at = at + #list
+  return list
+end
+
+-- Calls `verb` once for each item of a batch, with the item's `width` arguments, and returns the answers.
+local function for_each(verb, width)
+  local answers = {}
+  for i = 1, take_number() do
+    answers[i] = verb(take(width))
+  end
+  return answers
+end
+
+-- Returns nil for '', which stands for an argument that is missing.
+local function given(text)
+  return text ~= '' and text or nil
+end
+
+-- Returns a number as a text that loses nothing.
+local function text(number)
+  return string.format('%.17g', number)
+end
+
+local successors = {}
+
+-- Returns the number after this one (nil: after 0); both are texts.
+local function plus_one(number)
+  local successor = successors[number or '0']
+  if not successor then
+    successor = tostring((number or 0) + 1)
+    successors[number or '0'] = successor
+  end
+  return successor
+end
+
+-- Raised by a leader's verb whose epoch does not lead; main.lua rolls the turn back and answers so.
+local STALE = { 'stale' }
+
+local function check_epoch(epoch)
+  local current = redis.call('HGET', key.epoch, 'epoch') or '0'
+  if current ~= epoch then
+    error(STALE)
+  end
+end
+
+-- Every write goes through the functions below. So a turn can be rolled back inside the script that tried it; a turn that never
+-- has to be (`undo` is nil, the rule) pays nothing for this. And strings and sorted sets are written after each verb, many in one
+-- command: a command costs more than the data it writes.
+
+local undo = nil -- functions that roll the writes back, the latest last
 local remembered = {} -- keys whose old value is in `undo`
 
 local COMMAND_MAX = 2000 -- arguments of one command; Lua cannot unpack many more at once
@@ -34,19 +103,18 @@ local function remember(name)
   end
 end
 
--- What waits for the end of the verb. Flat lists whose length is counted: they are filled for every job, and a table by name costs
--- twice as much. A key may be put several times, the last one counts; what is deleted is deleted after all else.
+-- Writes that wait for the end of the verb, in flat lists whose length is counted: they are filled for every job, and a table by
+-- name costs twice as much. A key may be put several times, the last one counts; deletions come after all else.
 local puts, put_size = {}, 0 -- key, value, …
 local dropped, has_dropped = {}, false -- key -> true
 local ranks = {} -- sorted set -> { added = { member, score, … }, added_size, gone = { member, … }, gone_size }
 
--- At once. Sorted sets grow with the number of jobs: of them only the one member is remembered, never the whole.
-local function write(command, name, first, ...)
+-- Writes at once. Sorted sets grow with the number of jobs: of them only the one member is remembered, never the whole set.
+local function write(command, name, ...)
   if undo then
-    if command == 'ZADD' then
-      remember_member(name, (...))
-    elseif command == 'ZREM' then
-      remember_member(name, first)
+    if command == 'ZADD' or command == 'ZREM' then
+      local first, second = ...
+      remember_member(name, command == 'ZADD' and second or first)
     else
       remember(name)
     end
@@ -54,13 +122,10 @@ local function write(command, name, first, ...)
   if has_dropped then
     dropped[name] = nil
   end
-  if first == nil then
-    return redis.call(command, name)
-  end
-  return redis.call(command, name, first, ...)
+  return redis.call(command, name, ...)
 end
 
--- After the verb: SET and DEL.
+-- SET after the verb.
 local function put(name, value)
   puts[put_size + 1], puts[put_size + 2] = name, value
   put_size = put_size + 2
@@ -69,11 +134,12 @@ local function put(name, value)
   end
 end
 
+-- DEL after the verb.
 local function drop(name)
   dropped[name], has_dropped = true, true
 end
 
--- The command with the first `size` arguments, which come in pieces of `step` that belong together.
+-- Calls the command with the first `size` arguments, of which `step` belong together, in pieces that Lua can unpack.
 local function in_pieces(command, name, arguments, size, step)
   local width = COMMAND_MAX - COMMAND_MAX % step
   for first = 1, size, width do
@@ -86,7 +152,7 @@ local function in_pieces(command, name, arguments, size, step)
   end
 end
 
--- The last ones first: most come in order, and Redis looks for the place in a small set from its beginning.
+-- Puts the last ones first: most come in order, and Redis looks for the position in a small set from its beginning.
 local function reverse(list, size)
   for i = 1, math.floor(size / 2) do
     local j = size + 1 - i
@@ -119,7 +185,7 @@ local function rank_of(name)
   return waiting
 end
 
--- After the verb: ZADD and ZREM. Not twice the same member, unless it was taken out in between.
+-- ZADD after the verb. The same member must not be added twice, unless it was removed in between.
 local function rank(name, score, member)
   local waiting = ranks[name] or rank_of(name)
   if waiting.gone_size > 0 then
@@ -130,6 +196,7 @@ local function rank(name, score, member)
   waiting.added_size = size + 2
 end
 
+-- ZREM after the verb.
 local function unrank(name, member)
   local waiting = ranks[name] or rank_of(name)
   local size = waiting.gone_size + 1
@@ -137,7 +204,7 @@ local function unrank(name, member)
   waiting.gone_size = size
 end
 
--- How many of these keys there are.
+-- Returns how many of these keys exist.
 local function count_existing(names)
   local count = 0
   for first = 1, #names, COMMAND_MAX do
@@ -188,12 +255,13 @@ local function flush_strings()
   end
 end
 
-local function take_back()
+local function roll_back()
   for i = #undo, 1, -1 do
     undo[i]()
   end
 end
 
-local function next_of(what)
-  return write('HINCRBY', key.sequence, what, 1)
+-- Returns the next number of a counter.
+local function next_of(counter)
+  return write('HINCRBY', key.sequence, counter, 1)
 end

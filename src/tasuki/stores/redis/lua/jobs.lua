@@ -1,8 +1,8 @@
--- What is known of a job, and all that follows when it changes: queue or index, counters, status, story.
+-- Jobs, and all that follows when one changes: queue or index, counters, status, incidents.
 --
--- {app}:job:{id} is the msgpack of what changes: `Record` in redis_values.py says which fields in which order, and `read_record`
--- and `pack_record` are rendered from it. {app}:spec:{id} is what never changes: the length of the facts (4 bytes), the facts
--- (`Facts` in redis_values.py), and the JobSpec without its payload. All values are texts; what is none, no or zero is not there.
+-- {app}:job:{id} is the msgpack of the fields that change: `JobRecord` in codec.py has their order, and `read_record` and
+-- `pack_record` are rendered from it. {app}:spec:{id} is everything that never changes: the length of the facts (4 bytes), the
+-- facts (`SpecFacts` in codec.py), and the JobSpec without its payload. All values are texts; none, no and zero are absent.
 
 local loaded = {} -- id -> job, as far as this script has looked
 local changed, changed_size = {}, 0 -- jobs whose record is to be written
@@ -23,7 +23,7 @@ function jobs.load(id)
   return job
 end
 
--- Many at once.
+-- Loads many jobs in one command.
 function jobs.preload(ids)
   local unknown, names = {}, {}
   for _, id in ipairs(ids) do
@@ -39,16 +39,16 @@ function jobs.preload(ids)
   end
 end
 
--- Of a value of {app}:spec:{id}.
-local function read_facts_of(value)
+-- Returns the facts of a value of {app}:spec:{id}.
+function jobs.read_facts(value)
   local _, row = cmsgpack.unpack_one(value, 4)
   return read_facts(row)
 end
 
--- What never changes.
+-- Returns the facts of a job, which never change.
 function jobs.facts(job)
   if not job.facts then
-    job.facts = read_facts_of(redis.call('GET', of('spec', job.id)))
+    job.facts = jobs.read_facts(redis.call('GET', of('spec', job.id)))
   end
   return job.facts
 end
@@ -61,7 +61,7 @@ local function mark(job)
   end
 end
 
--- Of many of those that are loaded.
+-- Reads the facts of many loaded jobs in one command.
 function jobs.preload_facts(ids)
   local bare, names = {}, {}
   for _, id in ipairs(ids) do
@@ -71,17 +71,17 @@ function jobs.preload_facts(ids)
     end
   end
   for i, value in ipairs(read_many(names)) do
-    bare[i].facts = value and read_facts_of(value) or nil
+    bare[i].facts = value and jobs.read_facts(value) or nil
   end
 end
 
--- Its fields were set.
+-- Counts the version of a job whose fields were set.
 function jobs.touch(job)
   job.version = plus_one(job.version)
   mark(job)
 end
 
--- Sets fields; false takes one away. No version is counted.
+-- Sets fields; false removes one. No version is counted.
 function jobs.set(job, changes)
   for field, value in pairs(changes) do
     job[field] = value or nil
@@ -101,8 +101,7 @@ local function rare_of(job)
   return rare
 end
 
--- After each verb.
-function jobs.flush()
+local function flush_records()
   for i = 1, changed_size do
     local job = changed[i]
     job.is_changed = nil
@@ -111,6 +110,13 @@ function jobs.flush()
     end
   end
   changed_size = 0
+end
+
+-- Writes everything that a verb collected.
+function jobs.flush()
+  flush_records()
+  flush_strings()
+  flush_ranks()
 end
 
 function jobs.count(group, state, by)
@@ -123,7 +129,7 @@ function jobs.count(group, state, by)
   counters[counter] = (counters[counter] or 0) + by
 end
 
--- From one state to another.
+-- Counts a job from one state to another.
 function jobs.recount(group, was, is)
   local from, to = COUNTED[was], COUNTED[is]
   if from ~= to then
@@ -134,7 +140,7 @@ function jobs.recount(group, was, is)
   end
 end
 
--- Before the counters are read, and at the end of a turn.
+-- Writes the counters: before they are read, and at the end of a turn.
 function jobs.flush_counts()
   for group, counters in pairs(gained) do
     for counter, by in pairs(counters) do
@@ -147,12 +153,12 @@ function jobs.flush_counts()
   gained = {}
 end
 
-function jobs.tell(job, kind, worker_id, actor, reason, attempt)
+function jobs.add_incident(job, kind, worker_id, actor, reason, attempt)
   local number = tonumber(attempt or job.attempt or 0)
   write('RPUSH', of('incidents', job.id), cmsgpack.pack({ now.text, kind, number, worker_id, actor, reason }))
 end
 
--- Leased jobs stand in the index of leases, which _leases.lua keeps.
+-- Removes a job from the queue or index of its state.
 function jobs.leave(job)
   if READY[job.state] then
     if job.delayed then
@@ -170,6 +176,7 @@ function jobs.leave(job)
   end
 end
 
+-- Adds a job to the queue or index of its state; the index of leases is kept by `leases`.
 local function enter(job, is_new)
   if READY[job.state] then
     if job.delayed then
@@ -187,25 +194,25 @@ local function enter(job, is_new)
   end
 end
 
-function jobs.show_status(job, detail)
+function jobs.publish_status(job, detail)
   if job.shown then
     write('HSET', of('status', job.id), 'status', WORDS[job.state], 'detail', detail, 'updated_at', now.text)
   end
 end
 
-function jobs.show_retries(job, count)
+function jobs.publish_retries(job, count)
   if job.shown then
     write('SET', of('retry_count', job.id), count)
   end
 end
 
--- A new job of these facts. It waits; where, is for the caller to see to.
+-- Creates a job that waits; the caller adds it to its queue.
 function jobs.create(id, seq, fields)
   local job = { id = id, seq = tostring(seq), state = 'PENDING', created_at = now.text }
   loaded[id] = job
   jobs.set(job, fields)
   rank(key.jobs, job.seq, id)
-  jobs.show_status(job, '')
+  jobs.publish_status(job, '')
   jobs.count(job.group, job.state, 1)
   return job
 end
@@ -217,7 +224,7 @@ function jobs.submit(id, seq, facts, fields)
   enter(job, true)
 end
 
--- One change of a job. It is not delayed any more unless `changes` say so. `detail` is for its status.
+-- Changes a job, which is not delayed any more unless `changes` say so. `detail` is for its status.
 function jobs.change(job, changes, detail)
   local was = job.state
   local stays = LEASED[was] and LEASED[changes.state or was]
@@ -232,11 +239,11 @@ function jobs.change(job, changes, detail)
     enter(job)
   end
   if WORDS[job.state] ~= WORDS[was] or detail then
-    jobs.show_status(job, detail or '')
+    jobs.publish_status(job, detail or '')
   end
 end
 
--- What expires with a job that ended, besides its results, which are written with their TTL.
+-- Calls the command for each key that expires with a job that ended, besides its results, which are written with their TTL.
 local function each_expiring(job, command, ...)
   if not job.shown then
     return
@@ -254,23 +261,22 @@ function jobs.expire(job)
   each_expiring(job, 'EXPIRE', RESULT_TTL_S)
 end
 
--- The job becomes terminal. `ended` is the outcome: see _outcomes.lua.
+-- Makes a job terminal. `ended` is the outcome: see attempts.lua.
 function jobs.finish(job, event, changes, ended, detail)
   changes.state = rules.after(job.state, event)
   changes.finished_at = now.text
   outcomes.write(job, ended, changes, job.shown and RESULT_TTL_S)
-  leases.ended(job, changes)
+  leases.remove(job, changes)
   jobs.change(job, changes, detail)
   jobs.expire(job)
 end
 
--- A terminal job is set going again; `actor` and `reason` are for its story.
-function jobs.again(job, actor, reason)
+-- Makes a terminal job wait again; `actor` and `reason` are for its incident.
+function jobs.requeue(job, actor, reason)
   local facts = jobs.facts(job)
-  local words = outcomes.last_words(job)
-  local was = 'was ' .. job.state .. (words and ': ' .. words or '')
-  local story = reason ~= '' and reason .. '; ' .. was or was
-  jobs.tell(job, 'requeued', job.assigned_worker_id or '', actor, story)
+  local last = outcomes.summary(job)
+  local was = 'was ' .. job.state .. (last and ': ' .. last or '')
+  jobs.add_incident(job, 'requeued', job.assigned_worker_id or '', actor, reason ~= '' and reason .. '; ' .. was or was)
   each_expiring(job, 'PERSIST')
   if job.dead then
     write('LREM', key.dlq, 0, job.id)
@@ -283,7 +289,7 @@ function jobs.again(job, actor, reason)
     started_at = false,
     finished_at = false,
     cancel_requested = false,
-    said = false,
+    report_key = false,
     dead = false,
     not_before = facts.not_before or false,
     not_after = not rules.is_late(facts.not_after, now.wall) and facts.not_after or false,
@@ -294,12 +300,12 @@ function jobs.again(job, actor, reason)
   jobs.change(job, changes)
 end
 
--- Can be set going again only while what it works on is there.
-function jobs.is_whole(job)
+-- Returns whether the job can be requeued: its payload may have expired.
+function jobs.has_payload(job)
   return not job.payload or redis.call('EXISTS', of('payload', job.id)) == 1
 end
 
--- Everything of it goes.
+-- Deletes every key of a job.
 function jobs.delete(job)
   jobs.leave(job)
   jobs.count(job.group, job.state, -1)
@@ -318,10 +324,7 @@ function jobs.delete(job)
   loaded[job.id], job.is_deleted = nil, true
 end
 
-local ALL = 2 ^ 31
-
--- The first jobs of a sorted set whose score is at most `limit_score`, in order of score and age. Entries without a job are
--- dropped.
+-- Returns the first jobs of a sorted set up to a score, in order of score and age. Entries without a job are removed.
 function jobs.first_of(name, limit_score, limit)
   local flat = redis.call('ZRANGEBYSCORE', name, '-inf', limit_score, 'WITHSCORES', 'LIMIT', 0, limit)
   local found = {}
@@ -329,7 +332,7 @@ function jobs.first_of(name, limit_score, limit)
     found[#found + 1] = { id = flat[i], score = flat[i + 1] }
   end
   if #found == limit and limit > 0 then
-    -- Of those with the last score there may be more, and older ones.
+    -- There may be more, and older, entries with the last score.
     local last = found[#found].score
     while #found > 0 and found[#found].score == last do
       found[#found] = nil

@@ -1,10 +1,10 @@
--- What core.lifecycle decides, where the decision must be made inside the script: the verdict on an attempt depends on counters
--- that only the store has, in the same moment. The table of transitions and all numbers are rendered from core.lifecycle
--- (`redis_scripts.py`); a test asks both sides the same questions.
+-- The rules of core.lifecycle that must be applied inside the script: the disposition of an attempt depends on counters that only
+-- the store has. The table of transitions and all numbers are rendered from core.lifecycle (scripts.py); a test asks both sides
+-- the same questions.
 
 local rules = {}
 
--- How the story calls what ended an attempt without success.
+-- Incident kind for each event that ends an attempt without success.
 rules.kinds = {
   retry = 'failed',
   fail = 'dead_lettered',
@@ -18,7 +18,7 @@ function rules.after(state, event)
   return TRANSITIONS[state][event]
 end
 
-local function verdict(state, event, delay_s, failures, losses, reason)
+local function disposition(state, event, delay_s, failures, losses, reason)
   return {
     event = event,
     state = rules.after(state, event),
@@ -33,49 +33,49 @@ function rules.retry_delay_s(backoff_s, n)
   return math.min(RETRY_DELAY_MAX_S, backoff_s * 2 ^ math.min(n, 60))
 end
 
--- A worker reported that its attempt failed. `what` is the failure in words; of `job` and `facts` only counters and limits count.
+-- Returns the disposition of an attempt that failed. `what` describes the failure.
 function rules.after_failure(state, job, facts, error_code, permanent, what)
   local failures, losses = tonumber(job.failures or 0), tonumber(job.losses or 0)
   local max_retries = tonumber(facts.max_retries)
   if job.cancel_requested then
     local reason = error_code == 'CANCELED' and what or 'canceled; last attempt: ' .. what
-    return verdict(state, 'cancel', 0, failures, losses, reason)
+    return disposition(state, 'cancel', 0, failures, losses, reason)
   end
   failures = failures + 1
   if not permanent and failures <= max_retries then
     local delay_s = rules.retry_delay_s(tonumber(facts.backoff_s), failures - 1)
     local reason = string.format('%s; retry %d of %d in %g s', what, failures, max_retries, delay_s)
-    return verdict(state, 'retry', delay_s, failures, losses, reason)
+    return disposition(state, 'retry', delay_s, failures, losses, reason)
   end
   local why = permanent and 'permanent' or string.format('no retry left of %d', max_retries)
-  return verdict(state, error_code == 'TIMED_OUT' and 'time_out' or 'fail', 0, failures, losses, what .. '; ' .. why)
+  return disposition(state, error_code == 'TIMED_OUT' and 'time_out' or 'fail', 0, failures, losses, what .. '; ' .. why)
 end
 
--- A lease ran out: its worker is dead, cut off or hung.
+-- Returns the disposition of an attempt whose lease ran out: its worker is dead, cut off or hung.
 function rules.after_loss(state, job, facts, worker_id)
   local failures, losses = tonumber(job.failures or 0), tonumber(job.losses or 0)
   local max_losses = tonumber(facts.max_losses)
   if job.cancel_requested then
-    return verdict(state, 'cancel', 0, failures, losses, 'canceled; worker ' .. worker_id .. ' was lost')
+    return disposition(state, 'cancel', 0, failures, losses, 'canceled; worker ' .. worker_id .. ' was lost')
   end
   losses = losses + 1
   local what = string.format('worker %s was lost (loss %d of %d)', worker_id, losses, max_losses)
   if losses > max_losses then
-    return verdict(state, 'fail', 0, failures, losses, what .. '; no loss left')
+    return disposition(state, 'fail', 0, failures, losses, what .. '; no loss left')
   end
   if job.keep then
-    return verdict(state, 'orphan', 0, failures, losses, what .. '; kept until the next grant')
+    return disposition(state, 'orphan', 0, failures, losses, what .. '; kept until the next grant')
   end
   local waits = facts.delay_first_loss and losses or losses - 1
   local delay_s = waits > 0 and rules.retry_delay_s(tonumber(facts.backoff_s), waits - 1) or 0
-  return verdict(state, 'lose', delay_s, failures, losses, what)
+  return disposition(state, 'lose', delay_s, failures, losses, what)
 end
 
 function rules.is_late(not_after, wall)
   return not_after ~= nil and tonumber(not_after) < wall
 end
 
-function rules.too_late(not_after, last_words)
+function rules.too_late(not_after, last_failure)
   local message = string.format('it was too late to start: not_after was %.3f', tonumber(not_after))
-  return last_words and message .. '; last attempt: ' .. last_words or message
+  return last_failure and message .. '; last attempt: ' .. last_failure or message
 end

@@ -1,6 +1,4 @@
--- Jobs that outsiders make: SET {app}:payload:{id}, LPUSH {app}:queue {id}. They get a hash when the store first meets them.
-
-local own_jobs = {}
+-- Jobs that outsiders make: SET {app}:payload:{id}, LPUSH {app}:queue {id}. The store gives each a record when it first sees it.
 
 local function has_payload(id)
   return redis.call('TYPE', of('payload', id))['ok'] == 'string'
@@ -13,24 +11,24 @@ local function adopt(id)
   local spec = OWN.spec .. cmsgpack.pack(id)
   put(of('spec', id), spec)
   local job = jobs.create(id, next_of('job'), { group = OWN.group, payload = '1', shown = '1' })
-  job.facts = read_facts_of(spec)
+  job.facts = jobs.read_facts(spec)
   return job
 end
 
 local is_list_empty = nil
 
--- Whether anything waits in the list; asked for once.
-function own_jobs.may_be_there()
+-- Returns whether the list holds anything; asked once per script.
+function outsiders.may_exist()
   if is_list_empty == nil then
     is_list_empty = redis.call('EXISTS', key.queue) == 0
   end
   return not is_list_empty
 end
 
--- The job of that id, also if it is an outsider's that nobody has met yet.
-function own_jobs.load(id)
+-- Returns the job of that id, also an outsider's that has no record yet.
+function outsiders.load(id)
   local job = jobs.load(id)
-  if not job and own_jobs.may_be_there() and has_payload(id) and redis.call('LPOS', key.queue, id) then
+  if not job and outsiders.may_exist() and has_payload(id) and redis.call('LPOS', key.queue, id) then
     job = adopt(id)
   end
   return job
@@ -44,19 +42,19 @@ local function all_of(kind, ids)
   return names
 end
 
--- Whether any of these is a job. One answer for all: of new jobs, which is what most are, nothing else needs to be asked.
-function own_jobs.is_any_known(ids)
+-- Returns whether any of these is a job. One question for all: most are new, and then nothing else needs to be asked.
+function outsiders.is_any_known(ids)
   return count_existing(all_of('job', ids)) > 0
-    or own_jobs.may_be_there() and count_existing(all_of('payload', ids)) > 0
+    or outsiders.may_exist() and count_existing(all_of('payload', ids)) > 0
 end
 
 local function waits_here(job)
   return queues.is_waiting(job) and queues.is_own(jobs.facts(job))
 end
 
--- The jobs at the old end of the list, the oldest first, after leaving out `skip` of them. What is no job, or does not wait
--- here, or stands here twice, is thrown out: outsiders may push what they like.
-function own_jobs.peek(skip, count)
+-- Returns the jobs at the old end of the list, the oldest first, without the first `skip`. Entries that are no job, do not wait
+-- here, or occur twice are removed: outsiders may push anything.
+function outsiders.peek(skip, count)
   local found, seen, ids = {}, {}, nil
   repeat
     ids = redis.call('LRANGE', key.queue, -(skip + count), -(#found + 1))
@@ -70,7 +68,7 @@ function own_jobs.peek(skip, count)
         seen[id] = true
       else
         write('LREM', key.queue, -1, id)
-        if seen[id] then -- the one nearer to the end is gone now, and this one stands in its place
+        if seen[id] then -- the entry nearer to the end is gone now, and this one takes its place
           found, seen = {}, {}
           break
         end
@@ -83,8 +81,8 @@ function own_jobs.peek(skip, count)
   return found
 end
 
--- What outsiders pushed since the last look, at most `limit`, so that it is counted and can be asked for. Answers how many.
-function own_jobs.meet(limit)
+-- Gives a record to the jobs pushed since the last call, at most `limit`, so that they are counted. Returns how many.
+function outsiders.record_new(limit)
   local fresh = {}
   for _, id in ipairs(redis.call('LRANGE', key.queue, 0, limit - 1)) do
     if jobs.load(id) then

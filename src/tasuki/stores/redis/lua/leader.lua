@@ -1,0 +1,114 @@
+-- The verbs of the leader.
+
+-- take_over(holder, epoch) -> 1, or 0 if the epoch is not higher than every one before
+-- {app}:epoch; {app}:lease:{id} and {app}:lease:index of every live lease, which counts as renewed now by its own ttl, except a
+-- lease that the takeover before renewed and its worker has not renewed since.
+
+verbs.take_over = function()
+  local holder, epoch = take(2)
+  if tonumber(epoch) <= tonumber(redis.call('HGET', key.epoch, 'epoch') or 0) then
+    return '0'
+  end
+  local earlier = tonumber(redis.call('HGET', key.epoch, 'taken_over_at') or '')
+  write('HSET', key.epoch, 'epoch', epoch, 'holder', holder, 'taken_over_at', text(now.lease))
+  for _, id in ipairs(redis.call('ZRANGE', key.index, 0, -1)) do
+    local job = jobs.load(id)
+    if job and job.ttl_s and (not earlier or earlier > now.lease or leases.renewed_since(job, earlier)) then
+      leases.extend(job, job.ttl_s)
+    end
+  end
+  return '1'
+end
+
+-- reap(epoch, limit) -> a list of {job_id, state, worker_id, attempt, reason}
+-- Reads {app}:epoch and {app}:lease:index, whose entries without a lease it removes; for each expired lease the keys of fail.
+
+verbs.reap = function()
+  local epoch, limit = take(2)
+  check_epoch(epoch)
+  local reaped = {}
+  for _, entry in ipairs(jobs.first_of(key.index, text(now.lease), tonumber(limit))) do
+    local job = entry.job
+    if LEASED[job.state] then
+      local disposition = attempts.disposition_of_loss(job)
+      attempts.finish(job, disposition, nil, { leader_epoch = epoch })
+      reaped[#reaped + 1] = { job.id, disposition.state, job.assigned_worker_id, job.attempt, disposition.reason }
+    else
+      unrank(key.index, job.id)
+    end
+  end
+  return reaped
+end
+
+-- skip(epoch, limit) -> the ids of jobs that ended SKIPPED
+-- Reads {app}:epoch and {app}:late; for each job past its not_after the keys of cancel.
+
+verbs.skip = function()
+  local epoch, limit = take(2)
+  check_epoch(epoch)
+  local skipped = {}
+  for i, entry in ipairs(jobs.first_of(key.late, '(' .. text(now.wall), tonumber(limit))) do
+    local job = entry.job
+    local last_failure = job.outcome and (outcomes.summary(job) or 'failed')
+    local message = rules.too_late(job.not_after, last_failure)
+    jobs.add_incident(job, 'skipped', '', '', message)
+    jobs.finish(job, 'skip', { leader_epoch = epoch }, outcomes.of_store('TOO_LATE', message), message)
+    skipped[i] = job.id
+  end
+  return skipped
+end
+
+-- promote(epoch, limit) -> {count, subject, …}
+-- Reads {app}:epoch; moves due jobs from {app}:delay to their queue; gives jobs that outsiders pushed into {app}:queue since the
+-- last call their {app}:job:{id}, and counts them among those that became ready.
+
+verbs.promote = function()
+  local epoch, limit = take(2)
+  check_epoch(epoch)
+  local new = outsiders.record_new(tonumber(limit))
+  local found = jobs.first_of(key.delay, text(now.wall), tonumber(limit))
+  local answer, seen = { tostring(#found + new) }, {}
+  if new > 0 then
+    answer[2], seen[OWN.subject] = OWN.subject, true
+  end
+  for _, entry in ipairs(found) do
+    local job = entry.job
+    jobs.change(job, {})
+    local subject = jobs.facts(job).subject
+    if not seen[subject] then
+      seen[subject] = true
+      answer[#answer + 1] = subject
+    end
+  end
+  return answer
+end
+
+-- prune(before, epoch, limit) -> how many
+-- Reads {app}:epoch and {app}:ended; deletes every key of each job that ended before that time.
+
+verbs.prune = function()
+  local before, epoch, limit = take(3)
+  check_epoch(epoch)
+  local doomed = jobs.first_of(key.ended, '(' .. before, tonumber(limit))
+  for _, entry in ipairs(doomed) do
+    jobs.delete(entry.job)
+  end
+  return tostring(#doomed)
+end
+
+-- epoch() -> {epoch, holder}
+-- Reads {app}:epoch.
+
+reads.epoch = function()
+  local row = redis.call('HMGET', key.epoch, 'epoch', 'holder')
+  return { row[1] or '0', row[2] or '' }
+end
+
+-- next_due() -> {when the next lease is over or false, when the next delayed job may run or false}
+-- Reads {app}:lease:index and {app}:delay.
+
+reads.next_due = function()
+  local lease = redis.call('ZRANGE', key.index, 0, 0, 'WITHSCORES')
+  local delay = redis.call('ZRANGE', key.delay, 0, 0, 'WITHSCORES')
+  return { lease[2] or false, delay[2] or false }
+end
