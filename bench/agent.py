@@ -35,8 +35,8 @@ from typing import Any
 from _common import HERE, Process, folder, limit, percentile, record
 from http_transfers import MIB, Curl, Peak, make_file, sha256_of
 
-from tasuki.client.agent_node import AgentNode
-from tasuki.client.failover import AgentResult, AsyncAgentsClient
+from tasuki.client.agents.client import AgentResult, AsyncAgentsClient
+from tasuki.client.agents.node import AgentNode
 from tasuki.config import parse_agents
 from tasuki.net.event_loop import loop_factory
 

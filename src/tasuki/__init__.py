@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "AgentsClient": "tasuki.client.failover",
-    "AsyncAgentsClient": "tasuki.client.failover",
+    "AgentsClient": "tasuki.client.agents.client",
+    "AsyncAgentsClient": "tasuki.client.agents.client",
     "AsyncClient": "tasuki.client",
     "Client": "tasuki.client",
     "InputFile": "tasuki.core.job",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tasuki.agent.retention import DAY_S, Retention
+from tasuki.agent.app import DAY_S, JobRetention
 from tests.agent.stage import AgentStage
 from tests.support.waiting import until
 
@@ -13,7 +13,7 @@ from tests.support.waiting import until
 def clean_after(stage: AgentStage, days: float, keep_days: float = 7.0) -> int:
     import time
 
-    cleaner = Retention(stage.agent.desk, keep_days, lambda: time.time() + days * DAY_S)
+    cleaner = JobRetention(stage.agent.desk, keep_days, lambda: time.time() + days * DAY_S)
     return stage.await_(cleaner.clean())
 
 

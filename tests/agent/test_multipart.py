@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from tasuki.agent.multipart import HEADERS_MAX_BYTES, PARTS_MAX, MultipartParser, Part, PartEnded, boundary_of
-from tasuki.client.agent_upload import RunForm, read_upload
+from tasuki.agent.upload import HEADERS_MAX_BYTES, PARTS_MAX, MultipartParser, Part, PartEnded, boundary_of
+from tasuki.client.agents.transfer import RunForm, read_upload
 from tasuki.errors import InvalidInput
 from tests.agent.stage import BOUNDARY, form, part
 

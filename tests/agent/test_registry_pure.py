@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tasuki.agent.claim_journal import ClaimJournal
+from tasuki.agent.registry_leases import ClaimJournal
 from tasuki.cli.agent_registry import APP, place_of
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.registry_records import (

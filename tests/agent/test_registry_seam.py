@@ -11,8 +11,8 @@ import pytest
 from starlette.responses import Response
 
 from tasuki.agent.folders import JobFolders
+from tasuki.agent.jobs import AnsweredElsewhere, RemovalResult
 from tasuki.agent.refusals import is_running
-from tasuki.agent.registry import AnsweredElsewhere, RemovalResult
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import EndedMarker, RunningMarker
 from tasuki.worker.attempt import StopReason

@@ -256,7 +256,7 @@ def test_every_line_of_a_job_has_its_id(stage: AgentStage, job_id: str) -> None:
     import io
     import logging
 
-    from tasuki.agent.correlation import WithJobId
+    from tasuki.agent.refusals import WithJobId
     from tasuki.cli.log import _Json
 
     written = io.StringIO()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.agent.folder_pool import FEW_FILES, KEPT_BELOW, SPARES_MAX, WORKED_IN, FolderPool
-from tasuki.agent.folders import JobFolders
+from tasuki.agent.folders import FEW_FILES, KEPT_BELOW, SPARES_MAX, WORKED_IN, FolderPool, JobFolders
 from tasuki.worker.folder import RECYCLED_LOG_MAX_BYTES
 
 LOGS = ("stdout", "stderr", "progress")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tasuki.client.failover import AgentResult, AgentsClient, AsyncAgentsClient, Progress
+from tasuki.client.agents.client import AgentResult, AgentsClient, AsyncAgentsClient, RunProgress
 from tasuki.clocks import now
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
-from tasuki.core.failover.breaker import BreakerState
+from tasuki.core.failover.nodes import BreakerState
 from tasuki.errors import Conflict, InvalidInput, Unavailable
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.support.certificates import TestAuthority
@@ -207,7 +207,7 @@ def test_something_else_that_answers_there_is_not_taken_for_a_node(tmp_path: Pat
 @pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
 def test_an_answer_that_comes_early_stops_the_upload(tmp_path: Path, secure: bool) -> None:
     authority = TestAuthority(tmp_path)
-    sent: list[Progress] = []
+    sent: list[RunProgress] = []
 
     async def at_once(asked: Asked) -> Reply:
         return result(result_zip(), Tasuki_Cache="hit", Connection="close")
@@ -332,7 +332,7 @@ def test_progress_is_told_for_upload_run_and_download(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         (node,) = desk.nodes
         node.job = {"state": "running", "progress": {"fraction": 0.5, "message": "halfway"}}
-        told: list[Progress] = []
+        told: list[RunProgress] = []
         done = asyncio.Event()
 
         async def slowly(asked: Asked) -> Reply:

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from tasuki.cli import exit_codes
-from tasuki.client.failover import AgentResult, AgentsClient, AsyncAgentsClient
+from tasuki.client.agents.client import AgentResult, AgentsClient, AsyncAgentsClient
 from tasuki.clocks import now
-from tasuki.core.failover.breaker import BreakerRules, BreakerState
+from tasuki.core.failover.nodes import BreakerRules, BreakerState
 from tests.client.agent_processes import Agents, start_agents
 from tests.support.processes import TASUKI
 from tests.support.waiting import until, until_async

@@ -14,10 +14,9 @@ import pytest
 from tasuki.cli.connect import Destination
 from tasuki.cli.nodes import _nodes
 from tasuki.cli.output import Output
-from tasuki.client.agent_download import DownloadedResult
-from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClient
-from tasuki.core.failover.breaker import BreakerState
-from tasuki.core.failover.node_ranking import NodeState
+from tasuki.client.agents.client import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClient
+from tasuki.client.agents.transfer import DownloadedResult
+from tasuki.core.failover.nodes import BreakerState, NodeState
 from tasuki.errors import InvalidInput, Unauthorized, Unavailable, UntrustedCertificate
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip
 from tests.client.test_agents import DEADLINE_S, Desk, at_desk

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tasuki.blobs import files
-from tasuki.client.agent_download import find_part, make_part, part_path
-from tasuki.client.failover import AgentResult, AsyncAgentsClient
+from tasuki.client.agents.client import AgentResult, AsyncAgentsClient
+from tasuki.client.agents.transfer import find_part, make_part, part_path
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, result, result_zip
 from tests.support.processes import TASUKI
 from tests.support.waiting import until

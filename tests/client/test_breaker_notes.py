@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.client import breaker_notes
-from tasuki.client.breaker_notes import BreakerNotes
-from tasuki.core.failover.breaker import BreakerNote
+from tasuki.client.agents import client
+from tasuki.client.agents.client import BreakerNotes
+from tasuki.core.failover.nodes import BreakerNote
 
 DOWN = BreakerNote(failures=1, left_out_s=30.0, reason="connection refused")
 
 
 def test_what_was_written_is_read_with_its_time_gone_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = BreakerNotes(tmp_path / "data")
-    monkeypatch.setattr(breaker_notes.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(client.time, "time", lambda: 1000.0)
     assert notes.write({"http://n1:7090": DOWN})
 
-    monkeypatch.setattr(breaker_notes.time, "time", lambda: 1010.0)
+    monkeypatch.setattr(client.time, "time", lambda: 1010.0)
 
     assert notes.read() == {"http://n1:7090": BreakerNote(failures=1, left_out_s=20.0, reason="connection refused")}
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.client.breaker_notes import BreakerNotes
-from tasuki.client.failover import AgentsClient
+from tasuki.client.agents.client import AgentsClient, BreakerNotes
 from tasuki.client.loop_thread import LoopThread
 from tasuki.errors import Unavailable
 

@@ -27,7 +27,7 @@ from tasuki.core.failover.events import (
     TimePassed,
     Untold,
 )
-from tasuki.core.failover.node_ranking import Capacity, Nodes
+from tasuki.core.failover.nodes import Capacity, Nodes
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.errors import TasukiError
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.failover.breaker import DEFAULT_RULES, Breaker, BreakerNote, BreakerRules, BreakerState
+from tasuki.core.failover.nodes import DEFAULT_RULES, Breaker, BreakerNote, BreakerRules, BreakerState
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.failover.breaker import BreakerState
-from tasuki.core.failover.dispatch_policy import (
+from tasuki.core.failover.events import JobSays
+from tasuki.core.failover.nodes import (
     LOOK_BUSY_S,
     LOOK_IDLE_S,
+    BreakerState,
+    Capacity,
     InputRef,
+    Nodes,
+    NodeState,
+    Ranked,
     candidates,
     look_every_s,
     parse_input,
@@ -16,8 +21,6 @@ from tasuki.core.failover.dispatch_policy import (
     well,
     who_knows,
 )
-from tasuki.core.failover.events import JobSays
-from tasuki.core.failover.node_ranking import Capacity, Nodes, NodeState, Ranked
 from tasuki.errors import InvalidInput
 
 NODES = ["http://n1:7090", "http://n2:7090", "http://n3:7090"]

@@ -23,7 +23,7 @@ from tasuki.core.failover.events import (
     Uploaded,
     not_trusted,
 )
-from tasuki.core.failover.node_ranking import Capacity, NodeState
+from tasuki.core.failover.nodes import Capacity, NodeState
 from tasuki.core.failover.plan import TRIES_MAX
 from tasuki.errors import Conflict, DeadlineExceeded, Forbidden, InvalidInput, JobFailed, TooLarge, Unauthorized, Unavailable
 from tests.core.failover_table import INPUT, A, B, C, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasuki.core.failover.events import Drop, Fetch, Post, Redirected, Remove, Untold, Uploaded
-from tasuki.core.failover.node_ranking import Capacity, NodeState
+from tasuki.core.failover.nodes import Capacity, NodeState
 from tasuki.core.failover.plan import LED_PAUSE_S, TRIES_MAX
 from tasuki.errors import Unauthorized, Unavailable
 from tests.core.failover_table import A, B, Table

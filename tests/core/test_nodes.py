@@ -2,8 +2,7 @@
 
 import itertools
 
-from tasuki.core.failover.breaker import BreakerState
-from tasuki.core.failover.node_ranking import Capacity, Nodes, NodeState
+from tasuki.core.failover.nodes import BreakerState, Capacity, Nodes, NodeState
 
 A, B, C = "http://a:7090", "http://b:7090", "http://c:7090"
 

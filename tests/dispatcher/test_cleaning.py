@@ -16,9 +16,9 @@ from tasuki.agent.input_sources import open_store
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.folder import FolderBlobs
 from tasuki.blobs.s3.store import S3Blobs
-from tasuki.client.failover import AsyncAgentsClient
-from tasuki.dispatcher import input_retention
-from tasuki.dispatcher.input_retention import DAY_S, InputRetention
+from tasuki.client.agents.client import AsyncAgentsClient
+from tasuki.dispatcher import inputs as input_store
+from tasuki.dispatcher.inputs import DAY_S, InputRetention
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tests.client.agent_stand_in import Asked, Reply, StandIn, refusal
 from tests.dispatcher.stage import BOOK, DispatcherStage, code_of, dispatching, sha256_of, tell, two_nodes
@@ -145,7 +145,7 @@ def test_a_use_that_cannot_be_noted_is_told_and_refuses_nobody(tmp_path: Path, c
 
 
 def test_how_many_uses_are_remembered_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_retention, "NOTED_MAX", 10)
+    monkeypatch.setattr(input_store, "NOTED_MAX", 10)
 
     async def story() -> None:
         kept = InputRetention(CountedBlobs(tmp_path, max_blob_bytes=100, floor_free_bytes=0), KEEP_DAYS, DispatcherMetrics())
@@ -282,8 +282,8 @@ def test_with_0_days_inputs_are_kept_for_ever(tmp_path: Path) -> None:
 def test_cleaning_goes_on_after_a_failure_and_begins_soon_after_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(input_retention, "SOON_S", 0.001)
-    monkeypatch.setattr(input_retention, "AGAIN_S", 0.001)
+    monkeypatch.setattr(input_store, "SOON_S", 0.001)
+    monkeypatch.setattr(input_store, "AGAIN_S", 0.001)
 
     async def story() -> None:
         ended = asyncio.Event()

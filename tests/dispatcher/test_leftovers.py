@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from tasuki.client import agent_node
+from tasuki.client.agents import node as agent_node
 from tasuki.core.failover.events import JobSays
-from tasuki.dispatcher import abandoned_runs, dispatch, node_pool
+from tasuki.dispatcher import dispatch, node_pool
 from tasuki.dispatcher.node_pool import Knows
 from tests.client.agent_stand_in import Asked, Reply, StandIn
 from tests.dispatcher.stage import job, tell, two_nodes
@@ -21,7 +21,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "WATCH_S", 0.02)
     monkeypatch.setattr(node_pool, "ASK_S", 0.1)
     monkeypatch.setattr(agent_node, "LOOK_S", 0.1)
-    monkeypatch.setattr(abandoned_runs, "CLEAR_EVERY_S", 0.02)
+    monkeypatch.setattr(dispatch, "CLEAR_EVERY_S", 0.02)
 
 
 def freezing(node: StandIn) -> None:
@@ -91,7 +91,7 @@ def test_where_nobody_gave_a_result_the_silent_run_is_the_only_hope() -> None:
 
 
 def test_what_is_remembered_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abandoned_runs, "REMEMBERED_MAX", 5)
+    monkeypatch.setattr(dispatch, "REMEMBERED_MAX", 5)
 
     async def story() -> None:
         async with two_nodes() as (one, two, stage):
@@ -105,7 +105,7 @@ def test_what_is_remembered_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
                 kept.settled(two.url, f"job-{number}")
             assert (len(kept._seen), len(kept._left)) == (0, 5)
 
-            monkeypatch.setattr(abandoned_runs, "REMEMBERED_S", -1.0)
+            monkeypatch.setattr(dispatch, "REMEMBERED_S", -1.0)
             await kept.clear()
             assert not kept._left
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 
-from tasuki.core.failover.node_ranking import RANK_WAIT_S
+from tasuki.core.failover.nodes import RANK_WAIT_S
 from tests.client.agent_stand_in import Asked, Reply, StandIn
 from tests.dispatcher.stage import dispatching, job, tell, two_nodes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.client.failover import AsyncAgentsClient
+from tasuki.client.agents.client import AsyncAgentsClient
 from tasuki.dispatcher.settings import Mode
 from tasuki.errors import Unavailable
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http

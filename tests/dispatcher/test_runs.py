@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.core.failover.breaker import BreakerRules
-from tasuki.core.failover.node_ranking import NodeState
+from tasuki.core.failover.nodes import BreakerRules, NodeState
 from tasuki.dispatcher import dispatch, node_pool
 from tests.agent.stage import form, head, part
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, refusal, result, result_zip

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.client.failover import AgentsClient
+from tasuki.client.agents.client import AgentsClient
 from tests.agent.stage import Started, code_of
 from tests.client.agent_processes import PROGRAM, Agents
 from tests.support.processes import TASUKI, ChildProcess

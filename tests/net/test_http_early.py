@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.client.agent_node import AgentNode
-from tasuki.client.failover import AsyncAgentsClient
+from tasuki.client.agents.client import AsyncAgentsClient
+from tasuki.client.agents.node import AgentNode
 from tasuki.config import parse_url
 from tasuki.core.address import Address
 from tasuki.errors import ConfigError, NoConnection

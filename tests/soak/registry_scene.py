@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
-from tasuki.client.failover import AsyncAgentsClient
-from tasuki.core.failover.breaker import BreakerRules
+from tasuki.client.agents.client import AsyncAgentsClient
+from tasuki.core.failover.nodes import BreakerRules
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tests.client.agent_processes import ListeningProcess, steady_port
 from tests.soak.registry_witness import Witness

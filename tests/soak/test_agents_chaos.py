@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.client.failover import AsyncAgentsClient
+from tasuki.client.agents.client import AsyncAgentsClient
 from tests.client.agent_processes import Agents, start_agents
 
 pytestmark = pytest.mark.soak

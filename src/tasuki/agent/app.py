@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,25 +22,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.correlation import on_behalf_of
 from tasuki.agent.folders import AgentRunFolders, JobFolders
-from tasuki.agent.guard import is_over, surely_answered
 from tasuki.agent.input_sources import InputSource, PullingIntake
-from tasuki.agent.jobs import AgentJobs
-from tasuki.agent.metrics import AgentMetrics
-from tasuki.agent.multipart import boundary_of
-from tasuki.agent.registry import AnsweredElsewhere, Registry
-from tasuki.agent.result_response import EarlyResponse, ResultResponse
-from tasuki.agent.retention import Retention
+from tasuki.agent.jobs import AgentJobs, AgentMetrics, AnsweredElsewhere, Registry, SlotJob, state_of
+from tasuki.agent.refusals import is_over, on_behalf_of, surely_answered
+from tasuki.agent.results import EarlyResponse, ResultResponse
 from tasuki.agent.settings import AgentConfig, Tokens
-from tasuki.agent.slot import SlotJob, state_of
-from tasuki.agent.upload import Upload
+from tasuki.agent.upload import Upload, boundary_of
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (
     AgentOutcome,
     EndedMarker,
     InterruptedMarker,
     Marker,
+    RunningMarker,
     check_input_hash,
     input_hash,
     only_running,
@@ -53,6 +49,58 @@ from tasuki.worker.folder import remove_tree
 from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.runner import CommandRunner, RunLimits
+
+# ----------------------------------------------------------------------------------------------------
+# What is old goes, at the start and every day: results after some days, interrupted jobs after one.
+
+DAY_S = 86_400.0
+INTERRUPTED_DAYS = 1.0  # there is nothing to fetch of them; a day is for those who wonder what became of a job
+
+
+def is_old(marker: Marker, wall: float, keep_days: float) -> bool:
+    match marker:
+        case EndedMarker():
+            return wall - marker.ended_at > keep_days * DAY_S
+        case InterruptedMarker():
+            return wall - marker.interrupted_at > min(INTERRUPTED_DAYS, keep_days) * DAY_S
+        case RunningMarker():  # the desk knows whether it really runs
+            return wall - marker.started_at > min(INTERRUPTED_DAYS, keep_days) * DAY_S
+
+
+class JobRetention:
+    """Of one desk."""
+
+    def __init__(self, desk: AgentJobs, keep_days: float, clock: Callable[[], float] = time.time) -> None:
+        self._desk = desk
+        self._keep_days = keep_days
+        self._clock = clock
+
+    async def clean(self) -> int:
+        """Once; how many jobs were removed."""
+        wall = self._clock()
+        removed = 0
+        for job_id in await asyncio.to_thread(self._old, wall):
+            removed += self._desk.discard_ended(job_id, lambda marker: is_old(marker, wall, self._keep_days))
+            await asyncio.sleep(0)  # there may be very many, and others wait
+        if removed:
+            self._desk.metrics.cleaned.inc(removed)
+            logger.info("removed %d jobs older than %g days", removed, self._keep_days)
+        return removed
+
+    def _old(self, wall: float) -> list[str]:
+        folders = self._desk.folders
+        markers = ((job_id, folders.read(job_id)) for job_id in folders.job_ids())
+        return [job_id for job_id, marker in markers if marker is not None and is_old(marker, wall, self._keep_days)]
+
+    async def daily(self) -> None:
+        """Until it is canceled."""
+        while True:
+            try:
+                await self.clean()
+            except OSError:
+                logger.exception("old jobs could not be removed; another try tomorrow")
+            await asyncio.sleep(DAY_S)
+
 
 logger = logging.getLogger("tasuki.agent")
 LINGER_S = 2.0
@@ -96,7 +144,7 @@ class Agent:
             folders=AgentRunFolders(config.data, incarnation, self.folders),
         )
         self.desk = AgentJobs(config, incarnation, self.folders, self._runner, self._metrics, registry)
-        self.cleaner = Retention(self.desk, config.keep_days)
+        self.cleaner = JobRetention(self.desk, config.keep_days)
         self._under_way = 0
         self._serving: UvicornServer | None = None
         self._cleaning: asyncio.Task[None] | None = None

@@ -19,7 +19,7 @@ from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.address import Address, parse_url
 from tasuki.core.failover.agent_protocol import InputRecord
-from tasuki.core.failover.dispatch_policy import InputRef
+from tasuki.core.failover.nodes import InputRef
 from tasuki.core.ranges import range_headers
 from tasuki.errors import AgentRefusal, ConfigError, InvalidInput, NotFound, Unavailable
 from tasuki.net.http.transport import HttpTransport

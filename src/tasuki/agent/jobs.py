@@ -14,23 +14,24 @@ import os
 import time
 from collections.abc import AsyncIterable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.correlation import on_behalf_of
 from tasuki.agent.folders import JobFolders
 from tasuki.agent.fsync_batch import FsyncBatch
-from tasuki.agent.metrics import AgentMetrics
-from tasuki.agent.registry import Registry, RemovalResult
+from tasuki.agent.refusals import on_behalf_of
 from tasuki.agent.settings import AgentConfig
-from tasuki.agent.slot import FinishedRun, SlotJob, no_result, outcome_of, state_of
 from tasuki.agent.upload import Upload, UploadForm
 from tasuki.blobs.files import check_free
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
+from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (
     EXEC_NOT_ALLOWED,
+    AgentOutcome,
     AgentState,
     EndedMarker,
     IdDecision,
@@ -42,11 +43,209 @@ from tasuki.core.failover.agent_protocol import (
     judge,
 )
 from tasuki.core.ids import quoted
-from tasuki.core.job import InputFile, JobSpec, Progress
-from tasuki.errors import AgentRefusal, InvalidInput, NotFound, TasukiError, Unavailable
+from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
+from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
 from tasuki.worker.runner import CommandRunner
+
+# ----------------------------------------------------------------------------------------------------
+# A job that has a slot, and what an end means: pure but for the futures that others wait for.
+
+_SENDERS_MISTAKES = frozenset({"BAD_INPUT", "ARGS_NOT_ALLOWED", "ENV_NOT_ALLOWED", "EXEC_NOT_ALLOWED"})
+
+
+class FinishedRun(NamedTuple):
+    """How a job ended; a small result also stands in memory, for the one who waits for it."""
+
+    ended: EndedMarker
+    small: bytes | None = None
+
+
+class ReceivedUpload(Protocol):
+    """An upload on its way."""
+
+    received_bytes: int
+
+
+class SlotJob:
+    """A job that has a slot: being received, or running."""
+
+    def __init__(self, job_id: str, attempt: int, since: float, loop: asyncio.AbstractEventLoop) -> None:
+        self.job_id = job_id
+        self.attempt = attempt
+        self.since = since
+        self.exec = ""
+        self.input: str | None = None
+        """None: it is being received."""
+        self.announced_bytes = 0
+        self.intake: ReceivedUpload | None = None
+        self.running: RunningMarker | None = None
+        self.progress: Progress | None = None
+        self.begun = False
+        """Its folder stands among the jobs."""
+        self.marked: asyncio.Future[None] | None = None
+        """Done when its marker outlives a power cut. None: it is too short for that to be of worth."""
+        self.started = False
+        """The program was started."""
+        self.stop: asyncio.Future[StopReason] = loop.create_future()
+        self.ended: asyncio.Future[FinishedRun] = loop.create_future()
+        self.ended.add_done_callback(_look_at)  # nobody may be waiting for it
+        self.receiving: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def awaited_bytes(self) -> int:
+        """What will still be written of its upload."""
+        if self.input is not None:
+            return 0
+        return max(0, self.announced_bytes - (0 if self.intake is None else self.intake.received_bytes))
+
+    @property
+    def canceled(self) -> bool:
+        return self.stop.done() and self.stop.result() is StopReason.CANCELED
+
+    def end(self, reason: StopReason) -> None:
+        """Stop it, in whichever stage it is."""
+        if not self.stop.done():
+            self.stop.set_result(reason)
+            if self.task is None and self.receiving is not None:
+                self.receiving.cancel()
+
+
+def state_of(marker: Marker | None) -> AgentState | None:
+    match marker:
+        case None:
+            return None
+        case EndedMarker():
+            return marker.outcome.state
+        case InterruptedMarker():
+            return AgentState.INTERRUPTED
+        case RunningMarker():
+            return AgentState.RUNNING
+
+
+def outcome_of(outcome: Outcome) -> AgentOutcome:
+    match outcome.error_code:
+        case None:
+            return AgentOutcome.SUCCEEDED
+        case "TIMED_OUT":
+            return AgentOutcome.TIMED_OUT
+        case _:
+            return AgentOutcome.FAILED
+
+
+def no_result(outcome: Outcome, *, started: bool) -> TasukiError:
+    """Why nothing came out: the sender's mistake is 400; what only this node lacks is a 5xx, so that another one is tried."""
+    if outcome.error_code == DiskFull.code:
+        return DiskFull(outcome.message)
+    if not started and outcome.error_code in _SENDERS_MISTAKES:
+        return InvalidInput(outcome.message)
+    return AgentRefusal(500, outcome.error_code or "INTERNAL", outcome.message)
+
+
+def _look_at(ended: asyncio.Future[FinishedRun]) -> None:
+    if not ended.cancelled():
+        ended.exception()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The seam to what several agents share: which node has a job, and where its result is. An agent works without one.
+
+
+class AnsweredElsewhere(Exception):
+    """Another node has the result already: this is the answer to the request, and nothing is run."""
+
+    def __init__(self, answer: Response) -> None:
+        super().__init__("done at another node")
+        self.answer = answer
+
+
+class RemovalResult(NamedTuple):
+    """What became of a job that was to be removed, wherever it was."""
+
+    state: AgentState
+    """How it stood."""
+    left_at: str = ""
+    """The node that still has its folder, as it could not be told."""
+
+
+class Registry(Protocol):
+    """Few verbs. Errors that are answers (running elsewhere, other input) are raised as `AgentRefusal`."""
+
+    async def open(
+        self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
+    ) -> None:
+        """Before the port opens: settle what an earlier process of this node left. Others reach this one at `address`. `renewed`
+        is called whenever a `deadline` has moved, `sent` with how many bytes of results go out."""
+
+    async def close(self) -> None: ...
+
+    def hurry(self) -> None:
+        """Wait no longer for a registry that is away; what could not be recorded is settled at the next start."""
+
+    def deadline(self, job_id: str) -> float | None:
+        """When its processes must be gone (CLOCK_BOOTTIME)."""
+
+    async def look(self, job_id: str, sent_input: str | None) -> None:
+        """Before an upload is read: raises what `claim` would, as far as that is known."""
+
+    async def claim(self, running: RunningMarker, lost: Callable[[StopReason], None]) -> int:
+        """This node is to run it, as the attempt with this number; raises if another one does (423) or has (AnsweredElsewhere).
+        The registry renews the claim until `record` or `release`; `lost` is called if that fails, or if somebody canceled it
+        there: the job is stopped."""
+
+    async def record(self, ended: EndedMarker, result: Path) -> bool:
+        """It has ended here, durably; the result may be copied from the file. Ends the claim. False: it was lost before, and
+        this end counts for nothing."""
+
+    async def release(self, job_id: str) -> None:
+        """It did not come to an end here: others may run it. Harmless where there is no claim."""
+
+    async def forget(self, job_id: str) -> None:
+        """Its run here was stopped, to be removed: if it had ended here before, its result is none any more."""
+
+    async def remove(self, job_id: str) -> RemovalResult | None:
+        """It does not run here: stop it wherever it does, and let its result be none any more; None: nobody knows it."""
+
+    async def find(self, job_id: str) -> Response | None:
+        """Its result from elsewhere, or a refusal that says where it runs; None: only this node can have it."""
+
+    async def describe(self, job_id: str) -> dict[str, Any] | None:
+        """The same for `GET /jobs/{job_id}`."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# What an agent counts, for Prometheus. Labels are bounded, and never a job or a token.
+
+SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1200, 3600)
+
+
+class AgentMetrics:
+    """One agent's."""
+
+    def __init__(self, limit: int) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.ended = Counter(
+            "tasuki_agent_jobs",
+            "Jobs that ended: succeeded, failed, timed_out, interrupted, canceled or not_run.",
+            ("outcome",),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "tasuki_agent_job_seconds", "How long programs ran.", ("outcome",), buckets=SECONDS, registry=registry
+        )
+        self.running = Gauge("tasuki_agent_running", "Slots that are taken, uploads included.", registry=registry)
+        Gauge("tasuki_agent_slots", "Jobs that may run at once.", registry=registry).set(limit)
+        self.stored = Counter("tasuki_agent_cache_hits", "Requests answered with a stored result.", registry=registry)
+        self.refused = Counter("tasuki_agent_refused", "Requests refused, by code.", ("code",), registry=registry)
+        self.received = Counter("tasuki_agent_received_bytes", "Bytes of uploads.", registry=registry)
+        self.sent = Counter("tasuki_agent_sent_bytes", "Bytes of results.", registry=registry)
+        self.cleaned = Counter("tasuki_agent_cleaned_jobs", "Jobs removed because of their age.", registry=registry)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
 
 logger = logging.getLogger("tasuki.agent")
 TIDY_S = 0.1

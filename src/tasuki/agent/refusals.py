@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import contextvars
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+from starlette.requests import Request
 from starlette.responses import Response
 
+from tasuki.agent.settings import Tokens
 from tasuki.core.failover import agent_protocol
 from tasuki.doors.http import exchange as http_answers
-from tasuki.doors.http.exchange import envelope, error_answer, json_answer
-from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError
+from tasuki.doors.http.exchange import discreet, envelope, error_answer, json_answer, secret_of
+from tasuki.doors.http.uvicorn_server import Handler
+from tasuki.errors import AgentRefusal, InternalError, NotFound, RegistryUnavailable, TasukiError, Unauthorized
 
 RETRY_AFTER_S = 1
 LOCKED = 423
@@ -97,3 +104,70 @@ def refusal_answer(error: TasukiError) -> Response:
         return answer
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retry else {}
     return json_answer(envelope(error.code, error.message, error.details()), error.status, headers)
+
+
+# ----------------------------------------------------------------------------------------------------
+# How agents and dispatchers answer a request, whatever becomes of it: no token, no entry; and no error gets out as it is.
+
+DRAINED_BODY_BYTES = 1024 * 1024
+"""A body that nobody wanted, up to this, is read by uvicorn, and the connection stays."""
+BODY_OVER = "tasuki.body_over"
+"""In a request's scope: its body was read to the end, though not through the request."""
+
+
+class GuardedResponse(NamedTuple):
+    """An answer; the code of a refusal."""
+
+    response: Response
+    code: str | None = None
+
+
+async def surely_answered(
+    handler: Handler, request: Request, tokens: Tokens, who: str, logger: logging.Logger
+) -> GuardedResponse:
+    """`who` asks for the token, in words."""
+    try:
+        if tokens and not tokens.admit(secret_of(request)):
+            raise Unauthorized(f"this token is not one of this {who}'s")
+        return GuardedResponse(await handler(request))
+    except TasukiError as error:
+        told = error if isinstance(error, AgentRefusal) else discreet(error)
+        if told is not error:
+            logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.url.path[:200])
+        told = discreet(InternalError(""))
+    return GuardedResponse(refusal_answer(told), code_of(told))
+
+
+def is_over(request: Request) -> bool:
+    """Whether the body was read, or is so small that the connection may stay open for the rest of it."""
+    if request._stream_consumed or request.scope.get(BODY_OVER):  # nothing else tells
+        return True
+    length = request.headers.get("content-length", "0")
+    small = length.isdecimal() and len(length) < 8 and int(length) <= DRAINED_BODY_BYTES
+    return small and "transfer-encoding" not in request.headers
+
+
+# ----------------------------------------------------------------------------------------------------
+# `job_id` in every line that is logged on behalf of a job, whoever writes it: it travels with the task, also into threads.
+
+_job_id: contextvars.ContextVar[str] = contextvars.ContextVar("job_id", default="")
+
+
+@contextlib.contextmanager
+def on_behalf_of(job_id: str) -> Iterator[None]:
+    """What is logged inside, by this task and those that it starts, is about this job."""
+    token = _job_id.set(job_id)
+    try:
+        yield
+    finally:
+        _job_id.reset(token)
+
+
+class WithJobId(logging.Filter):
+    """For a handler: gives each record its `job_id`, empty where it is about none."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.job_id = _job_id.get()
+        return True

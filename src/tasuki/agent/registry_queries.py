@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.remote_results import BlobSource, RemoteResultResponse, ResultSource
-from tasuki.agent.result_response import ResultResponse
+from tasuki.agent.results import BlobSource, RemoteResultResponse, ResultResponse, ResultSource
 from tasuki.clocks import boot_time
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentState, EndedMarker

@@ -23,13 +23,12 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.claim_journal import ClaimJournal
-from tasuki.agent.correlation import on_behalf_of
 from tasuki.agent.folders import JobFolders
-from tasuki.agent.registry import AnsweredElsewhere, RemovalResult
-from tasuki.agent.registry_leases import Leases, Lost, RegistryLease
+from tasuki.agent.jobs import AnsweredElsewhere, RemovalResult
+from tasuki.agent.refusals import on_behalf_of
+from tasuki.agent.registry_leases import ClaimJournal, Leases, Lost, RegistryLease
 from tasuki.agent.registry_queries import Holder, RegistryGrant, RegistryQueries, described, done_or_refused, is_held
-from tasuki.agent.remote_results import Peers, PeerSource, RemoteResultResponse, ResultSource
+from tasuki.agent.results import Peers, PeerSource, RemoteResultResponse, ResultSource
 from tasuki.blobs.blob import BlobStore
 from tasuki.clocks import boot_time
 from tasuki.core.address import Address

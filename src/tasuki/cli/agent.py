@@ -122,7 +122,7 @@ def agent(
     from tasuki.config import data_folder, parse_http, parse_size
 
     check_installed("an agent")
-    from tasuki.agent.correlation import WithJobId
+    from tasuki.agent.refusals import WithJobId
     from tasuki.agent.settings import AgentConfig, choose_default, slots_of_this_machine
 
     log.configure(log_level, json=json or log_format == "json", tag=WithJobId())

@@ -21,7 +21,7 @@ from tasuki.core.address import AGENTS
 from tasuki.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
-    from tasuki.client.failover import AgentResult, AsyncAgentsClient, RunProgress
+    from tasuki.client.agents.client import AgentResult, AsyncAgentsClient, RunProgress
 
 # Fields of a job that need a server, with their options.
 NEEDS_A_SERVER = {
@@ -57,7 +57,7 @@ def meant(place: Destination, hedge: float | None, give_up_after: float | None) 
 
 def open_client(place: Destination) -> AsyncAgentsClient:
     """Its breakers are remembered in the data folder."""
-    from tasuki.client.failover import AsyncAgentsClient
+    from tasuki.client.agents.client import AsyncAgentsClient
     from tasuki.config import data_folder
 
     where = address_of(place)
@@ -158,7 +158,7 @@ def _copy(path: Path, stream: BinaryIO) -> None:
 
 
 async def _cancel(client: AsyncAgentsClient, job_id: str, output: Output) -> None:
-    from tasuki.client.failover import NOT_KNOWN, REMOVED, STOPPING
+    from tasuki.client.agents.client import NOT_KNOWN, REMOVED, STOPPING
 
     output.hint(f"canceling job {job_id} …  (Ctrl-C again: leave it)")
     answers = await client.cancel(job_id)

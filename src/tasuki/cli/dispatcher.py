@@ -104,7 +104,7 @@ def dispatcher(
     from tasuki.config import parse_http
 
     check_installed("a dispatcher")
-    from tasuki.agent.correlation import WithJobId
+    from tasuki.agent.refusals import WithJobId
     from tasuki.doors.tls import ServerCertificate
 
     if log_format not in ("pretty", "json"):

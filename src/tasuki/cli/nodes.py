@@ -15,7 +15,7 @@ from tasuki.cli.connect import Destination
 from tasuki.cli.output import Output, table
 
 if TYPE_CHECKING:
-    from tasuki.core.failover.node_ranking import Ranked
+    from tasuki.core.failover.nodes import Ranked
 
 CLEAR_SCREEN = "\033[H\033[2J"
 

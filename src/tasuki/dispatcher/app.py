@@ -20,18 +20,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tasuki.agent import refusals
-from tasuki.agent.correlation import on_behalf_of
-from tasuki.agent.guard import is_over, surely_answered
 from tasuki.agent.input_sources import open_store
-from tasuki.agent.multipart import boundary_of
+from tasuki.agent.refusals import is_over, on_behalf_of, surely_answered
 from tasuki.agent.registry_queries import described
-from tasuki.agent.result_response import EarlyResponse
+from tasuki.agent.results import EarlyResponse
 from tasuki.agent.settings import Tokens
+from tasuki.agent.upload import boundary_of
 from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import AgentState, IdDecision, check_input_hash, judge, only_running
-from tasuki.core.failover.dispatch_policy import who_knows
-from tasuki.core.failover.node_ranking import NodeState
+from tasuki.core.failover.nodes import NodeState, who_knows
 from tasuki.core.failover.registry_records import place_of
 from tasuki.core.ids import check_job_id
 from tasuki.core.job import Job
@@ -39,9 +37,8 @@ from tasuki.dispatcher.dispatch import Dispatch, nobody
 from tasuki.dispatcher.inputs import InputStore
 from tasuki.dispatcher.metrics import DispatcherMetrics
 from tasuki.dispatcher.node_pool import FIND_S, Knows, NodePool, NodeReports
-from tasuki.dispatcher.proxied_response import LINGER_S, NODE_HEADER, PassedAnswer
+from tasuki.dispatcher.proxying import LINGER_S, NODE_HEADER, PassedAnswer, StreamedForm
 from tasuki.dispatcher.registry import DispatcherRegistry, EarlyResult, refusal_of
-from tasuki.dispatcher.request_bodies import StreamedForm
 from tasuki.dispatcher.settings import DispatcherConfig, Mode
 from tasuki.doors.http.exchange import REQUESTS_MAX, json_answer, secret_of
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application

@@ -8,25 +8,215 @@ PUT    all of it, or with Content-Range a piece of it. What is cut off is kept f
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+import random
+import tempfile
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
+from typing import IO
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs, missing
 from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Upload, UploadForm
-from tasuki.blobs.blob import BlobStore, BlobWriter, check_sha256
-from tasuki.core.failover.dispatch_policy import InputRef
+from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, BlobStore, BlobWriter, check_sha256
+from tasuki.blobs.files import disk_full_as_error
+from tasuki.blobs.folder import FolderBlobs
+from tasuki.core.failover.agent_protocol import InputRecord
+from tasuki.core.failover.nodes import InputRef
 from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
-from tasuki.dispatcher.input_retention import InputRetention
-from tasuki.dispatcher.input_writer import StoredFiles
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.request_bodies import StoredForm
+from tasuki.dispatcher.proxying import StoredForm
 from tasuki.doors.http.exchange import json_answer
 from tasuki.errors import AgentRefusal, Corrupt, InvalidInput, NotFound, OffsetConflict, TasukiError, TooLarge
+
+# ----------------------------------------------------------------------------------------------------
+# An upload on its way into the store of inputs. Its hash is known only at its end: a folder can wait for that, a bucket cannot.
+
+
+class InputWriter:
+    """Of one file, whose name in the store is not known yet."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by abort
+        self._digest = hashlib.sha256()
+        self._size_bytes = 0
+        self.was_there = False
+
+    def write(self, chunk: bytes) -> int:
+        with disk_full_as_error(tempfile.gettempdir()):
+            self._file.write(chunk)
+        self._digest.update(chunk)
+        self._size_bytes += len(chunk)
+        return len(chunk)
+
+    def commit(self) -> BlobRef:
+        """What is there already is not sent again; `was_there` tells."""
+        ref = BlobRef(self._digest.hexdigest(), self._size_bytes)
+        try:
+            self.was_there = self._blobs.has(ref.sha256)
+            if not self.was_there:
+                self._file.seek(0)
+                with self._blobs.begin(ref.sha256, ref.size_bytes) as writer:
+                    while chunk := self._file.read(CHUNK_BYTES):
+                        writer.write(chunk)
+                    writer.commit()
+        finally:
+            self.abort()
+        return ref
+
+    def abort(self) -> None:
+        self._file.close()
+
+
+class StoredFiles:
+    """The files of one upload, each a blob. See `doors.agent.intake.Files`."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self.made = False
+        self.records: list[InputRecord] = []
+        self.known: list[str] = []
+        """Those that were there already, and are as old as they were."""
+        self._name = ""
+        self._writer: BlobWriter | InputWriter | None = None
+
+    def carry_out(self, orders: Sequence[str | bytes | None]) -> None:
+        for order in orders:
+            if isinstance(order, str):
+                self.made = True
+                self._name = order
+                direct = isinstance(self._blobs, FolderBlobs)
+                self._writer = self._blobs.begin() if direct else InputWriter(self._blobs)
+                continue
+            assert self._writer is not None
+            if order is not None:
+                self._writer.write(order)
+            else:
+                ref = self._writer.commit()
+                if isinstance(self._writer, InputWriter) and self._writer.was_there:
+                    self.known.append(ref.sha256)
+                self._writer = None
+                self.records.append(InputRecord(self._name, ref.sha256, ref.size_bytes))
+
+    def remove(self) -> None:
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
+
+
+# ----------------------------------------------------------------------------------------------------
+# How long inputs are kept: some days from their last use, whichever dispatcher it was that used them.
+
+DAY_S = 86_400.0
+SOON_S = 60.0  # after the start, and after that every day
+AGAIN_S = 3600.0  # after a failure
+NOTES_PER_KEPT_TIME = 4  # so that what is kept for a few hours is not taken for unused meanwhile
+NOTED_MAX = 16_384  # inputs; of one that is forgotten a use is noted once more
+TOLD_EVERY = 1000  # removed inputs
+
+
+class InputRetention:
+    """Of one dispatcher's store."""
+
+    def __init__(
+        self, blobs: BlobStore, keep_days: float, metrics: DispatcherMetrics, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`keep_days` 0: for ever."""
+        self._blobs = blobs
+        self._keep_s = keep_days * DAY_S
+        self._note_every_s = min(DAY_S, self._keep_s / NOTES_PER_KEPT_TIME) if keep_days else DAY_S
+        self._metrics = metrics
+        self._clock = clock
+        self._noted: OrderedDict[str, float] = OrderedDict()
+        """When uses of inputs were noted, the oldest first."""
+        self._held: Counter[str] = Counter()
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Nothing more is removed."""
+        self._closed.set()
+
+    # ------------------------------------------------------------------------------------------------ uses
+
+    async def used(self, sha256: str) -> None:
+        """It is used now. A store that cannot note it refuses nobody: the input is there, and will be for some days."""
+        if not self._is_to_be_noted(sha256):
+            return
+        self.stored(sha256)  # before the note, so that those who come meanwhile make no other
+        try:
+            await asyncio.to_thread(self._blobs.touch, sha256)
+        except (TasukiError, OSError) as error:
+            self._noted.pop(sha256, None)
+            logger.warning("the use of input %s could not be noted: %s", sha256, error)
+
+    def stored(self, sha256: str) -> None:
+        """It has just been put, which the store notes itself."""
+        self._noted[sha256] = self._clock()
+        self._noted.move_to_end(sha256)
+        if len(self._noted) > NOTED_MAX:
+            self._noted.popitem(last=False)
+
+    def _is_to_be_noted(self, sha256: str) -> bool:
+        noted_at = self._noted.get(sha256)
+        return noted_at is None or not 0 <= self._clock() - noted_at < self._note_every_s
+
+    @contextmanager
+    def holding(self, hashes: Sequence[str]) -> Iterator[None]:
+        """Not to be removed meanwhile."""
+        self._held.update(hashes)
+        try:
+            yield
+        finally:
+            self._held.subtract(hashes)
+            for sha256 in hashes:
+                if not self._held[sha256]:
+                    del self._held[sha256]
+
+    # ------------------------------------------------------------------------------------------------ cleaning
+
+    async def daily(self) -> None:
+        """Until it is canceled. Not at the same time as others that were started with it."""
+        if not self._keep_s:
+            return
+        wait_s = SOON_S
+        while True:
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))  # noqa: S311 - no secret depends on it
+            try:
+                await self.clean()
+                wait_s = DAY_S
+            except (TasukiError, OSError) as error:
+                logger.warning("old inputs could not be removed; another try in an hour: %s", error)
+                wait_s = AGAIN_S
+
+    async def clean(self) -> int:
+        """Once; how many inputs were removed."""
+        return await asyncio.to_thread(self._clean, self._clock() - self._keep_s)
+
+    def _is_to_stay(self, sha256: str) -> bool:
+        return sha256 in self._held or self._closed.is_set()
+
+    def _clean(self, since: float) -> int:
+        removed = removed_bytes = 0
+        for ref in self._blobs.remove_untouched(since, self._is_to_stay):
+            removed += 1
+            removed_bytes += ref.size_bytes
+            self._metrics.cleaned.inc()
+            self._metrics.cleaned_bytes.inc(ref.size_bytes)
+            if removed % TOLD_EVERY == 0:
+                logger.info("removed %d inputs so far, %d bytes", removed, removed_bytes)
+        days = self._keep_s / DAY_S
+        if removed:
+            logger.info("removed %d inputs, %d bytes, that nobody has used for %g days", removed, removed_bytes, days)
+        return removed
+
 
 logger = logging.getLogger("tasuki.dispatcher")
 SWEEP_EVERY_S = 600.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from tasuki.core.failover.node_ranking import NodeState, Ranked
+from tasuki.core.failover.nodes import NodeState, Ranked
 
 
 class DispatcherMetrics:

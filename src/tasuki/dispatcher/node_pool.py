@@ -17,14 +17,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from tasuki.client.agent_answers import Refusing
-from tasuki.client.agent_node import ASK_S, AgentNode
+from tasuki.client.agents.node import ASK_S, AgentNode
+from tasuki.client.agents.transfer import Refusing
 from tasuki.clocks import now
-from tasuki.core.failover.dispatch_policy import candidates, look_every_s, rendezvous, well
 from tasuki.core.failover.events import JobSays, Refusal
-from tasuki.core.failover.node_ranking import RANK_WAIT_S, Capacity, Nodes, NodeState, Ranked
+from tasuki.core.failover.nodes import RANK_WAIT_S, Capacity, Nodes, NodeState, Ranked, candidates, look_every_s, rendezvous, well
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.proxied_response import read_refusal
+from tasuki.dispatcher.proxying import read_refusal
 from tasuki.dispatcher.settings import DispatcherConfig
 from tasuki.errors import NoConnection, TasukiError
 

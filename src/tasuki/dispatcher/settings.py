@@ -8,8 +8,8 @@ import ssl
 import msgspec
 
 from tasuki.core.address import Address
-from tasuki.core.failover.breaker import DEFAULT_RULES, BreakerRules
 from tasuki.core.failover.events import LIMIT_S, SILENT_S
+from tasuki.core.failover.nodes import DEFAULT_RULES, BreakerRules
 
 UPLOAD_MAX_BYTES = 64 * 1000**3
 KEEP_INPUTS_DAYS = 7.0

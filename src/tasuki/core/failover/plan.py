@@ -57,7 +57,7 @@ from tasuki.core.failover.events import (
     error_of,
     verdict_of,
 )
-from tasuki.core.failover.node_ranking import RANK_WAIT_S, Nodes, NodeState, Ranked
+from tasuki.core.failover.nodes import RANK_WAIT_S, Nodes, NodeState, Ranked
 from tasuki.errors import Conflict, DeadlineExceeded, TasukiError, Unavailable
 
 ASK_WAIT_S = 2.0  # for the answers of those who may have the job; as long as one question may take

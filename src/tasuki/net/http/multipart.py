@@ -1,4 +1,4 @@
-"""Encoder of the form that starts a run at a node agent: multipart/form-data of a known length. `agent/multipart.py` reads it."""
+"""Encoder of the form that starts a run at a node agent: multipart/form-data of a known length. `agent/upload.py` reads it."""
 
 from __future__ import annotations
 

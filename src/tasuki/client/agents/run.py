@@ -13,11 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from tasuki.client.agent_answers import Refusing
-from tasuki.client.agent_download import DownloadedResult
-from tasuki.client.agent_inputs import LARGE_BYTES
-from tasuki.client.agent_node import AgentNode, JobView
-from tasuki.client.agent_upload import Upload
+from tasuki.client.agents.node import AgentNode, JobView
+from tasuki.client.agents.transfer import LARGE_BYTES, DownloadedResult, Refusing, RunRequest
 from tasuki.clocks import now
 from tasuki.core.failover.events import (
     Ask,
@@ -44,7 +41,7 @@ from tasuki.core.failover.events import (
     Uploaded,
     not_trusted,
 )
-from tasuki.core.failover.node_ranking import Nodes
+from tasuki.core.failover.nodes import Nodes
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.errors import InvalidInput, NoConnection, TasukiError, Unavailable, UntrustedCertificate
 
@@ -112,7 +109,7 @@ class AgentRun:
         self,
         client: SharedNodes,
         job: FailoverJob,
-        upload: Upload,
+        upload: RunRequest,
         target: Path,
         on_progress: Callable[[RunProgress], None] | None,
         on_note: Callable[[str], None] | None,

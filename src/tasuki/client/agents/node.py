@@ -15,13 +15,23 @@ from urllib.parse import quote
 
 import msgspec
 
-from tasuki.client.agent_answers import Elsewhere, NotOurs, Refusing, refusal_of
-from tasuki.client.agent_download import Download, DownloadedResult
-from tasuki.client.agent_inputs import RESUMED_BYTES, found_inputs, put_missing
-from tasuki.client.agent_upload import RunForm, Telling, Upload
+from tasuki.client.agents.transfer import (
+    RESUMED_BYTES,
+    Download,
+    DownloadedResult,
+    Elsewhere,
+    NotOurs,
+    Refusing,
+    RunForm,
+    RunRequest,
+    Telling,
+    found_inputs,
+    put_missing,
+    refusal_of,
+)
 from tasuki.config import Address, parse_url
 from tasuki.core.failover.events import TOKEN_STATUSES, JobSays, Refusal
-from tasuki.core.failover.node_ranking import Capacity
+from tasuki.core.failover.nodes import Capacity
 from tasuki.errors import ConfigError, ResponseLost, Unavailable
 from tasuki.net.http.transport import HttpTransport
 
@@ -67,7 +77,7 @@ class _Sending(NamedTuple):
     """One job, as it is sent to whomever it takes."""
 
     job_id: str
-    upload: Upload
+    upload: RunRequest
     target: Path
     telling: Telling
     limit_s: float
@@ -141,7 +151,7 @@ class AgentNode:
     # ------------------------------------------------------------------------------------------------ results
 
     async def post(
-        self, job_id: str, upload: Upload, target: Path, telling: Telling, *, limit_s: float, ask_from_bytes: int | None
+        self, job_id: str, upload: RunRequest, target: Path, telling: Telling, *, limit_s: float, ask_from_bytes: int | None
     ) -> DownloadedResult:
         """Run it there and collect its result; `limit_s` is how long the answer may take. A redirect is followed, once.
 

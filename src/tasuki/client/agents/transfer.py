@@ -1,0 +1,442 @@
+"""What is sent to a node agent: input files as multipart/form-data, read from disk as they are sent. Touches only these files."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import secrets
+import zipfile
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+
+import msgspec
+
+from tasuki.blobs.files import PartFile
+from tasuki.core.failover.agent_protocol import InputRecord, input_hash
+from tasuki.core.failover.events import JobEnded, Refusal
+from tasuki.core.failover.nodes import InputRef
+from tasuki.core.ids import quoted
+from tasuki.core.job import check_file_name
+from tasuki.core.ranges import content_range, is_number, parse_content_range, range_headers
+from tasuki.errors import InvalidInput, ResponseLost
+from tasuki.net.http.multipart import MultipartForm, run_fields
+from tasuki.net.http.transport import HttpTransport, said_in
+from tasuki.net.streams import FileSink, FileSource
+
+if TYPE_CHECKING:
+    import httpx
+
+
+class RunRequest(msgspec.Struct, frozen=True):
+    """One request to run something, the same for every node."""
+
+    exec: str
+    args: tuple[str, ...]
+    files: tuple[tuple[Path, InputRecord], ...]
+    timeout_s: float | None = None
+
+    @property
+    def input(self) -> str:
+        """The input hash; empty where the agent chooses the exec."""
+        return input_hash(self.exec, self.args, [record for _, record in self.files]) if self.exec else ""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(record.size_bytes for _, record in self.files)
+
+
+def read_upload(
+    exec_: str, args: Sequence[str], files: Sequence[str | os.PathLike[str]], timeout_s: float | None = None
+) -> RunRequest:
+    """Reads every file once, for its sha256. Blocks: for a thread."""
+    if not files:
+        raise InvalidInput("a node agent needs at least one input file; give it with --file")
+    found: list[tuple[Path, InputRecord]] = []
+    for file in files:
+        path = Path(file)
+        name = check_file_name(path.name)
+        if any(record.name == name for _, record in found):
+            raise InvalidInput(f"two input files have the name {quoted(name)}; rename one of them")
+        found.append((path, _record(path, name)))
+    return RunRequest(exec_, tuple(args), tuple(found), timeout_s)
+
+
+def _record(path: Path, name: str) -> InputRecord:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return InputRecord(name, digest, file.tell())
+    except OSError as error:
+        raise InvalidInput(f"the input file {str(path)!r} cannot be read: {error.strerror or error}") from None
+
+
+async def pieces_of(path: Path, size_bytes: int, start: int = 0) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of a file from `start` to the size that it had when it was hashed; InvalidInput if it became shorter."""
+    with await asyncio.to_thread(path.open, "rb") as file:
+        async with FileSource(file) as source, aclosing(source.pieces(start, size_bytes)) as pieces:
+            async for piece in pieces:
+                yield piece
+                start += len(piece)
+    if start < size_bytes:
+        raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
+
+
+class Telling(Protocol):
+    """Who hears how far a request is."""
+
+    def sent(self, done_bytes: int) -> None:
+        """So many bytes of the files are there, sent now or before."""
+        ...
+
+    def uploaded(self) -> None:
+        """The node has the whole request."""
+        ...
+
+    def heard(self, done_bytes: int, total_bytes: int | None) -> None:
+        """So many bytes of the result are here, of so many."""
+        ...
+
+    def led(self, to: str) -> None:
+        """A dispatcher leads to this node."""
+        ...
+
+
+class RunForm:
+    """The body of one request, to be sent once. With `by_name` the node has the files, and gets their hashes."""
+
+    def __init__(self, upload: RunRequest, telling: Telling, *, by_name: bool = False) -> None:
+        self._telling = telling
+        self._files = () if by_name else upload.files
+        self._sent_bytes = upload.size_bytes if by_name else 0
+        names = [str(InputRef(record.sha256, record.name)) for _, record in upload.files] if by_name else []
+        self._form = MultipartForm(
+            run_fields(upload.exec, upload.args, upload.timeout_s, names),
+            [(record.name, record.size_bytes) for _, record in self._files],
+        )
+        self.headers = self._form.headers
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body, and report the progress."""
+        contents = (self._content(path, record.size_bytes) for path, record in self._files)
+        async with aclosing(self._form.pieces(contents)) as pieces:
+            async for piece in pieces:
+                yield piece
+        self._telling.sent(self._sent_bytes)
+        self._telling.uploaded()
+
+    async def _content(self, path: Path, size_bytes: int) -> AsyncGenerator[bytes, None]:
+        async with aclosing(pieces_of(path, size_bytes)) as pieces:
+            async for piece in pieces:
+                yield piece
+                self._sent_bytes += len(piece)
+                self._telling.sent(self._sent_bytes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a node agent or a dispatcher answers instead of a result. Reads answers, touches nothing else.
+
+_seconds = re.compile(r"\d{1,6}").fullmatch
+
+
+class Refusing(Exception):
+    """The node answered something else than a result."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.words())
+        self.refusal = refusal
+
+
+class NotOurs(Refusing):
+    """The node is well, and does not take our token."""
+
+
+class Elsewhere(Refusing):
+    """A dispatcher answered that another node is to be asked the same."""
+
+    def __init__(self, refusal: Refusal, location: str) -> None:
+        super().__init__(refusal)
+        self.location = location
+
+
+async def refusal_of(response: httpx.Response) -> Refusal:
+    """An answer that is not 2xx, read to its end."""
+    said = await said_in(response)
+    retry_after = response.headers.get("retry-after", "")
+    retry_after_s = float(retry_after) if _seconds(retry_after) else None
+    if said is None:
+        where = response.headers.get("location", "")[:200]
+        return Refusal(response.status_code, "", f"it leads to {where}" if where else "", retry_after_s)
+    exit_code, error_code, differs = (said.details.get(name) for name in ("exit_code", "error_code", "differs"))
+    return Refusal(
+        response.status_code,
+        said.code,
+        said.message,
+        retry_after_s,
+        exit_code if isinstance(exit_code, int) else None,
+        error_code if isinstance(error_code, str) else None,
+        tuple(str(field) for field in differs) if isinstance(differs, list) else (),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Files that a dispatcher has already: asked for by their hashes, so that only what is missing is sent. Reads these files.
+
+LARGE_BYTES = 1024 * 1024  # what is smaller is sent sooner than asked for
+RESUMED_BYTES = 16 * 1024 * 1024
+"""From this size on a file is stored before the job is sent: what was cut off goes on then, also through another dispatcher."""
+HEAD_S = 5.0
+HEADS_AT_ONCE = 8
+
+
+async def found_inputs(transport: HttpTransport, upload: RunRequest, from_bytes: int) -> set[str]:
+    """The hashes of those files, of this size or larger, that are stored. A store that cannot say has none. Unavailable."""
+    turn = asyncio.Semaphore(HEADS_AT_ONCE)
+
+    async def is_there(sha256: str) -> bool:
+        async with turn, transport.answer("HEAD", f"/inputs/{sha256}", answer_s=HEAD_S) as response:
+            return response.is_success
+
+    asked = list({record.sha256 for _, record in upload.files if record.size_bytes >= from_bytes})
+    there = await asyncio.gather(*(is_there(sha256) for sha256 in asked), return_exceptions=True)
+    for error in there:
+        if isinstance(error, BaseException):
+            raise error
+    return {sha256 for sha256, found in zip(asked, there, strict=True) if found}
+
+
+async def put_missing(transport: HttpTransport, upload: RunRequest, found: set[str], telling: Telling, limit_s: float) -> None:
+    """Store the other files, large ones from where an earlier try was cut off. Refusing, Unavailable."""
+    stored = set(found)
+    done = 0
+    for path, record in upload.files:
+        if record.sha256 not in stored:
+            await _Putting(transport, path, record, telling, done, limit_s).put()
+            stored.add(record.sha256)
+        done += record.size_bytes
+        telling.sent(done)
+
+
+class _Putting(NamedTuple):
+    """One file on its way."""
+
+    transport: HttpTransport
+    path: Path
+    record: InputRecord
+    telling: Telling
+    before_bytes: int
+    limit_s: float
+
+    async def put(self) -> None:
+        start = await self._kept() if self.record.size_bytes >= RESUMED_BYTES else 0
+        if start == self.record.size_bytes:
+            return
+        refusal = await self._send(start)
+        if refusal is not None and start:  # what is there is of no use, or somebody else goes on with it
+            refusal = await self._send(0)
+        if refusal is not None:
+            raise Refusing(refusal)
+
+    async def _kept(self) -> int:
+        """How much of it is there. Of a store that cannot say: nothing."""
+        headers = {"Content-Range": content_range(0, 0, self.record.size_bytes), "Content-Length": "0"}
+        async with self.transport.answer("PUT", f"/inputs/{self.record.sha256}", headers=headers, answer_s=HEAD_S) as response:
+            if not response.is_success:
+                return 0
+            try:
+                offset = msgspec.json.decode(await response.aread(), type=_Offset).offset
+            except msgspec.MsgspecError:
+                return 0
+        return offset if 0 <= offset <= self.record.size_bytes else 0
+
+    async def _send(self, start: int) -> Refusal | None:
+        size = self.record.size_bytes
+        headers = {"Content-Length": str(size - start), "Content-Type": "application/octet-stream"}
+        if start:
+            headers["Content-Range"] = content_range(start, size, size)
+        async with (
+            aclosing(self._pieces(start)) as pieces,
+            self.transport.answer(
+                "PUT", f"/inputs/{self.record.sha256}", headers=headers, content=pieces, answer_s=self.limit_s
+            ) as response,
+        ):
+            return None if response.is_success else await refusal_of(response)
+
+    async def _pieces(self, start: int) -> AsyncGenerator[bytes, None]:
+        sent = self.before_bytes + start
+        async with aclosing(pieces_of(self.path, self.record.size_bytes, start)) as pieces:
+            async for piece in pieces:
+                yield piece
+                sent += len(piece)
+                self.telling.sent(sent)
+
+
+class _Offset(msgspec.Struct):
+    offset: int
+
+
+# ----------------------------------------------------------------------------------------------------
+# A result on its way into a file beside the output, verified as it comes. Touches that file, and the output when it is whole.
+
+Heard = Callable[[int, int | None], None]
+"""How many bytes of a result are here, and how many there will be."""
+
+ZIP_TYPE = "application/zip"
+NAME_MAX_CHARS = 100  # of the output's name in the name of the file beside it; file systems allow 255 bytes in all
+
+ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?').fullmatch
+
+
+# ---------------------------------------------------------------------------------------------------- the file
+
+
+def part_path(target: Path, job_id: str) -> Path:
+    """Where the result of this job is collected."""
+    name = target.name if len(target.name) <= NAME_MAX_CHARS else _short(target.name)
+    return target.with_name(f".{name}.{_short(job_id)}.part")
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_part(target: Path, job_id: str) -> PartFile | None:
+    """Return the file that an earlier process left, if it is dead."""
+    return PartFile.claim(part_path(target, job_id), create=False)
+
+
+def make_part(target: Path, job_id: str) -> PartFile:
+    """Return the file of this job, or a file of its own while another process writes to it and where there are no locks."""
+    path = part_path(target, job_id)
+    part = PartFile.claim(path, mode=0o666)
+    if part is None:
+        part = PartFile.create(path.with_name(f"{path.name.removesuffix('.part')}.{secrets.token_hex(4)}.part"), mode=0o666)
+    return part
+
+
+# ---------------------------------------------------------------------------------------------------- the download
+
+
+class DownloadedResult(msgspec.Struct, frozen=True):
+    """A result that lies in a file, whole and verified."""
+
+    ended: JobEnded
+    sha256: str
+    size_bytes: int
+    cached: bool
+    part: PartFile
+
+
+class Download:
+    """A result on its way, over as many answers as it takes. There is no file before the first byte, and none after an error."""
+
+    def __init__(self, target: Path, job_id: str, heard: Heard) -> None:
+        self.have = 0
+        self._target = target
+        self._job_id = job_id
+        self._part: PartFile | None = None
+        self._heard = heard
+        self._hash = hashlib.sha256()
+        self._answered = False
+        self._total: int | None = None
+        self._sha256 = ""
+        self._ended = JobEnded("succeeded", 0)
+        self._cached = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None and self._part is not None:
+            self._part.discard()
+
+    @property
+    def begun(self) -> bool:
+        return self._part is not None
+
+    def take_up(self) -> None:
+        """Go on behind what an earlier process left. Blocks: for a thread. Whether it is of the same result shows in the end."""
+        self._part = find_part(self._target, self._job_id)
+        if self._part is not None:
+            self.have = self._part.read_into(self._hash.update)
+
+    def range_headers(self) -> dict[str, str]:
+        """For the rest of it. Without its ETag nobody could say whether the rest is of the same."""
+        if not self.have or (self._answered and not self._sha256):
+            return {}
+        return range_headers(self.have, f'"{self._sha256}"' if self._sha256 else "")
+
+    async def take(self, response: httpx.Response) -> None:
+        if response.status_code == 416 and self.have:
+            self.have = 0
+            raise ResponseLost("what an earlier process left is not of this result")
+        if not response.is_success:
+            refusal, location = await refusal_of(response), response.headers.get("location", "")
+            raise Elsewhere(refusal, location) if response.status_code == 307 else Refusing(refusal)
+        if response.status_code == 206:
+            self._go_on(response)
+        else:
+            self._start_over(response)
+        self._heard(self.have, self._total)
+        assert self._part is not None
+        received = self.have
+        async with FileSink(self._write, self._hash) as sink:
+            try:
+                async for piece in response.aiter_raw():
+                    await sink.add(piece)
+                    received += len(piece)
+                    self._heard(received, self._total)
+            finally:  # also of an answer that was cut: what came need not come again
+                await sink.flush()
+
+    def _write(self, piece: bytes) -> None:
+        assert self._part is not None
+        self.have += self._part.write(piece)
+
+    def _go_on(self, response: httpx.Response) -> None:
+        found = parse_content_range(response.headers.get("content-range", ""))
+        if self._part is None or (found is not None and found.start != self.have):
+            raise Refusing(Refusal(response.status_code, "", "but not with the part that was asked for; is this a node agent?"))
+        if not self._answered:
+            self._note(response)
+            self._total = found.size_bytes if found is not None else None
+        if not self._sha256:
+            raise ResponseLost("it cannot be known whether this is the rest of what an earlier process left")
+
+    def _start_over(self, response: httpx.Response) -> None:
+        if ZIP_TYPE not in response.headers.get("content-type", ""):
+            raise Refusing(Refusal(response.status_code, "", "but with no ZIP; is this a node agent?"))
+        if response.status_code != 200 or not ETAG(response.headers.get("etag", "")):
+            raise Refusing(Refusal(response.status_code, "", "with a ZIP, but without its sha256 as ETag; is this a node agent?"))
+        if self._part is None:
+            self._part = make_part(self._target, self._job_id)
+        self._part.truncate()
+        self.have = 0
+        self._hash = hashlib.sha256()
+        self._note(response)
+        length = response.headers.get("content-length", "")
+        self._total = int(length) if is_number(length) else None
+
+    def _note(self, response: httpx.Response) -> None:
+        self._answered = True
+        found = ETAG(response.headers.get("etag", ""))
+        self._sha256 = found[1] if found else ""
+        self._cached = response.headers.get("tasuki-cache") == "hit"
+        outcome = response.headers.get("tasuki-outcome", "succeeded")
+        self._ended = JobEnded(outcome, 0 if outcome == "succeeded" else None)
+
+    def whole(self, node: str) -> DownloadedResult:
+        """All answers are over: is it what was announced?"""
+        assert self._part is not None
+        digest = self._hash.hexdigest()
+        if self._total is not None and self.have != self._total:
+            raise ResponseLost(f"the result from {node} ended after {self.have} of {self._total} bytes")
+        if self._sha256 and digest != self._sha256:
+            self.have = 0  # nothing of it can be used
+            raise ResponseLost(f"the result from {node} has the sha256 {digest}, not {self._sha256} as announced")
+        if not zipfile.is_zipfile(self._part.path):
+            raise Refusing(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))
+        return DownloadedResult(self._ended, digest, self.have, self._cached, self._part)
