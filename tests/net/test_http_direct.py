@@ -59,7 +59,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, s3: S3Service, relay: Relay)
         patch.setattr(presigned, "PARTS_AT_ONCE", 1)
         url = s3.url()
         direct = open_direct(url, relay.endpoint)
-        with Stage(tmp_path_factory.mktemp("direct"), blobs=url, direct=direct) as stage:
+        with Stage(tmp_path_factory.mktemp("direct"), blobs=url, presigned=direct) as stage:
             stage.run(direct.check())
             yield stage
         direct.close()

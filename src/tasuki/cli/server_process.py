@@ -277,7 +277,7 @@ def _http_door(server: Server, listen: Listen, direct: PresignedTransfers | None
     from tasuki.doors.http.context import HttpConfig
     from tasuki.doors.http.door import HttpDoor
 
-    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, direct=direct))
+    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, presigned=direct))
 
 
 async def _check_ports(addresses: tuple[Address, ...]) -> None:

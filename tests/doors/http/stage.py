@@ -1,4 +1,4 @@
-"""What the tests of the HTTP door share: the server in a thread, and those who talk to it."""
+"""What the tests of the HTTP door share: the server in a thread, and the peers that talk to it."""
 
 from __future__ import annotations
 
@@ -108,15 +108,14 @@ class Stage:
         self.run(self._ask("token.revoke", {"token_id": token_id}))
 
     async def _ask(self, verb: str, params: dict[str, Any]) -> Any:
-        talk = VirtualConnection(self.server, "test", lambda message: None)
+        connection = VirtualConnection(self.server, "test", lambda message: None)
         try:
-            await talk.hello(
-                HelloClient(msg_id=talk.next_id(), client_id="stage", token=self.folder.token_file.read_text().strip())
+            await connection.ask(
+                HelloClient(msg_id=connection.next_id(), client_id="stage", token=self.folder.token_file.read_text().strip())
             )
-            msg_id = talk.next_id()
-            return await talk.ask(msg_id, Request(msg_id, verb, params))
+            return await connection.ask(Request(connection.next_id(), verb, params))
         finally:
-            talk.leave()
+            connection.leave()
 
     # ------------------------------------------------------------------------------------------------ requests
 

@@ -1,4 +1,4 @@
-"""The door itself: TLS, the end in order, and what a restart or a lost connection costs those who talk to it."""
+"""The door itself: TLS, the end in order, and what a restart or a lost connection costs the peers that talk to it."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def test_a_worker_that_turned_to_another_server_is_told_to_ask_again(stage: Stag
 
 async def _come_in_elsewhere(stage: Stage, worker: Worker) -> None:
     """A new connection of the same worker, as a load balancer may make it at another server."""
-    talk = VirtualConnection(stage.server, "elsewhere", lambda message: None)
+    connection = VirtualConnection(stage.server, "elsewhere", lambda message: None)
     hello = HelloWorker(
         msg_id=1, worker_id=worker.worker_id, incarnation=INCARNATION, token=worker.token, patterns=("job.assign.zpe",)
     )
-    await talk.hello(hello)
+    await connection.ask(hello)
 
 
 def test_a_short_job_is_never_noted_as_started_and_a_longer_one_is(stage: Stage, worker: Worker) -> None:

@@ -177,7 +177,7 @@ def test_a_body_without_a_length_is_413_when_it_is_too_large(stage: Stage, monke
 def test_bodies_that_are_too_large_together_are_503_and_the_room_comes_back(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage.door, "_intake", exchange.BodyBudget(max_bytes=1000))
+    monkeypatch.setattr(stage.door, "_bodies", exchange.BodyBudget(max_bytes=1000))
 
     answers = [stage.post("/v1/jobs", {"payload": "x" * size}) for size in (600, 2000, 600)]
 

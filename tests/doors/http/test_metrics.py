@@ -26,8 +26,7 @@ from tasuki.core.store_messages import (
     Submitted,
     Turn,
 )
-from tasuki.doors.http.job_metrics import REMEMBERED_MAX, UNKNOWN_GROUP, JobMetrics
-from tasuki.doors.http.metrics import GROUPS_MAX, OTHER_GROUPS, bounded
+from tasuki.doors.http.metrics import GROUPS_MAX, OTHER_GROUPS, REMEMBERED_MAX, UNKNOWN_GROUP, JobMetrics, bounded
 from tests.doors.http.stage import Stage, Worker
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "grafana"

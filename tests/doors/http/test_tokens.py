@@ -51,7 +51,7 @@ def test_no_route_works_without_a_token(stage: Stage, route: Route) -> None:
 
 
 def test_nothing_is_served_that_the_table_of_routes_does_not_have(stage: Stage) -> None:
-    served = {(method, route.path) for route in stage.door.app.router.routes for method in route.methods if method != "HEAD"}
+    served = {(method, route.path) for route in stage.door.asgi_app.router.routes for method in route.methods if method != "HEAD"}
 
     assert served == {(route.method, route.path) for route in ROUTES} | {("GET", "/openapi.json")}
 

@@ -1,22 +1,24 @@
 """The HTTP door: FastAPI on uvicorn, inside the server's own event loop.
 
-Theory of operation. There is no second set of rules here: a request becomes what a TCP peer would have said. The door holds
-*virtual connections* to the server (`talk.py`): one per token for those who submit and ask (`clients.py`), one per worker_id for
-those who run jobs (`workers.py`). A waiting lease request is credit; a renewal is a heartbeat; a result is a report, answered
-when the store has recorded it. `routes.py` is the one table of what there is: each line says which kinds of token may come in.
+Theory of operation. The door has no rules of its own: a request becomes the messages that a TCP peer would have sent. It holds
+*virtual connections* to the server: one per token for clients, one per worker_id for the workers of apps, one per session for
+workers that speak the wire protocol. A waiting lease request is credit; a renewal is a heartbeat; a result is a report, answered
+when the store has recorded it.
 
-    door.py      listens, builds the application, ends it in order
-    gate.py      who is it, and may a token of this kind use this route? Asked of the store for every request
-    bearer.py    the token that a request brings
-    limits.py    bodies, headers, time, how many at once; JSON in
-    answers.py   JSON out, errors as {"error": {"code", "message", "details"}}
-    routes.py    the table; openapi.py makes the document of it
-    calc.py      /calc/{app}/jobs: the jobs of an app            compute.py   /calc/{app}/compute: its workers
-    v1.py        /v1: the general client API                     health.py    /healthz, /readyz
-    metrics.py   /metrics                                        job_metrics.py  what turns did to jobs, counted
-    bodies.py    what requests bring                             shortcut.py  from uvicorn to an endpoint, past the framework
-    frames.py    /v1/frames: our own clients' messages           blobs.py     /v1/blobs: large files, streamed
-    enrolment.py /v1/workers: a worker's own token
+    door                 listens; authenticates, limits and answers each request
+    routes, openapi      the table of all routes; the OpenAPI document made from it
+    app_jobs             /calc/{app}/jobs: the jobs of an app
+    app_workers          /calc/{app}/compute: the workers of an app; /v1/workers
+    v1                   /v1: the general client API; /healthz, /readyz, /metrics
+    frames               /v1/frames and /v1/worker: the wire protocol of clients and workers
+    blobs                /v1/blobs: large files, streamed or with presigned URLs
+    context              one authenticated request and the state that all requests share
+    authentication       the caller of a request, by its token
+    clients, workers, worker_sessions, virtual_connection    connections to the server
+    metrics              counters for Prometheus
+    exchange             limits, JSON, errors; shared with node agents and dispatchers
+    uvicorn_server       uvicorn with limits; shared with node agents and dispatchers
 
-Only `door.py` is imported from outside. Nothing here knows which store is behind the server.
+Handlers import `context`, which imports the connections; `exchange` and `uvicorn_server` import no server. Nothing here depends
+on the kind of store.
 """

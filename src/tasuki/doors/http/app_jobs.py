@@ -1,71 +1,103 @@
-"""/calc/{app}/jobs: the jobs of an app, for those who submit them."""
+"""/calc/{app}/jobs: the jobs of a calculation app, for the clients that submit them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from tasuki.core.apps import WORDS, result_of, template_of
-from tasuki.core.job import BlobRef, JobSpec
-from tasuki.core.protocol import Acceptance
+from tasuki.core.job import JobSpec
 from tasuki.doors.http.clients import TokenConnection
-from tasuki.doors.http.context import RequestContext, iso, refusal_of, submit, told
-from tasuki.doors.http.exchange import wait_of, whole_number
-from tasuki.doors.http.response_schemas import AppAccepted, AppAcceptedMany, AppResult, AppStatus
-from tasuki.errors import NoResult, NotFinished, NotFound, TooLarge
+from tasuki.doors.http.context import RequestContext, detail_of, iso
+from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, wait_of, whole_number
+from tasuki.errors import NoResult, NotFinished, NotFound, TasukiError, TooLarge
 
-RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is taken apart here; results of /v1 are streamed
+RESULT_MAX_BYTES = 64 * 1024 * 1024  # of a document that is decoded here; results of /v1 are streamed
+_UNFINISHED = ("queued", "running")
 
 
-def _spec(call: RequestContext, job_id: str | None, payload: dict[str, Any], priority: int) -> JobSpec:
-    config = call.house.config
-    template = template_of(call.app, max_retries=config.max_retries, backoff_s=config.backoff_s)
-    own = {"job_id": job_id or call.house.new_id(), "payload": msgspec.json.encode(payload), "priority": priority}
+class AppJob(msgspec.Struct, kw_only=True):
+    """One job of a batch."""
+
+    payload: dict[str, Any]
+    job_id: JobId | None = None
+    priority: int = 5
+
+
+class AppJobs(msgspec.Struct):
+    """Several jobs, stored in one transaction."""
+
+    jobs: Annotated[list[AppJob], Meta(min_length=1, max_length=BATCH_MAX)]
+
+
+class AppAccepted(msgspec.Struct, omit_defaults=True):
+    """The job is stored. In a batch, a job that could not be stored has an error."""
+
+    job_id: str
+    status: str = ""
+    error: Error | None = None
+
+
+class AppAcceptedMany(msgspec.Struct):
+    """The jobs in the order of the request."""
+
+    jobs: list[AppAccepted]
+
+
+def _spec(context: RequestContext, job_id: str | None, payload: dict[str, Any], priority: int) -> JobSpec:
+    config = context.http.config
+    template = template_of(context.app, max_retries=config.max_retries, backoff_s=config.backoff_s)
+    own = {"job_id": job_id or context.http.new_id(), "payload": msgspec.json.encode(payload), "priority": priority}
     return msgspec.structs.replace(template, **own)
 
 
-def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> AppAccepted:
-    return AppAccepted(spec.job_id, WORDS[acceptance.state] if acceptance is not None else "queued")
+async def submit_one(context: RequestContext, body: dict[str, Any]) -> AppAccepted:
+    """Submit a job; the body is its payload. With `?job_id=` the request may be repeated safely."""
+    priority = whole_number(context.request, "priority", 5, 9)
+    [accepted] = await _submit(context, [_spec(context, context.request.query_params.get("job_id"), body, priority)])
+    if isinstance(accepted, TasukiError):
+        raise accepted
+    return accepted
 
 
-async def submit_one(call: RequestContext) -> AppAccepted:
-    """The body is the payload; `?job_id=` makes asking again harmless."""
-    priority = whole_number(call.request, "priority", 5, 9)
-    spec = _spec(call, call.request.query_params.get("job_id"), call.body, priority)
-    call.house.metrics.submitted(1)
-    async with call.house.clients.use(call.caller) as client:
-        [acceptance] = await submit(client, [spec])
-    refusal = refusal_of(acceptance)
-    if refusal is not None:
-        raise refusal
-    return _accepted(spec, acceptance)
+async def submit_many(context: RequestContext, body: AppJobs) -> AppAcceptedMany:
+    """Submit several jobs."""
+    specs = [_spec(context, job.job_id, job.payload, job.priority) for job in body.jobs]
+    accepted = zip(specs, await _submit(context, specs), strict=True)
+    return AppAcceptedMany(
+        [AppAccepted(spec.job_id, error=error_of(one)) if isinstance(one, TasukiError) else one for spec, one in accepted]
+    )
 
 
-async def submit_many(call: RequestContext) -> AppAcceptedMany:
-    specs = [_spec(call, job.job_id, job.payload, job.priority) for job in call.body.jobs]
-    call.house.metrics.submitted(len(specs))
-    async with call.house.clients.use(call.caller) as client:
-        acceptances = await submit(client, specs)
-    jobs = []
-    for spec, acceptance in zip(specs, acceptances, strict=True):
-        refusal = refusal_of(acceptance)
-        jobs.append(AppAccepted(spec.job_id, error=told(refusal)) if refusal is not None else _accepted(spec, acceptance))
-    return AppAcceptedMany(jobs)
+async def _submit(context: RequestContext, specs: list[JobSpec]) -> list[AppAccepted | TasukiError]:
+    context.http.metrics.submitted(len(specs))
+    async with context.client() as client:
+        answers = await client.submit(specs)
+    return [
+        one if isinstance(one, TasukiError) else AppAccepted(spec.job_id, WORDS[one.state] if one is not None else "queued")
+        for spec, one in zip(specs, answers, strict=True)
+    ]
 
 
-async def view_of(client: TokenConnection, call: RequestContext, *, result: bool = False) -> dict[str, Any]:
-    """The job, if it is one of this app that the caller may see."""
-    [view] = await client.request("get", job_ids=[call.job_id], result=result)
-    if view["subject"] != call.subject:
-        raise NotFound(f"there is no job {call.job_id[:128]!r}, or it is not yours")
-    found: dict[str, Any] = view
-    return found
+class AppStatus(msgspec.Struct, kw_only=True):
+    """The state of a job."""
+
+    job_id: str
+    status: str
+    """queued, running, finished, failed or canceled"""
+    detail: str
+    created_at: str
+    updated_at: str
+    retry_count: int
+    """Failures and lost attempts so far."""
 
 
-async def status(call: RequestContext) -> AppStatus:
-    async with call.house.clients.use(call.caller) as client:
-        view = await view_of(client, call)
+async def status(context: RequestContext) -> AppStatus:
+    """Return the state of a job."""
+    async with context.client() as client:
+        view = await _view_of(client, context)
     return AppStatus(
         job_id=view["job_id"],
         status=WORDS[view["state"]],
@@ -76,25 +108,40 @@ async def status(call: RequestContext) -> AppStatus:
     )
 
 
-def detail_of(view: dict[str, Any]) -> str:
-    outcome = view["outcome"]
-    return (outcome["message"] or outcome["error_code"] or "") if outcome is not None else ""
+async def _view_of(client: TokenConnection, context: RequestContext, *, result: bool = False) -> dict[str, Any]:
+    """Return the job, if it belongs to this app and the caller may see it."""
+    [view] = await client.request("get", job_ids=[context.job_id], result=result)
+    if view["subject"] != context.subject:
+        raise NotFound(f"there is no job {context.job_id[:128]!r}, or it is not yours")
+    found: dict[str, Any] = view
+    return found
 
 
-async def result(call: RequestContext) -> AppResult:
-    """With `?wait=25` the answer comes when the job has ended."""
-    wait_s = wait_of(call.request)
-    async with call.house.clients.use(call.caller) as client:
-        view = await view_of(client, call, result=True)
-        if wait_s and WORDS[view["state"]] in ("queued", "running"):
-            await client.until_ended(call.job_id, wait_s)
-            view = await view_of(client, call, result=True)
+class AppResult(msgspec.Struct, kw_only=True):
+    """The result of a job."""
+
+    job_id: str
+    status: str
+    result: Any
+    summary_text: str
+    freqs_csv: str
+    meta: dict[str, Any]
+
+
+async def result(context: RequestContext) -> AppResult:
+    """Return the result of a job. With `?wait=25` the answer waits for the job's end."""
+    wait_s = wait_of(context.request)
+    async with context.client() as client:
+        view = await _view_of(client, context, result=True)
+        if wait_s and WORDS[view["state"]] in _UNFINISHED:
+            await client.until_ended(context.job_id, wait_s)
+            view = await _view_of(client, context, result=True)
         word = WORDS[view["state"]]
-        if word in ("queued", "running"):
-            raise NotFinished(f"job {call.job_id!r} is {word}; ask again later, or wait for it with ?wait=25")
+        if word in _UNFINISHED:
+            raise NotFinished(f"job {context.job_id!r} is {word}; ask again later, or wait for it with ?wait=25")
         if word != "finished":
-            outcome = view["outcome"] or {}
-            raise NoResult(f"job {call.job_id!r} is {word}: {detail_of(view)}", status=word, error_code=outcome.get("error_code"))
+            error_code = (view["outcome"] or {}).get("error_code")
+            raise NoResult(f"job {context.job_id!r} is {word}: {detail_of(view)}", status=word, error_code=error_code)
         data = await _bytes_of(client, view)
     return AppResult(job_id=view["job_id"], status=word, **result_of(data, view["outcome"]["meta"]))
 
@@ -105,5 +152,4 @@ async def _bytes_of(client: TokenConnection, view: dict[str, Any]) -> bytes:
         return outcome["result"] or b""
     if outcome["result_bytes"] > RESULT_MAX_BYTES:
         raise TooLarge(f"the result has {outcome['result_bytes']} bytes; read it from /v1/jobs/{view['job_id']}/result")
-    ref = BlobRef(outcome["result_sha256"], outcome["result_bytes"])
-    return b"".join([piece async for piece in client.talk.blob(ref.sha256, view["job_id"])])
+    return b"".join([piece async for piece in client.connection.blob(outcome["result_sha256"], view["job_id"])])

@@ -1,12 +1,13 @@
-"""/calc/{app}/compute: the workers of an app. They enrol, lease, renew, and report."""
+"""/calc/{app}/compute: the workers of an app enrol, lease, renew and report. /v1/workers: enrolment for any subject."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 from starlette.responses import Response
 
@@ -16,45 +17,51 @@ from tasuki.core.job import LEASED, Job, JobSpec, Outcome, State
 from tasuki.core.protocol import Claim
 from tasuki.core.report_limits import check_outcome
 from tasuki.core.store_messages import Grant, LeaseStatus
-from tasuki.doors.http import enrolment
-from tasuki.doors.http.context import RequestContext, iso, status_and_error
-from tasuki.doors.http.exchange import disconnected, wait_of
-from tasuki.doors.http.request_schemas import FailureReport, ResultReport
-from tasuki.doors.http.response_schemas import (
-    BatchItem,
-    Enrolled,
-    FailureRecorded,
-    Leased,
-    LeasedMany,
-    LeaseRenewed,
-    ResultRecorded,
-    ToldMany,
-    WorkerRegistered,
-    WorkerRevoked,
-)
+from tasuki.doors.http.context import RequestContext, iso
+from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, disconnected, error_of, status_of, wait_of
 from tasuki.doors.http.workers import HttpWorker, claim_of, shown_lease_id
 from tasuki.errors import Fenced, Forbidden, NotFound, ResultConflict, TasukiError
 from tasuki.server.assembly import make_secret
 
 TRACEBACK_MAX_CHARS = 8 * 1024
+ERROR_CODE_MAX_CHARS = 64
+LeaseId = Annotated[str, Meta(min_length=1, max_length=200)]
+Label = Annotated[str, Meta(max_length=200)]
+
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
 # ---------------------------------------------------------------------------------------------------- tokens
 
 
-async def enroll_token(call: RequestContext) -> Enrolled:
-    """For an administrator."""
-    secret, token_id, now = make_secret("enrol"), secrets.token_hex(6), call.house.server.now().wall
-    async with call.house.clients.use(call.caller) as client:
+class Enrolment(msgspec.Struct, kw_only=True):
+    """The worker that an enrol token is for. With `worker_id`, it registers that worker again."""
+
+    label: Label = ""
+    worker_id: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Enrolled(msgspec.Struct, kw_only=True):
+    """A token that registers one worker, once. Shown this once."""
+
+    enroll_token: str
+    token_id: str
+    expires_at: str
+    ttl_seconds: int
+
+
+async def enroll_token(context: RequestContext, body: Enrolment) -> Enrolled:
+    """Create a token that registers one worker. For administrators."""
+    secret, token_id, now = make_secret("enrol"), secrets.token_hex(6), context.http.server.now().wall
+    async with context.client() as client:
         await client.request(
             "token.create",
             token_id=token_id,
             kind="enrol",
             sha256=token_sha256(secret),
-            label=call.body.label,
-            scope=[call.subject],
-            worker_id=call.body.worker_id,
+            label=body.label,
+            scope=[context.subject],
+            worker_id=body.worker_id,
             created_at=now,
             expires_at=now + ENROL_TOKEN_S,
         )
@@ -62,47 +69,129 @@ async def enroll_token(call: RequestContext) -> Enrolled:
     return Enrolled(enroll_token=secret, token_id=token_id, expires_at=expires_at, ttl_seconds=int(ENROL_TOKEN_S))
 
 
-async def register(call: RequestContext) -> WorkerRegistered:
-    """For who has an enrol token, which is spent by this."""
-    call.caller.identity.check_patterns((call.subject,))
-    return await enrolment.register(call)
+class Registration(msgspec.Struct, kw_only=True):
+    """A worker's description of itself."""
+
+    label: Label = ""
 
 
-async def rotate(call: RequestContext) -> WorkerRegistered:
-    """For the worker itself: another token in place of the one that it shows."""
-    call.caller.identity.check_worker_id(str(call.request.path_params["worker_id"]))
+class WorkerRegistered(msgspec.Struct, kw_only=True):
+    """The worker's own token. Shown this once."""
+
+    worker_id: str
+    worker_token: str
+    token_id: str
+    expires_at: str
+    ttl_seconds: int
+    scope: list[str]
+    """The subjects that the worker may take; none: all."""
+
+
+async def register(context: RequestContext, body: Registration) -> WorkerRegistered:
+    """Exchange an enrol token for a worker's own token of this app."""
+    context.caller.identity.check_patterns((context.subject,))
+    return await register_worker(context, body)
+
+
+async def register_worker(context: RequestContext, body: Registration) -> WorkerRegistered:
+    """Exchange an enrol token for a worker's own token, with the same scope."""
     secret, token_id = make_secret("worker"), secrets.token_hex(6)
-    with call.house.workers.of(call.worker_id, call.subject) as worker:
-        told = await worker.rotate(call.caller, token_id, token_sha256(secret))
-    return enrolment.registered(secret, told)
+    async with context.client() as client:
+        token = await client.request("worker.register", token_id=token_id, sha256=token_sha256(secret), label=body.label)
+        if client.users == 1:  # other requests with the same token have still to learn that it is spent
+            client.connection.leave()
+    return _registered(secret, token)
 
 
-async def revoke(call: RequestContext) -> WorkerRevoked:
-    """For an administrator: all tokens with which a worker takes jobs of this app."""
-    worker_id = str(call.request.path_params["worker_id"])
-    async with call.house.clients.use(call.caller) as client:
-        told = await client.request("worker.revoke", worker_id=worker_id, subject=call.subject)
-    return WorkerRevoked(worker_id, len(told["revoked"]))
+def _registered(secret: str, token: dict[str, Any]) -> WorkerRegistered:
+    return WorkerRegistered(
+        worker_id=token["worker_id"],
+        worker_token=secret,
+        token_id=token["token_id"],
+        expires_at=iso(token["expires_at"]),
+        ttl_seconds=int(token["ttl_s"]),
+        scope=list(token["scope"]),
+    )
+
+
+class WorkerSelf(msgspec.Struct, kw_only=True):
+    """The rights of a worker's token. Without `worker_id`: for any worker. Without `expires_at`: until it is revoked."""
+
+    worker_id: str
+    token_id: str
+    scope: list[str]
+    expires_at: str | None
+
+
+async def describe_self(context: RequestContext) -> WorkerSelf:
+    """Return the rights of the calling worker's token."""
+    identity = context.caller.identity
+    expires_at = None if identity.expires_at is None else iso(identity.expires_at)
+    return WorkerSelf(worker_id=identity.worker_id, token_id=identity.token_id, scope=list(identity.scope), expires_at=expires_at)
+
+
+async def rotate(context: RequestContext) -> WorkerRegistered:
+    """Exchange the calling worker's token for a new one."""
+    context.caller.identity.check_worker_id(str(context.request.path_params["worker_id"]))
+    secret, token_id = make_secret("worker"), secrets.token_hex(6)
+    with context.worker() as worker:
+        token = await worker.rotate(context.caller, token_id, token_sha256(secret))
+    return _registered(secret, token)
+
+
+class WorkerRevoked(msgspec.Struct):
+    """The number of tokens of the worker that were still valid."""
+
+    worker_id: str
+    revoked: int
+
+
+async def revoke(context: RequestContext) -> WorkerRevoked:
+    """Revoke all tokens with which a worker takes jobs of this app. For administrators."""
+    worker_id = str(context.request.path_params["worker_id"])
+    async with context.client() as client:
+        answer = await client.request("worker.revoke", worker_id=worker_id, subject=context.subject)
+    return WorkerRevoked(worker_id, len(answer["revoked"]))
 
 
 # ---------------------------------------------------------------------------------------------------- lease
 
 
-async def lease(call: RequestContext) -> Leased | LeasedMany | Response:
-    """One job, or with `max_jobs` several; 204 if there is none, with `?wait=25` only after so long."""
-    wait_s = wait_of(call.request)
-    left = disconnected(call.request)
-    wanted = call.body.max_jobs
+class LeaseOptions(msgspec.Struct, kw_only=True):
+    """Without `max_jobs`: one job. With it: up to so many, as a list."""
+
+    max_jobs: Annotated[int, Meta(ge=1, le=BATCH_MAX)] | None = None
+
+
+class Leased(msgspec.Struct, kw_only=True):
+    """One job, to be finished or renewed before the lease ends."""
+
+    job_id: str
+    payload: Any
+    lease_id: str
+    lease_ttl_seconds: float
+
+
+class LeasedMany(msgspec.Struct):
+    """The jobs that there were, at most `max_jobs`."""
+
+    jobs: list[Leased]
+
+
+async def lease(context: RequestContext, body: LeaseOptions) -> Leased | LeasedMany | Response:
+    """Lease one job, or with `max_jobs` several; 204 if there is none, with `?wait=25` only after that time."""
+    wait_s = wait_of(context.request)
+    left = disconnected(context.request)
     try:
-        with call.house.workers.of(call.worker_id, call.subject) as worker:
-            grants = await worker.lease(call.caller, wanted or 1, wait_s, left)
+        with context.worker() as worker:
+            grants = await worker.lease(context.caller, body.max_jobs or 1, wait_s, left)
     finally:
         left.cancel()
-    call.house.metrics.leased(call.app, len(grants))
+    context.http.metrics.leased(context.app, len(grants))
     if not grants:
         return Response(status_code=204)
     jobs = [_leased(grant, worker) for grant in grants]
-    return jobs[0] if wanted is None else LeasedMany(jobs)
+    return jobs[0] if body.max_jobs is None else LeasedMany(jobs)
 
 
 def _leased(grant: Grant, worker: HttpWorker) -> Leased:
@@ -113,44 +202,92 @@ def _leased(grant: Grant, worker: HttpWorker) -> Leased:
 # ---------------------------------------------------------------------------------------------------- renew
 
 
-async def renew(call: RequestContext) -> LeaseRenewed:
-    claim = claim_of(call.job_id, call.body.lease_id)
-    with call.house.workers.of(call.worker_id, call.subject) as worker:
-        [standing] = await worker.renew(call.caller, [claim])
-    if standing is LeaseStatus.LOST:
-        [error] = await _judged(call, [claim])
+class Renewal(msgspec.Struct, kw_only=True):
+    """The lease to renew."""
+
+    lease_id: LeaseId
+
+
+class LeaseItem(msgspec.Struct, kw_only=True):
+    """One lease of a batch."""
+
+    job_id: JobId
+    lease_id: LeaseId
+
+
+class Renewals(msgspec.Struct):
+    """Several leases."""
+
+    leases: Annotated[list[LeaseItem], Meta(min_length=1, max_length=BATCH_MAX)]
+
+
+class LeaseRenewed(msgspec.Struct):
+    """The lease lasts so long from now. `cancel`: stop, and report a failure with the error_code CANCELED."""
+
+    lease_ttl_seconds: float
+    cancel: bool
+
+
+class BatchItem(msgspec.Struct, omit_defaults=True):
+    """One item of a batch: an error, or the fields of the single form's answer."""
+
+    job_id: str
+    lease_id: str
+    status: int
+    error: Error | None = None
+    lease_ttl_seconds: float | None = None
+    cancel: bool | None = None
+
+
+class BatchAnswer(msgspec.Struct):
+    """The items in the order of the request."""
+
+    items: list[BatchItem]
+
+
+async def renew(context: RequestContext, body: Renewal) -> LeaseRenewed:
+    """Renew a lease."""
+    claim = claim_of(context.job_id, body.lease_id)
+    with context.worker() as worker:
+        [status] = await worker.renew(context.caller, [claim])
+    if status is LeaseStatus.LOST:
+        [error] = await _why_lost(context, [claim])
         raise error
-    return LeaseRenewed(worker.ttl_s, standing is LeaseStatus.CANCEL)
+    return LeaseRenewed(worker.ttl_s, status is LeaseStatus.CANCEL)
 
 
-async def renew_many(call: RequestContext) -> ToldMany:
-    claims = [claim_of(shown.job_id, shown.lease_id) for shown in call.body.leases]
-    with call.house.workers.of(call.worker_id, call.subject) as worker:
-        standings = await worker.renew(call.caller, claims)
-    lost = [claim for claim, standing in zip(claims, standings, strict=True) if standing is LeaseStatus.LOST]
-    errors = iter(await _judged(call, lost))
+async def renew_many(context: RequestContext, body: Renewals) -> BatchAnswer:
+    """Renew several leases."""
+    claims = [claim_of(item.job_id, item.lease_id) for item in body.leases]
+    with context.worker() as worker:
+        statuses = await worker.renew(context.caller, claims)
+    lost = [claim for claim, status in zip(claims, statuses, strict=True) if status is LeaseStatus.LOST]
+    errors = iter(await _why_lost(context, lost))
     items = []
-    for shown, standing in zip(call.body.leases, standings, strict=True):
-        if standing is LeaseStatus.LOST:
-            status, error = status_and_error(next(errors))
-            items.append(BatchItem(shown.job_id, shown.lease_id, status, error))
+    for item, status in zip(body.leases, statuses, strict=True):
+        if status is LeaseStatus.LOST:
+            items.append(_refused(item.job_id, item.lease_id, next(errors)))
         else:
-            cancel = standing is LeaseStatus.CANCEL
-            items.append(BatchItem(shown.job_id, shown.lease_id, 200, lease_ttl_seconds=worker.ttl_s, cancel=cancel))
-    return ToldMany(items)
+            cancel = status is LeaseStatus.CANCEL
+            items.append(BatchItem(item.job_id, item.lease_id, 200, lease_ttl_seconds=worker.ttl_s, cancel=cancel))
+    return BatchAnswer(items)
 
 
-async def _judged(call: RequestContext, claims: Sequence[Claim]) -> list[TasukiError]:
-    """Why these leases are not what their worker takes them for."""
+def _refused(job_id: str, lease_id: str, error: TasukiError) -> BatchItem:
+    return BatchItem(job_id, lease_id, status_of(error), error_of(error))
+
+
+async def _why_lost(context: RequestContext, claims: Sequence[Claim]) -> list[TasukiError]:
+    """Return for each claim why its lease is not the current one."""
     if not claims:
         return []
     job_ids = [claim.job_id for claim in claims]
-    jobs = await call.house.server.ask(lambda reader: reader.get(job_ids))
-    return [why_not(claim, job, call.worker_id, call.subject) for claim, job in zip(claims, jobs, strict=True)]
+    jobs = await context.http.server.ask(lambda reader: reader.get(job_ids))
+    return [why_lost(claim, job, context.worker_id, context.subject) for claim, job in zip(claims, jobs, strict=True)]
 
 
-def why_not(claim: Claim, job: Job | None, worker_id: str, subject: str) -> TasukiError:
-    """404: no such job. 403: the lease is another worker's. 409: the job has a result already, or the lease is not current."""
+def why_lost(claim: Claim, job: Job | None, worker_id: str, subject: str) -> TasukiError:
+    """Return why a lease is not current: no such job, another worker's lease, a result that is there, a newer attempt."""
     if job is None or job.spec.subject != subject:
         return NotFound(f"there is no job {claim.job_id[:128]!r}")
     lease = job.lease
@@ -165,60 +302,125 @@ def why_not(claim: Claim, job: Job | None, worker_id: str, subject: str) -> Tasu
 # ---------------------------------------------------------------------------------------------------- report
 
 
-async def finish(call: RequestContext) -> ResultRecorded:
-    await _report_one(call)
-    return ResultRecorded(call.job_id)
+class ResultReport(msgspec.Struct, kw_only=True):
+    """The result of an attempt."""
+
+    lease_id: LeaseId
+    result: dict[str, Any]
+    summary_text: str
+    freqs_csv: str
+    meta: dict[str, Any] = {}
 
 
-async def finish_many(call: RequestContext) -> ToldMany:
-    return await _report_many(call, [(body.job_id, body) for body in call.body.results])
+class BatchResult(ResultReport, kw_only=True):
+    """One result of a batch."""
+
+    job_id: JobId
 
 
-async def fail(call: RequestContext) -> FailureRecorded:
-    await _report_one(call)
-    [job] = await call.house.server.ask(lambda reader: reader.get([call.job_id]))
+class BatchResults(msgspec.Struct):
+    """Several results."""
+
+    results: Annotated[list[BatchResult], Meta(min_length=1, max_length=BATCH_MAX)]
+
+
+class FailureReport(msgspec.Struct, kw_only=True):
+    """The reason why an attempt failed. `permanent`: another attempt can never succeed."""
+
+    lease_id: LeaseId
+    error_code: Annotated[str, Meta(min_length=1, max_length=ERROR_CODE_MAX_CHARS)]
+    error_message: Annotated[str, Meta(max_length=16_384)] = ""
+    traceback: str | None = None
+    permanent: bool = False
+
+
+class BatchFailure(FailureReport, kw_only=True):
+    """One failure of a batch."""
+
+    job_id: JobId
+
+
+class BatchFailures(msgspec.Struct):
+    """Several failures."""
+
+    failures: Annotated[list[BatchFailure], Meta(min_length=1, max_length=BATCH_MAX)]
+
+
+class ResultRecorded(msgspec.Struct):
+    """The result is stored. The job is finished."""
+
+    job_id: str
+    status: str = "finished"
+
+
+class FailureRecorded(msgspec.Struct):
+    """The failure is stored. The job is queued (it will be tried again), failed or canceled."""
+
+    job_id: str
+    status: str
+    retry_count: int
+    """Failures and lost attempts so far."""
+
+
+async def finish(context: RequestContext, body: ResultReport) -> ResultRecorded:
+    """Report the result of a job."""
+    await _report_one(context, body)
+    return ResultRecorded(context.job_id)
+
+
+async def finish_many(context: RequestContext, body: BatchResults) -> BatchAnswer:
+    """Report the results of several jobs."""
+    return await _report_many(context, [(report.job_id, report) for report in body.results])
+
+
+async def fail(context: RequestContext, body: FailureReport) -> FailureRecorded:
+    """Report that an attempt failed."""
+    await _report_one(context, body)
+    [job] = await context.http.server.ask(lambda reader: reader.get([context.job_id]))
     if job is None:
-        raise NotFound(f"there is no job {call.job_id[:128]!r}")
+        raise NotFound(f"there is no job {context.job_id[:128]!r}")
     return FailureRecorded(job.job_id, WORDS[job.state], job.failures + job.losses)
 
 
-async def fail_many(call: RequestContext) -> ToldMany:
-    return await _report_many(call, [(body.job_id, body) for body in call.body.failures])
+async def fail_many(context: RequestContext, body: BatchFailures) -> BatchAnswer:
+    """Report that several attempts failed."""
+    return await _report_many(context, [(report.job_id, report) for report in body.failures])
 
 
-async def _report_one(call: RequestContext) -> None:
-    claims, [fenced] = await _report(call, [(call.job_id, call.body)])
+async def _report_one(context: RequestContext, body: ResultReport | FailureReport) -> None:
+    claims, [fenced] = await _report(context, [(context.job_id, body)])
     if fenced is not None:
-        [error] = await _judged(call, claims)
+        [error] = await _why_lost(context, claims)
         raise error
 
 
-async def _report_many(call: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]) -> ToldMany:
-    claims, answers = await _report(call, reports)
+async def _report_many(context: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]) -> BatchAnswer:
+    claims, answers = await _report(context, reports)
     refused = [claim for claim, fenced in zip(claims, answers, strict=True) if fenced is not None]
-    errors = iter(await _judged(call, refused))
-    items = []
-    for (job_id, body), fenced in zip(reports, answers, strict=True):
-        status, error = (200, None) if fenced is None else status_and_error(next(errors))
-        items.append(BatchItem(job_id, body.lease_id, status, error))
-    return ToldMany(items)
+    errors = iter(await _why_lost(context, refused))
+    return BatchAnswer(
+        [
+            BatchItem(job_id, body.lease_id, 200) if fenced is None else _refused(job_id, body.lease_id, next(errors))
+            for (job_id, body), fenced in zip(reports, answers, strict=True)
+        ]
+    )
 
 
 async def _report(
-    call: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]
+    context: RequestContext, reports: Sequence[tuple[str, ResultReport | FailureReport]]
 ) -> tuple[list[Claim], list[str | None]]:
-    """Check all, bring the large results, then have all of them recorded in one transaction. Why each is fenced, or None."""
+    """Check all reports, store large results, then record all in one transaction; return for each why it is fenced, or None."""
     outcomes = [_outcome(body) for _, body in reports]
     claims = [claim_of(job_id, body.lease_id) for job_id, body in reports]
-    with call.house.workers.of(call.worker_id, call.subject) as worker:
+    with context.worker() as worker:
         sent = []
         for claim, (outcome, blob) in zip(claims, outcomes, strict=True):
-            ref = await worker.put_blob(call.caller, blob) if blob is not None else None
+            ref = await worker.put_blob(context.caller, blob) if blob is not None else None
             sent.append((claim, outcome if ref is None else replace(outcome, result_ref=ref)))
-        answers = await worker.report(call.caller, sent)
+        answers = await worker.report(context.caller, sent)
     recorded = answers.count(None)
     what = "result" if isinstance(reports[0][1], ResultReport) else "failed"
-    call.house.metrics.reported(call.app, what, recorded=recorded, fenced=len(answers) - recorded)
+    context.http.metrics.reported(context.app, what, recorded=recorded, fenced=len(answers) - recorded)
     return claims, answers
 
 

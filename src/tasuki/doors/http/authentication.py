@@ -1,4 +1,4 @@
-"""Who is it, and may a token of this kind use this route? The store is asked for every request. Touches nothing else."""
+"""Authentication of HTTP requests: each token is looked up in the store, for every request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasuki.server.server import Server
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Whoever sent a request, by its token. `secret` goes nowhere but into the Hello of a virtual connection."""
+    """The peer that sent a request, by its token. `secret` goes nowhere but into the Hello of a virtual connection."""
 
     identity: Identity
     sha256: str
@@ -28,7 +28,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 def judge(row: TokenRow | None, wall: float) -> Identity:
-    """Unknown and expired tokens are 401, revoked (and spent) ones 403."""
+    """Return the identity of a token; unknown and expired tokens are 401, revoked and used ones 403."""
     if row is not None and row.revoked_at is not None:
         what = "was used" if row.kind == PeerKind.ENROL else "was revoked"
         raise TokenRevoked(f"token {row.token_id} {what}; ask for another one")
@@ -36,8 +36,10 @@ def judge(row: TokenRow | None, wall: float) -> Identity:
 
 
 class Authenticator:
-    """Asks the store who calls. What arrives while it is being asked goes together with the next question: each request is
-    judged by an answer that was asked for after it came, and many of them cost one."""
+    """Looks up tokens in batches: requests that arrive during one query share the next one.
+
+    Each request is judged by a query that began after it arrived.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -45,7 +47,7 @@ class Authenticator:
         self._asking: asyncio.Task[None] | None = None
 
     async def admit(self, request: Request, kinds: Collection[PeerKind]) -> Caller:
-        """The caller, if a token of its kind may use this route."""
+        """Return the caller, if its token is valid and of one of these kinds."""
         secret = secret_of(request)
         sha256 = token_sha256(secret)
         identity = judge(await self._row(sha256), self._server.now().wall)
@@ -56,12 +58,12 @@ class Authenticator:
         return Caller(identity, sha256, secret, f"{client.host}:{client.port}" if client is not None else "")
 
     async def _row(self, sha256: str) -> TokenRow | None:
-        answer = self._wanted.get(sha256)
-        if answer is None:
-            answer = self._wanted[sha256] = asyncio.get_running_loop().create_future()
+        row = self._wanted.get(sha256)
+        if row is None:
+            row = self._wanted[sha256] = asyncio.get_running_loop().create_future()
         if self._asking is None:
             self._asking = asyncio.ensure_future(self._ask())
-        return await asyncio.shield(answer)
+        return await asyncio.shield(row)
 
     async def _ask(self) -> None:
         try:
@@ -74,10 +76,10 @@ class Authenticator:
     async def _ask_for(self, wanted: dict[str, asyncio.Future[TokenRow | None]]) -> None:
         try:
             rows = await self._server.ask(lambda reader: [reader.token(sha256) for sha256 in wanted])
-        except Exception as error:  # noqa: BLE001 - raised again where each of them waits
-            for answer in wanted.values():
-                answer.set_exception(error)
-                answer.exception()  # whoever asked may have left
+        except Exception as error:  # noqa: BLE001 - raised again in each request
+            for future in wanted.values():
+                future.set_exception(error)
+                future.exception()  # its request may be gone
         else:
-            for answer, row in zip(wanted.values(), rows, strict=True):
-                answer.set_result(row)
+            for future, row in zip(wanted.values(), rows, strict=True):
+                future.set_result(row)

@@ -1,80 +1,120 @@
-"""/v1/blobs: large inputs and results, streamed both ways. Each transfer has a virtual connection of its own, so that one that is
-slow, or left in the middle, is nobody else's business.
+"""/v1/blobs: large inputs and results, streamed both ways, or moved with presigned URLs straight to and from the bucket.
+
+Each transfer has a virtual connection of its own, so that a slow or abandoned one disturbs no other request. The server decides
+who may have a presigned URL as it does for the bytes themselves; a URL is given to its caller, and never logged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from tasuki.core.job import BlobRef
+from tasuki.core.access import Identity
+from tasuki.core.job import BlobRef, is_sha256
 from tasuki.core.ranges import BodyRange, body_range, content_range, parse_range
-from tasuki.doors.http.context import RequestContext, transfer_talk
-from tasuki.doors.http.exchange import BODY_TIMEOUT_S
-from tasuki.doors.http.response_schemas import BlobHad, BlobKept, BlobPart
+from tasuki.doors.http.context import RequestContext
+from tasuki.doors.http.exchange import BODY_TIMEOUT_S, JobId
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable
+from tasuki.server.presigned import PresignedUrl
+
+COMMIT_WAIT_S = 20.0  # for one answer; a longer verification is asked for again
 
 
-def _sha256(call: RequestContext) -> str:
-    return str(call.request.path_params["sha256"])
-
-
-async def offer(call: RequestContext) -> BlobHad:
-    """Is a blob of this hash here? Then it need not be sent, and is kept for the job that will name it. Else: from where on?"""
-    async with transfer_talk(call) as talk:
-        offset = await talk.offer(BlobRef(_sha256(call), call.body.size_bytes))
-    return BlobHad(True, call.body.size_bytes) if offset is None else BlobHad(False, offset)
-
-
-async def put(call: RequestContext) -> BlobKept | BlobPart:
-    """The bytes of a blob; its hash and its size (Content-Length) are checked. Durable when this is answered.
-
-    With the header Content-Range: bytes N-M/SIZE a piece of it, from where the answer to the offer, or to the last piece, said.
-    """
-    headers = call.request.headers
-    part = body_range(headers.get("content-length", ""), headers.get("content-range"))
-    if "content-range" in headers:
-        return await _put_part(call, part)
-    ref = BlobRef(_sha256(call), part.size_bytes)
-    async with transfer_talk(call) as talk, aclosing(_pieces(call.request)) as pieces:
-        with _told_as_input():
-            if await talk.put_part(ref, 0, pieces, last=True) is not None:
-                # A part of it came earlier and was cut off. This is all of it nevertheless, from a sender that does not know.
-                await talk.put_pieces(ref, pieces)
-    return BlobKept(ref.sha256, ref.size_bytes)
-
-
-async def _put_part(call: RequestContext, part: BodyRange) -> BlobKept | BlobPart:
-    start, stop, size_bytes = part
-    if start == stop:
-        raise InvalidInput("Content-Range: the part has no bytes; send bytes FIRST-LAST/SIZE")
-    ref = BlobRef(_sha256(call), size_bytes)
-    async with transfer_talk(call) as talk, aclosing(_pieces(call.request)) as pieces:
-        with _told_as_input():
-            offset = await talk.put_part(ref, start, pieces, last=stop == size_bytes)
-    if offset is None:
-        return BlobKept(ref.sha256, size_bytes)
-    if offset != stop:
-        raise OffsetConflict(f"blob {ref.sha256} goes on at byte {offset}, not at {start}", offset=offset)
-    return BlobPart(ref.sha256, size_bytes, offset)
+def _sha256(context: RequestContext) -> str:
+    return str(context.request.path_params["sha256"])
 
 
 @contextmanager
-def _told_as_input() -> Iterator[None]:
-    """What was sent is wrong, not what is kept here."""
+def _mismatch_is_input() -> Iterator[None]:
+    """Raise Corrupt as BlobMismatch: the bytes that were sent are wrong, not the stored ones."""
     try:
         yield
     except Corrupt as error:
         raise BlobMismatch(error.message) from None
 
 
+# ---------------------------------------------------------------------------------------------------- upload
+
+
+class BlobOffer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A blob that the caller is about to send."""
+
+    size_bytes: Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class BlobStatus(msgspec.Struct):
+    """`have`: the blob is stored. Else send it from `offset` on; the bytes before came earlier, in an upload that was cut off."""
+
+    have: bool
+    offset: int = 0
+
+
+class BlobStored(msgspec.Struct):
+    """The blob is durable. A job that names it must follow within the hour."""
+
+    sha256: str
+    size_bytes: int
+
+
+class BlobPart(msgspec.Struct):
+    """The bytes before `offset` are kept for a day; continue there."""
+
+    sha256: str
+    size_bytes: int
+    offset: int
+
+
+async def offer(context: RequestContext, body: BlobOffer) -> BlobStatus:
+    """Ask if a blob is stored. It is then kept for the job that will name it; else the answer says where to begin."""
+    async with context.transfer() as connection:
+        offset = await connection.offer(BlobRef(_sha256(context), body.size_bytes))
+    return BlobStatus(True, body.size_bytes) if offset is None else BlobStatus(False, offset)
+
+
+async def put(context: RequestContext) -> BlobStored | BlobPart:
+    """Send the bytes of a blob; hash and size (Content-Length) are checked. Durable when answered.
+
+    With the header Content-Range: bytes N-M/SIZE, send a part, from the offset that the last answer named.
+    """
+    headers = context.request.headers
+    part = body_range(headers.get("content-length", ""), headers.get("content-range"))
+    if "content-range" in headers:
+        return await _put_part(context, part)
+    ref = BlobRef(_sha256(context), part.size_bytes)
+    async with context.transfer() as connection, aclosing(_pieces(context.request)) as pieces:
+        with _mismatch_is_input():
+            if await connection.put_part(ref, 0, pieces, last=True) is not None:
+                # A part came earlier and was cut off; this sender does not know, and sends all of it.
+                await connection.put_pieces(ref, pieces)
+    return BlobStored(ref.sha256, ref.size_bytes)
+
+
+async def _put_part(context: RequestContext, part: BodyRange) -> BlobStored | BlobPart:
+    start, stop, size_bytes = part
+    if start == stop:
+        raise InvalidInput("Content-Range: the part has no bytes; send bytes FIRST-LAST/SIZE")
+    ref = BlobRef(_sha256(context), size_bytes)
+    async with context.transfer() as connection, aclosing(_pieces(context.request)) as pieces:
+        with _mismatch_is_input():
+            offset = await connection.put_part(ref, start, pieces, last=stop == size_bytes)
+    if offset is None:
+        return BlobStored(ref.sha256, size_bytes)
+    if offset != stop:
+        raise OffsetConflict(f"blob {ref.sha256} goes on at byte {offset}, not at {start}", offset=offset)
+    return BlobPart(ref.sha256, size_bytes, offset)
+
+
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body as it comes; no pause in it may be longer than a whole other body."""
+    """Yield the body as it comes; no pause may be longer than another request's whole body may take."""
     body = aiter(request.stream())
     try:
         while True:
@@ -90,18 +130,21 @@ async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
         raise InvalidInput("the blob ended before it was whole") from None
 
 
-async def get(call: RequestContext) -> Response:
-    """The bytes of a job's input or result. With the header Range: bytes=N- from there on."""
-    job_id = call.request.query_params.get("job_id")
+# ---------------------------------------------------------------------------------------------------- download
+
+
+async def get(context: RequestContext) -> Response:
+    """Return the bytes of a job's input or result; with the header Range: bytes=N- from there on."""
+    job_id = context.request.query_params.get("job_id")
     if job_id is None:
         raise InvalidInput("which job's blob? Add ?job_id=")
-    sha256, offset, last = _sha256(call), *_range_of(call.request)
+    sha256, offset, last = _sha256(context), *_range_of(context.request)
     stack = AsyncExitStack()
     try:
-        talk = await stack.enter_async_context(transfer_talk(call))
-        pieces = await stack.enter_async_context(aclosing(talk.blob(sha256, job_id, offset)))
-        first = await anext(pieces, b"")  # what cannot be read, or may not, is an error and no half answer
-        [place] = await call.house.server.ask(lambda reader: reader.blob_places([sha256]))
+        connection = await stack.enter_async_context(context.transfer())
+        pieces = await stack.enter_async_context(aclosing(connection.blob(sha256, job_id, offset)))
+        first = await anext(pieces, b"")  # a blob that cannot or may not be read is an error instead of half an answer
+        [place] = await context.http.server.ask(lambda reader: reader.blob_places([sha256]))
         if place is None:
             raise NotFound(f"blob {sha256} of job {job_id[:128]!r} is not stored any more")
         stop = place.size_bytes if last is None else min(last + 1, place.size_bytes)
@@ -123,10 +166,113 @@ def _range_of(request: Request) -> tuple[int, int | None]:
 
 
 async def _cut(pieces: AsyncGenerator[bytes, None], size_bytes: int) -> AsyncGenerator[bytes, None]:
-    """The first so many bytes."""
+    """Yield the first `size_bytes` bytes."""
     async with aclosing(pieces):
         async for piece in pieces:
             yield piece[:size_bytes]
             size_bytes -= len(piece)
             if size_bytes <= 0:
                 return
+
+
+# ---------------------------------------------------------------------------------------------------- presigned URLs
+
+
+class BlobLink(msgspec.Struct, omit_defaults=True):
+    """A presigned URL to GET all bytes, or PUT these bytes, of a blob: a secret, valid for `expires_s` seconds."""
+
+    url: str
+    expires_s: float
+    offset: int
+    size_bytes: int
+    headers: dict[str, str] = {}
+    """To be sent exactly so."""
+
+
+class BlobRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A blob that the caller is about to read."""
+
+    job_id: JobId
+    """The job whose input or result the blob is."""
+
+
+class BlobDownload(msgspec.Struct, omit_defaults=True):
+    """Without a link: this server gives none, GET the blob here."""
+
+    link: BlobLink | None = None
+
+
+class BlobUpload(msgspec.Struct, omit_defaults=True):
+    """The bytes still to be sent. `have`: none, the blob is stored. Not `direct`: this server gives no links, PUT it here."""
+
+    have: bool = False
+    direct: bool = False
+    links: list[BlobLink] = []
+    """The next parts; send them and ask again. None: commit."""
+    missing_bytes: int = 0
+
+
+class BlobCommitted(msgspec.Struct):
+    """`stored`: the blob is verified and durable; if not, ask again."""
+
+    stored: bool
+
+
+async def download(context: RequestContext, body: BlobRequest) -> BlobDownload:
+    """Return a URL to read a job's input or result from the bucket, if this server gives such URLs."""
+    presigned, sha256 = context.http.config.presigned, _checked_sha256(context)
+    if presigned is None:
+        return BlobDownload()
+    [place] = await context.http.server.ask(lambda reader: reader.blob_places([sha256]))
+    if place is None:
+        raise NotFound(f"job {body.job_id!r} has no blob {sha256} that you may read")
+    # A read from its end on is judged like a read of all of it, and moves no bytes.
+    async with context.transfer() as connection, aclosing(connection.blob(sha256, body.job_id, place.size_bytes)) as pieces:
+        async for _ in pieces:
+            raise Corrupt(f"blob {sha256} has more than its {place.size_bytes} bytes in the bucket")
+    return BlobDownload(_link(await presigned.download(place)))
+
+
+async def upload(context: RequestContext, body: BlobOffer) -> BlobUpload:
+    """Return URLs to send a blob to the bucket, if this server gives such URLs. Asked again: the parts still missing."""
+    presigned, ref = context.http.config.presigned, BlobRef(_checked_sha256(context), body.size_bytes)
+    if presigned is None:
+        return BlobUpload()
+    async with context.transfer() as connection:
+        place = await connection.place_of(ref)
+    with _mismatch_is_input():
+        plan = await presigned.upload(place, owner_of(context.caller.identity))
+    if place.stored and not plan.links:
+        return BlobUpload(have=True)
+    return BlobUpload(direct=True, links=[_link(link) for link in plan.links], missing_bytes=plan.missing_bytes)
+
+
+async def commit(context: RequestContext, body: BlobOffer) -> BlobCommitted:
+    """Have the bytes that were sent to the bucket verified and recorded."""
+    presigned, ref = context.http.config.presigned, BlobRef(_checked_sha256(context), body.size_bytes)
+    if presigned is None:
+        raise InvalidInput("this server gives no links; send the blob itself: PUT it here")
+    async with context.transfer() as connection:
+        place = await connection.place_of(ref)
+        with _mismatch_is_input():
+            taken = await presigned.take(place, owner_of(context.caller.identity), COMMIT_WAIT_S)
+        if taken:
+            await connection.record_presigned(place)
+        return BlobCommitted(taken)
+
+
+def owner_of(identity: Identity) -> str:
+    """Return the owner of an unfinished upload: the worker, whichever token it has by now; else the token."""
+    name = f"worker:{identity.worker_id}" if identity.worker_id else identity.name
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _checked_sha256(context: RequestContext) -> str:
+    sha256 = _sha256(context)
+    if not is_sha256(sha256):
+        raise InvalidInput(f"not a sha256: {sha256[:80]!r}; it must be 64 lower-case hex digits")
+    return sha256
+
+
+def _link(url: PresignedUrl) -> BlobLink:
+    return BlobLink(url.url, url.expires_s, url.offset, url.size_bytes, url.headers)

@@ -1,4 +1,4 @@
-"""The door itself: builds the application, listens inside the server's event loop, ends in order."""
+"""The HTTP door: builds the application, listens inside the server's event loop, closes in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
 from tasuki.doors.http.routes import ROUTES, Route
 from tasuki.doors.http.uvicorn_server import Handler, UvicornServer, application
-from tasuki.doors.http.worker_sessions import Lines
+from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import Workers
 from tasuki.doors.listening import bound
 from tasuki.errors import InternalError, NotFound, Overloaded, TasukiError, Unauthorized, Unavailable
@@ -35,7 +35,7 @@ from tasuki.server.server import Server
 logger = logging.getLogger("tasuki.http")
 TICK_S = 1.0
 CLOSE_TIMEOUT_S = 3
-CLIENT_GONE = 499  # only in the metrics: nobody was there to be answered
+CLIENT_GONE = 499  # only in the metrics: there was nobody to answer
 
 
 class HttpDoor:
@@ -46,45 +46,45 @@ class HttpDoor:
             check_app(app)
         workers = Workers(server, config.lease_ttl_s)
         new_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
-        self._house = HttpContext(server, config, Clients(server), workers, Lines(server), new_id, Metrics())
-        server.on_turn = self._house.metrics.turn
-        self._gate = Authenticator(server)
-        self._intake = exchange.BodyBudget()
+        self._http = HttpContext(server, config, Clients(server), workers, WorkerSessions(server), new_id, Metrics())
+        server.on_turn = self._http.metrics.turn
+        self._authenticator = Authenticator(server)
+        self._bodies = exchange.BodyBudget()
         self._under_way = 0
         self._closing = False
-        self._serving: UvicornServer | None = None
+        self._uvicorn: UvicornServer | None = None
         self._ticking: asyncio.Task[None] | None = None
-        self.app = self._application()
+        self.asgi_app = self._application()
 
     # ------------------------------------------------------------------------------------------------ life
 
     async def listen(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen; the address with the port that was really taken."""
+        """Listen, and return the address with the port that was really taken."""
         sock = bound(address)
         self._closing = False
-        self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
-        await self._serving.open(sock)
+        self._uvicorn = UvicornServer(self.asgi_app, tls, CLOSE_TIMEOUT_S)
+        await self._uvicorn.open(sock)
         self._ticking = asyncio.ensure_future(self._tick())
         return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
 
     async def close(self) -> None:
-        """Those who wait are told that there is nothing; then the listener ends, and with it the virtual connections."""
+        """Answer all waiting requests, and close the virtual connections and the listener."""
         self._closing = True
-        self._house.workers.close()
-        self._house.lines.close()
-        self._house.clients.close()
-        if self._serving is not None and self._ticking is not None:
+        self._http.workers.close()
+        self._http.sessions.close()
+        self._http.clients.close()
+        if self._uvicorn is not None and self._ticking is not None:
             self._ticking.cancel()
-            await self._serving.close()
+            await self._uvicorn.close()
             await asyncio.gather(self._ticking, return_exceptions=True)
-            self._serving = self._ticking = None
+            self._uvicorn = self._ticking = None
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(min(TICK_S, self._house.config.lease_ttl_s / 4))
-            self._house.workers.tick()
-            self._house.lines.tick()
-            self._house.clients.tick()
+            await asyncio.sleep(min(TICK_S, self._http.config.lease_ttl_s / 4))
+            self._http.workers.tick()
+            self._http.sessions.tick()
+            self._http.clients.tick()
 
     # ------------------------------------------------------------------------------------------------ the application
 
@@ -104,55 +104,52 @@ class HttpDoor:
                 return error_answer(Overloaded(f"this server is {why}; try again"))
             began, status = time.monotonic(), CLIENT_GONE
             self._under_way += 1
-            self._house.metrics.began()
+            self._http.metrics.began()
             try:
-                answer = await self._surely_answer(route, request)
+                answer = await self._answer_or_error(route, request)
                 status = answer.status_code
                 if route.streamed:
-                    answer.headers["Connection"] = "close"  # what was not read of the body is none of the next request
+                    answer.headers["Connection"] = "close"  # the unread rest of a body must not be taken for the next request
                 return answer
             finally:
                 self._under_way -= 1
-                self._house.metrics.answered(route.method, route.path, status, time.monotonic() - began)
+                self._http.metrics.answered(route.method, route.path, status, time.monotonic() - began)
 
         return endpoint
 
-    async def _surely_answer(self, route: Route, request: Request) -> Response:
+    async def _answer_or_error(self, route: Route, request: Request) -> Response:
         try:
             return await self._answer(route, request)
         except TasukiError as error:
-            told = discreet(error)  # whatever the route: who asks may not have been let in yet
-            if told is not error:
+            shown = discreet(error)  # on every route: the caller may not be authenticated yet
+            if shown is not error:
                 logger.warning("%s %s: %s", route.method, route.path, error.message)
-            return error_answer(told)
+            return error_answer(shown)
         except Exception:
             logger.exception("%s %s failed", route.method, route.path)
             return error_answer(discreet(InternalError("")))
 
     async def _answer(self, route: Route, request: Request) -> Response:
         if not route.kinds:
-            return _encoded(await route.handle(self._house))
+            return _encoded(await route.handle(self._http))
         app = request.path_params.get("app")
-        if app is not None and app not in self._house.config.apps:
+        if app is not None and app not in self._http.config.apps:
             raise NotFound(f"there is no app {app[:64]!r} here")
-        caller = await self._gate.admit(request, route.kinds)
-        call = RequestContext(self._house, request, caller)
+        context = RequestContext(self._http, request, await self._authenticator.admit(request, route.kinds))
         if route.streamed:
-            return await self._handled(route, call)
-        with self._intake.share() as share:
-            body = await exchange.read_body(request, share)
+            return await self._handled(route, context)
+        with self._bodies.share() as allowance:
+            body = await exchange.read_body(request, allowance)
             if route.body is not None:
-                call.body = _decoded(route, body)
-            elif route.content:
-                call.body = body
-            return await self._handled(route, call)
+                return await self._handled(route, context, _decoded(route, body))
+            return await self._handled(route, context, *((body,) if route.content else ()))
 
-    async def _handled(self, route: Route, call: RequestContext) -> Response:
+    async def _handled(self, route: Route, context: RequestContext, *body: Any) -> Response:
         try:
-            return _encoded(await route.handle(call))
+            return _encoded(await route.handle(context, *body))
         except Unauthorized:
-            # A virtual connection was hung up on: the token has ended meanwhile, and the store knows how.
-            await self._gate.admit(call.request, route.kinds)
+            # The server closed a virtual connection: the token has ended meanwhile, and the store knows how.
+            await self._authenticator.admit(context.request, route.kinds)
             raise Unavailable("the connection was renewed; try again") from None
 
 

@@ -10,9 +10,10 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -51,6 +52,9 @@ DROP_TIMEOUT_S = 5.0
 BODY_TIMEOUT_S = 30.0
 REQUESTS_MAX = 4096  # at once, waiting ones included
 WAIT_MAX_S = 60.0
+BATCH_MAX = 512  # items of one request
+
+JobId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 T = TypeVar("T")
 _digits = re.compile(r"[0-9]{1,16}").fullmatch
@@ -81,6 +85,20 @@ CODES = {400: "INVALID_PAYLOAD", 404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED", 41
 # ---------------------------------------------------------------------------------------------------- answers
 
 
+class Error(msgspec.Struct):
+    """An error. `code` is stable, `message` is for people."""
+
+    code: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class ErrorReply(msgspec.Struct):
+    """The body of every answer that is not 2xx."""
+
+    error: Error
+
+
 def status_of(error: TasukiError) -> int:
     """Return the HTTP status of an error."""
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
@@ -96,9 +114,14 @@ def json_answer(body: Any, status: int = 200, headers: dict[str, str] | None = N
     return Response(msgspec.json.encode(body), status, headers, JSON)
 
 
-def envelope(code: str, message: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the body of every answer that is an error."""
-    return {"error": {"code": code, "message": message, "details": details or {}}}
+def envelope(code: str, message: str, details: dict[str, Any] | None = None) -> ErrorReply:
+    """Return the body of an answer that is an error."""
+    return ErrorReply(Error(code, message, details or {}))
+
+
+def error_of(error: TasukiError) -> Error:
+    """Return the description of an error, as it stands in every answer."""
+    return Error(code_of(error), error.message, error.details())
 
 
 def discreet(error: TasukiError) -> TasukiError:
@@ -120,7 +143,7 @@ def error_answer(error: TasukiError) -> Response:
         headers["Connection"] = "close"  # a balancer may route the next connection to the server that has the session
     elif status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
-    return json_answer(envelope(code_of(error), error.message, error.details()), status, headers)
+    return json_answer(ErrorReply(error_of(error)), status, headers)
 
 
 # ---------------------------------------------------------------------------------------------------- requests

@@ -1,8 +1,11 @@
-"""/v1/frames: the wire protocol of clients in plain requests. Each stands for itself, so that any server may get the next one.
+"""The wire protocol in plain HTTP requests: /v1/frames for clients, /v1/worker for workers.
 
-Theory of operation. The body holds frames as a TCP client would send them, the answer the frames that answer them. They go
-through the virtual connection of the caller's token, under numbers of its own. What TCP tells without being asked, the ends of
-watched jobs, is asked for: the request `watch` with `?wait=25` is answered with `Results` as soon as there are some.
+Theory of operation. A body holds frames as a TCP peer would send them, the answer the frames that answer them. A client's
+requests stand for themselves, so that any server may get the next one: they go through the virtual connection of the caller's
+token, under message ids of that connection. The ends of watched jobs, which a TCP client receives unasked, are polled: the
+request `watch` with `?wait=25` is answered with `Results` as soon as there are some. A worker has a session
+(`worker_sessions.py`): a Hello opens it; a request to it carries messages (`?said=N`, with frames as its body), or polls for
+messages (`?heard=K&wait=25`), or both.
 """
 
 from __future__ import annotations
@@ -11,14 +14,19 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
-import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    BlobGet,
+    BlobPut,
     CancelJobs,
+    Chunk,
     ErrorMessage,
     Heartbeat,
     HelloClient,
+    HelloWorker,
     JobResult,
     Message,
     Reply,
@@ -31,47 +39,100 @@ from tasuki.core.protocol import (
 )
 from tasuki.doors.http.clients import Listener, TokenConnection
 from tasuki.doors.http.context import RequestContext
-from tasuki.doors.http.exchange import disconnected, discreet, wait_of
-from tasuki.doors.http.frame_bodies import framed, messages_in
+from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_number
 from tasuki.doors.http.virtual_connection import VirtualConnection
-from tasuki.errors import InvalidInput, TasukiError, Unauthorized, from_wire
+from tasuki.doors.http.worker_sessions import HttpWorkerSession
+from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
+from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
 from tasuki.net.tcp_link import encode_answer
-from tasuki.wire.compression import CODECS
+from tasuki.wire.compression import CODECS, decompress
+from tasuki.wire.frames import BATCH, Frame, FrameDecoder
+from tasuki.wire.messages import decode
 
-WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one go
-GATHER_PER_JOB_S = 1e-5  # about what it costs to name a job again, which who is answered at the first end must do for all others
+UNPACKED_MAX_BYTES = 4 * FRAME_MAX_BYTES  # of all frames of one body: 64 small ones could each become a large one
+NUMBER_MAX = 2**53
+WATCH_AT_ONCE = 256  # jobs whose rows, with results of up to 64 KiB, the store reads in one query
+GATHER_PER_JOB_S = 1e-5  # about the cost of naming a job again, which a client answered at the first end does for all others
 GATHER_MAX_S = 0.05
 
-Asked = HelloClient | SubmitJobs | CancelJobs | Request | Heartbeat
+ClientQuestion = HelloClient | SubmitJobs | CancelJobs | Request | Heartbeat
 
 
-async def frames(call: RequestContext) -> Response:
-    """Messages of the wire protocol (docs/wire.md), as a client says them over TCP; answered in the same form."""
-    wait_s, codec = wait_of(call.request), _codec_of(call)
-    messages = _messages_in(call.body)
+# ---------------------------------------------------------------------------------------------------- bodies
+
+
+def messages_in(body: bytes) -> list[Message]:
+    """Decode a whole body, or none of it; an ErrorMessage stands for a request that is newer than this server."""
+    decoder = FrameDecoder(FRAME_MAX_BYTES)
+    frames = decoder.feed(body)
+    if decoder.partial:
+        raise InvalidInput("the last frame of the body is not whole")
+    if not 0 < len(frames) <= FRAMES_MAX:
+        raise InvalidInput(f"the body has {len(frames)} frames; send 1 to {FRAMES_MAX}")
+    messages: list[Message] = []
+    room = UNPACKED_MAX_BYTES
+    for packed in frames:
+        frame = _unpacked(packed, room)
+        room -= len(frame.payload)
+        try:
+            message = decode(frame, FRAME_MAX_BYTES)
+        except UnknownFrame as error:
+            if error.msg_id:  # its sender waits for an answer
+                messages.append(ErrorMessage(error.msg_id, error.code, error.message))
+            continue
+        if isinstance(message, ErrorMessage):
+            raise InvalidInput("an error is the server's to send")
+        messages.append(message)
+    return messages
+
+
+def _unpacked(frame: Frame, room: int) -> Frame:
+    plain = decompress(frame.payload, frame.flags, min(room, FRAME_MAX_BYTES))
+    return frame._replace(payload=plain, flags=frame.flags & BATCH)
+
+
+def _framed(frames: Iterable[bytes], headers: dict[str, str] | None = None) -> Response:
+    return Response(b"".join(frames), headers=headers, media_type=FRAMES_TYPE)
+
+
+def _not_here(message: Message) -> InvalidInput:
+    return InvalidInput(f"{type(message).__name__} cannot be sent over HTTP; blobs have a path of their own, /v1/blobs")
+
+
+def _described(error: TasukiError, corr_id: int = 0) -> ErrorMessage:
+    return ErrorMessage(corr_id, error.code, error.message, error.details())
+
+
+# ---------------------------------------------------------------------------------------------------- clients
+
+
+async def frames(context: RequestContext, body: bytes) -> Response:
+    """Send messages of the wire protocol (docs/wire.md), as a client does over TCP; the answer has the same form."""
+    wait_s, codec = wait_of(context.request), _codec_of(context)
+    messages = _client_messages(body)
     watches = [message for message in messages if _is_watch(message)]
     others = [message for message in messages if not _is_watch(message)]
-    async with call.house.clients.use(call.caller) as client:
-        answers = await asyncio.gather(*(_answer(call, client, message) for message in others))
+    async with context.client() as client:
+        answers = await asyncio.gather(*(_answer(context, client, message) for message in others))
         if watches:
-            answers += await _Poll(call, client, watches).answers(wait_s)
-    return framed(encode_answer(answer, codec) for answer in answers)
+            answers += await _Poll(context, client, watches).answers(wait_s)
+    return _framed(encode_answer(answer, codec) for answer in answers)
 
 
-def _codec_of(call: RequestContext) -> str | None:
-    codec: str | None = call.request.query_params.get("codec")
+def _codec_of(context: RequestContext) -> str | None:
+    codec: str | None = context.request.query_params.get("codec")
     if codec is not None and codec not in CODECS:
         raise InvalidInput(f"codec must be {' or '.join(CODECS)}, got {codec[:40]!r}")
     return codec
 
 
-def _messages_in(body: bytes) -> list[Asked | ErrorMessage]:
-    """What a client may say here."""
-    messages: list[Asked | ErrorMessage] = []
+def _client_messages(body: bytes) -> list[ClientQuestion | ErrorMessage]:
+    """Decode the messages that a client may send here."""
+    messages: list[ClientQuestion | ErrorMessage] = []
     for message in messages_in(body):
-        if not isinstance(message, Asked | ErrorMessage):
-            raise InvalidInput(f"{type(message).__name__} cannot be sent over HTTP; blobs have a path of their own, /v1/blobs")
-        if isinstance(message, Asked) and message.msg_id <= 0:
+        if not isinstance(message, ClientQuestion | ErrorMessage):
+            raise _not_here(message)
+        if isinstance(message, ClientQuestion) and message.msg_id <= 0:
             raise InvalidInput(f"a {type(message).__name__} has the msg_id {message.msg_id}; it must be above 0")
         if _is_watch(message):
             _job_ids_of(message)
@@ -90,73 +151,67 @@ def _job_ids_of(watch: Request) -> list[str]:
     return job_ids
 
 
-# ---------------------------------------------------------------------------------------------------- one question, one answer
-
-
-async def _answer(call: RequestContext, client: TokenConnection, message: Asked | ErrorMessage) -> Message:
+async def _answer(context: RequestContext, client: TokenConnection, message: ClientQuestion | ErrorMessage) -> Message:
     if isinstance(message, ErrorMessage):
         return message
     if isinstance(message, HelloClient):
-        return await _welcome(call, message)
-    msg_id = client.talk.next_id()
+        return await _welcome(context, message)
+    msg_id = client.connection.next_id()
     try:
-        answer = await client.talk.exchange(msg_id, _as_ours(call, message, msg_id))
-    except Unauthorized:  # of the whole connection: the door finds out what has become of the token
+        answer = await client.connection.exchange(_renumbered(context, message, msg_id))
+    except Unauthorized:  # of the whole connection: the door looks up what has become of the token
         raise
     except TasukiError as error:
-        answer = ErrorMessage(msg_id, error.code, error.message, error.details())
-    return _told(call, msgspec.structs.replace(answer, corr_id=message.msg_id))
+        answer = _described(error, msg_id)
+    return _discreet(context, replace(answer, corr_id=message.msg_id))
 
 
-def _as_ours(call: RequestContext, message: Message, msg_id: int) -> Message:
-    """Under a number of the virtual connection, which all of the token's requests share."""
+def _renumbered(context: RequestContext, message: ClientQuestion, msg_id: int) -> ClientQuestion:
+    """Return the message under an id of the virtual connection, which all requests of the token share."""
     if isinstance(message, SubmitJobs):
-        call.house.metrics.submitted(len(message.specs))
+        context.http.metrics.submitted(len(message.specs))
         return SubmitJobs(msg_id, message.specs, watch=False, on_failed=message.on_failed)
-    return msgspec.structs.replace(message, msg_id=msg_id)
+    return replace(message, msg_id=msg_id)
 
 
-def _told(call: RequestContext, answer: Message) -> Message:
-    """Not everybody hears what is wrong behind the server."""
-    if not isinstance(answer, ErrorMessage) or call.caller.identity.admin:
+def _discreet(context: RequestContext, answer: Message) -> Message:
+    """Return the answer; only administrators see the words of an error behind the server."""
+    if not isinstance(answer, ErrorMessage) or context.caller.identity.admin:
         return answer
     error = from_wire(answer.code, answer.message, answer.details)
-    told = discreet(error)
-    return answer if told is error else ErrorMessage(answer.corr_id, told.code, told.message)
+    shown = discreet(error)
+    return answer if shown is error else ErrorMessage(answer.corr_id, shown.code, shown.message)
 
 
-async def _welcome(call: RequestContext, hello: HelloClient) -> Message:
-    """A Hello is judged on a connection of its own: name and version are the peer's, the token is that of the request."""
-    talk = VirtualConnection(call.house.server, call.caller.address, lambda message: None)
+async def _welcome(context: RequestContext, hello: HelloClient) -> Message:
+    """Judge a Hello on a connection of its own: name and version are the peer's, the token is that of the request."""
+    connection = VirtualConnection(context.http.server, context.caller.address, lambda message: None)
     try:
-        welcome = await talk.ask(hello.msg_id, msgspec.structs.replace(hello, token=call.caller.secret))
+        welcome = await connection.ask(replace(hello, token=context.caller.secret))
     except Unauthorized:
         raise
     except TasukiError as error:
-        return _told(call, ErrorMessage(0, error.code, error.message, error.details()))
+        return _discreet(context, _described(error))
     finally:
-        talk.leave()
+        connection.leave()
     assert isinstance(welcome, Welcome)
-    return msgspec.structs.replace(welcome, servers=())  # its way leads through this door, whatever is behind it
-
-
-# ---------------------------------------------------------------------------------------------------- the ends of jobs
+    return replace(welcome, servers=())  # the client's way leads through this door
 
 
 class _Poll:
-    """The requests `watch` of one body: which jobs they name, and what has to be told of them."""
+    """The `watch` requests of one body: the jobs that they name, and the answers."""
 
-    def __init__(self, call: RequestContext, client: TokenConnection, watches: Sequence[Request]) -> None:
-        self._call = call
+    def __init__(self, context: RequestContext, client: TokenConnection, watches: Sequence[Request]) -> None:
+        self._context = context
         self._client = client
         self._watches = {watch.msg_id: _job_ids_of(watch) for watch in watches}
         self._replies: list[Message] = []
         self._refused = False
 
     async def answers(self, wait_s: float) -> list[Message]:
-        """At once if a job has ended or cannot be watched; else when the first one ends, or the time is over.
+        """Return at once if a job has ended or cannot be watched; else when the first one ends, or the time is over.
 
-        What is too much for one answer is left out. A watch without a reply was not looked at: ask again.
+        Results beyond the size of one answer are left out. A watch without a reply was not looked at: ask again.
         """
         named = list(dict.fromkeys(job_id for job_ids in self._watches.values() for job_id in job_ids))
         with self._client.listen(named) as listener:
@@ -166,12 +221,13 @@ class _Poll:
                 await self._begin(msg_id, job_ids, listener)
             if wait_s and not self._refused and not listener.woken.done():
                 await self._wait(listener, wait_s, len(named))
-            if self._client.talk.closed is not None and not listener.items:
-                raise self._client.talk.closed
+            closed = self._client.connection.closed
+            if closed is not None and not listener.items:
+                raise closed
             return [*self._replies, *_results(listener.items)]
 
     async def _begin(self, msg_id: int, job_ids: list[str], listener: Listener) -> None:
-        """Make sure that the server tells the ends of these."""
+        """Make the server report the ends of these jobs."""
         states: dict[str, str] = {}
         fresh = self._client.unwatched(job_ids)
         try:
@@ -183,15 +239,15 @@ class _Poll:
             raise
         except TasukiError as error:
             self._refused = True
-            self._replies.append(_told(self._call, ErrorMessage(msg_id, error.code, error.message, error.details())))
+            self._replies.append(_discreet(self._context, _described(error, msg_id)))
         else:
             self._replies.append(Reply(msg_id, {"states": states}))
 
     async def _wait(self, listener: Listener, wait_s: float, count: int) -> None:
-        left = disconnected(self._call.request)
+        left = disconnected(self._context.request)
         try:
             await asyncio.wait([listener.woken, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if 0 < len(listener.items) < count and not left.done():  # those that end together are told together
+            if 0 < len(listener.items) < count and not left.done():  # report together what ends together
                 await asyncio.sleep(min(GATHER_MAX_S, count * GATHER_PER_JOB_S))
         finally:
             left.cancel()
@@ -199,3 +255,70 @@ class _Poll:
 
 def _results(items: Sequence[JobResult]) -> Iterable[Message]:
     return [Results(list(some)) for some in batches(items, lambda item: outcome_bytes(item.outcome))]
+
+
+# ---------------------------------------------------------------------------------------------------- workers
+
+
+async def open_session(context: RequestContext, body: bytes) -> Response:
+    """Open a worker's session with one HelloWorker frame. The answer has the Welcome, and in a header the session's name."""
+    messages = _worker_messages(body)
+    if len(messages) != 1 or not isinstance(messages[0], HelloWorker):
+        raise InvalidInput("a session begins with one HelloWorker, and nothing else")
+    if messages[0].transfers:
+        raise InvalidInput("a session is a worker's own connection; its blobs have a path of their own, /v1/blobs")
+    hello = messages[0]
+    if hello.ttl_s is None:
+        hello = replace(hello, ttl_s=context.http.config.lease_ttl_s)
+    try:
+        session, welcome = await context.http.sessions.open(context.caller, hello)
+    except Unauthorized:  # of the whole request: the door looks up what has become of the token
+        raise
+    except TasukiError as error:
+        return _framed([encode_answer(_described(discreet(error)), None)])
+    return _framed([encode_answer(welcome, None)], {SESSION_HEADER: session.name})
+
+
+async def use_session(context: RequestContext, body: bytes) -> Response:
+    """Send messages of a worker (`said`, with frames in the body), and poll for messages to it (`heard`, `wait`)."""
+    query = context.request.query_params
+    wait_s = wait_of(context.request)
+    said = whole_number(context.request, "said", 0, NUMBER_MAX, least=1) if "said" in query else None
+    heard = whole_number(context.request, "heard", 0, NUMBER_MAX) if "heard" in query else None
+    if (said is None) == bool(body):
+        raise InvalidInput("frames need ?said= with the number of this request, and a request without frames has none")
+    messages = _worker_messages(body) if body else []
+    session = _session_of(context)
+    session.users += 1
+    try:
+        if said is not None:
+            await session.say(said, messages)
+        if heard is None:
+            return _framed([])
+        left = disconnected(context.request)
+        try:
+            return _framed(await session.listen(heard, wait_s, left))
+        finally:
+            left.cancel()
+    finally:
+        session.users -= 1
+        session.used_at = context.http.server.now().monotonic
+
+
+async def end_session(context: RequestContext) -> dict[str, str]:
+    """End a worker's session: the server need not wait for its heartbeats."""
+    context.http.sessions.drop(_session_of(context), "the worker left")
+    return {"session": "ended"}
+
+
+def _session_of(context: RequestContext) -> HttpWorkerSession:
+    return context.http.sessions.of(context.caller, str(context.request.path_params["session"]))
+
+
+def _worker_messages(body: bytes) -> list[Message]:
+    """Decode the messages that a worker may send here."""
+    messages = messages_in(body)
+    for message in messages:
+        if isinstance(message, BlobPut | BlobGet | Chunk):
+            raise _not_here(message)
+    return messages

@@ -1,28 +1,200 @@
-"""/metrics for Prometheus: how many jobs stand where, what this server's turns did (`job_metrics.py`), what this door does.
+"""/metrics for Prometheus: jobs by group and state, the effects of this server's turns, the requests of this door.
 
-Where jobs stand is counted in the store, for all servers together; everything else is this server's own. Labels are bounded, and
-never a job, a worker or a token.
+Jobs by group and state are counted in the store, for all servers together; everything else is this server's own. Labels are
+bounded, and never a job, a worker or a token. A turn is looked at after its commit, so a job is counted once, by the server whose
+turn it was, and sums over servers are true sums. Facts that a report lacks (the job's group, when it was submitted) are
+remembered from the turn that stored or leased the job here, for a bounded number of jobs. No decision depends on any of this.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
-from starlette.responses import Response
 
 from tasuki.core.broker.broker import Broker
-from tasuki.core.store_messages import Answers, GroupCounts, Turn
-from tasuki.doors.http.context import RequestContext
-from tasuki.doors.http.job_metrics import GROUPS_MAX, ITEMS, OTHER_GROUPS, SECONDS, JobMetrics
+from tasuki.core.job import TERMINAL, State
+from tasuki.core.store_messages import (
+    COUNTED,
+    Answers,
+    Grant,
+    GroupCounts,
+    Report,
+    ReportAnswer,
+    ReportStatus,
+    Submission,
+    Submitted,
+    Turn,
+)
+from tasuki.core.subject import DEFAULT_SUBJECT, group_of
+
+GROUPS_MAX = 100  # with a label of their own; a label for each would let any submitter fill the monitoring
+OTHER_GROUPS = "(other)"
+UNKNOWN_GROUP = "(unknown)"  # of a job that another server leased
+REMEMBERED_MAX = 50_000
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+LONG_SECONDS = (*SECONDS, 300.0, 1800.0, 7200.0)
+ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEAD = (State.FAILED, State.TIMED_OUT)
+
+
+class _Subject(msgspec.Struct):
+    """The one field of a spec that is decoded."""
+
+    subject: str = DEFAULT_SUBJECT
+
+
+_decode_subject = msgspec.msgpack.Decoder(_Subject).decode
+
+
+class _OpenJob(msgspec.Struct):
+    """A job that has not ended."""
+
+    group: str
+    stored_at: float | None = None
+    """None: leased before, or not to start at once."""
+
+
+class JobMetrics:
+    """Counts what committed turns did to jobs."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ("group", *labels), registry=registry)
+
+        self._submitted = counter("tasuki_jobs_submitted", "Jobs stored.")
+        self._leased = counter("tasuki_jobs_leased", "Attempts given to workers.")
+        self._ended = counter("tasuki_jobs_ended", "Jobs that ended, by their final state.", "state")
+        self._retried = counter("tasuki_jobs_retried", "Attempts that are followed by another one.", "why")
+        self._failed = counter("tasuki_attempts_failed", "Attempts that their workers reported as failed.")
+        self._lost = counter("tasuki_attempts_lost", "Attempts whose lease ran out.")
+        self._dead = counter("tasuki_dead_letters", "Jobs that failed for good.")
+        self._requeued = counter("tasuki_jobs_requeued", "Jobs that were set going again after their end.")
+        self._fenced = counter("tasuki_reports_fenced", "Reports that were refused: not the current lease.")
+        self._delivery = Histogram(
+            "tasuki_delivery_latency_seconds",
+            "From the commit of a submit to that of its first lease.",
+            ("group",),
+            buckets=LONG_SECONDS,
+            registry=registry,
+        )
+        self._items = Histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS, registry=registry)
+        self._known: dict[str, _OpenJob] = {}
+        self._named: set[str] = set()
+
+    def turn(self, turn: Turn, answers: Answers, now: float) -> None:
+        """Count one committed turn; `now` is monotonic."""
+        self._reports("finish", turn.finish, answers.finish)
+        self._reports("fail", turn.fail, answers.fail)
+        self._count_others(turn, answers)
+        self._stored([*turn.submit, *turn.rerun], [*answers.submit, *answers.rerun], now)
+        self._grants([grant for grants in answers.lease for grant in grants], now)
+        for what in ("submit", "finish", "fail", "renew"):
+            if count := len(getattr(turn, what)):
+                self._items.labels(what).observe(count)
+
+    # ------------------------------------------------------------------------------------------------ parts of a turn
+
+    def _stored(self, submissions: Sequence[Submission], answers: Sequence[object], now: float) -> None:
+        tally: Tally[str] = Tally()
+        for submission, answer in zip(submissions, answers, strict=True):
+            if isinstance(answer, Submitted) and answer.created:
+                spec = submission.spec
+                group = self._label(group_of(spec.subject))
+                tally[group] += 1
+                self._remember(spec.job_id, _OpenJob(group, now if spec.not_before is None else None))
+        _add(self._submitted, tally)
+
+    def _grants(self, grants: Sequence[Grant], now: float) -> None:
+        if not grants:
+            return
+        tally: Tally[str] = Tally()
+        for grant in grants:
+            known = self._known.get(grant.job_id)
+            if known is None:
+                known = _OpenJob(self._label(group_of(_decode_subject(grant.spec).subject)))
+                self._remember(grant.job_id, known)
+            elif known.stored_at is not None:
+                self._delivery.labels(known.group).observe(max(0.0, now - known.stored_at))
+                known.stored_at = None
+            tally[known.group] += 1
+        _add(self._leased, tally)
+        self._items.labels("lease").observe(len(grants))
+
+    def _reports(self, verb: str, reports: Sequence[Report], answers: Sequence[ReportAnswer]) -> None:
+        fenced: Tally[str] = Tally()
+        failed: Tally[str] = Tally()
+        for report, answer in zip(reports, answers, strict=True):
+            group = self._group_of(report.job_id)
+            if answer.answer is ReportStatus.FENCED:
+                fenced[group] += 1
+            elif answer.answer is ReportStatus.RECORDED:
+                failed[group] += verb == "fail"
+                self._attempt_ended(report.job_id, answer.state, "failed")
+        _add(self._fenced, fenced)
+        _add(self._failed, failed)
+
+    def _count_others(self, turn: Turn, answers: Answers) -> None:
+        """Count what the leader and operators did."""
+        for reaped in answers.reap:
+            self._lost.labels(self._group_of(reaped.job_id)).inc()
+            self._attempt_ended(reaped.job_id, reaped.state, "lost")
+        for job_id in answers.skip:
+            self._attempt_ended(job_id, State.SKIPPED, "")
+        for (job_id, _, _), canceled in zip(turn.cancel, answers.cancel, strict=True):
+            # A repeated cancel is answered alike: only the first one ends the job.
+            if canceled.state is State.CANCELED and not canceled.requested and job_id in self._known:
+                self._attempt_ended(job_id, State.CANCELED, "")
+        for order, requeued in zip(turn.requeue, answers.requeue, strict=True):
+            if requeued.done:
+                self._requeued.labels(self._group_of(order.job_id)).inc()
+
+    def _attempt_ended(self, job_id: str, state: State | None, why: str) -> None:
+        group = self._group_of(job_id)
+        if state in TERMINAL:
+            assert state is not None
+            self._known.pop(job_id, None)
+            self._ended.labels(group, COUNTED[state]).inc()
+            if state in DEAD:
+                self._dead.labels(group).inc()
+        elif state is not None:
+            self._retried.labels(group, why).inc()
+
+    # ------------------------------------------------------------------------------------------------ groups
+
+    def _remember(self, job_id: str, known: _OpenJob) -> None:
+        """Remember a job; beyond the limit the oldest one is forgotten."""
+        if len(self._known) >= REMEMBERED_MAX:
+            self._known.pop(next(iter(self._known)))
+        self._known[job_id] = known
+
+    def _group_of(self, job_id: str) -> str:
+        known = self._known.get(job_id)
+        return known.group if known is not None else UNKNOWN_GROUP
+
+    def _label(self, group: str) -> str:
+        """Return the label of a group: its name, for the first groups that come."""
+        if group in self._named:
+            return group
+        if len(self._named) >= GROUPS_MAX:
+            return OTHER_GROUPS
+        self._named.add(group)
+        return group
+
+
+def _add(counter: Counter, tally: Tally[str]) -> None:
+    for group, count in tally.items():
+        if count:
+            counter.labels(group).inc(count)
 
 
 class Metrics:
-    """What the door counts, and how it is shown."""
+    """The counters of this server, and the page that shows them."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -45,7 +217,7 @@ class Metrics:
         )
 
     def turn(self, turn: Turn, answers: Answers) -> None:
-        """The server's store has committed one."""
+        """Count a turn that the store has committed."""
         self._jobs.turn(turn, answers, time.monotonic())
 
     def began(self) -> None:
@@ -65,44 +237,42 @@ class Metrics:
             self._leased.labels(app).inc(count)
 
     def reported(self, app: str, what: str, *, recorded: int, fenced: int) -> None:
-        """`what` is result or failed."""
+        """Count reports; `what` is result or failed."""
         self._items.labels(what).observe(recorded + fenced)
         self._reported.labels(app, what, "recorded").inc(recorded)
         self._reported.labels(app, what, "fenced").inc(fenced)
 
     def text(self, counts: Mapping[str, GroupCounts], broker: Broker) -> bytes:
-        """Everything, with what the store and the server say at this moment."""
+        """Return the page, with the present values of store and server."""
         now = CollectorRegistry()
         now.register(_Now(counts, broker))
         return generate_latest(now) + generate_latest(self._registry)
 
 
 class _Now(Collector):
-    """One look at the store's counters, the workers, and the server."""
+    """The present values of the store's counters, the workers and the server."""
 
     def __init__(self, counts: Mapping[str, GroupCounts], broker: Broker) -> None:
         self._counts, self._broker = counts, broker
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         jobs = GaugeMetricFamily(
-            "tasuki_jobs", "Jobs that are kept, by group and state; active: they are leased.", labels=("group", "state")
+            "tasuki_jobs", "Jobs that are kept, by group and state; active: leased.", labels=("group", "state")
         )
         for (group, state), count in bounded(self._counts).items():
             jobs.add_metric((group, state), count)
         yield jobs
         workers = self._broker.describe_workers()
-        yield GaugeMetricFamily("tasuki_workers", "Workers that are connected, to whichever server.", len(workers))
-        for name, text in (("credit", "Jobs that they would take at once."), ("running", "Jobs that they have.")):
+        yield GaugeMetricFamily("tasuki_workers", "Workers that are connected, to any server.", len(workers))
+        for name, text in (("credit", "Jobs that workers would take at once."), ("running", "Jobs that workers have.")):
             yield GaugeMetricFamily(f"tasuki_workers_{name}", text, sum(int(str(worker[name])) for worker in workers))
-        yield GaugeMetricFamily(
-            "tasuki_leader", "1 at the server that does the leader's duties.", bool(self._broker.duties.epoch)
-        )
+        yield GaugeMetricFamily("tasuki_leader", "1 at the server that is the leader.", bool(self._broker.duties.epoch))
         problem = self._broker.store_problem or self._broker.disk_problem
         yield GaugeMetricFamily("tasuki_up", "1 if the store took the last turn and there is room for jobs.", not problem)
 
 
 def bounded(counts: Mapping[str, GroupCounts]) -> dict[tuple[str, str], int]:
-    """(group, state) → how many; the smaller groups of too many are one."""
+    """Return {(group, state): count}; beyond the limit the smallest groups are counted as one."""
     by_size = sorted(counts, key=lambda group: (-sum(_values(counts[group])), group))
     named = set(by_size[:GROUPS_MAX])
     found: dict[tuple[str, str], int] = {}
@@ -115,10 +285,3 @@ def bounded(counts: Mapping[str, GroupCounts]) -> dict[tuple[str, str], int]:
 
 def _values(counts: GroupCounts) -> list[int]:
     return [getattr(counts, name) for name in GroupCounts.__struct_fields__]
-
-
-async def scrape(call: RequestContext) -> Response:
-    """For Prometheus, with an administrator's token."""
-    counts = await call.house.server.ask(lambda reader: reader.counts())
-    text = call.house.metrics.text(counts, call.house.server.broker)
-    return Response(text, 200, media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes. Pure; `docs/openapi.json` is the same, and a test compares them."""
+"""The OpenAPI document, made from the table of routes. A test compares it with `docs/openapi.json`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.doors.http.response_schemas import ErrorReply
+from tasuki.doors.http.exchange import ErrorReply
 from tasuki.doors.http.routes import ROUTES, Route
 
 TITLE = "tasuki"
@@ -16,24 +16,25 @@ API_VERSION = "1"
 DESCRIPTIONS = {
     200: "Done.",
     204: "There is no job.",
-    206: "The part that was asked for.",
+    206: "The requested part.",
     400: "The request can never work as it is (INVALID_PAYLOAD).",
     401: "No token, or one that is not valid or has expired.",
     403: "The token may not do this, or was revoked.",
     404: "There is no such job, worker or app.",
-    409: "The job exists with another body or result, or the blob goes on at another byte (CONFLICT); the lease is not the "
+    409: "The job exists with another body or result, or the upload continues at another byte (CONFLICT); the lease is not the "
     "current one (FENCED); there is no result; a request does not follow on the last one (OUT_OF_TURN).",
     413: "Too large.",
     429: "Too many requests of this caller at once.",
     500: "A defect of the server.",
-    503: "Not now: the store is away or full, or the server is going down. Try again.",
+    503: "Not now: the store does not answer or is full, or the server is going down. Try again.",
 }
+_REF = "#/components/schemas/{name}"
 _parameters = re.compile(r"{(\w+)}").findall
 
 
 def document() -> dict[str, Any]:
-    """The whole document."""
-    types = [kind for route in ROUTES for kind in (route.body, route.batch, *_answers(route)) if kind is not None]
+    """Return the whole document."""
+    types = [kind for route in ROUTES for kind in (route.body, route.batch, *route.answers) if kind is not None]
     _, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
@@ -45,13 +46,6 @@ def document() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"bearer": bearer}},
     }
-
-
-_REF = "#/components/schemas/{name}"
-
-
-def _answers(route: Route) -> tuple[Any, ...]:
-    return route.answer if isinstance(route.answer, tuple) else (route.answer,)
 
 
 def _schema(*kinds: Any) -> dict[str, Any]:
@@ -88,14 +82,14 @@ def _operation_id(route: Route) -> str:
 
 
 def _is_required(route: Route) -> bool:
-    """An empty body stands for {}."""
+    """Return if the body has required fields; an empty body stands for {}."""
     fields = getattr(route.body, "__struct_fields__", ())
     return bool(len(fields) - len(getattr(route.body, "__struct_defaults__", ())))
 
 
 def _responses(route: Route) -> dict[str, Any]:
-    binary: dict[str, Any] = {media_type: {} for media_type in route.binary}
-    content = binary if route.binary else {"text/plain": {}} if route.text else _content(*_answers(route))
+    other: dict[str, Any] = {media_type: {} for media_type in route.media_types}
+    content = other or _content(*route.answers)
     made: dict[str, Any] = {"200": {"description": DESCRIPTIONS[200], "content": content}}
     if route.partial:
         made["206"] = {"description": DESCRIPTIONS[206], "content": content}
@@ -108,7 +102,7 @@ def _responses(route: Route) -> dict[str, Any]:
 
 
 def main() -> None:
-    """What `docs/openapi.json` is made with."""
+    """Write the document as it stands in `docs/openapi.json`."""
     text = msgspec.json.format(msgspec.json.encode(document(), order="sorted"), indent=2)
     sys.stdout.buffer.write(text + b"\n")
 

@@ -1,28 +1,20 @@
-"""The one table of what there is over HTTP: path, who may use it, what it takes and answers. Everything else is made from it."""
+"""The table of all routes: path, who may use it, and what the OpenAPI document has to say besides the handler.
+
+Bodies and answers are read from a handler's annotations: the parameter `body` is decoded from JSON, or is bytes of the media type
+`content`; the return type is the JSON answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import msgspec
+from starlette.responses import Response
 
 from tasuki.core.access import PeerKind
-from tasuki.doors.http import (
-    app_jobs,
-    app_workers,
-    blobs,
-    enrolment,
-    frames,
-    health,
-    metrics,
-    presigned,
-    request_schemas,
-    response_schemas,
-    v1,
-    worker_session_routes,
-)
-from tasuki.doors.http.context import HttpContext, RequestContext
+from tasuki.doors.http import app_jobs, app_workers, blobs, frames, v1
 from tasuki.doors.http.exchange import WAIT_MAX_S
 from tasuki.net.http.names import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
 from tasuki.wire.compression import CODECS
@@ -34,297 +26,169 @@ ENROLLERS = frozenset({PeerKind.ENROL})
 BLOB_USERS = CLIENTS | WORKERS
 
 
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One route. Without `kinds` no token is needed, and `handle` gets the HttpContext instead of a RequestContext."""
+
+    method: str
+    path: str
+    handle: Callable[..., Awaitable[Any]]
+    kinds: frozenset[PeerKind] = frozenset()
+    body: Any = None
+    """The type of a JSON body."""
+    batch: Any = None
+    """The type of a JSON body with the field `jobs`."""
+    answers: tuple[Any, ...] = ()
+    """The types of JSON answers."""
+    content: str = ""
+    """The media type of a body that is bytes."""
+    streamed: bool = False
+    """`handle` reads the body itself, which may be larger than any other."""
+    empty: bool = False
+    """The answer may be 204."""
+    media_types: tuple[str, ...] = ()
+    """The media types of an answer that is not JSON."""
+    partial: bool = False
+    """The answer may be a part (206)."""
+    errors: tuple[int, ...] = ()
+    """Statuses besides those that all routes have."""
+    query: tuple[tuple[str, dict[str, Any], str], ...] = ()
+    """(name, JSON schema, description) of parameters."""
+
+    @property
+    def summary(self) -> str:
+        """The first line of the handler's docstring."""
+        return (self.handle.__doc__ or "").strip().splitlines()[0]
+
+
+def _route(method: str, path: str, handle: Callable[..., Awaitable[Any]], **fields: Any) -> Route:
+    hints = get_type_hints(handle)
+    body, answer = hints.get("body"), hints["return"]
+    if body is not None and body is not bytes:
+        fields["body"], fields["batch"] = (*_members(body), None)[:2]
+    fields["answers"] = tuple(dict[str, Any] if kind is Any else kind for kind in _members(answer) if kind is not Response)
+    return Route(method=method, path=path, handle=handle, **fields)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+
+
+def _get(path: str, handle: Callable[..., Awaitable[Any]], **fields: Any) -> Route:
+    return _route("GET", path, handle, **{"kinds": CLIENTS, "errors": (404,), **fields})
+
+
+def _post(path: str, handle: Callable[..., Awaitable[Any]], **fields: Any) -> Route:
+    return _route("POST", path, handle, **{"kinds": CLIENTS, **fields})
+
+
 def _number(kind: str, least: float, most: float) -> dict[str, Any]:
     return {"type": kind, "minimum": least, "maximum": most}
 
 
-_TEXT = {"type": "string"}
-WAIT = ("wait", _number("number", 0, WAIT_MAX_S), "How many seconds the answer may wait for something to tell.")
-
-
-class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table. Without `kinds` no token is needed, and `handle` gets the house instead of a call."""
-
-    method: str
-    path: str
-    handle: Callable[[Any], Awaitable[Any]]
-    kinds: frozenset[PeerKind] = frozenset()
-    body: Any = None
-    batch: Any = None
-    """What the body is instead, if it has the field `jobs`."""
-    content: str = ""
-    """The media type of a body that is not JSON; `handle` gets it as bytes."""
-    streamed: bool = False
-    """`handle` reads the body itself: it may be larger than any other."""
-    answer: Any = dict[str, Any]
-    """One type, or several as a tuple."""
-    empty: bool = False
-    """It may answer 204."""
-    binary: tuple[str, ...] = ()
-    """The media types of an answer that is bytes."""
-    partial: bool = False
-    """It may answer with a part (206)."""
-    text: bool = False
-    errors: tuple[int, ...] = ()
-    """Besides those that all routes of its kind have."""
-    query: tuple[tuple[str, dict[str, Any], str], ...] = ()
-    """(name, its JSON schema, what for)"""
-
-    @property
-    def summary(self) -> str:
-        return (self.handle.__doc__ or self.handle.__name__.replace("_", " ").capitalize() + ".").strip().splitlines()[0]
-
-
-def _open(path: str, handle: Callable[[HttpContext], Awaitable[Any]], errors: tuple[int, ...] = ()) -> Route:
-    return Route(method="GET", path=path, handle=handle, answer=response_schemas.Health, errors=errors)
-
-
-def _get(path: str, handle: Callable[[RequestContext], Awaitable[Any]], **fields: Any) -> Route:
-    return Route(method="GET", path=path, handle=handle, **{"kinds": CLIENTS, "errors": (404,), **fields})
-
-
-def _post(path: str, handle: Callable[[RequestContext], Awaitable[Any]], **fields: Any) -> Route:
-    return Route(method="POST", path=path, handle=handle, **{"kinds": CLIENTS, **fields})
-
-
 _JOBS, _COMPUTE = "/calc/{app}/jobs", "/calc/{app}/compute"
 _BLOB, _BYTES = BLOBS_PATH + "/{sha256}", "application/octet-stream"
-_QUERY = tuple((name, _TEXT, "A filter.") for name in ("state", "subject", "array_id", "worker_id", "text", "cursor"))
-
+_SESSION = WORKER_PATH + "/{session}"
+_FRAMES: dict[str, Any] = {"content": FRAMES_TYPE, "media_types": (FRAMES_TYPE,)}
+_TEXT = {"type": "string"}
+_OFFSET = _number("integer", 0, v1.OFFSET_MAX)
+_SESSION_NUMBER = "The number of this request, if it has frames; the numbers are consecutive."
+_WAIT = ("wait", _number("number", 0, WAIT_MAX_S), "How many seconds the answer may wait for an event.")
 _WORKER = (
-    ("worker_id", _TEXT, "With a worker token: which worker asks."),
-    ("incarnation", _TEXT, "With a worker token: which of its processes."),
+    ("worker_id", _TEXT, "With a worker token: the worker that asks."),
+    ("incarnation", _TEXT, "With a worker token: the process of the worker."),
 )
 
 ROUTES: tuple[Route, ...] = (
-    _open("/healthz", health.healthz),
-    _open("/readyz", health.readyz, errors=(503,)),
+    _get("/healthz", v1.healthz, kinds=frozenset(), errors=()),
+    _get("/readyz", v1.readyz, kinds=frozenset(), errors=(503,)),
     # -- an app's jobs
     _post(
         _JOBS,
         app_jobs.submit_one,
-        body=dict[str, Any],
-        answer=response_schemas.AppAccepted,
         errors=(404, 409),
         query=(("job_id", _TEXT, "Your own id."), ("priority", _number("integer", 0, 9), "Higher first.")),
     ),
-    _post(
-        _JOBS + "/batch",
-        app_jobs.submit_many,
-        body=request_schemas.AppJobs,
-        answer=response_schemas.AppAcceptedMany,
-        errors=(404,),
-    ),
-    _get(_JOBS + "/{job_id}", app_jobs.status, answer=response_schemas.AppStatus),
-    _get(_JOBS + "/{job_id}/result", app_jobs.result, answer=response_schemas.AppResult, errors=(404, 409), query=(WAIT,)),
+    _post(_JOBS + "/batch", app_jobs.submit_many, errors=(404,)),
+    _get(_JOBS + "/{job_id}", app_jobs.status),
+    _get(_JOBS + "/{job_id}/result", app_jobs.result, errors=(404, 409), query=(_WAIT,)),
     # -- an app's workers
-    _post(
-        _COMPUTE + "/enroll-tokens",
-        app_workers.enroll_token,
-        kinds=ADMINS,
-        body=request_schemas.Enrolment,
-        answer=response_schemas.Enrolled,
-        errors=(404,),
-    ),
-    _post(
-        _COMPUTE + "/servers/register",
-        app_workers.register,
-        kinds=ENROLLERS,
-        body=request_schemas.Registration,
-        answer=response_schemas.WorkerRegistered,
-        errors=(404,),
-    ),
-    _post(
-        _COMPUTE + "/servers/{worker_id}/rotate",
-        app_workers.rotate,
-        kinds=WORKERS,
-        answer=response_schemas.WorkerRegistered,
-        errors=(404,),
-    ),
-    Route(
-        method="DELETE",
-        path=_COMPUTE + "/servers/{worker_id}",
-        handle=app_workers.revoke,
-        kinds=ADMINS,
-        answer=response_schemas.WorkerRevoked,
-        errors=(404,),
-    ),
-    _post(
-        _COMPUTE + "/jobs/lease",
-        app_workers.lease,
-        kinds=WORKERS,
-        body=request_schemas.LeaseWish,
-        answer=(response_schemas.Leased, response_schemas.LeasedMany),
-        empty=True,
-        errors=(404, 429),
-        query=(WAIT,),
-    ),
-    _post(
-        _COMPUTE + "/jobs/{job_id}/renew",
-        app_workers.renew,
-        kinds=WORKERS,
-        body=request_schemas.Renewal,
-        answer=response_schemas.LeaseRenewed,
-        errors=(404, 409),
-    ),
-    _post(
-        _COMPUTE + "/jobs/renew",
-        app_workers.renew_many,
-        kinds=WORKERS,
-        body=request_schemas.Renewals,
-        answer=response_schemas.ToldMany,
-        errors=(404,),
-    ),
-    _post(
-        _COMPUTE + "/jobs/{job_id}/result",
-        app_workers.finish,
-        kinds=WORKERS,
-        body=request_schemas.ResultReport,
-        answer=response_schemas.ResultRecorded,
-        errors=(404, 409),
-    ),
-    _post(
-        _COMPUTE + "/jobs/result",
-        app_workers.finish_many,
-        kinds=WORKERS,
-        body=request_schemas.ResultsOf,
-        answer=response_schemas.ToldMany,
-        errors=(404,),
-    ),
-    _post(
-        _COMPUTE + "/jobs/{job_id}/failed",
-        app_workers.fail,
-        kinds=WORKERS,
-        body=request_schemas.FailureReport,
-        answer=response_schemas.FailureRecorded,
-        errors=(404, 409),
-    ),
-    _post(
-        _COMPUTE + "/jobs/failed",
-        app_workers.fail_many,
-        kinds=WORKERS,
-        body=request_schemas.FailuresOf,
-        answer=response_schemas.ToldMany,
-        errors=(404,),
-    ),
+    _post(_COMPUTE + "/enroll-tokens", app_workers.enroll_token, kinds=ADMINS, errors=(404,)),
+    _post(_COMPUTE + "/servers/register", app_workers.register, kinds=ENROLLERS, errors=(404,)),
+    _post(_COMPUTE + "/servers/{worker_id}/rotate", app_workers.rotate, kinds=WORKERS, errors=(404,)),
+    _route("DELETE", _COMPUTE + "/servers/{worker_id}", app_workers.revoke, kinds=ADMINS, errors=(404,)),
+    _post(_COMPUTE + "/jobs/lease", app_workers.lease, kinds=WORKERS, empty=True, errors=(404, 429), query=(_WAIT,)),
+    _post(_COMPUTE + "/jobs/{job_id}/renew", app_workers.renew, kinds=WORKERS, errors=(404, 409)),
+    _post(_COMPUTE + "/jobs/renew", app_workers.renew_many, kinds=WORKERS, errors=(404,)),
+    _post(_COMPUTE + "/jobs/{job_id}/result", app_workers.finish, kinds=WORKERS, errors=(404, 409)),
+    _post(_COMPUTE + "/jobs/result", app_workers.finish_many, kinds=WORKERS, errors=(404,)),
+    _post(_COMPUTE + "/jobs/{job_id}/failed", app_workers.fail, kinds=WORKERS, errors=(404, 409)),
+    _post(_COMPUTE + "/jobs/failed", app_workers.fail_many, kinds=WORKERS, errors=(404,)),
     # -- workers of any subject
-    _post(
-        "/v1/workers/register",
-        enrolment.register,
-        kinds=ENROLLERS,
-        body=request_schemas.Registration,
-        answer=response_schemas.WorkerRegistered,
-    ),
-    _get("/v1/workers/self", enrolment.itself, kinds=WORKERS, answer=response_schemas.WorkerSelf, errors=()),
+    _post("/v1/workers/register", app_workers.register_worker, kinds=ENROLLERS),
+    _get("/v1/workers/self", app_workers.describe_self, kinds=WORKERS, errors=()),
     # -- the general client API
-    _post(
+    _post("/v1/jobs", v1.submit_jobs, errors=(404, 409)),
+    _get(
         "/v1/jobs",
-        v1.submit_jobs,
-        body=request_schemas.JobBody,
-        batch=request_schemas.JobsBody,
-        answer=(response_schemas.JobAccepted, response_schemas.AcceptedMany),
-        errors=(404, 409),
+        v1.list_jobs,
+        errors=(),
+        query=(
+            *((name, _TEXT, "A filter.") for name in v1.FILTERS),
+            ("limit", _number("integer", 1, 1000), "The most jobs to list."),
+        ),
     ),
-    _get("/v1/jobs", v1.list_jobs, query=(*_QUERY, ("limit", _number("integer", 1, 1000), "How many.")), errors=()),
-    _post("/v1/jobs/cancel", v1.cancel_many, body=request_schemas.JobIds, errors=(404,)),
-    _post("/v1/jobs/requeue", v1.requeue_many, body=request_schemas.JobIds, errors=(404,)),
-    _get("/v1/jobs/{job_id}", v1.get_job, query=(WAIT,)),
-    _post("/v1/jobs/{job_id}/cancel", v1.cancel_one, body=request_schemas.ReasonBody, errors=(404,)),
-    _post("/v1/jobs/{job_id}/requeue", v1.requeue_one, body=request_schemas.ReasonBody, errors=(404,)),
-    _get("/v1/jobs/{job_id}/result", v1.result, binary=(_BYTES, "application/zip"), errors=(404, 409), query=(WAIT,)),
+    _post("/v1/jobs/cancel", v1.cancel_many, errors=(404,)),
+    _post("/v1/jobs/requeue", v1.requeue_many, errors=(404,)),
+    _get("/v1/jobs/{job_id}", v1.get_job, query=(_WAIT,)),
+    _post("/v1/jobs/{job_id}/cancel", v1.cancel_one, errors=(404,)),
+    _post("/v1/jobs/{job_id}/requeue", v1.requeue_one, errors=(404,)),
+    _get("/v1/jobs/{job_id}/result", v1.result, media_types=(_BYTES, "application/zip"), errors=(404, 409), query=(_WAIT,)),
     _get(
         "/v1/jobs/{job_id}/logs",
         v1.logs,
-        answer=response_schemas.LogResponse,
         query=(
-            ("stream", {"type": "string", "enum": ["stdout", "stderr"]}, "Which one."),
-            ("offset", _number("integer", 0, v1.OFFSET_MAX), "Where to go on."),
-            ("attempt", _number("integer", 0, v1.OFFSET_MAX), "The one that the offset is of; 0: the current one."),
-            ("wait", _number("number", 0, v1.LOG_WAIT_MAX_S), "How many seconds to wait for something new."),
+            ("stream", {"type": "string", "enum": ["stdout", "stderr"]}, "The stream to read."),
+            ("offset", _OFFSET, "Where to read on."),
+            ("attempt", _OFFSET, "The attempt that the offset belongs to; 0: the current one."),
+            ("wait", _number("number", 0, v1.LOG_WAIT_MAX_S), "How many seconds to wait for new output."),
         ),
     ),
     _get("/v1/jobs/{job_id}/explain", v1.explain),
     _get("/v1/stats", v1.stats, kinds=ADMINS, errors=()),
-    # -- what `tasuki --to http://…` speaks
+    # -- the wire protocol of clients (`tasuki --to http://…`) and workers (`tasuki worker --to https://…`)
     _post(
         FRAMES_PATH,
         frames.frames,
-        content=FRAMES_TYPE,
-        binary=(FRAMES_TYPE,),
-        query=(WAIT, ("codec", {"type": "string", "enum": list(CODECS)}, "What the answer's frames may be compressed with.")),
+        **_FRAMES,
+        query=(_WAIT, ("codec", {"type": "string", "enum": list(CODECS)}, "A compression for the frames of the answer.")),
     ),
-    # -- what `tasuki worker --to https://…` speaks
-    _post(WORKER_PATH, worker_session_routes.open_line, kinds=WORKERS, content=FRAMES_TYPE, binary=(FRAMES_TYPE,)),
+    _post(WORKER_PATH, frames.open_session, kinds=WORKERS, **_FRAMES),
     _post(
-        WORKER_PATH + "/{session}",
-        worker_session_routes.use_line,
+        _SESSION,
+        frames.use_session,
         kinds=WORKERS,
-        content=FRAMES_TYPE,
-        binary=(FRAMES_TYPE,),
+        **_FRAMES,
         errors=(404, 409),
         query=(
-            WAIT,
-            (
-                "said",
-                _number("integer", 1, worker_session_routes.NUMBER_MAX),
-                "The number of this request, if it has frames: one after the other.",
-            ),
-            ("heard", _number("integer", 0, worker_session_routes.NUMBER_MAX), "Tell me what comes behind so many frames."),
+            _WAIT,
+            ("said", _number("integer", 1, frames.NUMBER_MAX), _SESSION_NUMBER),
+            ("heard", _number("integer", 0, frames.NUMBER_MAX), "Confirms so many frames, and asks for those behind them."),
         ),
     ),
-    Route(
-        method="DELETE",
-        path=WORKER_PATH + "/{session}",
-        handle=worker_session_routes.leave_line,
-        kinds=WORKERS,
-        answer=dict[str, str],
-        errors=(404,),
-    ),
-    # -- large things, of clients and workers
-    _post(_BLOB, blobs.offer, kinds=BLOB_USERS, body=request_schemas.BlobOffer, answer=response_schemas.BlobHad, query=_WORKER),
-    Route(
-        method="PUT",
-        path=_BLOB,
-        handle=blobs.put,
-        kinds=BLOB_USERS,
-        content=_BYTES,
-        streamed=True,
-        answer=(response_schemas.BlobKept, response_schemas.BlobPart),
-        errors=(409,),
-        query=_WORKER,
-    ),
+    _route("DELETE", _SESSION, frames.end_session, kinds=WORKERS, errors=(404,)),
+    # -- blobs of clients and workers
+    _post(_BLOB, blobs.offer, kinds=BLOB_USERS, query=_WORKER),
+    _route("PUT", _BLOB, blobs.put, kinds=BLOB_USERS, content=_BYTES, streamed=True, errors=(409,), query=_WORKER),
     _get(
         _BLOB,
         blobs.get,
         kinds=BLOB_USERS,
-        binary=(_BYTES,),
+        media_types=(_BYTES,),
         partial=True,
-        query=(("job_id", _TEXT, "Whose input or result it is."), *_WORKER),
+        query=(("job_id", _TEXT, "The job whose input or result the blob is."), *_WORKER),
     ),
-    _post(
-        _BLOB + "/download",
-        presigned.download,
-        kinds=BLOB_USERS,
-        body=request_schemas.BlobWanted,
-        answer=response_schemas.BlobDownload,
-        errors=(404,),
-        query=_WORKER,
-    ),
-    _post(
-        _BLOB + "/upload",
-        presigned.upload,
-        kinds=BLOB_USERS,
-        body=request_schemas.BlobOffer,
-        answer=response_schemas.BlobUpload,
-        query=_WORKER,
-    ),
-    _post(
-        _BLOB + "/commit",
-        presigned.commit,
-        kinds=BLOB_USERS,
-        body=request_schemas.BlobOffer,
-        answer=response_schemas.BlobTaken,
-        query=_WORKER,
-    ),
-    _get("/metrics", metrics.scrape, kinds=ADMINS, text=True, errors=()),
+    _post(_BLOB + "/download", blobs.download, kinds=BLOB_USERS, errors=(404,), query=_WORKER),
+    _post(_BLOB + "/upload", blobs.upload, kinds=BLOB_USERS, query=_WORKER),
+    _post(_BLOB + "/commit", blobs.commit, kinds=BLOB_USERS, query=_WORKER),
+    _get("/metrics", v1.scrape, kinds=ADMINS, media_types=("text/plain",), errors=()),
 )

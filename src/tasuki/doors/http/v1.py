@@ -1,34 +1,93 @@
-"""/v1: the general client API, a thin face of what TCP clients ask."""
+"""/v1: the general client API in JSON, the same requests that TCP clients make. /healthz, /readyz, /metrics: for monitoring."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response, StreamingResponse
 
 from tasuki.core.job import TERMINAL, InputFile, JobSpec, State
-from tasuki.core.protocol import Acceptance
-from tasuki.doors.http.app_jobs import detail_of
 from tasuki.doors.http.clients import TokenConnection
-from tasuki.doors.http.context import RequestContext, refusal_of, submit, told
-from tasuki.doors.http.exchange import number, wait_of, whole_number
-from tasuki.doors.http.request_schemas import JobBody, JobsBody
-from tasuki.doors.http.response_schemas import AcceptedMany, JobAccepted, LogResponse
-from tasuki.errors import InvalidInput, NoResult, NotFinished
+from tasuki.doors.http.context import HttpContext, RequestContext, detail_of
+from tasuki.doors.http.exchange import BATCH_MAX, Error, JobId, error_of, number, wait_of, whole_number
+from tasuki.errors import InvalidInput, NoResult, NotFinished, TasukiError, Unavailable
 
 LOG_WAIT_MAX_S = 25.0
 OFFSET_MAX = 2**53
+STORE_TIMEOUT_S = 2.0
 ZIP_MAGIC = b"PK\x03\x04"
+FILTERS = ("state", "subject", "array_id", "worker_id", "text", "cursor")
 
 
-def _spec(call: RequestContext, body: JobBody) -> JobSpec:
+# ---------------------------------------------------------------------------------------------------- submit
+
+
+class FileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An input file, inline."""
+
+    name: str
+    data_base64: bytes
+
+
+class JobBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One job; see docs/concepts.md for each field. The payload is text, or base64."""
+
+    job_id: JobId | None = None
+    subject: str = "job.assign.default"
+    exec: str = ""
+    args: list[str] = []
+    env: dict[str, str] = {}
+    payload: str | None = None
+    payload_base64: bytes | None = None
+    files: list[FileBody] = []
+    timeout_s: float | None = None
+    max_retries: int = 3
+    max_losses: int = 3
+    backoff_s: float = 10.0
+    priority: int = 5
+    not_before: float | None = None
+    not_after: float | None = None
+    permanent_exit_codes: list[int] = []
+    retry_exit_codes: list[int] = []
+    headers: dict[str, str] = {}
+    array_id: str | None = None
+    on_failed: str = "return"
+
+
+class JobsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Several jobs, stored in one transaction."""
+
+    jobs: Annotated[list[JobBody], Meta(min_length=1, max_length=BATCH_MAX)]
+    on_failed: str = "return"
+
+
+class JobAccepted(msgspec.Struct, omit_defaults=True):
+    """The job is stored, now (`created`) or before. In a batch, a job that could not be stored has an error."""
+
+    job_id: str
+    state: str = ""
+    created: bool = False
+    error: Error | None = None
+
+
+class AcceptedMany(msgspec.Struct):
+    """The jobs in the order of the request."""
+
+    jobs: list[JobAccepted]
+
+
+def _spec(context: RequestContext, body: JobBody) -> JobSpec:
     if body.payload is not None and body.payload_base64 is not None:
         raise InvalidInput("a job has payload or payload_base64, not both")
     payload = body.payload_base64 if body.payload_base64 is not None else (body.payload or "").encode("utf-8", "surrogatepass")
     return JobSpec(
-        job_id=body.job_id or call.house.new_id(),
+        job_id=body.job_id or context.http.new_id(),
         subject=body.subject,
         exec=body.exec,
         args=tuple(body.args),
@@ -49,129 +108,98 @@ def _spec(call: RequestContext, body: JobBody) -> JobSpec:
     )
 
 
-def _accepted(spec: JobSpec, acceptance: Acceptance | None) -> JobAccepted:
-    if acceptance is None:
-        return JobAccepted(spec.job_id, State.PENDING, created=True)
-    return JobAccepted(spec.job_id, acceptance.state)
-
-
-async def submit_jobs(call: RequestContext) -> JobAccepted | AcceptedMany:
-    """One job, or {"jobs": [...]}."""
-    body: JobBody | JobsBody = call.body
-    bodies = body.jobs if isinstance(body, JobsBody) else [body]
-    specs = [_spec(call, one) for one in bodies]
-    call.house.metrics.submitted(len(specs))
-    async with call.house.clients.use(call.caller) as client:
-        acceptances = await submit(client, specs, body.on_failed)
-    if isinstance(body, JobBody):
-        refusal = refusal_of(acceptances[0])
-        if refusal is not None:
-            raise refusal
-        return _accepted(specs[0], acceptances[0])
+async def submit_jobs(context: RequestContext, body: JobBody | JobsBody) -> JobAccepted | AcceptedMany:
+    """Submit one job, or several as {"jobs": [...]}."""
+    specs = [_spec(context, one) for one in (body.jobs if isinstance(body, JobsBody) else [body])]
+    context.http.metrics.submitted(len(specs))
+    async with context.client() as client:
+        answers = await client.submit(specs, body.on_failed)
+    if isinstance(body, JobBody) and isinstance(answers[0], TasukiError):
+        raise answers[0]
     jobs = []
-    for spec, acceptance in zip(specs, acceptances, strict=True):
-        refusal = refusal_of(acceptance)
-        jobs.append(JobAccepted(spec.job_id, error=told(refusal)) if refusal is not None else _accepted(spec, acceptance))
-    return AcceptedMany(jobs)
+    for spec, answer in zip(specs, answers, strict=True):
+        if isinstance(answer, TasukiError):
+            jobs.append(JobAccepted(spec.job_id, error=error_of(answer)))
+        else:
+            state = answer.state if answer is not None else State.PENDING
+            jobs.append(JobAccepted(spec.job_id, state, created=answer is None))
+    return jobs[0] if isinstance(body, JobBody) else AcceptedMany(jobs)
 
 
-async def _ended_view(client: TokenConnection, call: RequestContext, wait_s: float, *, result: bool = False) -> dict[str, Any]:
-    """The job, after its end if that comes in time."""
-    [view] = await client.request("get", job_ids=[call.job_id], result=result)
+# ---------------------------------------------------------------------------------------------------- read
+
+
+async def get_job(context: RequestContext) -> dict[str, Any]:
+    """Return a job. With `?wait=25` the answer waits for the job's end."""
+    wait_s = wait_of(context.request)
+    async with context.client() as client:
+        return await _ended_view(client, context, wait_s)
+
+
+async def _ended_view(client: TokenConnection, context: RequestContext, wait_s: float, *, result: bool = False) -> dict[str, Any]:
+    """Return the job, after its end if that comes in time."""
+    [view] = await client.request("get", job_ids=[context.job_id], result=result)
     if wait_s and State(view["state"]) not in TERMINAL:
-        await client.until_ended(call.job_id, wait_s)
-        [view] = await client.request("get", job_ids=[call.job_id], result=result)
+        await client.until_ended(context.job_id, wait_s)
+        [view] = await client.request("get", job_ids=[context.job_id], result=result)
     found: dict[str, Any] = view
     return found
 
 
-async def get_job(call: RequestContext) -> dict[str, Any]:
-    """With `?wait=25` the answer comes when the job has ended."""
-    wait_s = wait_of(call.request)
-    async with call.house.clients.use(call.caller) as client:
-        return await _ended_view(client, call, wait_s)
-
-
-async def list_jobs(call: RequestContext) -> Any:
-    """Newest first. Filters: state (several), subject, array_id, worker_id, text; limit, cursor."""
-    query = call.request.query_params
-    filters: dict[str, Any] = {
-        name: query[name] for name in ("subject", "array_id", "worker_id", "text", "cursor") if name in query
-    }
-    if states := query.getlist("state"):
-        filters["states"] = states
-    unknown = set(query) - {"state", "subject", "array_id", "worker_id", "text", "cursor", "limit"}
+async def list_jobs(context: RequestContext) -> Any:
+    """List jobs, newest first. Filters: state (several), subject, array_id, worker_id, text; limit, cursor."""
+    query = context.request.query_params
+    unknown = set(query) - {*FILTERS, "limit"}
     if unknown:
         raise InvalidInput(f"there is no filter {min(unknown)[:40]!r}; left out, it would quietly find everything")
-    limit = whole_number(call.request, "limit", 50, 1000, least=1)
-    async with call.house.clients.use(call.caller) as client:
+    filters: dict[str, Any] = {name: query[name] for name in FILTERS[1:] if name in query}
+    if states := query.getlist("state"):
+        filters["states"] = states
+    limit = whole_number(context.request, "limit", 50, 1000, least=1)
+    async with context.client() as client:
         return await client.request("find", limit=limit, **filters)
 
 
-async def cancel_one(call: RequestContext) -> Any:
-    async with call.house.clients.use(call.caller) as client:
-        states = await client.cancel([call.job_id], call.body.reason)
-    return {"job_id": call.job_id, **states[call.job_id]}
+async def explain(context: RequestContext) -> Any:
+    """Explain why a job is in its state."""
+    async with context.client() as client:
+        return await client.request("explain", job_id=context.job_id)
 
 
-async def cancel_many(call: RequestContext) -> Any:
-    async with call.house.clients.use(call.caller) as client:
-        return {"jobs": await client.cancel(call.body.job_ids, call.body.reason)}
-
-
-async def requeue_one(call: RequestContext) -> Any:
-    async with call.house.clients.use(call.caller) as client:
-        states = await client.request("requeue", job_ids=[call.job_id], reason=call.body.reason)
-    return {"job_id": call.job_id, **states[call.job_id]}
-
-
-async def requeue_many(call: RequestContext) -> Any:
-    async with call.house.clients.use(call.caller) as client:
-        return {"jobs": await client.request("requeue", job_ids=call.body.job_ids, reason=call.body.reason)}
-
-
-async def explain(call: RequestContext) -> Any:
-    async with call.house.clients.use(call.caller) as client:
-        return await client.request("explain", job_id=call.job_id)
-
-
-async def stats(call: RequestContext) -> Any:
-    """For an administrator: jobs by group and state, workers, servers."""
-    async with call.house.clients.use(call.caller) as client:
+async def stats(context: RequestContext) -> Any:
+    """Count jobs by group and state, and describe workers and servers. For administrators."""
+    async with context.client() as client:
         groups = await client.request("counts")
         return {"groups": groups, "workers": await client.request("workers"), "servers": await client.request("servers")}
 
 
-async def result(call: RequestContext) -> Response:
-    """The bytes as they are: of a command a ZIP. Also of one that failed, if it left a result."""
-    wait_s = wait_of(call.request)
+async def result(context: RequestContext) -> Response:
+    """Return the bytes of a result, of a command a ZIP; also of a failed job, if it left one."""
+    wait_s = wait_of(context.request)
     stack = AsyncExitStack()
     try:
-        client = await stack.enter_async_context(call.house.clients.use(call.caller))
-        view = await _ended_view(client, call, wait_s, result=True)
-        outcome = view["outcome"]
-        if State(view["state"]) not in TERMINAL:
-            raise NotFinished(f"job {call.job_id!r} is {view['state']}; ask again later, or wait for it with ?wait=25")
-        if view["state"] != State.SUCCEEDED and (outcome is None or not outcome["result_bytes"]):
+        client = await stack.enter_async_context(context.client())
+        view = await _ended_view(client, context, wait_s, result=True)
+        outcome, state = view["outcome"], view["state"]
+        if State(state) not in TERMINAL:
+            raise NotFinished(f"job {context.job_id!r} is {state}; ask again later, or wait for it with ?wait=25")
+        if state != State.SUCCEEDED and (outcome is None or not outcome["result_bytes"]):
             error_code = outcome["error_code"] if outcome is not None else None
-            raise NoResult(
-                f"job {call.job_id!r} is {view['state']}: {detail_of(view)}", state=view["state"], error_code=error_code
-            )
-        headers = {"X-Tasuki-State": view["state"], "X-Content-Type-Options": "nosniff"}
+            raise NoResult(f"job {context.job_id!r} is {state}: {detail_of(view)}", state=state, error_code=error_code)
+        headers = {"X-Tasuki-State": state, "X-Content-Type-Options": "nosniff"}
         if not outcome["result_is_blob"]:
             data = outcome["result"] or b""
             return Response(data, 200, headers, _media_type(data))
         headers["Content-Length"] = str(outcome["result_bytes"])
-        pieces = client.talk.blob(outcome["result_sha256"], call.job_id)
-        first = await anext(pieces, b"")  # what cannot be read is an error, and no half answer
-        kept = stack.pop_all()
-        return StreamingResponse(stream(kept, first, pieces), 200, headers, _media_type(first))
+        pieces = client.connection.blob(outcome["result_sha256"], context.job_id)
+        first = await anext(pieces, b"")  # a blob that cannot be read is an error instead of half an answer
+        return StreamingResponse(stream(stack.pop_all(), first, pieces), 200, headers, _media_type(first))
     finally:
         await stack.aclose()
 
 
 async def stream(kept: AsyncExitStack, first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """An answer's body; what it needs is kept until its end."""
+    """Yield the body of an answer, and keep open what it needs until its end."""
     async with kept:
         yield first
         async for piece in rest:
@@ -182,18 +210,115 @@ def _media_type(data: bytes) -> str:
     return "application/zip" if data.startswith(ZIP_MAGIC) else "application/octet-stream"
 
 
-async def logs(call: RequestContext) -> LogResponse:
-    """What a command wrote to a stream, from an offset on; with `?wait=25` not before there is something new."""
-    query = call.request.query_params
+class LogResponse(msgspec.Struct, kw_only=True):
+    """A part of a log, from `offset` on; read on at `next`."""
+
+    stream: str
+    attempt: int
+    offset: int
+    next: int
+    cut_bytes: int
+    """Bytes before `offset` that are not kept."""
+    data_base64: bytes
+    text: str
+    state: str
+    ended: bool
+    """The job has ended: the rest is in its result."""
+    progress: float | None
+    progress_text: str
+    elsewhere: list[str] = []
+    """The servers to ask instead: the job runs there."""
+
+
+async def logs(context: RequestContext) -> LogResponse:
+    """Read a stream of a command's output from an offset on; with `?wait=25` the answer waits for new output."""
     params: dict[str, Any] = {
-        "job_id": call.job_id,
-        "stream": query.get("stream", "stdout"),
-        "offset": whole_number(call.request, "offset", 0, OFFSET_MAX),
-        "attempt": whole_number(call.request, "attempt", 0, OFFSET_MAX),
-        "wait_s": number(call.request, "wait", 0.0, LOG_WAIT_MAX_S),
+        "job_id": context.job_id,
+        "stream": context.request.query_params.get("stream", "stdout"),
+        "offset": whole_number(context.request, "offset", 0, OFFSET_MAX),
+        "attempt": whole_number(context.request, "attempt", 0, OFFSET_MAX),
+        "wait_s": number(context.request, "wait", 0.0, LOG_WAIT_MAX_S),
     }
-    async with call.house.clients.use(call.caller) as client:
+    async with context.client() as client:
         part = await client.request("logs", **params)
     known = {name: part[name] for name in LogResponse.__struct_fields__ if name in part}
     data: bytes = part["data"]
     return LogResponse(**{**known, "data_base64": data, "text": data.decode("utf-8", "replace")})
+
+
+# ---------------------------------------------------------------------------------------------------- change
+
+
+class JobIds(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The jobs, and the reason that is recorded."""
+
+    job_ids: Annotated[list[JobId], Meta(min_length=1, max_length=BATCH_MAX)]
+    reason: str = ""
+
+
+class ReasonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The reason that is recorded."""
+
+    reason: str = ""
+
+
+async def cancel_one(context: RequestContext, body: ReasonBody) -> Any:
+    """Cancel a job."""
+    async with context.client() as client:
+        states = await client.cancel([context.job_id], body.reason)
+    return {"job_id": context.job_id, **states[context.job_id]}
+
+
+async def cancel_many(context: RequestContext, body: JobIds) -> Any:
+    """Cancel several jobs."""
+    async with context.client() as client:
+        return {"jobs": await client.cancel(body.job_ids, body.reason)}
+
+
+async def requeue_one(context: RequestContext, body: ReasonBody) -> Any:
+    """Run a job again that has ended."""
+    async with context.client() as client:
+        states = await client.request("requeue", job_ids=[context.job_id], reason=body.reason)
+    return {"job_id": context.job_id, **states[context.job_id]}
+
+
+async def requeue_many(context: RequestContext, body: JobIds) -> Any:
+    """Run several jobs again that have ended."""
+    async with context.client() as client:
+        return {"jobs": await client.request("requeue", job_ids=body.job_ids, reason=body.reason)}
+
+
+# ---------------------------------------------------------------------------------------------------- monitoring
+
+
+class Health(msgspec.Struct):
+    """The server is there."""
+
+    status: str = "ok"
+
+
+async def healthz(http: HttpContext) -> Health:
+    """Answer: the process is alive."""
+    return Health()
+
+
+async def readyz(http: HttpContext) -> Health:
+    """Answer if the store works and there is room; else 503. The reason is general: the caller has shown no token."""
+    broker = http.server.broker
+    if broker.disk_problem:
+        raise Unavailable("there is too little space for new jobs")
+    if broker.store_problem:
+        raise Unavailable("the store does not take writes")
+    try:
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            await http.server.ask(lambda reader: reader.epoch())
+    except TimeoutError:
+        raise Unavailable("the store does not answer") from None
+    return Health("ready")
+
+
+async def scrape(context: RequestContext) -> Response:
+    """Return metrics for Prometheus. For administrators."""
+    counts = await context.http.server.ask(lambda reader: reader.counts())
+    text = context.http.metrics.text(counts, context.http.server.broker)
+    return Response(text, 200, media_type=CONTENT_TYPE_LATEST)

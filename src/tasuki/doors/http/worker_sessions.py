@@ -1,8 +1,8 @@
-"""The sessions of workers that speak the wire protocol over HTTP, each with a virtual connection behind it.
+"""Sessions of workers that speak the wire protocol over HTTP, each with a virtual connection behind it.
 
-Theory of operation. What was said under a number is done once, however often it comes. What was told is kept until the worker
-says that it has heard it. So a request or an answer that is lost on the way costs nothing but its repeat. The session ends with
-the virtual connection: the server hangs up, the worker leaves, or nothing is heard of it any more.
+Theory of operation. Messages that a worker sends under a number are carried out once, however often they come. Messages for the
+worker are kept until it confirms them. So a request or an answer that is lost on the way costs nothing but its repetition. The
+session ends with the virtual connection: the server closes it, the worker leaves, or no request comes any more.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tasuki.errors import NotFound, OutOfTurn, Overloaded, TasukiError, Unavaila
 from tasuki.net.tcp_link import encode_answer
 from tasuki.server.server import Server
 
-LINES_MAX = REQUESTS_MAX * 3 // 4  # each has a poll open; what they say, and everybody else, needs room beside them
-KEPT_S = 20.0  # a session of which nothing is heard, and one that has ended, so that its worker can still hear why
-LEFT_S = 5.0  # one whose worker hung up in the middle of a poll; if it lives it comes back at once
-KEPT_MAX_BYTES = 32 * 1024 * 1024  # of what was told and not heard; far above what a worker's credit can lead to
+SESSIONS_MAX = REQUESTS_MAX * 3 // 4  # each has a poll open; their other requests, and other peers, need room beside them
+KEPT_S = 20.0  # a session without requests, and an ended one, so that its worker can still read why
+LEFT_S = 5.0  # one whose worker disconnected during a poll; a live one comes back at once
+KEPT_MAX_BYTES = 32 * 1024 * 1024  # of frames that are not confirmed; far above what a worker's credit can lead to
 UNKNOWN = "this session is not known here any more; say Hello again"
 ANSWER_MAX_BYTES = 4 * 1024 * 1024  # of one answer; the rest comes with the next
 
@@ -38,58 +38,58 @@ class HttpWorkerSession:
         self.users = 0
         self.used_at = server.now().monotonic
         self.closed = False
-        self._server = server
-        self._talk = VirtualConnection(server, caller.address, self._hear, self._on_close)
+        self._connection = VirtualConnection(server, caller.address, self._on_message, self._on_close)
         self._codec: str | None = None
         self._said = 0
+        """Number of the last request with frames."""
         self._saying = asyncio.Lock()
         self._kept: deque[bytes] = deque()
         """Frames that the worker has not confirmed; the first has the number `_confirmed + 1`."""
         self._kept_bytes = 0
         self._confirmed = 0
         self._assigned: deque[tuple[int, list[Claim]]] = deque()
-        """By the number of their frame, attempts that were in no answer yet."""
+        """(number of the frame, its attempts) of assignments that were in no answer yet."""
         self._known: set[str] = set()
-        """Leases that the worker may have heard of, and has not spoken the last word on. The broker sends them again where no
-        sign of them came back: that such a frame was not heard says nothing."""
+        """Leases that the worker may have received and not ended. The broker sends an assignment again if no sign of it came
+        back: that such a repeated frame was not confirmed proves nothing."""
         self._has_left = False
         self._poll: asyncio.Future[None] | None = None
         self._why: TasukiError | None = None
 
     async def greet(self, hello: HelloWorker) -> Welcome:
-        """Come in, or the error with which the server hung up."""
-        welcome = await self._talk.ask(hello.msg_id, hello)
+        """Send the Hello and return the Welcome; raise the error with which the server closed the connection."""
+        welcome = await self._connection.ask(hello)
         assert isinstance(welcome, Welcome)
         self._codec = welcome.codecs[0] if welcome.codecs else None
-        return msgspec.structs.replace(welcome, servers=())  # its way leads through this door, whatever is behind it
+        return msgspec.structs.replace(welcome, servers=())  # the worker's way leads through this door
 
-    # ------------------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------------------ from the worker
 
     async def say(self, number: int, messages: list[Message]) -> None:
-        """Done once: the number before is the last one that counts, and its repeat is only answered."""
+        """Carry out the messages of request `number` once; a repetition of the last request is only answered."""
         async with self._saying:
             if number == self._said:
                 return
             if number != self._said + 1:
                 raise OutOfTurn(f"said={number} is out of turn: the last one was {self._said}; begin a new session")
-            await self._talk.flow()
+            await self._connection.flow()
             self._said = number
             for message in messages:
-                if isinstance(message, ErrorMessage):  # a request that is newer than this server
-                    self._hear(message)
+                if isinstance(message, ErrorMessage):  # stands for a request that is newer than this server
+                    self._on_message(message)
                 else:
-                    self._forget(message)
-                    self._talk.tell(message)
+                    self._forget_ended(message)
+                    self._connection.tell(message)
 
-    def _forget(self, message: Message) -> None:
+    def _forget_ended(self, message: Message) -> None:
         if isinstance(message, JobsFinished):
             self._known.difference_update(ending.lease_id for ending in message.endings)
         elif isinstance(message, JobsReleased):
             self._known.difference_update(claim.lease_id for claim in message.claims)
 
-    # ------------------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------------------ to the worker
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         frame = encode_answer(message, self._codec)
         self._kept.append(frame)
         self._kept_bytes += len(frame)
@@ -100,24 +100,21 @@ class HttpWorkerSession:
             self._kept.clear()
             self._kept_bytes = 0
             self.leave(Overloaded(f"this worker has not heard more than {KEPT_MAX_BYTES} bytes of what it was told"))
-        self._wake()
+        if self._poll is not None and not self._poll.done():
+            asyncio.get_running_loop().call_soon(_finish, self._poll)  # after all messages of the same turn
 
     def _on_close(self, error: TasukiError) -> None:
         self.closed = True
-        told = self._why or discreet(error)
-        self._hear(ErrorMessage(0, told.code, told.message, told.details()))
-
-    def _wake(self) -> None:
-        if self._poll is not None and not self._poll.done():
-            asyncio.get_running_loop().call_soon(_done, self._poll)  # what comes in the same turn goes with it
+        why = self._why or discreet(error)
+        self._on_message(ErrorMessage(0, why.code, why.message, why.details()))
 
     async def listen(self, heard: int, wait_s: float, left: asyncio.Future[None]) -> list[bytes]:
-        """What the worker has not heard yet, as soon as there is something; nothing when the time is over."""
+        """Return the frames behind number `heard`, as soon as there are some; none when the time is over."""
         self._confirm(heard)
         if self.closed and not self._kept:
             raise NotFound(f"{UNKNOWN}: it has ended, as it was told")
-        if self._poll is not None:  # the worker gave that one up
-            _done(self._poll)
+        if self._poll is not None:  # abandoned by the worker
+            _finish(self._poll)
         poll = self._poll = asyncio.get_running_loop().create_future()
         self._has_left = False
         try:
@@ -152,69 +149,70 @@ class HttpWorkerSession:
         return frames
 
     def is_silent(self, now: float) -> bool:
-        """Nothing was heard of it for longer than a worker takes that lives."""
+        """Return if no request came for longer than a live worker pauses."""
         return not self.users and now - self.used_at > (LEFT_S if self._has_left else KEPT_S)
 
     def leave(self, why: TasukiError) -> None:
-        """This side ends it; `why` is for the worker. What it has certainly not heard of goes to others at once."""
+        """End the session from this side; `why` is for the worker. Attempts that it cannot know of are released at once."""
         self._why = why
-        unheard = [claim for _, claims in self._assigned for claim in claims if claim.lease_id not in self._known]
-        if unheard and not self.closed:
-            self._talk.tell(JobsReleased(unheard, "its worker is gone"))
-        self._talk.leave()
+        unknown = [claim for _, claims in self._assigned for claim in claims if claim.lease_id not in self._known]
+        if unknown and not self.closed:
+            self._connection.tell(JobsReleased(unknown, "its worker is gone"))
+        self._connection.leave()
 
 
-def _done(poll: asyncio.Future[None]) -> None:
+def _finish(poll: asyncio.Future[None]) -> None:
     if not poll.done():
         poll.set_result(None)
 
 
-class Lines:
-    """All sessions at this server, by their names."""
+class WorkerSessions:
+    """All worker sessions at this server, by name."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._lines: dict[str, HttpWorkerSession] = {}
+        self._sessions: dict[str, HttpWorkerSession] = {}
 
     async def open(self, caller: Caller, hello: HelloWorker) -> tuple[HttpWorkerSession, Welcome]:
-        """A new session; the broker sees to it that an older one of the same worker ends."""
-        if len(self._lines) >= LINES_MAX:
-            for line in [line for line in self._lines.values() if line.closed]:
-                self.drop(line, "it has ended")
-        if len(self._lines) >= LINES_MAX:
-            raise Overloaded(f"this server has {LINES_MAX} workers; try again later, or another server")
-        line = HttpWorkerSession(self._server, caller)
-        line.users = 1  # the store may take its time
-        self._lines[line.name] = line
+        """Open a session; the broker ends an older one of the same worker."""
+        if len(self._sessions) >= SESSIONS_MAX:
+            for session in [session for session in self._sessions.values() if session.closed]:
+                self.drop(session, "it has ended")
+        if len(self._sessions) >= SESSIONS_MAX:
+            raise Overloaded(f"this server has {SESSIONS_MAX} workers; try again later, or another server")
+        session = HttpWorkerSession(self._server, caller)
+        session.users = 1  # not silent while the store takes its time
+        self._sessions[session.name] = session
         try:
-            return line, await line.greet(msgspec.structs.replace(hello, token=caller.secret))
+            return session, await session.greet(msgspec.structs.replace(hello, token=caller.secret))
         except BaseException:
-            self.drop(line, "it was not let in")
+            self.drop(session, "it was not let in")
             raise
         finally:
-            line.users = 0
-            line.used_at = self._server.now().monotonic
+            session.users = 0
+            session.used_at = self._server.now().monotonic
 
     def of(self, caller: Caller, name: str) -> HttpWorkerSession:
-        """Another worker's session is as unknown as one that there never was."""
-        line = self._lines.get(name)
-        if line is None or line.owner != caller.sha256:
+        """Return the caller's session; another caller's session is as unknown as one that never was."""
+        session = self._sessions.get(name)
+        if session is None or session.owner != caller.sha256:
             raise UnknownSession(f"{UNKNOWN}: the server was started again, or another one has it")
-        return line
+        return session
 
-    def drop(self, line: HttpWorkerSession, why: str) -> None:
-        line.leave(Unavailable(f"the session was ended: {why}"))
-        self._lines.pop(line.name, None)
+    def drop(self, session: HttpWorkerSession, why: str) -> None:
+        """End a session and forget it."""
+        session.leave(Unavailable(f"the session was ended: {why}"))
+        self._sessions.pop(session.name, None)
 
     def tick(self) -> None:
-        """Forget those of which nothing was heard lately."""
+        """Drop the sessions that are silent."""
         now = self._server.now().monotonic
-        for line in list(self._lines.values()):
-            if line.is_silent(now):
-                self.drop(line, f"nothing was heard for {now - line.used_at:.0f} s")
+        for session in list(self._sessions.values()):
+            if session.is_silent(now):
+                self.drop(session, f"nothing was heard for {now - session.used_at:.0f} s")
 
     def close(self) -> None:
-        """Those who wait hear that it is over; their next requests find nothing."""
-        for line in list(self._lines.values()):
-            line.leave(Unavailable("the server is going down; try again"))
-        self._lines.clear()
+        """End all sessions; waiting polls are answered, later requests find no session."""
+        for session in list(self._sessions.values()):
+            session.leave(Unavailable("the server is going down; try again"))
+        self._sessions.clear()

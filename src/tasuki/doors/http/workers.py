@@ -1,10 +1,10 @@
-"""Those who run jobs over HTTP: one virtual worker connection per worker_id at this server, kept while it is heard of.
+"""Workers of apps over HTTP: one virtual worker connection per worker_id at this server, kept while requests come.
 
-A lease request is credit for as long as it waits; when it ends, what was not used is taken back. A job that comes when nobody
-waits any more is given back unstarted, and costs it nothing. What was handed out is noted as started a little later, unless it
-has ended by then, so that a short job costs one write less.
+A lease request is credit for as long as it waits; at its end the unused credit is taken back. A job that is assigned when no
+request waits any more is released unstarted, which costs it no attempt. A leased job is reported as started a little later,
+unless it has ended by then, so that a short job costs one write less.
 
-The lease_id that a worker sees is `<lease_id>.<attempt>`: with it any server can renew or record the attempt, whichever
+The lease_id that a worker sees is `<lease_id>.<attempt>`: with it any server can renew or record the attempt, whichever server
 granted it.
 """
 
@@ -40,24 +40,24 @@ from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, VirtualConnec
 from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailable
 from tasuki.server.server import Server
 
-INCARNATION = "http"  # its leases live by the renewals of each; a process that starts again does not know the old ones
+INCARNATION = "http"  # each lease lives by its own renewals; a worker process that starts again does not know the old ones
 STARTED_AFTER_S = 0.5  # below what the server waits before it delivers an assignment again
 WAITING_MAX = 16  # lease requests of one worker at once
-LATEST_REPORTS_S = 60.0  # how long a lease that was handed out is remembered beyond its ttl
+LATEST_REPORTS_S = 60.0  # how long an answered lease is remembered beyond its ttl
 
 
-class Handed(msgspec.Struct):
-    """A lease that some request was answered with."""
+class AnsweredLease(msgspec.Struct):
+    """A lease that a request was answered with."""
 
     claim: Claim
     at_wall: float
     until: float
-    """When it is forgotten, whatever became of it."""
+    """When it is forgotten, however the attempt ended."""
     started: bool = False
 
 
-class _Waiting:
-    """A lease request."""
+class _LeaseRequest:
+    """A lease request that waits for jobs."""
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
@@ -74,27 +74,28 @@ class _Waiting:
 
 
 def shown_lease_id(grant: Grant) -> str:
+    """Return the lease_id as workers see it."""
     return f"{grant.lease_id}.{grant.attempt}"
 
 
 def claim_of(job_id: str, lease_id: str) -> Claim:
-    """What a worker shows; a lease_id that is none is one that nobody holds."""
+    """Return the claim that a worker shows; a malformed lease_id becomes one that nobody holds."""
     inner, _, attempt = lease_id.rpartition(".")
     is_number = attempt.isascii() and attempt.isdecimal() and len(attempt) <= 18
     return Claim(job_id, inner, int(attempt)) if is_number else Claim(job_id, "", 0)
 
 
-def _note_error(looked: asyncio.Future[Message]) -> None:
-    """Seen, whether or not it is the answer: where jobs came all the same, it is not."""
+def _retrieve_error(looked: asyncio.Future[Message]) -> None:
+    """Mark the error as retrieved: where jobs came all the same, it is not the answer."""
     if not looked.cancelled():
         looked.exception()
 
 
-def _raise_if_refused(talk: VirtualConnection, looked: asyncio.Future[Message]) -> None:
-    """There is no job: because the token is over, because the store does not answer, or because there is none."""
-    if isinstance(talk.closed, Unauthorized):
-        raise talk.closed
-    if looked.done() and not looked.cancelled() and talk.closed is None:
+def _raise_if_refused(connection: VirtualConnection, looked: asyncio.Future[Message]) -> None:
+    """Raise the reason why there is no job, if it is an ended token or a store that does not answer."""
+    if isinstance(connection.closed, Unauthorized):
+        raise connection.closed
+    if looked.done() and not looked.cancelled() and connection.closed is None:
         looked.result()
 
 
@@ -106,10 +107,10 @@ class HttpWorker:
         self.users = 0
         self.used_at = 0.0
         self._server = server
-        self._talk: VirtualConnection | None = None
+        self._connection: VirtualConnection | None = None
         self._opening: asyncio.Future[VirtualConnection] | None = None
-        self._waiting: deque[_Waiting] = deque()
-        self._handed: dict[str, Handed] = {}
+        self._waiting: deque[_LeaseRequest] = deque()
+        self._answered: dict[str, AnsweredLease] = {}
         self._reports: defaultdict[str, list[asyncio.Future[str | None]]] = defaultdict(list)
         self._starting: asyncio.TimerHandle | None = None
         self._beat_at = 0.0
@@ -123,17 +124,17 @@ class HttpWorker:
         self.used_at = self._server.now().monotonic
 
     async def _open(self, caller: Caller) -> VirtualConnection:
-        """The connection, new if there is none. Several requests may want it at once."""
-        if self._talk is not None:
-            return self._talk
+        """Return the connection, opened if there is none. Several requests may want it at once."""
+        if self._connection is not None:
+            return self._connection
         if self._opening is None or self._opening.done():
             self._opening = asyncio.ensure_future(self._dial(caller))
         return await asyncio.shield(self._opening)
 
     async def _dial(self, caller: Caller) -> VirtualConnection:
-        talk = VirtualConnection(self._server, caller.address, self._hear, self._closed)
+        connection = VirtualConnection(self._server, caller.address, self._on_message, self._on_close)
         hello = HelloWorker(
-            msg_id=talk.next_id(),
+            msg_id=connection.next_id(),
             worker_id=self.worker_id,
             incarnation=INCARNATION,
             token=caller.secret,
@@ -145,95 +146,93 @@ class HttpWorker:
             takes=Takes.HANDLERS,
         )
         try:
-            await talk.hello(hello)
+            await connection.ask(hello)
         except BaseException:
-            talk.leave()
+            connection.leave()
             raise
-        self._talk = talk
-        return talk
+        self._connection = connection
+        return connection
 
     # ------------------------------------------------------------------------------------------------ lease
 
-    async def lease(self, caller: Caller, wanted: int, wait_s: float, gone: asyncio.Future[None]) -> list[Grant]:
-        """Up to `wanted` jobs, as soon as there is one; none when the time is over, or the one who asked is `gone`."""
-        talk = await self._open(caller)
+    async def lease(self, caller: Caller, wanted: int, wait_s: float, left: asyncio.Future[None]) -> list[Grant]:
+        """Lease up to `wanted` jobs, as soon as there is one; none when the time is over, or the peer has left."""
+        connection = await self._open(caller)
         if len(self._waiting) >= WAITING_MAX:
             raise TooManyRequests(f"worker {self.worker_id!r} has {WAITING_MAX} lease requests open; wait for their answers")
-        waiting = _Waiting(wanted)
-        self._waiting.append(waiting)
-        talk.tell(GiveCredit(wanted))
-        msg_id = talk.next_id()
-        looked = asyncio.ensure_future(talk.ask(msg_id, Heartbeat(msg_id)))
-        looked.add_done_callback(_note_error)
-        ends: set[asyncio.Future[Any]] = {waiting.over, gone}
+        request = _LeaseRequest(wanted)
+        self._waiting.append(request)
+        connection.tell(GiveCredit(wanted))
+        looked = asyncio.ensure_future(connection.ask(Heartbeat(connection.next_id())))
+        looked.add_done_callback(_retrieve_error)
+        ends: set[asyncio.Future[Any]] = {request.over, left}
         is_wanted = False
         try:
             if wait_s:
                 await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            # It stands in the same turn as the credit: once it is answered, what there was has come. Whoever left before that,
-            # because the time was short, would have the job given back that was just granted.
+            # The heartbeat is in the same turn as the credit: once it is answered, all jobs that there were have come. To end
+            # before that, because the time was short, would release a job that was just granted.
             await asyncio.wait({*ends, looked}, return_when=asyncio.FIRST_COMPLETED)
-            is_wanted = not gone.done()
+            is_wanted = not left.done()
         finally:
-            self._waiting.remove(waiting)
-            waiting.end()
-            if unused := wanted - len(waiting.grants):
-                talk.tell(GiveCredit(-unused))
-            if not is_wanted and waiting.grants:
-                self._give_back(talk, waiting.grants)
-                waiting.grants = []
+            self._waiting.remove(request)
+            request.end()
+            if unused := wanted - len(request.grants):
+                connection.tell(GiveCredit(-unused))
+            if not is_wanted and request.grants:
+                self._release(connection, request.grants)
+                request.grants = []
             if not looked.done():
                 looked.cancel()
-        if not waiting.grants:
-            _raise_if_refused(talk, looked)
-        self._note(waiting.grants)
-        return waiting.grants
+        if not request.grants:
+            _raise_if_refused(connection, looked)
+        self._note_answered(request.grants)
+        return request.grants
 
-    def _note(self, grants: Sequence[Grant]) -> None:
-        """These are on their way to the worker."""
+    def _note_answered(self, grants: Sequence[Grant]) -> None:
         now = self._server.now()
         until = now.monotonic + self.ttl_s + LATEST_REPORTS_S
         for grant in grants:
-            self._handed[grant.lease_id] = Handed(Claim(grant.job_id, grant.lease_id, grant.attempt), now.wall, until)
+            claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
+            self._answered[grant.lease_id] = AnsweredLease(claim, now.wall, until)
         if grants and self._starting is None:
-            self._starting = asyncio.get_running_loop().call_later(STARTED_AFTER_S, self._start)
+            self._starting = asyncio.get_running_loop().call_later(STARTED_AFTER_S, self._report_started)
 
-    def _start(self) -> None:
-        """Tell the server what has been handed out and is not over yet."""
+    def _report_started(self) -> None:
+        """Report the leases as started that were answered and have not ended yet."""
         self._starting = None
-        fresh = [handed for handed in self._handed.values() if not handed.started]
-        for handed in fresh:
-            handed.started = True
-        if fresh and self._talk is not None:
-            self._talk.tell(JobsStarted([handed.claim for handed in fresh]))
+        fresh = [lease for lease in self._answered.values() if not lease.started]
+        for lease in fresh:
+            lease.started = True
+        if fresh and self._connection is not None:
+            self._connection.tell(JobsStarted([lease.claim for lease in fresh]))
 
     def _assigned(self, message: AssignJobs) -> None:
         unwanted = []
         for grant in message.grants:
-            if grant.lease_id in self._handed:  # delivered again, and it was handed out
+            if grant.lease_id in self._answered:  # delivered again
                 continue
-            waiting = next((one for one in self._waiting if one.room), None)
-            if waiting is None:
+            request = next((one for one in self._waiting if one.room), None)
+            if request is None:
                 unwanted.append(grant)
             else:
-                waiting.grants.append(grant)
-        for waiting in self._waiting:
-            if waiting.grants and not waiting.over.done():
-                asyncio.get_running_loop().call_soon(waiting.end)  # what comes with it in the same turn is its too
-        if unwanted and self._talk is not None:
-            self._give_back(self._talk, unwanted)
+                request.grants.append(grant)
+        for request in self._waiting:
+            if request.grants and not request.over.done():
+                asyncio.get_running_loop().call_soon(request.end)  # after all jobs of the same turn
+        if unwanted and self._connection is not None:
+            self._release(self._connection, unwanted)
 
-    def _give_back(self, talk: VirtualConnection, grants: Sequence[Grant]) -> None:
+    def _release(self, connection: VirtualConnection, grants: Sequence[Grant]) -> None:
         claims = [Claim(grant.job_id, grant.lease_id, grant.attempt) for grant in grants]
-        talk.tell(JobsReleased(claims, "the lease request that it came for was over"))
+        connection.tell(JobsReleased(claims, "the lease request that it came for was over"))
 
     # ------------------------------------------------------------------------------------------------ renew, report
 
     async def renew(self, caller: Caller, claims: Sequence[Claim]) -> list[LeaseStatus]:
-        """How each lease stands, after the renewal."""
-        talk = await self._open(caller)
-        msg_id = talk.next_id()
-        answer = await talk.ask(msg_id, Heartbeat(msg_id, list(claims)))
+        """Renew leases and return the status of each."""
+        connection = await self._open(caller)
+        answer = await connection.ask(Heartbeat(connection.next_id(), list(claims)))
         assert isinstance(answer, HeartbeatAnswer)
         cancel, lost = set(answer.cancel), set(answer.lost)
         return [
@@ -242,27 +241,27 @@ class HttpWorker:
         ]
 
     async def put_blob(self, caller: Caller, data: bytes) -> BlobRef:
-        """A result that is too large for the store's row."""
+        """Store a result that is too large for the store's row."""
         return await (await self._open(caller)).put_blob(data)
 
     async def report(self, caller: Caller, reports: Sequence[tuple[Claim, Outcome]]) -> list[str | None]:
-        """None where it was recorded (or is an exact repeat), else why it is fenced."""
-        talk = await self._open(caller)
-        await talk.flow()
+        """Report ends of attempts; for each return None if it was recorded (or repeated exactly), else why it is fenced."""
+        connection = await self._open(caller)
+        await connection.flow()
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[str | None]] = []
         endings = []
         for claim, outcome in reports:
-            handed = self._handed.pop(claim.lease_id, None)
-            started_at = handed.at_wall if handed is not None else None
+            lease = self._answered.pop(claim.lease_id, None)
+            started_at = lease.at_wall if lease is not None else None
             endings.append(Ending(claim.job_id, claim.lease_id, claim.attempt, outcome, started_at))
             answers.append(loop.create_future())
             self._reports[claim.lease_id].append(answers[-1])
         try:
-            talk.tell(JobsFinished(endings))
+            connection.tell(JobsFinished(endings))
             _, waiting = await asyncio.wait(answers, timeout=ANSWER_TIMEOUT_S)
             if waiting:
-                raise talk.closed or Unavailable("the store has not recorded it yet; send it again")
+                raise connection.closed or Unavailable("the store has not recorded it yet; send it again")
             return [answer.result() for answer in answers]
         finally:
             for (claim, _), answer in zip(reports, answers, strict=True):
@@ -283,18 +282,18 @@ class HttpWorker:
                 answer.set_result(reason)
 
     async def rotate(self, caller: Caller, token_id: str, sha256: str) -> dict[str, Any]:
-        """Exchange the token; what the new one is. The connection ends with the old one."""
-        talk = await self._open(caller)
-        msg_id = talk.next_id()
-        answer = await talk.ask(msg_id, Request(msg_id, "worker.rotate", {"token_id": token_id, "sha256": sha256}))
+        """Exchange the token and return the facts of the new one. The connection ends with the old token."""
+        connection = await self._open(caller)
+        params = {"token_id": token_id, "sha256": sha256}
+        answer = await connection.ask(Request(connection.next_id(), "worker.rotate", params))
         self.leave()
         assert isinstance(answer, Reply)
-        told: dict[str, Any] = answer.body
-        return told
+        token: dict[str, Any] = answer.body
+        return token
 
     # ------------------------------------------------------------------------------------------------ life
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case AssignJobs():
                 self._assigned(message)
@@ -304,36 +303,38 @@ class HttpWorker:
                 for lease_id, reason in message.fenced:
                     self._recorded(lease_id, reason)
             case _:
-                """Cancels are told with the next renewal."""
+                """Cancels come with the answer to the next renewal."""
 
-    def _closed(self, error: TasukiError) -> None:
-        """The server hung up, or we did: whoever waits asks again, and finds out with which answer."""
-        self._talk = None
-        for waiting in self._waiting:
-            waiting.end()
+    def _on_close(self, error: TasukiError) -> None:
+        """End all waiting requests; their workers ask again and get an answer from a new connection."""
+        self._connection = None
+        for request in self._waiting:
+            request.end()
         for answers in self._reports.values():
             for answer in answers:
                 if not answer.done():
                     answer.set_exception(error)
 
     def tick(self, now: float) -> None:
-        if self._handed:
-            for lease_id in [lease_id for lease_id, handed in self._handed.items() if handed.until < now]:
-                del self._handed[lease_id]
-        if self._waiting and self._talk is not None and now - self._beat_at > self.ttl_s / 4:
+        """Forget old leases, and send a heartbeat while lease requests wait."""
+        if self._answered:
+            for lease_id in [lease_id for lease_id, lease in self._answered.items() if lease.until < now]:
+                del self._answered[lease_id]
+        if self._waiting and self._connection is not None and now - self._beat_at > self.ttl_s / 4:
             self._beat_at = now
-            self._talk.tell(Heartbeat(self._talk.next_id()))
+            self._connection.tell(Heartbeat(self._connection.next_id()))
 
     def leave(self) -> None:
+        """Close the connection, after everything was reported."""
         if self._starting is not None:
             self._starting.cancel()
-            self._start()
-        if self._talk is not None:
-            self._talk.leave()
+            self._report_started()
+        if self._connection is not None:
+            self._connection.leave()
 
 
 class Workers:
-    """All workers that were heard of lately."""
+    """All app workers that sent a request lately."""
 
     def __init__(self, server: Server, ttl_s: float) -> None:
         self._server = server
@@ -341,7 +342,7 @@ class Workers:
         self._workers: dict[str, HttpWorker] = {}
 
     def of(self, worker_id: str, subject: str) -> HttpWorker:
-        """`with workers.of(...) as worker:`"""
+        """Return the worker, to be used in `with`."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.subject != subject:
             if worker is not None:
@@ -350,6 +351,7 @@ class Workers:
         return worker
 
     def tick(self) -> None:
+        """Close the connections of workers that sent no request for a lease's lifetime."""
         now = self._server.now().monotonic
         for worker_id, worker in list(self._workers.items()):
             worker.tick(now)
@@ -358,6 +360,7 @@ class Workers:
                 del self._workers[worker_id]
 
     def close(self) -> None:
+        """Close all connections."""
         for worker in self._workers.values():
             worker.leave()
         self._workers.clear()

@@ -118,7 +118,7 @@ class Line:
 
     @property
     def line(self) -> worker_sessions.HttpWorkerSession | None:
-        return self.stage.door._house.lines._lines.get(self.name)
+        return self.stage.door._http.sessions._sessions.get(self.name)
 
     @property
     def credit(self) -> int | None:
@@ -198,13 +198,13 @@ def test_what_is_no_hello_of_a_worker_opens_nothing(stage: Stage, body: bytes) -
     ],
 )
 def test_a_hello_that_is_refused_is_told_as_over_tcp_and_leaves_nothing(stage: Stage, hello: dict[str, Any], code: str) -> None:
-    before = len(stage.door._house.lines._lines)
+    before = len(stage.door._http.sessions._sessions)
 
     line = Line(stage, stage.create_token("worker", scope=["mine.>"]), **{"patterns": ("mine.here",), **hello})
 
     assert error_of(told(line.opened)) == code
     assert not line.name
-    assert len(stage.door._house.lines._lines) == before
+    assert len(stage.door._http.sessions._sessions) == before
 
 
 def test_a_token_that_is_bound_to_one_worker_is_not_anothers(stage: Stage) -> None:
@@ -222,13 +222,13 @@ def test_there_is_a_limit_of_sessions_for_which_those_that_have_ended_do_not_cou
     stage: Stage, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Line(stage).name
-    monkeypatch.setattr(worker_sessions, "LINES_MAX", len(stage.door._house.lines._lines))
-    for other in list(stage.door._house.lines._lines.values()):
+    monkeypatch.setattr(worker_sessions, "SESSIONS_MAX", len(stage.door._http.sessions._sessions))
+    for other in list(stage.door._http.sessions._sessions.values()):
         if other is not line.line:
             stage.run(left(other))
 
     again = Line(stage, line.token)  # takes the place of one that has ended
-    monkeypatch.setattr(worker_sessions, "LINES_MAX", 2)
+    monkeypatch.setattr(worker_sessions, "SESSIONS_MAX", 2)
 
     assert again.name
     assert error_of(told(Line(stage).opened)) == "OVERLOADED"
@@ -515,7 +515,7 @@ def test_a_session_of_which_nothing_is_heard_is_forgotten_and_one_with_a_poll_is
     stage: Stage, line: Line, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def tick() -> None:
-        stage.door._house.lines.tick()
+        stage.door._http.sessions.tick()
 
     other = Line(stage)
     poll = other.begin_poll(pool)
@@ -550,7 +550,7 @@ def test_a_server_that_closes_answers_the_polls(tmp_path: Path, pool: ThreadPool
 
 
 async def sweep(stage: Stage) -> None:
-    stage.door._house.lines.tick()
+    stage.door._http.sessions.tick()
 
 
 def test_a_worker_that_hung_up_in_the_middle_of_a_poll_is_missed_sooner(

@@ -15,7 +15,7 @@ import pytest
 from tasuki.blobs.s3 import presign
 from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.protocol import FRAME_MAX_BYTES, Accepted, AssignJobs, GiveCredit, HelloWorker, Message, SubmitJobs
-from tasuki.doors.http import presigned as door
+from tasuki.doors.http import blobs as door
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.server.assembly import open_direct
 from tasuki.server.presigned import PresignedTransfers
@@ -45,7 +45,7 @@ def direct(s3: S3Service) -> Iterator[tuple[str, PresignedTransfers]]:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory, direct: tuple[str, PresignedTransfers]) -> Iterator[Stage]:
     url, links = direct
-    with Stage(tmp_path_factory.mktemp("direct"), blobs=url, direct=links) as stage:
+    with Stage(tmp_path_factory.mktemp("direct"), blobs=url, presigned=links) as stage:
         stage.run(links.check())
         yield stage
 
@@ -190,12 +190,12 @@ def test_a_worker_is_given_the_inputs_of_the_job_that_it_holds_and_no_other(stag
         blob.bring(stage)
         assert not blob.submit(stage, subject)
     token = stage.create_token("worker")
-    talk = stage.run(_lease(stage, token, "held.job"))
+    connection = stage.run(_lease(stage, token, "held.job"))
     query = "?worker_id=w-held&incarnation=i-1"
 
     answers = [blob.download(stage, token, query).status_code for blob in (held, other)]
     elsewhere = held.download(stage, token, "?worker_id=w-held&incarnation=i-2").status_code
-    stage.run(_leave(talk))
+    stage.run(_leave(connection))
 
     assert (answers, elsewhere) == ([200, 404], 404)
 
@@ -208,16 +208,18 @@ async def _lease(stage: Stage, token: str, subject: str) -> VirtualConnection:
         if isinstance(message, AssignJobs):
             assigned.set()
 
-    talk = VirtualConnection(stage.server, "test", hear)
-    await talk.hello(HelloWorker(msg_id=talk.next_id(), worker_id="w-held", incarnation="i-1", token=token, patterns=(subject,)))
-    talk.tell(GiveCredit(1))
+    connection = VirtualConnection(stage.server, "test", hear)
+    await connection.ask(
+        HelloWorker(msg_id=connection.next_id(), worker_id="w-held", incarnation="i-1", token=token, patterns=(subject,))
+    )
+    connection.tell(GiveCredit(1))
     async with asyncio.timeout(10):
         await assigned.wait()
-    return talk
+    return connection
 
 
-async def _leave(talk: VirtualConnection) -> None:
-    talk.leave()
+async def _leave(connection: VirtualConnection) -> None:
+    connection.leave()
 
 
 def test_a_server_that_gives_no_links_says_so(without: Stage) -> None:
