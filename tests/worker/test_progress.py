@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.core.job import Progress
 from tasuki.worker.keeper.protocol import NO_LIMITS, Limits
-from tasuki.worker.logs import EMPTY_AT_BYTES, READ_BYTES, ProgressFile, parse_progress
+from tasuki.worker.logs import PROGRESS_READ_BYTES, PROGRESS_TRUNCATE_BYTES, ProgressFile, parse_progress
 from tasuki.worker.redaction import Redactor
 from tests.worker.runs import attempt_of, exec_of, run, runner_in
 
@@ -100,7 +100,7 @@ def test_a_flood_is_looked_at_from_its_end_and_thrown_away(heard: Heard, tmp_pat
 
 
 def test_it_goes_on_after_a_flood(heard: Heard) -> None:
-    heard.say(b"x" * (EMPTY_AT_BYTES + 1))
+    heard.say(b"x" * (PROGRESS_TRUNCATE_BYTES + 1))
     heard.file.look()
     heard.say(b"progress 0.5 after\n")
     heard.file.look()
@@ -109,7 +109,7 @@ def test_it_goes_on_after_a_flood(heard: Heard) -> None:
 
 
 def test_a_line_without_an_end_is_passed_over(heard: Heard) -> None:
-    heard.say(b"progress 0.1 " + b"x" * 2 * READ_BYTES)
+    heard.say(b"progress 0.1 " + b"x" * 2 * PROGRESS_READ_BYTES)
     heard.file.look()
     heard.say(b"\nprogress 0.5 after\n")
     heard.file.look()

@@ -134,7 +134,7 @@ def test_a_value_that_the_job_prints_is_masked_for_those_who_follow_it(tmp_path:
     tails = LogFollow(pieces.append)
     gone_on = tmp_path / "go-on"
     script = f'printf "%s" "key: ${{API_KEY%password}}"; until [ -e {gone_on} ]; do :; done; echo password'
-    runner = runner_in(tmp_path, tool_with(secret, script), tails=tails)
+    runner = runner_in(tmp_path, tool_with(secret, script), log_follow=tails)
 
     async def follow(*_: object) -> None:
         written = runner.folders.at(attempt_of(exec="tool")).logs / "stdout"
@@ -268,7 +268,7 @@ def test_an_exec_names_its_secrets() -> None:
     ("settings", "says"),
     [
         ({"env_from_file": {"1X": "/run/key"}}, "environment name '1X'"),
-        ({"env_from_file": {"TASUKI_X": "/run/key"}}, "tasuki's own"),
+        ({"env_from_file": {"TASUKI_X": "/run/key"}}, "is reserved"),
         ({"env_from_file": {"PATH": "/run/key"}}, "PATH cannot come from a file"),
         ({"env_from_file": {"TMPDIR": "/run/key"}}, "TMPDIR cannot come from a file"),
         ({"env_from_file": {"X": "key"}}, "must be an absolute path"),

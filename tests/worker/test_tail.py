@@ -181,7 +181,7 @@ def test_a_log_that_cannot_be_read_or_cut_does_not_change_the_outcome(tmp_path: 
     monkeypatch.setattr(CappedLog, "trim", lambda log: (cut.append(log), broken()))
     script = f"echo hello; touch {tmp_path}/started; until [ -e {tmp_path}/go ]; do sleep 0.02; done"
 
-    result = run(runner_in(tmp_path, tails=tails), shell(script), asked)
+    result = run(runner_in(tmp_path, log_follow=tails), shell(script), asked)
 
     assert (result.outcome.exit_code, result.outcome.error_code) == (0, None)
     assert text_of(result) == "[tasuki: this log could not be read: Input/output error]\n"

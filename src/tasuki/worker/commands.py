@@ -1,6 +1,10 @@
-"""From a job and an exec to the exact command: every refusal is decided here, before anything is started.
+"""The exact command of a job and an exec. Every refusal is decided here, before anything is started. Only reads files.
 
-Looks up programs on the file system, and changes nothing.
+Secrets of an exec (`env_from_file`) are environment variables whose values are in files on the worker's machine. A value is the
+file's content without the line end at its end. It is read for each attempt, in a thread, so a file that was replaced counts from
+the next start on. It goes into the job's environment and nowhere else: no setting, message, error, log line, argument or `repr`
+shows it. Links are followed, because orchestrators swap files that way; the file at the end must be a regular one, owned by the
+worker's user or root, and closed to others.
 """
 
 from __future__ import annotations
@@ -30,11 +34,11 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class SecretProblem(Exception):
-    """Why a file cannot be used. Says which, never what is in it."""
+    """A file that cannot be used as a secret. The message never has its content."""
 
 
 class Secrets:
-    """The values of one attempt, by name of the variable."""
+    """The values of one attempt, by variable."""
 
     def __init__(self, values: Mapping[bytes, bytes]) -> None:
         self.environment = dict(values)
@@ -48,7 +52,7 @@ NO_SECRETS = Secrets({})
 
 
 def check_secrets(execs: Iterable[Exec]) -> None:
-    """At a worker's start: ConfigError for the first exec whose secrets cannot be used as things are."""
+    """Raise ConfigError for the first exec whose secrets cannot be used. For the worker's start."""
     for exec_ in execs:
         try:
             read_secrets(exec_)
@@ -57,7 +61,7 @@ def check_secrets(execs: Iterable[Exec]) -> None:
 
 
 def read_secrets(exec_: Exec) -> Secrets:
-    """All values as they are now, or SecretProblem for the first that cannot be had."""
+    """Return the current values, or raise SecretProblem for the first that cannot be read."""
     values = {}
     for variable, path in exec_.env_from_file.items():
         try:
@@ -98,7 +102,7 @@ def _contents(descriptor: int) -> bytes:
 
 
 def problem_of(found: os.stat_result, uid: int, *, allow_loose: bool) -> str:
-    """Why a file of this kind, owner and mode holds no secret for this user, or nothing."""
+    """Return the reason why a file of this kind, owner and mode must not hold a secret of this user, or ""."""
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file"
@@ -109,42 +113,42 @@ def problem_of(found: os.stat_result, uid: int, *, allow_loose: bool) -> str:
     if mode & _OTHERS_READ and not allow_loose:
         return (
             f"can be read by others (mode {mode:04o}); chmod 600 it, or set allow_loose_permissions = true "
-            "where nobody else lives on the machine"
+            "where nobody else uses the machine"
         )
     return ""
 
 
 MARK = "TASUKI_MARK"
-"""`<incarnation>/<lease_id>`, by which what outlived its worker is found at the next start."""
-# util-linux does the extra fork and the mount of /proc that a PID namespace needs. The program is number 1 in there: when it
-# ends the kernel kills all others, and TERM reaches it only if it listens for it.
+"""`<incarnation>/<lease_id>` in a job's environment, by which the next start finds processes that outlived their worker."""
+# util-linux does the extra fork and the mount of /proc that a PID namespace needs. The program is process 1 in there: when it
+# ends the kernel kills all others, and TERM reaches it only if it handles it.
 IN_A_NAMESPACE = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
 AS_ONESELF = ("--user", "--map-current-user")
 FOUND_MAX = 256
 _found: dict[tuple[str, str], str] = {}
-"""Where programs were found, by name and PATH: looking through a PATH takes a fifth of what a worker does for a job."""
+"""Paths of programs, by name and PATH: a search through PATH takes a fifth of what a worker does for a job."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What is started, whole: nothing of the worker's own environment is added to it."""
+    """A complete command: nothing of the worker's own environment is added to it."""
 
     program: str
     """Absolute path of argv[0]."""
     argv: tuple[str, ...]
     env: dict[str, str]
     secrets: Secrets = NO_SECRETS
-    """Added to env at the very last, so that nothing that shows a command shows them."""
+    """Added to env at the very last, so that no text that shows a command shows them."""
     cwd: str
     mark: str
     timeout_s: float | None
     stop_grace_s: float | None = None
     limits: Limits = NO_LIMITS
     warm: str = ""
-    """The exec whose warm interpreter forks it."""
+    """Name of the exec whose warm interpreter forks it."""
 
 
 def choose_exec(execs: Mapping[str, Exec], attempt: Attempt, any_program_for: str | None) -> Exec:
-    """The exec that the job names, or any program if its submitter is the one who may; else EXEC_NOT_ALLOWED."""
+    """Return the exec that the job names, or any program if its submitter may run that; else refuse with EXEC_NOT_ALLOWED."""
     name = attempt.spec.exec
     if name in execs:
         return execs[name]
@@ -167,7 +171,7 @@ def build_command(
     incarnation: str,
     secrets: Secrets = NO_SECRETS,
 ) -> Command:
-    """The command of this attempt, or Refused: ARGS_NOT_ALLOWED, ENV_NOT_ALLOWED, BAD_INPUT, PROGRAM_NOT_FOUND."""
+    """Return the command of this attempt, or refuse: ARGS_NOT_ALLOWED, ENV_NOT_ALLOWED, BAD_INPUT, PROGRAM_NOT_FOUND."""
     spec = attempt.spec
     _check_args(exec_, spec)
     _check_env(exec_, spec)
@@ -206,7 +210,7 @@ def build_command(
 
 
 def build_interpreter(exec_: Exec, *, environment: Mapping[str, str], incarnation: str) -> Prepare | None:
-    """The warm interpreter that this exec needs, if any. It knows what the exec fixes, and nothing of any job."""
+    """Return the order for the exec's warm interpreter, if it needs one. It has the exec's settings, and nothing of any job."""
     if exec_.python is None:
         return None
     env = {**environment, **exec_.env, MARK: f"{incarnation}/{exec_.name}"}

@@ -1,12 +1,12 @@
-"""Execs: the names a worker's operator allows, and the argv template behind each. Reads the TOML file it is told to.
+"""Execs: the names that a worker's operator allows, and the argv template behind each.
 
-A template is split like a shell line once, when the worker starts; nothing is split again after that. Placeholders:
+A template is split like a shell line once, when the worker starts, and never again. Placeholders:
 
     {file}    inside an element: the path of the job's one input file
     {files}   an element of its own: one element for each input file
     {args}    an element of its own: the job's free arguments, one element each
 
-Any other braces are left alone. In TOML (`argv = [...]` may stand instead of `command`):
+Any other braces are left alone. In TOML (`argv = [...]` may replace `command`):
 
     [exec.render]
     command = "/opt/render/bin/render --quiet {args} {file}"
@@ -16,11 +16,11 @@ Any other braces are left alone. In TOML (`argv = [...]` may stand instead of `c
     timeout_s = 600               # for jobs that bring no limit of their own
     outputs = ["out/**"]          # what goes into the result
     outputs_required = ["out/*.png"]   # without one of each of these, success becomes OUTPUT_MISSING
-    outputs_max_files = 100       # and outputs_max_file_mb, outputs_max_total_mb: more is left out, and named
-    env_from_file = { API_KEY = "/run/secrets/render" }   # secrets, see secret_files.py
+    outputs_max_files = 100       # and outputs_max_file_mb, outputs_max_total_mb: files beyond are left out, and named
+    env_from_file = { API_KEY = "/run/secrets/render" }   # secrets, see commands.py
     allow_loose_permissions = true     # others may read these files
     permanent_exit_codes = [2]    # never tried again
-    retry_exit_codes = [75]       # if given: nothing else is
+    retry_exit_codes = [75]       # if given: no other exit code is tried again
     cwd = "/srv/render"           # default: the job's own folder
     stop_grace_s = 30             # between TERM and KILL; default 5
     memory_mb = 2000              # of all its processes together
@@ -31,13 +31,22 @@ Any other braces are left alone. In TOML (`argv = [...]` may stand instead of `c
     nice = 10
     pid_namespace = true          # its processes see only each other; needs `unshare`, and root or user namespaces
 
-A Python function that is to start in milliseconds is an exec of kind python, see python_execs.py.
-How far each limit holds is written in docs/concepts.md, Limits.
+An exec of kind python is a function that is imported once, in a warm interpreter that forks for each job. All settings above hold
+for it too; a job brings arguments only, never the name of a function:
 
-Decision: who may pass free arguments. They are opt-in. In TOML `{args}` in the template is the consent, or `args`; with
-neither there are none. On the command line, `--exec render='/opt/render --quiet'` without any placeholder means "this
-program, with the job's arguments after these": whoever types it names one program for jobs to use, and a flag that could
-only ever run one fixed line would be of no use. As soon as the flag has a placeholder, the TOML rule holds for it too.
+    [exec.price]
+    kind = "python"
+    call = "shop.pricing:main"            # main(arguments: list[str]) -> int | None
+    preload = ["decimal", "sqlite3"]      # more modules to import before the first job; `call` brings its own imports
+    interpreter = "/srv/shop/.venv/bin/python"    # Python 3.11 or newer; default: the worker's own
+    argv = ["--fast", "{args}", "{file}"] # the function's arguments; default: those of the job, if `args` allows any
+    env = { PYTHONPATH = "/srv/shop" }    # for the import too
+
+docs/concepts.md, Limits, says how far each limit holds.
+
+Decision: free arguments are opt-in. In TOML, `{args}` in the template or `args` allows them. On the command line,
+`--exec render='/opt/render --quiet'` without a placeholder means "this program, with the job's arguments after these": a flag
+that could only run one fixed line would be of no use. With a placeholder, the flag follows the TOML rule.
 """
 
 from __future__ import annotations
@@ -69,89 +78,58 @@ from tasuki.worker.results import (
     OutputRules,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# The environment that a job's process starts with: a short list of names of the worker's own, and nothing else.
+FILE, FILES, ARGS = "{file}", "{files}", "{args}"
+RESERVED_PREFIX = "TASUKI_"  # variables of tasuki itself, which neither a job nor an exec may set
+NICE_RANGE = (0, 19)  # below 0 needs a privilege that a worker should not have
+MB = 1024 * 1024
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ")
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
-
-
-def base_environment() -> dict[str, str]:
-    """What every job may know of the machine: where programs and the home folder are, language and time zone."""
-    found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    return {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", **found}
-
-
-# ----------------------------------------------------------------------------------------------------
-# Execs of kind python: a function of a module that is imported once, in a warm interpreter that forks for each job.
-
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _MODULE = re.compile(_DOTTED)
 _CALL = re.compile(rf"{_DOTTED}:{_DOTTED}")
-
-
-class PythonCall(msgspec.Struct, frozen=True):
-    """What a warm interpreter imports and calls."""
-
-    call: str
-    """package.module:function"""
-    modules: tuple[str, ...]
-    """To import before it."""
-    interpreter: str
-
-    @property
-    def cold(self) -> tuple[str, ...]:
-        """How an argv begins that does the same in an interpreter of its own; `keeper_warm.CALL_AT` counts on it."""
-        return (self.interpreter, "-P", preforked.__file__, self.call)
-
-
-def python_call(name: str, table: _ExecTable) -> PythonCall | None:
-    """What the table says, or None if it is of another kind; ConfigError."""
-    if table.kind != "python":
-        if table.call is not None or table.preload or table.interpreter is not None:
-            raise ConfigError(f'exec {name!r}: call, preload and interpreter are for kind = "python"; add it, or remove them')
-        return None
-    if table.call is None or _CALL.fullmatch(table.call) is None:
-        raise ConfigError(f"exec {name!r}: kind python needs call, like 'package.module:function', got {table.call!r}")
-    if table.command is not None:
-        raise ConfigError(f"exec {name!r}: kind python has no command; write the function's arguments as argv = [...]")
-    if table.pid_namespace:
-        raise ConfigError(f"exec {name!r}: pid_namespace is for programs; a forked interpreter has no namespace of its own")
-    for module in table.preload:
-        if _MODULE.fullmatch(module) is None:
-            raise ConfigError(f"exec {name!r}: preload has {module!r}, which is no name of a module")
-    interpreter = table.interpreter or sys.executable
-    if not interpreter.startswith("/") or "{" in interpreter:
-        raise ConfigError(f"exec {name!r}: interpreter must be an absolute path, got {interpreter!r}")
-    return PythonCall(table.call, table.preload, interpreter)
-
-
-FILE, FILES, ARGS = "{file}", "{files}", "{args}"
-RESERVED_PREFIX = "TASUKI_"  # what tasuki itself tells a job; neither a job nor an exec may fake it
-NICE_RANGE = (0, 19)  # below 0 needs a right that a worker should not have
-MB = 1024 * 1024
-
 NumberT = TypeVar("NumberT", int, float)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+def base_environment() -> dict[str, str]:
+    """Return the environment that every job gets: a few variables of the worker's own, with no token and no address in them."""
+    found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", **found}
+
+
+class PythonCall(msgspec.Struct, frozen=True):
+    """The function that a warm interpreter calls, and its imports."""
+
+    call: str
+    """package.module:function"""
+    modules: tuple[str, ...]
+    """Imported before it."""
+    interpreter: str
+
+    @property
+    def cold(self) -> tuple[str, ...]:
+        """The beginning of an argv that does the same in an interpreter of its own; `keeper/preforked.py` relies on its shape."""
+        return (self.interpreter, "-P", preforked.__file__, self.call)
+
+
 class Exec(msgspec.Struct, frozen=True, kw_only=True):
-    """One allowed program. Made by the functions below, which check it."""
+    """One allowed program, made and checked by the functions below."""
 
     name: str
     argv: tuple[str, ...]
     args: Literal["none", "any"] | tuple[str, ...] = "none"
-    """Which free arguments a job may bring; where they are allowed, `{args}` stands in argv."""
+    """The free arguments that a job may bring; where any are allowed, `{args}` is in argv."""
     env: dict[str, str] = {}
     allow_env: tuple[str, ...] = ()
     any_env: bool = False
-    """Only for "any program": the job is the worker's own user, who could set anything anyway."""
+    """Set only for "any program", where the submitter is the worker's own user."""
     timeout_s: float | None = None
     outputs: tuple[str, ...] = DEFAULT_OUTPUTS
     outputs_required: tuple[str, ...] = ()
     output_limits: OutputLimits = DEFAULT_OUTPUT_LIMITS
     env_from_file: dict[str, str] = {}
-    """Variable → path of the file with its value, which never leaves the worker."""
+    """Variable → path of the file with its value."""
     allow_loose_permissions: bool = False
     exits: ExitRules = NO_RULES
     cwd: str | None = None
@@ -159,7 +137,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = NO_LIMITS
     pid_namespace: bool = False
     python: PythonCall | None = None
-    """Of kind python: argv is the same in a cold interpreter, for where none can be kept warm."""
+    """Set for kind python; argv is the same call in a cold interpreter, for systems without warm ones."""
 
     @property
     def output_rules(self) -> OutputRules:
@@ -167,7 +145,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ExecTable(msgspec.Struct, forbid_unknown_fields=True):
-    """An `[exec.NAME]` table as it may stand in TOML."""
+    """An `[exec.NAME]` table of a TOML file."""
 
     command: str | None = None
     argv: tuple[str, ...] | None = None
@@ -200,7 +178,7 @@ class _ExecTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_execs(path: Path) -> dict[str, Exec]:
-    """The execs of a TOML file that has `[exec.NAME]` tables and nothing else; ConfigError."""
+    """Return the execs of a TOML file that has `[exec.NAME]` tables and nothing else, or raise ConfigError."""
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -215,12 +193,12 @@ def load_execs(path: Path) -> dict[str, Exec]:
 
 
 def parse_execs(tables: Mapping[str, Any]) -> dict[str, Exec]:
-    """The execs of a mapping from name to table."""
+    """Return the execs of a mapping from name to table."""
     return {name: _from_table(name, table) for name, table in tables.items()}
 
 
 def parse_exec_flag(flag: str) -> Exec:
-    """The exec that `--exec NAME=TEMPLATE` means; see the decision at the top of this file."""
+    """Return the exec of `--exec NAME=TEMPLATE`; see the decision at the top of this file."""
     name, separator, template = flag.partition("=")
     if not separator:
         raise ConfigError(
@@ -232,7 +210,7 @@ def parse_exec_flag(flag: str) -> Exec:
 
 
 def any_program(name: str) -> Exec:
-    """The exec for a job of the worker's own user, who may run any program with any arguments and environment."""
+    """Return the exec for a job of the worker's own user, who may run any program with any arguments and environment."""
     return Exec(name=name, argv=(name, ARGS), args="any", any_env=True)
 
 
@@ -249,7 +227,7 @@ def _checked(name: str, table: _ExecTable) -> Exec:
         check_name(name, "exec")
     except InvalidInput as error:
         raise ConfigError(error.message) from error
-    python = python_call(name, table)
+    python = _python_call(name, table)
     if python is not None:
         table = msgspec.structs.replace(table, argv=(*python.cold, *(table.argv or ())))
     argv = _argv(name, table)
@@ -272,6 +250,27 @@ def _checked(name: str, table: _ExecTable) -> Exec:
         pid_namespace=table.pid_namespace,
         python=python,
     )
+
+
+def _python_call(name: str, table: _ExecTable) -> PythonCall | None:
+    """Return the checked function of a table of kind python, None for another kind."""
+    if table.kind != "python":
+        if table.call is not None or table.preload or table.interpreter is not None:
+            raise ConfigError(f'exec {name!r}: call, preload and interpreter are for kind = "python"; add it, or remove them')
+        return None
+    if table.call is None or _CALL.fullmatch(table.call) is None:
+        raise ConfigError(f"exec {name!r}: kind python needs call, like 'package.module:function', got {table.call!r}")
+    if table.command is not None:
+        raise ConfigError(f"exec {name!r}: kind python has no command; write the function's arguments as argv = [...]")
+    if table.pid_namespace:
+        raise ConfigError(f"exec {name!r}: pid_namespace is for programs; a forked interpreter has no namespace of its own")
+    for module in table.preload:
+        if _MODULE.fullmatch(module) is None:
+            raise ConfigError(f"exec {name!r}: preload has {module!r}, which is not the name of a module")
+    interpreter = table.interpreter or sys.executable
+    if not interpreter.startswith("/") or "{" in interpreter:
+        raise ConfigError(f"exec {name!r}: interpreter must be an absolute path, got {interpreter!r}")
+    return PythonCall(table.call, table.preload, interpreter)
 
 
 def _argv(name: str, table: _ExecTable) -> tuple[str, ...]:
@@ -312,7 +311,7 @@ def _args_rule(name: str, table: _ExecTable, argv: tuple[str, ...]) -> Literal["
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"exec {name!r}: args has {pattern!r}, which is no regular expression: {error}") from error
+                raise ConfigError(f"exec {name!r}: args has {pattern!r}, which is not a regular expression: {error}") from error
     return table.args or "none"
 
 
@@ -330,7 +329,7 @@ def _env_name(name: str, variable: str) -> str:
             f"exec {name!r}: environment name {variable!r} must be letters, digits and _, not starting with a digit"
         )
     if variable.startswith(RESERVED_PREFIX):
-        raise ConfigError(f"exec {name!r}: environment name {variable!r} is tasuki's own; choose one without {RESERVED_PREFIX}")
+        raise ConfigError(f"exec {name!r}: environment name {variable!r} is reserved; choose one without {RESERVED_PREFIX}")
     return variable
 
 

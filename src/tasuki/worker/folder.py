@@ -1,14 +1,13 @@
 """Run folders: `<data>/runs/<incarnation>/<job_id>.<attempt>/`, made for one attempt and removed when its result is recorded.
 
-    in/      the inputs          out/   what the job leaves as its result        tmp/   its TMPDIR
-    log/     stdout, stderr,     stdin  its payload
-             progress
+    in/   inputs      out/   the job's output files      tmp/    its TMPDIR
+    log/  stdout, stderr, progress                       stdin   its payload
 
-The folder of an incarnation is locked (flock) while its worker lives, so that several workers may share a data folder and
-a start can tell what a dead worker left behind from what a live one uses. All of it blocks on I/O: call it in a thread,
-but for `create` after `is_quick`, and `recycle`: a few system calls. Nothing is made durable: the finish is what counts.
+The folder of an incarnation is locked (flock) while its worker lives: several workers may share a data folder, and a start can
+tell the folders of a dead worker from those of a live one. Blocks on I/O: call it in a thread, except `create` after `is_quick`,
+and `recycle`, which take a few system calls. Nothing is made durable: a job counts as done when its result is recorded.
 
-A folder that its job has left as it was becomes a *spare*, and the next job's by one rename: making and removing five
+A folder that its job has left unchanged becomes a *spare*, and the next job's folder by one rename: making and removing five
 folders and two files costs more than starting a program.
 """
 
@@ -35,8 +34,8 @@ from tasuki.worker.attempt import Attempt, JobRefused
 
 SPARES_MAX = 64
 SPARE = ".spare-"  # no job id begins with a dot
-RECYCLED_LOG_MAX_BYTES = 256 * 1024  # cutting off more than that takes time
-FULL_BYTES = 64 * 1024  # less is as good as nothing
+RECYCLED_LOG_MAX_BYTES = 256 * 1024  # truncating a larger file takes time
+FULL_BYTES = 64 * 1024  # a disk with less free space counts as full
 _BELOW = ("in", "out", "tmp", "log")
 _LOGS = frozenset({"stdout", "stderr", "progress"})
 _OWN_FOLDER, _OWN_FILE = stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600
@@ -45,7 +44,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RunFolder:
-    """The folder of one attempt. Every job asks for some of it as text: `Path` would cost more than the system calls."""
+    """The folder of one attempt. Paths that every job needs are text: `Path` would cost more than the system calls."""
 
     def __init__(self, path: Path | str) -> None:
         self.name = str(path)
@@ -94,7 +93,7 @@ class RunFolders:
         self._spares: list[str] = []
         self._spare_numbers = itertools.count(1)
         with disk_full_as_error(self.root):
-            # 0700: inputs and outputs may be secret, and other users live on the machine.
+            # 0700: inputs and outputs may be secret, and the machine may have other users.
             self._runs.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self._runs):  # no sweep meets the folder before it is locked
                 self.root.mkdir(mode=0o700)
@@ -102,20 +101,20 @@ class RunFolders:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        """Give the lock back, and remove the incarnation's folder if nothing was kept in it."""
+        """Release the lock, and remove the incarnation's folder if it is empty."""
         for spare in self._spares:
             remove_tree(spare)
-        with contextlib.suppress(OSError):  # something was kept in it, or it is gone
+        with contextlib.suppress(OSError):  # it is not empty, or gone
             self.root.rmdir()
         os.close(self._lock)
 
     def at(self, attempt: Attempt) -> RunFolder:
-        """Where the attempt's folder is or would be."""
-        check_job_id(attempt.spec.job_id)  # it becomes a path: checked again where that happens
+        """Return the attempt's folder, which need not exist."""
+        check_job_id(attempt.spec.job_id)  # it becomes a path
         return RunFolder(f"{self._root}/{attempt.spec.job_id}.{attempt.attempt:d}")
 
     def create(self, attempt: Attempt) -> RunFolder:
-        """Make the folder with its payload and inline inputs. DiskFull below the floor; Refused for impossible inputs."""
+        """Make the folder with its payload and inline inputs. DiskFull below the floor; JobRefused for impossible inputs."""
         spec = attempt.spec
         for file in spec.files:
             _check_input(file)
@@ -144,11 +143,11 @@ class RunFolders:
             os.mkdir(f"{folder.name}/{below}", mode=0o700)  # noqa: PTH102
 
     def is_quick(self, attempt: Attempt) -> bool:
-        """Whether `create` has next to nothing to do for this one."""
+        """Return whether `create` takes only a few system calls for this attempt."""
         return bool(self._spares) and not attempt.spec.payload and not attempt.spec.files
 
     def recycle(self, attempt: Attempt) -> bool:
-        """Keep the attempt's folder for another one, if that is simple; nothing may be running in it."""
+        """Keep the attempt's folder as a spare if that is simple, and return whether; nothing may be running in it."""
         path = self.at(attempt).name
         if len(self._spares) >= SPARES_MAX or not _is_as_made(path):
             return False
@@ -158,7 +157,7 @@ class RunFolders:
         return True
 
     def shortage(self) -> str:
-        """Why nothing more could be written here, or nothing: a job that met a full disk cannot always say so itself."""
+        """Return why the disk is full, or "": a job that met a full disk cannot always report it itself."""
         try:
             check_free(self.root, 0, max(self._floor_free_bytes, FULL_BYTES), self._floor_free_inodes)
         except DiskFull as error:
@@ -166,7 +165,7 @@ class RunFolders:
         return ""
 
     def remove(self, attempt: Attempt) -> None:
-        """Remove the attempt's folder. Harmless when repeated."""
+        """Remove the attempt's folder; it may be gone already."""
         remove_tree(self.at(attempt).path)
 
     def sweep(self, dispose: Callable[[Path], None]) -> list[Path]:
@@ -179,7 +178,7 @@ class RunFolders:
 
 
 def _is_as_made(path: str) -> bool:
-    """Whether a job's folder looks as it did at the start, but for small logs, which are emptied."""
+    """Return whether a job's folder is as it was at the start, except for small logs, which are truncated."""
     try:
         if not _is_ours(os.lstat(path), _OWN_FOLDER) or sorted(os.listdir(path)) != sorted(_BELOW):  # noqa: PTH208
             return False
@@ -189,7 +188,7 @@ def _is_as_made(path: str) -> bool:
 
 
 def is_part_as_made(path: str, below: str) -> bool:
-    """The same of one of the folders in it."""
+    """Return whether one of the folders in a job's folder is as it was at the start; small logs are truncated."""
     part = f"{path}/{below}"
     try:
         if not _is_ours(os.lstat(part), _OWN_FOLDER):
@@ -202,7 +201,7 @@ def is_part_as_made(path: str, below: str) -> bool:
 
 
 def _emptied(folder: str, logs: list[str]) -> bool:
-    """Whether these are the logs of a job, and small; they are empty now."""
+    """Truncate the logs of a job if they are small and nothing else is there, and return whether."""
     found = {name: os.lstat(f"{folder}/{name}") for name in logs}
     if found.keys() != _LOGS or not all(_is_ours(log, _OWN_FILE) for log in found.values()):
         return False
@@ -215,7 +214,7 @@ def _emptied(folder: str, logs: list[str]) -> bool:
 
 
 def _is_ours(found: os.stat_result, mode: int) -> bool:
-    """Of this kind, with these rights, our own, and of a file no other name."""
+    """Return whether an entry has this kind and mode, belongs to this user, and, if it is a file, has no other name."""
     return found.st_mode == mode and found.st_uid == os.geteuid() and (stat.S_ISDIR(mode) or found.st_nlink == 1)
 
 
@@ -252,7 +251,7 @@ def _check_input(file: InputFile) -> None:
 
 
 def verify_input(path: Path, file: InputFile) -> None:
-    """Corrupt unless the file at `path` has the announced size and sha256."""
+    """Raise Corrupt unless the file at `path` has the announced size and sha256."""
     digest = hashlib.sha256()
     size_bytes = 0
     with path.open("rb", buffering=0) as source:
@@ -267,8 +266,9 @@ def verify_input(path: Path, file: InputFile) -> None:
 
 
 def remove_tree(path: Path | str) -> None:
-    """Remove what is there: a folder with all below it, also what a job has made unreadable, or a file, or a link, which is not
-    followed. If something cannot be removed, the rest is, and then that is raised."""
+    """Remove a folder with everything below it, also if a job made it unreadable; or a file; or a link, which is not followed.
+
+    An entry that cannot be removed does not keep the others; the first such error is raised at the end."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)  # noqa: PTH108
@@ -285,7 +285,7 @@ def remove_tree(path: Path | str) -> None:
 
 
 def _empty(top: int) -> None:
-    """Each folder is moved to the top before it is emptied: however deep they are, no path becomes too long."""
+    """Empty a folder. Each subfolder is moved to the top before it is emptied, so that no path becomes too long."""
     problems: list[OSError] = []
     mark, numbers = f".{secrets.token_hex(8)}-", itertools.count(1)
     found = _unlinked(top, problems)
@@ -315,7 +315,7 @@ def _empty(top: int) -> None:
 
 
 def _unlinked(folder: int, problems: list[OSError]) -> list[str]:
-    """Its files and links are gone; the folders in it."""
+    """Remove the files and links of a folder, and return the folders in it."""
     left = []
     for entry in list(os.scandir(folder)):
         try:

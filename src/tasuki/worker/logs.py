@@ -1,16 +1,17 @@
-"""A job's stdout and stderr: files that the job appends to and that we cut, so that nothing can block it or fill the disk.
+"""A job's output while it runs: stdout and stderr with a size limit, their followers, and its progress.
 
-A pipe would block the job when the worker hangs, and RLIMIT_FSIZE would hit its outputs too. So the job writes to a file
-opened with O_APPEND, whose size is looked at every LOOK_S. What lies between the head and the tail is given back to the disk
-by a hole in the file: nothing moves, the job goes on at the end, and a byte's place in the file is its place in the stream.
-Where the file system has no holes the file is cut back to its head instead, and the tail is remembered; what the job writes
-in the microseconds of that cut is lost and not counted.
+A pipe would block the job when the worker hangs, and RLIMIT_FSIZE would hit its outputs too. So the job appends to a file
+(O_APPEND), whose size is checked every LOOK_S. The bytes between the head and the tail are given back to the disk by a hole in
+the file: nothing moves, the job goes on at the end, and a byte's position in the file is its offset in the stream. Where the
+file system has no holes the file is truncated to its head instead, and the tail is kept in memory; bytes that the job writes in
+the microseconds of that truncation are lost and not counted.
 
 While space is given back, about 0.2 s for a GB, the job's next write waits. So a log that grows fast is left alone until it
-rests, or POSTPONED_BYTES lie there, or the disk gets short of room. Between two looks a job can write what the disk takes in that
-time, some hundred MB at worst.
+rests, or has POSTPONED_BYTES too many, or the disk has little room. Between two checks a job can write as much as the disk
+takes in that time, some hundred MB at worst.
 
-An *offset* is always one in the stream that the job wrote, whatever was cut of it.
+An *offset* is always one in the stream that the job wrote, whatever was cut of it. Followers ask for pieces by offset; nothing is
+sent unasked. Progress is a line `progress 0.4 text` that a job writes to the descriptor named in TASUKI_PROGRESS_FD.
 """
 
 from __future__ import annotations
@@ -33,19 +34,27 @@ from tasuki.worker.linux_calls import punch_hole
 
 HEAD_BYTES = 16 * 1024 * 1024 - 64 * 1024
 TAIL_BYTES = 64 * 1024
-CAP_MAX_BYTES = 256 * 1024 * 1024  # of a log that is kept: it stands in memory once, while the result is made
-SLACK_BYTES = 1024 * 1024  # so much more than the tail may lie on disk before the next hole
+CAP_MAX_BYTES = 256 * 1024 * 1024  # of a kept log: it is in memory once, while the result is made
+SLACK_BYTES = 1024 * 1024  # allowed on disk beyond the tail before the next hole
 POSTPONED_BYTES = 1024 * 1024 * 1024
-FAST_BYTES = 32 * 1024 * 1024  # of growth between two looks
+FAST_BYTES = 32 * 1024 * 1024  # of growth between two checks
 ROOMY_BYTES = 8 * POSTPONED_BYTES  # free on the disk; with less nothing is postponed
 LOOK_S = 0.25
+FOLLOW_S = 0.1
+CUT_S = 1.0
+WAITING_MAX = 64  # questions of one server, which itself sends fewer at a time
+PROGRESS_VARIABLE = "TASUKI_PROGRESS_FD"
+PROGRESS_READ_BYTES = 4 * 1024  # several lines of the greatest length
+PROGRESS_TRUNCATE_BYTES = 64 * 1024
+_PROGRESS_WORD = "progress"
+_OPEN_LOG = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
 _NO_HOLES = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 logger = logging.getLogger(__name__)
 
 
 class LogCaps(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a log is kept if it is longer than both together."""
+    """The parts of a log that are kept if it is longer than both together."""
 
     head_bytes: int = HEAD_BYTES
     tail_bytes: int = TAIL_BYTES
@@ -66,7 +75,7 @@ DEFAULT_CAPS = LogCaps()
 
 
 class LogRead(NamedTuple):
-    """Some of a log. `offset` is where the data begins: behind the one asked for if what was there is gone."""
+    """A piece of a log. `offset` is where the data begins: behind the requested one if the bytes there were cut."""
 
     offset: int
     data: bytes
@@ -81,7 +90,7 @@ class ReadableLog(Protocol):
 
 
 class KeptLog(NamedTuple):
-    """What is left of a log at its end."""
+    """The kept parts of a log that has ended."""
 
     head: bytes
     cut_bytes: int = 0
@@ -89,38 +98,37 @@ class KeptLog(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """All of it, with a line where something is missing."""
+        """All of it, with a line where bytes are missing."""
         return b"%s\n[tasuki: %d bytes were cut here]\n%s" % self if self.cut_bytes else self.head
 
 
 class CappedLog:
-    """One such file. Held by its descriptor: a job may remove or replace the name.
+    """One log file. Held by its descriptor: a job may remove or replace the name.
 
-    `trim` may run in another thread than `read`, which needs no lock for it: it notices that something changed under it.
+    `trim` may run in another thread than `read`, which needs no lock: it notices a change that came meanwhile.
     """
 
     def __init__(self, path: Path | str, caps: LogCaps = DEFAULT_CAPS, *, holes: bool = True) -> None:
         self._caps = caps
         self._holes = holes
         self._gap_end = caps.head_bytes
-        """Where what is kept behind the head begins."""
+        """Offset of the first byte that is kept behind the head."""
         self._shift = 0
-        """How far the place of a byte behind the head is from its offset: what was cut away there."""
+        """Difference between the offset of a byte behind the head and its position in the file: the bytes that were truncated."""
         self._remembered = b""
-        """The bytes before the end of the last cut."""
+        """The bytes before the end of the last truncation."""
         self._changes = 0
-        """Odd while `trim` is at work."""
+        """Odd while `trim` runs."""
         self._last_bytes = 0
-        """What was in the file at the last look."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
-        self.descriptor = os.open(path, flags, 0o600)
+        """Size of the file at the last check."""
+        self.descriptor = os.open(path, _OPEN_LOG, 0o600)
 
     def size_bytes(self) -> int:
-        """What has been written, all in all: the offset of the next byte."""
+        """Return the number of bytes written so far: the offset of the next byte."""
         return os.fstat(self.descriptor).st_size + self._shift
 
     def due(self) -> bool:
-        """Asked at every look: is there something to give back, and is it time?"""
+        """Return whether there is space to give back now. Called at every check."""
         in_file = os.fstat(self.descriptor).st_size
         grown, self._last_bytes = in_file - self._last_bytes, in_file
         excess = self._excess(in_file)
@@ -130,14 +138,14 @@ class CappedLog:
         return room.f_bavail * room.f_frsize < ROOMY_BYTES
 
     def _excess(self, in_file: int) -> int:
-        """How much a cut would give back, beyond what is not worth one."""
+        """Return how many bytes `trim` would give back; below 0 if that is not worth it."""
         if in_file <= self._caps.cap_bytes:
             return 0
         kept_bytes = self._gap_end + self._caps.tail_bytes + SLACK_BYTES if self._holes else self._caps.cap_bytes
         return in_file - kept_bytes
 
     def trim(self) -> None:
-        """Give back what is not kept, if that is worth the while."""
+        """Give the space of bytes that are not kept back to the disk, if that is worth it."""
         if self._excess(os.fstat(self.descriptor).st_size) <= 0:
             return
         self._changes += 1
@@ -170,7 +178,7 @@ class CappedLog:
         self._gap_end = caps.head_bytes + self._shift - len(self._remembered)
 
     def read(self, offset: int, max_bytes: int) -> LogRead:
-        """What is there from this offset on, or from the next that is kept; nothing if it is being cut just now."""
+        """Return the bytes from this offset on, or from the next that is kept; none while `trim` runs."""
         before, head_bytes, start = self._changes, self._caps.head_bytes, offset
         if before & 1:
             return LogRead(offset, b"")
@@ -187,7 +195,7 @@ class CappedLog:
         return LogRead(start, data) if self._changes == before else LogRead(offset, b"")
 
     def kept(self) -> KeptLog:
-        """All that is kept. A log that cannot be read says so, and is nobody's failure."""
+        """Return the kept parts. A log that cannot be read has that as its text, and fails nothing."""
         try:
             size_bytes, caps = self.size_bytes(), self._caps
             if size_bytes <= caps.cap_bytes and not self._shift:
@@ -210,18 +218,12 @@ class CappedLog:
         os.close(self.descriptor)
 
 
-class Looked(Protocol):
-    """What a LogWatch looks at besides logs."""
-
-    def look(self) -> None: ...
-
-
 class LogWatch:
-    """Looks at the logs of one job, and at whatever else it leaves, as long as its `with` block lasts."""
+    """Checks the logs and the progress of one job while its `with` block lasts."""
 
-    def __init__(self, logs: Sequence[CappedLog], others: Sequence[Looked] = (), look_s: float = LOOK_S) -> None:
+    def __init__(self, logs: Sequence[CappedLog], progress: ProgressFile | None = None, look_s: float = LOOK_S) -> None:
         self._logs = logs
-        self._others = others
+        self._progress = progress
         self._look_s = look_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -239,8 +241,8 @@ class LogWatch:
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._look_s, self._look)
-        for other in self._others:
-            other.look()
+        if self._progress is not None:
+            self._progress.look()
         due = [log.due() for log in self._logs]
         if any(due) and (self._trimming is None or self._trimming.done()):
             self._trimming = self._loop.run_in_executor(None, self._trim)
@@ -249,35 +251,30 @@ class LogWatch:
         for log in self._logs:
             try:
                 log.trim()
-            except OSError as error:  # its job has nothing to do with it; the next look tries again
+            except OSError as error:  # not the job's fault; the next check tries again
                 logger.warning("a log cannot be cut: %s", error)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What followers read of the logs of running attempts. Answers questions; sends nothing by itself, and changes nothing.
-
-FOLLOW_S = 0.1
-CUT_S = 1.0
-WAITING_MAX = 64  # questions of one server, which itself asks fewer at a time
+# ---------------------------------------------------------------------------------------------------- followers
 
 
-class _Waiting(msgspec.Struct):
+class _WaitingRead(msgspec.Struct):
     question: ReadLog
     until: float
 
 
 class LogFollow:
-    """The logs of all attempts of one worker. `send` reaches the server that asked, if it is still there. One event loop."""
+    """The logs of a worker's attempts, as followers read them. `send` reaches the server that asked, if it is connected."""
 
     def __init__(self, send: Callable[[LogPiece], None]) -> None:
         self._send = send
         self._logs: dict[str, Mapping[str, ReadableLog]] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingRead] = []
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def of(self, lease_id: str, logs: Mapping[str, ReadableLog]) -> Iterator[None]:
-        """These can be read while the block lasts; at its end whoever waits gets the rest, or hears that there is none."""
+        """Let these logs be read while the block lasts; at its end waiting readers get the rest, or learn that there is none."""
         self._logs[lease_id] = logs
         try:
             yield
@@ -289,19 +286,19 @@ class LogFollow:
             self._logs.pop(lease_id, None)
 
     def ask(self, question: ReadLog) -> None:
-        """Answer now, or when there is something, but not later than the question says."""
+        """Answer now, or when there are bytes, but not later than the question says."""
         piece = self._answer(question)
         wait_s = question.wait_s if 0.0 < question.wait_s <= LOG_WAIT_MAX_S else 0.0
-        if piece.end > question.offset:  # there is something, but it is being cut just now
+        if piece.end > question.offset:  # there are bytes, but the log is being trimmed
             wait_s = max(wait_s, CUT_S)
         if piece.data or piece.ended or not wait_s or len(self._waiting) >= WAITING_MAX:
             self._send(piece)
             return
-        self._waiting.append(_Waiting(question, asyncio.get_running_loop().time() + wait_s))
+        self._waiting.append(_WaitingRead(question, asyncio.get_running_loop().time() + wait_s))
         self._look_soon()
 
     def forget(self) -> None:
-        """The connection is gone, and with it all questions."""
+        """Drop all questions: the connection is gone."""
         self._waiting.clear()
 
     def _look_soon(self) -> None:
@@ -332,18 +329,12 @@ class LogFollow:
             logger.warning("the %s of lease %s cannot be read: %s", question.stream, question.lease_id, error)
             return LogPiece(question.msg_id, offset, b"", offset, offset, ended=True)
         following = start + len(data)
-        if not data:  # nothing new, so nothing is known to be missing either
+        if not data:  # without new bytes it is not known whether any are missing
             start = following = offset
         return LogPiece(question.msg_id, start, data, following, end, start - offset, over and following >= end)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How far a job says it is: lines `progress 0.4 text` that it writes to the descriptor named in TASUKI_PROGRESS_FD.
-
-PROGRESS_VARIABLE = "TASUKI_PROGRESS_FD"
-READ_BYTES = 4 * 1024  # some lines of the longest that count
-EMPTY_AT_BYTES = 64 * 1024
-_WORD = "progress"
+# ---------------------------------------------------------------------------------------------------- progress
 
 
 def _as_it_is(text: str) -> str:
@@ -351,35 +342,33 @@ def _as_it_is(text: str) -> str:
 
 
 def parse_progress(line: bytes, mask: Callable[[str], str] = _as_it_is) -> Progress | None:
-    """What the line says; None if it is none. `mask` sees the text before it is cut: half a secret is one too."""
+    """Return the progress in a line, or None. `mask` gets the text before it is cut: half a secret is one too."""
     word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
     number, _, text = rest.strip().partition(" ")
     try:
         fraction = float(number)
     except ValueError:
         return None
-    if word != _WORD or not 0.0 <= fraction <= 1.0:  # NaN is not either
+    if word != _PROGRESS_WORD or not 0.0 <= fraction <= 1.0:  # NaN is not either
         return None
     printable = "".join(character if character.isprintable() else " " for character in mask(text.strip()))
     return Progress(fraction, printable[:PROGRESS_TEXT_MAX_CHARS])
 
 
 class ProgressFile:
-    """The file of one attempt. `tell` hears of every look that found something new; nothing here ever fails the attempt."""
+    """The progress file of one attempt. `tell` receives new progress, with secrets masked. Errors never fail the attempt."""
 
     def __init__(self, path: Path | str, tell: Callable[[Progress], None], mask: Callable[[str], str] = _as_it_is) -> None:
-        """`mask` takes out of a text what nobody may see."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o600)
+        self._descriptor = os.open(path, _OPEN_LOG, 0o600)
         self._tell = tell
         self._mask = mask
         self._seen_bytes = 0
         self._latest: Progress | None = None
         self.malformed = 0
-        """Lines that said nothing, of those that were looked at."""
+        """Number of lines that were read and are not progress."""
 
     def look(self) -> None:
-        """Read what was written since the last time."""
+        """Read the lines since the last call."""
         try:
             found = self._read()
         except OSError as error:
@@ -395,14 +384,14 @@ class ProgressFile:
             self._seen_bytes = 0
         if size_bytes == self._seen_bytes:
             return None
-        start = max(self._seen_bytes, size_bytes - READ_BYTES)
-        data = os.pread(self._descriptor, READ_BYTES, start)
+        start = max(self._seen_bytes, size_bytes - PROGRESS_READ_BYTES)
+        data = os.pread(self._descriptor, PROGRESS_READ_BYTES, start)
         complete, newline, unfinished = data.rpartition(b"\n")
         lines = complete.split(b"\n") if newline else []
         if start > self._seen_bytes:
             lines = lines[1:]  # cut off at its beginning
-        self._seen_bytes = start + len(data) - len(unfinished) if len(unfinished) < READ_BYTES else size_bytes
-        if size_bytes > EMPTY_AT_BYTES:
+        self._seen_bytes = start + len(data) - len(unfinished) if len(unfinished) < PROGRESS_READ_BYTES else size_bytes
+        if size_bytes > PROGRESS_TRUNCATE_BYTES:
             os.ftruncate(self._descriptor, 0)
             self._seen_bytes = 0
         found = [parse_progress(line, self._mask) for line in lines if line.strip()]

@@ -1,11 +1,11 @@
-"""Runs the commands of one worker: folder, inputs, process, time limit, result. The face that the worker's driver sees.
+"""Runs the commands of one worker: folder, inputs, process, time limit, result.
 
-    run(attempt, stop)  →  RunResult        the driver reports it, uploads `result_file` first if there is one
-    cleanup(attempt)                        when the result is recorded (or the attempt is lost): the folder goes
+    run(attempt, stop)  →  RunResult        the caller reports it, and uploads `result_file` first if there is one
+    cleanup(attempt)                        removes the folder, when the result is recorded or the attempt is lost
 
-`run` answers with an Outcome whenever the job or its exec is to blame. It raises Unavailable (DiskFull among them) only
-when nothing was started and the cause lies elsewhere: the driver then gives the lease back, which costs no retry.
-The processes themselves are the keeper's business (`keeper.py`); if that is gone, so is this worker.
+`run` returns an Outcome whenever the job or its exec is to blame. It raises Unavailable (DiskFull among them) only when nothing
+was started for another reason: the caller then gives the lease back, which costs no retry. The keeper (`keeper/`) starts and
+ends the processes; a worker without its keeper ends.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from tasuki.worker.redaction import RedactedLog, Redactor
 from tasuki.worker.results import Times, build_result, is_quick
 
 Fetch = Callable[[str, str, int, Path], Awaitable[None]]
-"""`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; it is verified here."""
+"""`fetch(job_id, sha256, size_bytes, target)` writes an input of that job to the file `target`; the runner verifies it."""
 
 GRACE_S = 5.0
 ARCHIVES_AT_ONCE = 2  # each holds up to two whole logs in memory, and more than the cores would not be faster
-# The system is short of something, the job is not to blame. EAGAIN: the limit of processes; ETIME: its lease was over already.
 _NO_INPUT = os.fsencode(os.devnull)
+# The system is short of something, the job is not to blame. EAGAIN: the limit of processes; ETIME: its lease was over already.
 _NOT_NOW = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIME})
 
 logger = logging.getLogger(__name__)
 
 
 class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run may use up."""
+    """Limits of every run."""
 
     grace_s: float = GRACE_S
     """Between TERM and KILL."""
@@ -99,14 +99,12 @@ class CommandRunner:
         lease_deadline: Callable[[str], float | None] = lambda lease_id: None,
         on_keeper_lost: Callable[[KeeperLost], None] = lambda error: None,
         on_progress: Callable[[str, Progress], None] = lambda lease_id, progress: None,
-        tails: LogFollow | None = None,
+        log_follow: LogFollow | None = None,
         folders: RunFolders | None = None,
     ) -> None:
-        """`any_program_for` names, at each start, the submitter whose jobs may run any program (see DESIGN §4), or None.
-
-        `lease_deadline` tells when the attempt with this lease must be over (CLOCK_BOOTTIME), None: never. Without a
-        `keeper` one is made at the first start. `folders`: others than those of a worker.
-        """
+        """`any_program_for()` returns the submitter whose jobs may run any program, or None: it is the worker's own user
+        on its own machine. `lease_deadline(lease_id)` returns the boot time at which the attempt must be over, None: never.
+        Without a `keeper` one is forked at the first start. `folders` replaces a worker's run folders (agents)."""
         check_secrets(execs.values())
         floor = {} if floor_free_bytes is None else {"floor_free_bytes": floor_free_bytes}
         self.folders = folders or RunFolders(data, incarnation, **floor)
@@ -121,19 +119,19 @@ class CommandRunner:
         self._lease_deadline = lease_deadline
         self._on_keeper_lost = on_keeper_lost
         self._on_progress = on_progress
-        self._tails = tails or LogFollow(lambda piece: None)
+        self._log_follow = log_follow or LogFollow(lambda piece: None)
         self._prepared = False
         self._swept: asyncio.Future[None] | None = None
         self._running: dict[KeptAttempt, str] = {}
-        """The attempts in the keeper's hands, with their leases."""
+        """Attempts that the keeper runs, with their leases."""
         self._archiving = asyncio.Semaphore(ARCHIVES_AT_ONCE)
 
     async def run(
         self, attempt: Attempt, stop: asyncio.Future[StopReason], on_started: Callable[[], None] = lambda: None
     ) -> RunResult:
-        """Run one attempt to its end. When it returns, nothing that it started is alive.
+        """Run one attempt to its end. When this returns, no process of the attempt is alive.
 
-        `on_started` is called when the process runs; for an attempt that is refused, never.
+        `on_started` is called when the process runs, and never for an attempt that is refused.
         """
         if stop.done():
             return _not_begun(stop.result())
@@ -159,7 +157,7 @@ class CommandRunner:
             return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {error}"))
 
     def recycle(self, attempt: Attempt) -> bool:
-        """Keep the attempt's folder for another one if that is simple, which takes no thread; else `cleanup`."""
+        """Keep the attempt's folder for another attempt if that is simple (no thread needed); False: call `cleanup`."""
         return not self._keep and self.folders.recycle(attempt)
 
     async def cleanup(self, attempt: Attempt) -> None:
@@ -168,7 +166,7 @@ class CommandRunner:
             await asyncio.to_thread(_remove, self.folders.at(attempt).path)
 
     async def sweep(self) -> list[Path]:
-        """At start: kill what dead workers of this data folder left running, and remove their folders."""
+        """Kill the processes that dead workers of this data folder left, and remove their folders. For the worker's start."""
         if self._keeper is not None:
             level = await self.keeper_level()
             logger.info("keeper %d: level %s (%s), limits %s", self._keeper.pid, level.level, level.detail, level.limits)
@@ -181,27 +179,27 @@ class CommandRunner:
             _remove(path)
 
     async def keeper_level(self) -> Ready:
-        """How well the keeper holds on to what it starts here."""
-        return await self._hold().ready()
+        """Return how well the keeper can find the processes of a job on this system."""
+        return await self._started_keeper().ready()
 
     def renewed(self) -> None:
-        """Deadlines have moved, all at once: pass them on."""
+        """Pass the new deadlines of all leases on to the keeper."""
         if self._running and self._keeper is not None:
             moved = ((kept, self._lease_deadline(lease_id)) for kept, lease_id in self._running.items())
             self._keeper.renew((kept, deadline) for kept, deadline in moved if deadline is not None)
 
     def kill_all(self) -> None:
-        """The last resort: SIGKILL to all that runs, without waiting."""
+        """Send SIGKILL to every running process, without waiting. The last resort."""
         if self._keeper is not None:
             self._keeper.kill_all()
 
     def close(self) -> None:
-        """Let go of the keeper and of the data folder; nothing may be running."""
+        """Close the keeper and the run folders; nothing may be running."""
         if self._keeper is not None:
             self._keeper.close()
         self.folders.close()
 
-    def _hold(self) -> Keeper:
+    def _started_keeper(self) -> Keeper:
         if self._keeper is None:
             self._keeper = Keeper.start(self._incarnation)
         self._keeper.on_lost = self._keeper_lost
@@ -214,7 +212,7 @@ class CommandRunner:
         return self._keeper
 
     def _keeper_lost(self, error: KeeperLost) -> None:
-        """What ran is nobody's now. It is ended as far as it is found; the leases run out, and the worker with them."""
+        """Kill the processes that ran under the keeper, as far as they are found. Their leases run out, and the worker ends."""
         self._swept = asyncio.ensure_future(self._sweep_own())
         self._on_keeper_lost(error)
 
@@ -225,7 +223,7 @@ class CommandRunner:
     # ------------------------------------------------------------------------------------------------ one attempt
 
     async def _fetch_inputs(self, attempt: Attempt, folder: RunFolder, stop: asyncio.Future[StopReason]) -> bool:
-        """False if it was stopped meanwhile."""
+        """Download the inputs that are blobs; return False if the attempt was stopped meanwhile."""
         blobs = [file for file in attempt.spec.files if file.data is None]
         if not blobs:
             return not stop.done()
@@ -267,7 +265,7 @@ class CommandRunner:
             with disk_full_as_error(folder.name):
                 logs = self._open_log(folder, "stdout", opened), self._open_log(folder, "stderr", opened)
             redactor = command.secrets.redactor
-            self._let_follow(attempt.lease_id, logs, redactor, opened)
+            self._follow_logs(attempt.lease_id, logs, redactor, opened)
             tell = functools.partial(self._on_progress, attempt.lease_id)
             progress = ProgressFile(f"{folder.name}/log/progress", tell, redactor.text)
             opened.callback(progress.close)
@@ -278,14 +276,14 @@ class CommandRunner:
                 if spawned is None:
                     return _not_begun(stop.result())
                 on_started()
-                async with LogWatch(logs, [progress]):
+                async with LogWatch(logs, progress):
                     ended = await self._end_of(kept, command, stop)
             except KeeperLost as error:
                 if self._swept is not None:  # None: we have closed it ourselves
                     await self._swept
                 return RunResult(Outcome(error_code=StopReason.SHUTDOWN, message=error.message))
             finally:
-                await self._let_go(kept)
+                await self._ensure_ended(kept)
                 del self._running[kept]
             outcome = ended_outcome(ended, f"exec {exec_.name!r}", command.timeout_s, command.limits)
             if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
@@ -303,18 +301,18 @@ class CommandRunner:
         opened.callback(log.close)
         return log
 
-    def _let_follow(
+    def _follow_logs(
         self, lease_id: str, logs: tuple[CappedLog, CappedLog], redactor: Redactor, opened: contextlib.ExitStack
     ) -> None:
-        """Others may read the logs as long as the attempt lasts, but no secret in them."""
+        """Let clients read the logs while the attempt lasts, with secrets masked."""
         shown = [RedactedLog(log, redactor) for log in logs] if redactor else logs
-        opened.enter_context(self._tails.of(lease_id, dict(zip(("stdout", "stderr"), shown, strict=True))))
+        opened.enter_context(self._log_follow.of(lease_id, dict(zip(("stdout", "stderr"), shown, strict=True))))
         for log in shown:
             if isinstance(log, RedactedLog):
                 opened.callback(log.end)
 
     def _start(self, command: Command, attempt: Attempt, folder: RunFolder) -> KeptAttempt:
-        keeper = self._hold()
+        keeper = self._started_keeper()
         if keeper.lost is not None:
             raise keeper.lost
         at = os.fsencode(folder.name)
@@ -340,7 +338,7 @@ class CommandRunner:
         return self._limits.grace_s if command.stop_grace_s is None else command.stop_grace_s
 
     async def _started(self, command: Command, kept: KeptAttempt, stop: asyncio.Future[StopReason]) -> Spawned | None:
-        """None if it was stopped before: an interpreter that is to fork it may have to be started itself."""
+        """Wait for the start; None if a stop came first: a warm interpreter may itself have to be started."""
         if command.warm:
             await first_of(kept.started, stop)
         if stop.done() and not kept.started.done():
@@ -353,7 +351,7 @@ class CommandRunner:
             raise _not_started(command, error) from error
 
     async def _end_of(self, kept: KeptAttempt, command: Command, stop: asyncio.Future[StopReason]) -> TreeEnded:
-        """Wait for the end. The keeper knows the time limit and the lease; a stop from here is passed on to it."""
+        """Wait for the end, and pass a stop on to the keeper, which enforces the time limit and the lease itself."""
 
         def pass_on(stop: asyncio.Future[StopReason]) -> None:
             self._pass_on(stop.result(), kept, command)
@@ -371,8 +369,8 @@ class CommandRunner:
             grace_s = min(grace_s, LEASE_LOST_GRACE_S)
         self._keeper.stop(kept, EndReason(reason.value), grace_s)
 
-    async def _let_go(self, kept: KeptAttempt) -> None:
-        """Whatever happened here, nothing of it goes on."""
+    async def _ensure_ended(self, kept: KeptAttempt) -> None:
+        """Kill the attempt if it is still alive, whatever happened, and wait for its end."""
         if not kept.ended.done():
             assert self._keeper is not None
             self._keeper.stop(kept, EndReason.SHUTDOWN, 0.0)
@@ -390,18 +388,18 @@ class CommandRunner:
 
 
 def _not_begun(reason: StopReason) -> RunResult:
-    """A stop that came before anything was started: that the worker ends must not cost the job a loss, so it is given back."""
+    """Return the result of a stop that came before the start. On shutdown the lease is given back, at no cost for the job."""
     if reason is StopReason.SHUTDOWN:
-        raise Unavailable("the worker is shutting down and had not started it")
+        raise Unavailable("the worker is shutting down and had not started the job")
     return RunResult(stopped_outcome(reason))
 
 
 def _not_started(command: Command, error: OSError) -> Exception:
     what = f"program {command.program!r} could not be started: {os.strerror(error.errno or 0)}"
     if error.errno in _NOT_NOW:
-        return Unavailable(f"{what}; this worker is short of it, try again")
-    if error.errno in (errno.ENOENT, errno.ENOEXEC):  # it is there: its first line names an interpreter that is not
-        return JobRefused("PROGRAM_NOT_FOUND", f"{what}; look at the interpreter in its first line")
+        return Unavailable(f"{what}; this worker is short of a resource, try again")
+    if error.errno in (errno.ENOENT, errno.ENOEXEC):  # the program exists, the interpreter in its first line does not
+        return JobRefused("PROGRAM_NOT_FOUND", f"{what}; check the interpreter in its first line")
     if error.errno == errno.E2BIG:
         return JobRefused("BAD_INPUT", f"{what}; arguments and environment are too long together")
     return JobRefused("PROGRAM_NOT_STARTED", what)
@@ -410,5 +408,5 @@ def _not_started(command: Command, error: OSError) -> Exception:
 def _remove(path: Path) -> None:
     try:
         remove_tree(path)
-    except OSError as error:  # it costs space and harms nobody; the next start tries again
+    except OSError as error:  # it costs only space; the next start tries again
         logger.warning("cannot remove the run folder %s: %s", path, error)

@@ -245,7 +245,7 @@ class Worker:
             on_keeper_lost=self.stop,
             limits=RunLimits(log_caps=self._log_caps),
             on_progress=self._machine.progressed,
-            tails=self._log_follow,
+            log_follow=self._log_follow,
         )
         await self._runner.sweep()
         if self._incoming is not None:
