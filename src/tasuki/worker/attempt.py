@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.core.job import EMPTY_SHA256, JobSpec, Outcome
 from tasuki.worker.keeper.protocol import EndReason, Limits, TreeEnded
@@ -148,19 +149,19 @@ def ended_outcome(ended: TreeEnded, who: str, timeout_s: float | None, limits: L
             outcome = Outcome(error_code="PROCESS_LIMIT", message=f"{who} was killed: {ended.detail}")
         case _:
             outcome = stopped_outcome(StopReason(ended.reason.value))
-    return msgspec.structs.replace(outcome, exit_code=own.exit_code)
+    return replace(outcome, exit_code=own.exit_code)
 
 
 def _by_limit(own: Outcome, ended: TreeEnded, who: str, limits: Limits) -> Outcome:
     """Return CPU_LIMIT or FILE_SIZE_LIMIT if the kernel ended it with the signal of that limit, which nobody else sends."""
     if ended.exit_code == -signal.SIGXCPU and limits.cpu_seconds is not None:
         message = f"{who} was killed: it used up its limit of {limits.cpu_seconds} s of processor time"
-        return msgspec.structs.replace(own, error_code="CPU_LIMIT", message=message)
+        return replace(own, error_code="CPU_LIMIT", message=message)
     if ended.exit_code == -signal.SIGXFSZ and limits.file_size_mb is not None:
         message = f"{who} was killed: it wrote a file larger than its limit of {limits.file_size_mb} MB"
-        return msgspec.structs.replace(own, error_code="FILE_SIZE_LIMIT", message=message)
+        return replace(own, error_code="FILE_SIZE_LIMIT", message=message)
     if own.error_code and ended.detail:
-        return msgspec.structs.replace(own, message=f"{own.message}; {ended.detail}")
+        return replace(own, message=f"{own.message}; {ended.detail}")
     return own
 
 
@@ -245,7 +246,7 @@ def judged(outcome: Outcome, exec_name: str, of_exec: ExitRules = NO_RULES, of_j
     if code is None or outcome.permanent or outcome.error_code not in {BY_EXIT, *BY_SIGNAL}:
         return outcome
     why = _why_permanent(code, outcome.error_code == BY_EXIT, f"exec {exec_name!r}", of_exec, of_job)
-    return msgspec.structs.replace(outcome, permanent=True, message=f"{outcome.message}; {why}") if why else outcome
+    return replace(outcome, permanent=True, message=f"{outcome.message}; {why}") if why else outcome
 
 
 def _why_permanent(code: int, chosen: bool, exec_: str, of_exec: ExitRules, of_job: ExitRules) -> str:

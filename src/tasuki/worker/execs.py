@@ -61,6 +61,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.core.ids import check_name
 from tasuki.core.job import check_exit_codes
@@ -229,7 +230,7 @@ def _checked(name: str, table: _ExecTable) -> Exec:
         raise ConfigError(error.message) from error
     python = _python_call(name, table)
     if python is not None:
-        table = msgspec.structs.replace(table, argv=(*python.cold, *(table.argv or ())))
+        table = replace(table, argv=(*python.cold, *(table.argv or ())))
     argv = _argv(name, table)
     return Exec(
         name=name,

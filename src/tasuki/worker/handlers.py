@@ -1,4 +1,16 @@
-"""The Python functions of a worker, by the subjects they are for."""
+"""Handlers: the Python functions of a worker, by subject. `async def` runs in the event loop, `def` in a child process.
+
+Theory of operation. Before the loop and any thread exist, the worker forks a *template*: a single-threaded process that has the
+functions loaded and forks children from itself on request, which is safe and cheap there and neither in the worker.
+
+    worker ──control: ForkChild, KillChild / ChildExited──► template ──fork──► child    (SEQPACKET pair: one message, one record)
+       └─────────────── data: FunctionCall / Outcome ──────────────────────────┘        (stream pair: length u32 LE, msgpack)
+
+A child does one job at a time and is kept for the next; one that passed its time limit or was stopped is killed with all of its
+session. The template is the children's parent, so it alone reaps them and reports their ends. When the worker dies, the template
+reads the end of the control socket, kills every child's session and ends; PDEATHSIG ties the children to the template in turn.
+Messages are msgpack of known types, never pickle.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +26,6 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -34,7 +45,15 @@ from tasuki.worker.attempt import (
     stopped_outcome,
     timed_out_outcome,
 )
-from tasuki.worker.linux_calls import die_with_parent
+from tasuki.worker.linux_calls import die_with_parent, run_after_fork
+
+IDLE_MAX = 8  # warm children that are kept
+RECORD_MAX_BYTES = 1024
+NO_TEMPLATE = "the process that forks children for handlers is gone; restart the worker"
+_LENGTH = struct.Struct("<I")
+
+Function = Callable[[HandlerJob], object]
+logger = logging.getLogger(__name__)
 
 
 class Handler(msgspec.Struct, frozen=True):
@@ -46,11 +65,11 @@ class Handler(msgspec.Struct, frozen=True):
     timeout_s: float | None
 
     def limit_s(self, spec: JobSpec) -> float | None:
-        """The job's own time limit, else the handler's."""
+        """Return the job's own time limit, else the handler's."""
         return spec.timeout_s if spec.timeout_s is not None else self.timeout_s
 
     async def run(self, attempt: Attempt, stopped: Callable[[], StopReason | None]) -> Outcome:
-        """Run an `async def` handler in this task. `stopped` tells why, if the task was canceled by its worker."""
+        """Run an `async def` handler in this task. `stopped()` returns the reason if the worker has canceled the task."""
         limit_s = self.limit_s(attempt.spec)
         job = HandlerJob(attempt.spec, attempt.attempt)
         limit = asyncio.timeout(limit_s) if limit_s is not None else None
@@ -59,7 +78,7 @@ class Handler(msgspec.Struct, frozen=True):
                 return handler_outcome(await self.function(job))
             async with limit:
                 return handler_outcome(await self.function(job))
-        except asyncio.CancelledError as error:  # by us, or the handler let one through that was never meant for it
+        except asyncio.CancelledError as error:  # by the worker, or by the handler's own use of cancellation
             reason = stopped()
             return stopped_outcome(reason) if reason is not None else handler_failure(error)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is its attempt's outcome
@@ -68,7 +87,7 @@ class Handler(msgspec.Struct, frozen=True):
 
 
 class Handlers:
-    """Finds the handler of a job. If several patterns match, the one that was added first."""
+    """The handlers of a worker. If several patterns match a job, the one that was added first counts."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
@@ -80,7 +99,7 @@ class Handlers:
     def add(self, subject: str, function: Callable[[HandlerJob], Any], timeout_s: float | None) -> None:
         check_pattern(subject)
         if subject in self._handlers:
-            raise ConfigError(f"there is a handler for {subject!r} already")
+            raise ConfigError(f"subject {subject!r} has a handler already; remove one of the two")
         self._handlers[subject] = Handler(subject, function, inspect.iscoroutinefunction(function), timeout_s)
         self._trie.add(subject, subject)
 
@@ -98,32 +117,22 @@ class Handlers:
         return {name: handler.function for name, handler in self._handlers.items() if not handler.asynchronous}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Plain Python functions in child processes that can be killed.
-
-Function = Callable[[HandlerJob], object]
-
-IDLE_MAX = 8  # warm children that are kept; each costs little memory beyond what it shares with the template
-RECORD_MAX_BYTES = 1024
-NO_TEMPLATE = "the process that makes children for handlers is gone; restart the worker"
-_LENGTH = struct.Struct("<I")
-
-logger = logging.getLogger(__name__)
+# ---------------------------------------------------------------------------------------------------- messages
 
 
-class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Make a child; its end of the data socket comes along."""
+class ForkChild(msgspec.Struct, frozen=True, tag=True):
+    """Fork a child; its end of the data socket is sent along."""
 
     child: int
 
 
-class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Kill the child and its session, if it is still there."""
+class KillChild(msgspec.Struct, frozen=True, tag=True):
+    """Kill the child and its session, if it is still alive."""
 
     child: int
 
 
-class Exited(msgspec.Struct, frozen=True, tag=True):
+class ChildExited(msgspec.Struct, frozen=True, tag=True):
     """The child is dead and reaped. Negative codes are signals."""
 
     child: int
@@ -138,8 +147,8 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_order = msgspec.msgpack.Decoder(Fork | Kill).decode
-_decode_exited = msgspec.msgpack.Decoder(Exited).decode
+_decode_order = msgspec.msgpack.Decoder(ForkChild | KillChild).decode
+_decode_exited = msgspec.msgpack.Decoder(ChildExited).decode
 _decode_request = msgspec.msgpack.Decoder(FunctionCall).decode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
@@ -148,7 +157,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class _Child:
-    """A child as the worker sees it."""
+    """A child, as the worker sees it."""
 
     def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.number = number
@@ -157,7 +166,7 @@ class _Child:
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def ask(self, request: bytes) -> Outcome | None:
-        """Its answer, or None if it died over it."""
+        """Return the child's answer, or None if it died meanwhile."""
         try:
             self.writer.write(_LENGTH.pack(len(request)) + request)
             await self.writer.drain()
@@ -168,7 +177,7 @@ class _Child:
 
 
 class FunctionProcesses:
-    """The worker's hold on its children. Belongs to one event loop, the one that runs at its first `run`."""
+    """The worker's end of its children. Belongs to one event loop, the one of its first `run`."""
 
     def __init__(self, control: socket.socket, template_pid: int, names: frozenset[str]) -> None:
         self.names = names
@@ -182,25 +191,25 @@ class FunctionProcesses:
 
     @classmethod
     def start(cls, functions: Mapping[str, Function]) -> FunctionProcesses:
-        """Fork the template. Call it in the main thread, before a loop or a thread is started: fork copies neither."""
+        """Fork the template. For the main thread, before a loop or a thread is started: fork copies neither."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             pass
         else:
-            raise RuntimeError("Children.start must be called before the event loop runs")
+            raise RuntimeError("FunctionProcesses.start must be called before the event loop runs")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _in_new_process(_Template(theirs, dict(functions)).serve)
+            run_after_fork(_Template(theirs, dict(functions)).serve)
         theirs.close()
         return cls(ours, pid, frozenset(functions))
 
     async def run(self, name: str, job: HandlerJob, timeout_s: float | None, stop: asyncio.Future[StopReason]) -> Outcome:
         """Run the function of that name on the job in a child. Unavailable if the template is gone.
 
-        A time limit or a stop is a SIGKILL to the child's session: a Python function that computes hears nothing softer.
+        A time limit or a stop is a SIGKILL to the child's session: a Python function that computes handles no other signal.
         """
         if stop.done():
             return stopped_outcome(stop.result())
@@ -221,7 +230,7 @@ class FunctionProcesses:
             answer.cancel()
 
     def kill_all(self) -> None:
-        """The last resort: the template takes this for the worker's death, kills every child's session and ends."""
+        """Close the control socket: the template kills every child's session and ends, as if the worker had died."""
         with contextlib.suppress(OSError):  # it is gone already
             self._control.shutdown(socket.SHUT_RDWR)
 
@@ -247,7 +256,7 @@ class FunctionProcesses:
         with theirs:
             child = _Child(next(self._numbers), *await asyncio.open_unix_connection(sock=ours))
             try:
-                socket.send_fds(self._control, [_encode(Fork(child.number))], [theirs.fileno()])
+                socket.send_fds(self._control, [_encode(ForkChild(child.number))], [theirs.fileno()])
             except ConnectionError:  # it died meanwhile
                 child.writer.close()
                 raise Unavailable(NO_TEMPLATE) from None
@@ -260,7 +269,7 @@ class FunctionProcesses:
 
     async def _end(self, child: _Child) -> None:
         if not child.exited.done():
-            self._control.send(_encode(Kill(child.number)))
+            self._control.send(_encode(KillChild(child.number)))
         await asyncio.shield(child.exited)
         child.writer.close()
 
@@ -270,7 +279,7 @@ class FunctionProcesses:
             self._loop = loop
             loop.add_reader(self._control, self._on_control)
         elif self._loop is not loop:
-            raise RuntimeError("Children belong to one event loop; start others for another loop")
+            raise RuntimeError("FunctionProcesses belong to one event loop; start others for another loop")
 
     def _on_control(self) -> None:
         record = self._control.recv(RECORD_MAX_BYTES, socket.MSG_DONTWAIT)
@@ -296,19 +305,8 @@ class FunctionProcesses:
 # ---------------------------------------------------------------------------------------------------- in the template
 
 
-def _in_new_process(main: Callable[[], NoReturn]) -> NoReturn:
-    """After a fork: never return into the code of the process that was copied, and never die without a word."""
-    try:
-        main()
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(os.EX_SOFTWARE)
-
-
 class _Template:
-    """Forks, kills and reaps children until the worker is gone. No loop, no threads: one poll, and nothing else blocks."""
+    """Forks, kills and reaps children until the worker is gone. No loop and no threads: only its poll blocks."""
 
     def __init__(self, control: socket.socket, functions: dict[str, Function]) -> None:
         self._control = control
@@ -318,7 +316,7 @@ class _Template:
         self._numbers: dict[int, int] = {}  # by pidfd
 
     def serve(self) -> NoReturn:
-        os.setsid()  # Ctrl-C in the worker's terminal is the worker's business
+        os.setsid()  # Ctrl-C in the worker's terminal is for the worker alone
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         gc.freeze()  # children share these pages as long as no collection writes into them
@@ -327,13 +325,13 @@ class _Template:
             while self._turn():
                 pass
         except ConnectionError:
-            logger.debug("the worker died before it could be told how a child ended")
+            logger.debug("the worker died before the end of a child could be reported")
         for number in self._pids:
             self._kill(number)
         os._exit(os.EX_OK)
 
     def _turn(self) -> bool:
-        """Do what there is to do; False when the worker is gone."""
+        """Handle the next events; return False when the worker is gone."""
         for descriptor, _ in self._poll.poll():
             if descriptor != self._control.fileno():
                 self._reap(descriptor)
@@ -346,9 +344,9 @@ class _Template:
         if not record:
             return False
         match _decode_order(record):
-            case Fork(number):
+            case ForkChild(number):
                 self._fork(number, descriptors[0])
-            case Kill(number):
+            case KillChild(number):
                 self._kill(number)
         return True
 
@@ -356,16 +354,16 @@ class _Template:
         template_pid = os.getpid()
         try:
             pid = os.fork()
-        except OSError as error:  # the limit of processes, or of memory: this child is stillborn, the next may live
+        except OSError as error:  # the limit of processes, or of memory
             logger.error("cannot fork a child for a handler: %s", error)
             os.close(data)
-            self._control.send(_encode(Exited(number, os.EX_OSERR)))
+            self._control.send(_encode(ChildExited(number, os.EX_OSERR)))
             return
         if pid == 0:
             self._control.close()
             for pidfd in self._numbers:
                 os.close(pidfd)
-            _in_new_process(lambda: _serve_jobs(socket.socket(fileno=data), self._functions, template_pid))
+            run_after_fork(lambda: _serve_jobs(socket.socket(fileno=data), self._functions, template_pid))
         os.close(data)
         pidfd = os.pidfd_open(pid)
         self._pids[number] = pid
@@ -382,11 +380,11 @@ class _Template:
 
     def _reap(self, pidfd: int) -> None:
         number = self._numbers.pop(pidfd)
-        self._kill(number)  # the child is a zombie: this is for what it has started itself
+        self._kill(number)  # the child is a zombie; this kills the processes that it has started
         _, status = os.waitpid(self._pids.pop(number), 0)
         self._poll.unregister(pidfd)
         os.close(pidfd)
-        self._control.send(_encode(Exited(number, os.waitstatus_to_exitcode(status))))
+        self._control.send(_encode(ChildExited(number, os.waitstatus_to_exitcode(status))))
 
 
 # ---------------------------------------------------------------------------------------------------- in a child
@@ -410,5 +408,5 @@ def _serve_jobs(data: socket.socket, functions: dict[str, Function], template_pi
 def _call(function: Function, job: HandlerJob) -> Outcome:
     try:
         return handler_outcome(function(job))
-    except BaseException as error:  # noqa: BLE001  # whatever it raises, SystemExit too, is the handler's answer
+    except BaseException as error:  # noqa: BLE001  # any exception, SystemExit too, is the handler's answer
         return handler_failure(error)

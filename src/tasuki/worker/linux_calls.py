@@ -1,4 +1,8 @@
-"""The few calls that Linux has and Python has no name for: prctl on its own process, and holes in files."""
+"""System calls and /proc: prctl, holes in files, living processes, and signals that reach exactly the process that was seen.
+
+A pid alone does not name a process for long: between a look at /proc and a signal it may have been given to another one. So
+`signal_checked` holds the process by its pidfd, and compares when it was born. /proc and prctl are Linux only.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +11,72 @@ import ctypes
 import errno
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_GONE = (FileNotFoundError, ProcessLookupError)
+
+
+def run_after_fork(main: Callable[[], object]) -> NoReturn:
+    """Run `main` in a process that was just forked, print its exception, and never return into the code of the parent."""
+    try:
+        main()
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(os.EX_SOFTWARE)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the parent's thread that forked it ends; end at once if that was already."""
+    """Have the kernel kill this process when the parent's thread that forked it ends; exit if it has ended already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(os.EX_UNAVAILABLE)
 
 
 def become_subreaper() -> None:
-    """Orphans among this process's descendants become its children, instead of init's."""
+    """Make orphans among this process's descendants its children, instead of init's."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> None:
-    """What `ps` and `top` show; 15 characters."""
+    """Set the name that `ps` and `top` show; 15 characters."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 
 def _prctl(option: int, value: int | ctypes.c_char_p) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+    _check(_LIBC.prctl(option, value, 0, 0, 0))
+
+
+def _check(status: int) -> None:
+    if status != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
 def punch_hole(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Give the disk space of this part of a file back: it reads as zeroes, and nothing else changes. EOPNOTSUPP: not here."""
+    """Give the disk space of a part of a file back; it reads as zeroes. EOPNOTSUPP: the file system has no holes."""
     if not hasattr(_LIBC, "fallocate"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-    if _LIBC.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(size_bytes)) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+    _check(_LIBC.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(size_bytes)))
 
 
-# ----------------------------------------------------------------------------------------------------
-# What /proc says about processes, and signals that reach exactly the one that was looked at. Linux only.
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_GONE = (FileNotFoundError, ProcessLookupError)
+# ---------------------------------------------------------------------------------------------------- /proc
 
 
 class ProcessInfo(NamedTuple):
-    """A living process, as /proc showed it."""
+    """A living process, as /proc shows it."""
 
     pid: int
     parent: int
@@ -73,20 +90,20 @@ class ProcessInfo(NamedTuple):
 
 
 def living() -> Iterator[ProcessInfo]:
-    """All processes but zombies: those are dead, and stay until their parent asks."""
-    for name in os.listdir("/proc"):  # noqa: PTH208  # asked twenty times a second where limits are watched
+    """Yield all processes except zombies, which are dead and only wait for their parent."""
+    for name in os.listdir("/proc"):  # noqa: PTH208  # called twenty times a second where limits are watched
         if name.isdigit() and (seen := look(int(name))) is not None:
             yield seen
 
 
 def look(pid: int) -> ProcessInfo | None:
-    """This process, or None if it is dead."""
+    """Return this process, or None if it is dead."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     except _GONE:
         return None
     try:
-        # The name, in brackets, may hold anything. Fields are counted from the state on.
+        # The name, in brackets, may have any character. Fields are counted from the state on.
         fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
     except _GONE:
         return None
@@ -106,7 +123,7 @@ def look(pid: int) -> ProcessInfo | None:
 
 
 def signal_checked(seen: ProcessInfo, number: signal.Signals) -> bool:
-    """Send a signal to exactly this process. False if it is gone, or became another user (setuid)."""
+    """Send a signal to exactly this process; return False if it is gone, or has become another user (setuid)."""
     try:
         pidfd = os.pidfd_open(seen.pid)
     except OSError:  # gone; or no descriptor left, and the next pass tries again
@@ -124,7 +141,7 @@ def signal_checked(seen: ProcessInfo, number: signal.Signals) -> bool:
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """`NAME=value` as the process was started with; nothing if it may not be read."""
+    """Return the `NAME=value` entries with which the process was started; none if they may not be read."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (*_GONE, PermissionError):
@@ -132,7 +149,7 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def works_under(pid: int, folder: bytes) -> bool:
-    """Whether it stands in the folder, or has something below it open for writing. (A backup reads, and is no job.)"""
+    """Return whether its working folder is in the folder, or it writes to a file below it. (A backup only reads.)"""
     prefix = folder.rstrip(b"/") + b"/"
     process = Path(f"/proc/{pid}")
     if _leads_under(process / "cwd", prefix):
@@ -143,7 +160,7 @@ def works_under(pid: int, folder: bytes) -> bool:
 
 
 def _leads_under(link: Path, prefix: bytes) -> bool:
-    with contextlib.suppress(OSError):  # also a path that is too long to be told: anybody may have such a one open
+    with contextlib.suppress(OSError):  # also for a path that is too long to be read
         return (os.fsencode(link.readlink()) + b"/").startswith(prefix)
     return False
 

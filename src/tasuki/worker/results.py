@@ -1,7 +1,15 @@
-"""A command's result: always a ZIP with stdout.log, stderr.log, result.json and the files that the job left in out/.
+"""A command's result: always a ZIP with stdout.log, stderr.log, the files that the job left in out/, and result.json.
 
-Runs in a thread, after the last process of the attempt is gone. What goes into it of out/ is the business of `outputs.py`;
-result.json is written last, because it tells what was found there.
+Blocks on I/O: runs in a thread, after the last process of the attempt is gone. result.json is written last, because it lists the
+outputs. Everything below out/ was made by the job and is not trusted. It is walked once, folder by folder, through descriptors:
+only regular files are taken, no link is followed even if one is put there meanwhile, and nothing is opened that could block.
+Files are read while the archive is written, so none is held in memory and none is opened twice.
+
+    outputs     exactly the files in the archive below out/, with the size and sha256 of the bytes that were read
+    left_out    files that are not in the archive as they are, with the reason. A file that changed or ended while it was read
+                is in both lists.
+
+A file that is left out fails the job only if its exec requires it.
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ from io import BufferedWriter
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.names import NAME_MAX_BYTES, NAME_MAX_DEPTH, NameBook
@@ -34,19 +43,20 @@ from tasuki.worker.folder import RunFolder
 from tasuki.worker.logs import CappedLog, KeptLog
 from tasuki.worker.redaction import NOTHING_SECRET, Redactor
 
-# ----------------------------------------------------------------------------------------------------
-# The files that a job left in out/: which of them go into its result, and why the others do not.
-
+REPORT = "result.json"
+HOST = socket.gethostname()
+QUICK_MAX_BYTES = 16 * 1024
+SMALL_MAX_BYTES = 64 * 1024
 DEFAULT_OUTPUTS = ("out/**",)
 MAX_FILES = 9_000
 MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_TOTAL_BYTES = 2 * 1024 * 1024 * 1024
 NAMES_MAX_BYTES = 3 * 1024 * 1024  # a reader takes 4 MiB for the list of names and its other columns
-LOOKED_AT_MAX = 100_000  # entries of all folders; their names stand in memory, folder by folder
+LOOKED_AT_MAX = 100_000  # entries of all folders; their names are in memory, folder by folder
 LEFT_OUT_LISTED_MAX = 1_000
 READ_BYTES = 256 * 1024
-# A reader takes an archive that unpacks to more than 200 times its size for a bomb, once it has passed 40 MiB. So only the first
-# bytes are packed however well that goes; after them a file that would shrink to less than a fortieth is stored as it is.
+# A reader refuses an archive that unpacks to more than 200 times its size once it has passed 40 MiB (a ZIP bomb). So only the
+# first bytes are packed at any ratio; after them a file that would shrink to less than a fortieth is stored as it is.
 PACKED_FREE_BYTES = 16 * 1024 * 1024
 STORED_RATIO = 40
 WORTH_PACKING = 0.97  # a file that stays larger than this is stored as it is; small ones are packed in any case
@@ -55,13 +65,18 @@ _SAMPLES, _SAMPLE_BYTES = 16, 16 * 1024
 _ENTRY_BYTES = 46  # of the archive's directory, besides the name
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# NONBLOCK: a FIFO put in the file's place after we looked must not make us wait for a writer.
+# NONBLOCK: a FIFO put in the file's place after the check must not block until a writer comes.
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_ZIP_VERSION, _UNIX, _DAY_ONE = 20, 3, 0x21  # 1980-01-01, as `write_zip` has it
+_REGULAR_FILE = (stat.S_IFREG | 0o644) << 16
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class OutputLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of out/ goes into a result. The defaults are also the most: what a reader of archives accepts."""
+    """Limits of the outputs in a result. The defaults are also the maximum: readers of archives accept no more."""
 
     max_files: int = MAX_FILES
     max_file_bytes: int = MAX_FILE_BYTES
@@ -72,11 +87,11 @@ DEFAULT_OUTPUT_LIMITS = OutputLimits()
 
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Which outputs an exec wants."""
+    """The outputs that an exec collects."""
 
     globs: tuple[str, ...] = DEFAULT_OUTPUTS
     required: tuple[str, ...] = ()
-    """Each must match an output that could be taken whole; collected like those above."""
+    """Each must match an output that could be read whole; collected like `globs`."""
     limits: OutputLimits = DEFAULT_OUTPUT_LIMITS
 
 
@@ -92,13 +107,13 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class OutputCollector:
-    """One walk through one out/ folder. Use up `members`; then the rest tells what was taken."""
+    """One walk through one out/ folder. Exhaust `members`; then the other fields are complete."""
 
     def __init__(self, out: Path | str, rules: OutputRules, beside_bytes: int = 0) -> None:
-        """`beside_bytes` is what the archive holds besides."""
+        """`beside_bytes` is the size of the archive's other members."""
         self.outputs: list[OutputFile] = []
         self.left_out: list[LeftOut] = []
-        """The first of them; `left_out_count` counts all."""
+        """The first LEFT_OUT_LISTED_MAX; `left_out_count` counts all."""
         self.left_out_count = 0
         self._out = out
         self._limits = rules.limits
@@ -112,15 +127,15 @@ class OutputCollector:
         self._looks_left = LOOKED_AT_MAX
 
     def missing(self) -> str:
-        """Which required outputs are not there, in words, or nothing."""
-        told = []
+        """Return the required outputs that are missing, in words, or ""."""
+        texts = []
         for glob in self._unmet:
             found = self._why_unmet.get(glob)
-            told.append(f"{glob!r}" + (f" ({found.name!r}: {found.reason})" if found else ""))
-        return ", ".join(told)
+            texts.append(f"{glob!r}" + (f" ({found.name!r}: {found.reason})" if found else ""))
+        return ", ".join(texts)
 
     def members(self) -> Generator[ZipMember, None, None]:
-        """What goes into the archive, in the order of names; each is to be written before the next is asked for."""
+        """Yield the archive's members in the order of names; each is to be written before the next is requested."""
         for name, folder, last in self._walk(None, str(self._out), "out", 1):
             if any(pattern.fullmatch(name) for pattern in self._wanted):
                 yield from self._member(name, folder, last)
@@ -129,7 +144,7 @@ class OutputCollector:
 
     def _member(self, name: str, folder: int, last: str) -> Iterator[ZipMember]:
         try:
-            # Looked at before it is opened: opening a device can do something.
+            # Checked before it is opened: opening a device can have an effect.
             reason = self._refused(name, os.stat(last, dir_fd=folder, follow_symlinks=False))
             descriptor = os.open(last, _OPEN_FILE, dir_fd=folder) if not reason else -1
         except OSError as error:
@@ -176,14 +191,14 @@ class OutputCollector:
         return ""
 
     def _is_stored(self, descriptor: int, size_bytes: int) -> bool:
-        """Whether it packs so well that a reader would take the archive for a bomb, or so badly that it is not worth the time."""
+        """Return whether a file packs so well that a reader would refuse the archive, or too badly to be worth the time."""
         self._packed_free_bytes -= size_bytes
         if self._packed_free_bytes >= 0:
             return False
         try:
-            samples = _samples(descriptor, size_bytes)
+            samples = [os.pread(descriptor, _SAMPLE_BYTES, at) for at in _sample_offsets(size_bytes)]
             return _packs_well(samples) or _packs_badly(samples)
-        except OSError:  # the reading that follows says so
+        except OSError:  # reported when the file is read
             return False
 
     def _leave_out(self, name: str, reason: str) -> None:
@@ -198,16 +213,17 @@ class OutputCollector:
     # ------------------------------------------------------------------------------------------------ the folders
 
     def _walk(self, parent: int | None, path: str, name: str, depth: int) -> Iterator[tuple[str, int, str]]:
-        """Everything below a folder that is no folder itself: its name, its folder's descriptor, its name in there."""
+        """Yield every entry below a folder that is not a folder: full name, descriptor of its folder, name in it."""
         try:
             folder = os.open(path, _OPEN_FOLDER, dir_fd=parent)
         except OSError as error:
-            self._leave_out(name, "is a link" if _is_link(path, parent) else f"cannot be listed: {_words(error)}")
+            is_link = _has_type(stat.S_ISLNK, path, parent)
+            self._leave_out(name, "is a link" if is_link else f"cannot be listed: {_words(error)}")
             return
         try:
             for last in self._listed(folder, name):
                 below = f"{name}/{last}"
-                if not _is_folder(last, folder):
+                if not _has_type(stat.S_ISDIR, last, folder):
                     yield below, folder, last
                 elif depth + 1 < NAME_MAX_DEPTH:
                     yield from self._walk(folder, last, below, depth + 1)
@@ -224,14 +240,14 @@ class OutputCollector:
             self._leave_out(name, f"cannot be listed: {_words(error)}")
             return ()
         if len(names) > self._looks_left:
-            self._leave_out(name, f"has more in it than the {LOOKED_AT_MAX} files and folders that are looked at")
+            self._leave_out(name, f"has entries beyond the limit of {LOOKED_AT_MAX} files and folders")
             del names[self._looks_left :]
         self._looks_left -= len(names)
         return sorted(names)
 
 
 class _Reading:
-    """Reads an open file up to the size it had, and notes what it gave and what was wrong with it."""
+    """Reads an open file up to the size it had; keeps size and hash of the bytes, and the problem if there was one."""
 
     def __init__(self, descriptor: int, found: os.stat_result) -> None:
         self._descriptor = descriptor
@@ -258,36 +274,25 @@ class _Reading:
             self.problem = "changed while it was read"
 
 
-def _is_link(path: str, parent: int | None) -> bool:
+def _has_type(check: Callable[[int], bool], name: str, folder: int | None) -> bool:
     try:
-        return stat.S_ISLNK(os.stat(path, dir_fd=parent, follow_symlinks=False).st_mode)
-    except OSError:  # it is gone
-        return False
-
-
-def _is_folder(last: str, folder: int) -> bool:
-    try:
-        return stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode)
-    except OSError:  # whoever opens it will say why
+        return check(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:  # opening it gives the reason
         return False
 
 
 def log_members(texts: Iterable[tuple[str, bytes]]) -> Iterator[ZipMember]:
-    """The logs of a result, by name. What packs too well for a reader is stored as it is, like an output."""
+    """Yield the logs of a result. A log that packs too well for a reader is stored as it is, like an output."""
     free_bytes = LOGS_PACKED_FREE_BYTES
     for name, text in texts:
         free_bytes -= len(text)
-        if free_bytes < 0 and _packs_well([text[at : at + _SAMPLE_BYTES] for at in _sampled(len(text))]):
+        if free_bytes < 0 and _packs_well([text[at : at + _SAMPLE_BYTES] for at in _sample_offsets(len(text))]):
             yield ZipMember(name, Pieces(len(text), (text,), stored=True))
         else:
             yield ZipMember(name, text)
 
 
-def _samples(descriptor: int, size_bytes: int) -> list[bytes]:
-    return [os.pread(descriptor, _SAMPLE_BYTES, at) for at in _sampled(size_bytes)]
-
-
-def _sampled(size_bytes: int) -> list[int]:
+def _sample_offsets(size_bytes: int) -> list[int]:
     return [size_bytes * number // _SAMPLES for number in range(_SAMPLES)]
 
 
@@ -296,7 +301,7 @@ def _packs_well(samples: Sequence[bytes]) -> bool:
 
 
 def _packs_badly(samples: Sequence[bytes]) -> bool:
-    """A gigabyte that is packed already would take half a minute of a core, for nothing."""
+    """Return whether packing is not worth it: a gigabyte of packed data would take half a minute of a core."""
     return _packed_bytes(samples) > WORTH_PACKING * sum(map(len, samples))
 
 
@@ -317,13 +322,13 @@ def _refused_name(names: NameBook, name: str) -> str:
 
 
 def _printable(name: str) -> str:
-    """File names are bytes; those that are no text would make result.json unwritable."""
+    """Escape the bytes of a file name that are not text, which result.json could not hold."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 @functools.lru_cache(maxsize=256)
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """`**` stands for any number of folders (at the end: everything below), `*` and `?` for text inside one name."""
+    """Compile a glob: `**` matches any number of folders (at the end: everything below), `*` and `?` text inside one name."""
     pattern = ""
     *folders, last = glob.split("/")
     for part in folders:
@@ -334,12 +339,6 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
 def _part_pattern(part: str) -> str:
     wild = {"*": "[^/]*", "?": "[^/]"}
     return "".join(wild.get(character) or re.escape(character) for character in part)
-
-
-REPORT = "result.json"
-HOST = socket.gethostname()
-QUICK_MAX_BYTES = 16 * 1024
-SMALL_MAX_BYTES = 64 * 1024
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -374,34 +373,34 @@ def build_result(
     if collector.left_out_count:
         meta["left_out"] = collector.left_out_count
     outcome = redactor.outcome(_with_outputs(outcome, collector))
-    outcome = msgspec.structs.replace(outcome, result_sha256=archive.sha256, meta=meta)
+    outcome = replace(outcome, result_sha256=archive.sha256, meta=meta)
     if archive.path is None:
-        return RunResult(msgspec.structs.replace(outcome, result=archive.inline))
-    return RunResult(msgspec.structs.replace(outcome, result_ref=BlobRef(archive.sha256, archive.size_bytes)), archive.path)
+        return RunResult(replace(outcome, result=archive.inline))
+    return RunResult(replace(outcome, result_ref=BlobRef(archive.sha256, archive.size_bytes)), archive.path)
 
 
 def _with_outputs(outcome: Outcome, collector: OutputCollector) -> Outcome:
-    """A success without a required output is none. It may be tried again: that costs retries, which the job limits itself."""
+    """Return the outcome, OUTPUT_MISSING if it is a success without a required output. The job's retries limit new attempts."""
     missing = collector.missing()
     if outcome.error_code is not None or not missing:
         return outcome
     message = f"the program succeeded, but left no output {missing}, which its exec requires"
-    return msgspec.structs.replace(outcome, error_code="OUTPUT_MISSING", message=message[:MESSAGE_MAX_CHARS])
+    return replace(outcome, error_code="OUTPUT_MISSING", message=message[:MESSAGE_MAX_CHARS])
 
 
 def is_quick(folder: RunFolder, logs: tuple[CappedLog, CappedLog]) -> bool:
-    """Whether the archive is so small that a thread for it would cost more than the archive."""
+    """Return whether the archive is so small that a thread for it would cost more than the archive."""
     try:
         empty = not os.listdir(f"{folder.name}/out")  # noqa: PTH208  # Path costs more than the call
         return empty and sum(log.size_bytes() for log in logs) <= QUICK_MAX_BYTES
-    except OSError:  # the job has done something to its folder
+    except OSError:  # the job has changed its folder
         return False
 
 
 def _write(
     folder: RunFolder, texts: Sequence[tuple[str, bytes]], collector: OutputCollector, report: Callable[[], bytes]
 ) -> _Archive:
-    """Logs, outputs, and then the report on what was found."""
+    """Write logs, outputs, and then the report on them."""
     archive = _Archive(folder.name)
     try:
         with closing(collector.members()) as outputs:
@@ -442,7 +441,7 @@ def _report(attempt: Attempt, outcome: Outcome, times: Times, kept: Mapping[str,
         "finished_at": times.finished_at,
         "duration_s": times.duration_s,
         "host": HOST,
-        # A follower goes on in the archive by offsets in the stream that the job wrote.
+        # A follower continues in the archive by offsets in the stream that the job wrote.
         "cut_logs": {
             name: {"head_bytes": len(log.head), "cut_bytes": log.cut_bytes, "tail_bytes": len(log.tail)}
             for name, log in kept.items()
@@ -457,17 +456,11 @@ def _report(attempt: Attempt, outcome: Outcome, times: Times, kept: Mapping[str,
     return msgspec.json.format(msgspec.json.encode(report)) + b"\n"
 
 
-# ---------------------------------------------------------------------------------------------------- where it goes
-
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_ZIP_VERSION, _UNIX, _DAY_ONE = 20, 3, 0x21  # 1980-01-01, as `write_zip` has it
-_REGULAR_FILE = (stat.S_IFREG | 0o644) << 16
+# ---------------------------------------------------------------------------------------------------- the archive
 
 
 def small_zip(members: Sequence[tuple[str, bytes]]) -> bytes:
-    """An archive of a few texts whose names are ours. A sixth of what `zipfile` takes, and most results are like this."""
+    """Return an archive of a few texts with fixed names. Takes a sixth of the time of `zipfile`; most results are like this."""
     body, directory = bytearray(), bytearray()
     for name, data in members:
         packed = _deflated(data)
@@ -484,7 +477,7 @@ def small_zip(members: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def _deflated(data: bytes) -> bytes:
-    """Raw deflate with a window that fits: zlib's usual quarter of a megabyte takes ten times as long to set up as to use."""
+    """Deflate with a window that fits: zlib's default of a quarter of a megabyte takes ten times as long to set up as to use."""
     if not data:
         return data
     window_bits, memory_level = (12, 5) if len(data) <= 4096 else (zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL)
@@ -493,7 +486,7 @@ def _deflated(data: bytes) -> bytes:
 
 
 class _Archive:
-    """Takes the archive's bytes, hashes them, and keeps them in memory as long as they fit into the finish itself."""
+    """The archive that is being written: hashed, and in memory as long as it fits into the report itself."""
 
     def __init__(self, folder: str) -> None:
         self.path: Path | None = None
@@ -501,7 +494,7 @@ class _Archive:
         self._file: BufferedWriter | None = None
         self._small = bytearray()
         self._digest = hashlib.sha256()
-        self.name = folder  # an error about a full disk calls it so
+        self.name = folder  # named in the error about a full disk
 
     @property
     def inline(self) -> bytes:

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.clocks import boot_time
@@ -287,7 +288,7 @@ class CommandRunner:
                 del self._running[kept]
             outcome = ended_outcome(ended, f"exec {exec_.name!r}", command.timeout_s, command.limits)
             if outcome.error_code == "EXIT_CODE" and (shortage := self.folders.shortage()):
-                outcome = msgspec.structs.replace(outcome, message=f"{outcome.message}; {shortage}")
+                outcome = replace(outcome, message=f"{outcome.message}; {shortage}")
             outcome = redactor.outcome(judged(outcome, exec_.name, exec_.exits, rules_of(attempt.spec)))
             wall = time.time() - boot_time()
             times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)
