@@ -1,18 +1,17 @@
-"""An upload on its way: parsed in the loop, hashed and written in a thread, never whole in memory.
+"""Receive one upload: parse its form in the event loop, hash and write its files in a thread, never hold it whole in memory.
 
-    intake = Intake(boundary, place, max_bytes)
-    form = await intake.receive(request.stream())      the fields; InvalidInput, TooLarge: nothing is left behind by `discard`
-    files = await intake.finish()                      all is written
+    upload = Upload(boundary, place, max_bytes)
+    form = await upload.receive(request.stream())      the fields; InvalidInput, TooLarge: `discard` removes what was written
+    files = await upload.finish()                      everything is written
 
-What fits into WRITE_BYTES is written together with the folder it goes to; if it is small, without a thread. Larger uploads are
-written piece by piece while more comes in. Without a place nothing is written, only hashed.
+Up to WRITE_BYTES are written together with the folder that they go to; a small upload without a thread. A larger upload is
+written piece by piece while more arrives. Without a place the files are hashed and not written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import hashlib
 import os
 import re
@@ -21,6 +20,7 @@ from collections.abc import AsyncIterable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from multipart import MultipartError, MultipartSegment, PushMultipartParser  # type: ignore[import-untyped]
 from starlette.requests import ClientDisconnect
 
 from tasuki.blobs.files import disk_full_as_error
@@ -31,43 +31,28 @@ from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput, TooLarge
 
-# ----------------------------------------------------------------------------------------------------
-# multipart/form-data (RFC 7578) as it comes in, piece by piece. Without I/O, strict, and bounded in all that a peer decides.
+# ------------------------------------------------------------------------------------------------ multipart/form-data
 
 HEADERS_MAX_BYTES = 8 * 1024  # of one part
+HEADERS_MAX = 32  # of one part
 PARTS_MAX = 1_000
 
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]").fullmatch
 _PARAMETER = re.compile(r""";[ \t]*([!#$%&'*+.^_`|~0-9A-Za-z-]+)=(?:"((?:[^"\\]|\\.)*)"|([^";\s]+))[ \t]*""", re.DOTALL)
 _ESCAPED = re.compile(r"\\([\\\"])")
+_CONTROL = re.compile(r"[\r\n\0]").search
 _PLAIN_ENCODINGS = ("binary", "8bit", "7bit")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The begin of a part: the field's name, and the file's name if it is a file."""
+    """Start of a part: the name of the field, and the file name if the part is a file."""
 
     name: str
     filename: str | None
 
 
-class PartEnded(enum.Enum):
-    PART_ENDED = enum.auto()
-
-
-PART_ENDED = PartEnded.PART_ENDED
-Event = Part | bytes | PartEnded
-
-
-class _State(enum.Enum):
-    BOUNDARY = enum.auto()
-    """Right behind a boundary: another part or the end."""
-    HEADERS = enum.auto()
-    BODY = enum.auto()
-    END = enum.auto()
-
-
 def boundary_of(content_type: str) -> bytes:
-    """The boundary that a Content-Type of multipart/form-data names; InvalidInput for anything else."""
+    """Return the boundary that a Content-Type of multipart/form-data names; InvalidInput for anything else."""
     kind, separator, parameters = content_type.partition(";")
     if kind.strip().lower() != "multipart/form-data":
         raise InvalidInput(f"multipart/form-data is needed, with the field file; got Content-Type {quoted(content_type)}")
@@ -77,118 +62,80 @@ def boundary_of(content_type: str) -> bytes:
     return boundary.encode("ascii")
 
 
-class MultipartParser:
-    """One body."""
+class FormParser:
+    """Parser of one form (RFC 7578), without I/O. Stricter than the library: see `_check_begin`, `_check_end` and `_part_of`."""
 
     def __init__(self, boundary: bytes) -> None:
-        self._delimiter = b"\r\n--" + boundary
-        # A boundary belongs to the line break before it. The first one has none, so it is given one.
-        self._buffer = bytearray(b"\r\n")
-        self._state: _State | None = None
-        self._parts = 0
+        self._parser = PushMultipartParser(
+            boundary, max_header_size=HEADERS_MAX_BYTES, max_header_count=HEADERS_MAX, max_segment_count=PARTS_MAX, strict=True
+        )
+        # A boundary includes the line break before it. The first one has none, so it is given one.
+        self._opening = b"\r\n--" + boundary
+        self._closing = self._opening + b"--"
+        self._begin = b"\r\n"
+        self._tail = b"\r\n"
+        self._is_complete = False
 
-    def feed(self, piece: bytes) -> Iterator[Event]:
-        """What this piece completes. To be used up before the next one."""
-        self._buffer += piece
-        while (event := self._next()) is not None:
-            if event:  # a part may have no bytes to tell
-                yield event
+    def feed(self, piece: bytes) -> Iterator[Part | bytes | None]:
+        """Yield the events that this piece completes: the start of a part, its bytes, None at its end."""
+        self._check_begin(piece)
+        if self._is_complete or not piece:
+            self._check_trailer(piece)
+            return
+        event: MultipartSegment | bytes | None = None
+        try:
+            for event in self._parser.parse(piece):
+                yield _part_of(event) if isinstance(event, MultipartSegment) else event
+        except MultipartError as error:
+            raise InvalidInput(f"the form is not valid multipart/form-data: {error}") from None
+        self._check_end(piece, at_part_end=event is None)
 
     def finish(self) -> None:
-        """The body is over."""
-        if self._state is None:
+        """Check that the form is complete; InvalidInput if its end is missing."""
+        if len(self._begin) < len(self._opening):
             raise self._wrong_begin()
-        if self._state is not _State.END:
-            raise InvalidInput("the form ended before its closing boundary; send all of it")
+        try:
+            self._parser.close()
+        except MultipartError:
+            raise InvalidInput("the form ended before its closing boundary; send all of it") from None
 
-    def _next(self) -> Event | None:
-        """The next event; None: more is needed. b"": look again."""
-        match self._state:
-            case None:
-                return self._begin()
-            case _State.BOUNDARY:
-                return self._behind_boundary()
-            case _State.HEADERS:
-                return self._headers()
-            case _State.BODY:
-                return self._body()
-            case _State.END:
-                if self._buffer.strip(b"\r\n"):
-                    raise InvalidInput("there is something behind the closing boundary of the form")
-                self._buffer.clear()
-                return None
-
-    def _begin(self) -> Event | None:
-        have = min(len(self._buffer), len(self._delimiter))
-        if self._buffer[:have] != self._delimiter[:have]:
-            raise self._wrong_begin()
-        if have < len(self._delimiter):
-            return None
-        del self._buffer[:have]
-        self._state = _State.BOUNDARY
-        return b""
+    def _check_begin(self, piece: bytes) -> None:
+        """Refuse a preamble, which the library skips."""
+        if len(self._begin) < len(self._opening):
+            self._begin = (self._begin + piece)[: len(self._opening)]
+            if not self._opening.startswith(self._begin):
+                raise self._wrong_begin()
 
     def _wrong_begin(self) -> InvalidInput:
         return InvalidInput("the form does not begin with the boundary that its Content-Type names")
 
-    def _behind_boundary(self) -> Event | None:
-        if len(self._buffer) < 2:
-            return None
-        two = bytes(self._buffer[:2])
-        del self._buffer[:2]
-        if two == b"--":
-            self._state = _State.END
-        elif two == b"\r\n":
-            self._state = _State.HEADERS
-            self._parts += 1
-            if self._parts > PARTS_MAX:
-                raise InvalidInput(f"the form has more than {PARTS_MAX} parts")
-        else:
-            raise InvalidInput("a boundary of the form is not followed by a line break")
-        return b""
+    def _check_end(self, piece: bytes, *, at_part_end: bool) -> None:
+        """Notice the closing boundary, which follows the end of a part: the library takes anything for an epilogue."""
+        if at_part_end:
+            end = self._tail + piece
+            at = end.find(self._closing)
+            if at >= 0:
+                self._is_complete = True
+                self._check_trailer(end[at + len(self._closing) :])
+        self._tail = (self._tail + piece[-len(self._closing) :])[-len(self._closing) :]
 
-    def _headers(self) -> Event | None:
-        end = self._buffer.find(b"\r\n\r\n", 0, HEADERS_MAX_BYTES)
-        if end < 0:
-            if len(self._buffer) >= HEADERS_MAX_BYTES:
-                raise InvalidInput(f"the headers of part {self._parts} of the form are larger than {HEADERS_MAX_BYTES} bytes")
-            return None
-        part = _part_of(bytes(self._buffer[:end]))
-        del self._buffer[: end + 4]
-        self._state = _State.BODY
-        return part
-
-    def _body(self) -> Event | None:
-        end = self._buffer.find(self._delimiter)
-        if end == 0:
-            del self._buffer[: len(self._delimiter)]
-            self._state = _State.BOUNDARY
-            return PART_ENDED
-        if end < 0:
-            end = len(self._buffer) - len(self._delimiter) + 1
-        if end <= 0:
-            return None
-        data = bytes(self._buffer[:end])
-        del self._buffer[:end]
-        return data
+    def _check_trailer(self, trailer: bytes) -> None:
+        if trailer.strip(b"\r\n"):
+            raise InvalidInput("there is something behind the closing boundary of the form")
 
 
-def _part_of(headers: bytes) -> Part:
-    try:
-        lines = headers.decode("utf-8").split("\r\n")
-    except UnicodeDecodeError:
-        raise InvalidInput("the headers of a part of the form are not UTF-8") from None
-    found: dict[str, str] = {}
-    for line in lines:
-        name, separator, value = line.partition(":")
-        if not separator or name != name.strip() or name.lower() in found or "\r" in line or "\n" in line or "\0" in line:
-            raise InvalidInput(f"a part of the form has the header line {quoted(line)}, which is none")
-        found[name.lower()] = value.strip()
-    if found.get("content-transfer-encoding", "binary").lower() not in _PLAIN_ENCODINGS:
+def _part_of(segment: MultipartSegment) -> Part:
+    """Check the headers of a part. The parameters are read here: the library takes the last of two, and decodes %22."""
+    if sum(len(name) + len(value) for name, value in segment.headerlist) > HEADERS_MAX_BYTES:
+        raise InvalidInput(f"the headers of a part of the form are larger than {HEADERS_MAX_BYTES} bytes")
+    headers: dict[str, str] = {}
+    for name, value in segment.headerlist:
+        if name in headers or _CONTROL(value):
+            raise InvalidInput(f"a part of the form has the header {quoted(name)} twice, or with a control character")
+        headers[name] = value
+    if headers.get("Content-Transfer-Encoding", "binary").strip().lower() not in _PLAIN_ENCODINGS:
         raise InvalidInput("a part of the form has a Content-Transfer-Encoding; send the bytes as they are")
-    kind, separator, rest = found.get("content-disposition", "").partition(";")
-    if kind.strip().lower() != "form-data":
-        raise InvalidInput("a part of the form has no Content-Disposition: form-data")
+    _, separator, rest = headers["Content-Disposition"].partition(";")
     parameters = _parameters(separator + rest)
     if "filename*" in parameters:
         raise InvalidInput("a part of the form has filename*, which RFC 7578 forbids; write the name as UTF-8 in filename")
@@ -198,7 +145,7 @@ def _part_of(headers: bytes) -> Part:
 
 
 def _parameters(text: str) -> dict[str, str]:
-    """`; name="value"; other=value`, all of it."""
+    """Parse all of `; name="value"; other=value`."""
     found: dict[str, str] = {}
     at = 0
     text = text.rstrip()
@@ -211,6 +158,8 @@ def _parameters(text: str) -> dict[str, str]:
         at = parameter.end()
     return found
 
+
+# ------------------------------------------------------------------------------------------------ the upload
 
 WRITE_BYTES = 1024 * 1024
 SMALL_BYTES, SMALL_FILES = 64 * 1024, 4
@@ -259,7 +208,7 @@ class Upload:
 
     def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, files: UploadFiles | None = None) -> None:
         """Without a place the files are only hashed. `files`: they go elsewhere."""
-        self._parser = MultipartParser(boundary)
+        self._parser = FormParser(boundary)
         self._files: UploadFiles = files or _Files(place)
         self._max_bytes = max_bytes
         self.received_bytes = 0
@@ -336,7 +285,7 @@ class Upload:
         for event in self._parser.feed(piece):
             if isinstance(event, Part):
                 self._begin(event)
-            elif isinstance(event, PartEnded):
+            elif event is None:
                 if self._open is None:
                     self._pending.append(None)
             elif self._open is not None:
