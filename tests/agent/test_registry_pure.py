@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tasuki.agent.registry_leases import ClaimJournal
+from tasuki.agent.store_registry import ClaimJournal
 from tasuki.cli.agent_registry import APP, place_of
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.registry_records import (
@@ -18,7 +18,6 @@ from tasuki.core.failover.registry_records import (
     held_of,
     input_of,
     is_queued,
-    lease_deadline,
     node_of,
     stand_of,
     state_of,
@@ -26,6 +25,7 @@ from tasuki.core.failover.registry_records import (
     worker_id_of,
 )
 from tasuki.core.job import Job, Lease, State
+from tasuki.core.lifecycle import lease_deadline
 from tasuki.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from tests.conftest import Require
 from tests.e2e.test_proxies import program, replaced
 from tests.support.certificates import TestAuthority
 
-DEPLOY = Path(__file__).parents[3] / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 KEEPALIVED = DEPLOY / "keepalived/keepalived.conf"
 HAPROXY = DEPLOY / "haproxy/dispatchers.cfg"
 PORT = DEFAULT_LISTEN.rpartition(":")[2]

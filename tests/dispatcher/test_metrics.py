@@ -16,7 +16,7 @@ from tests.agent.stage import AgentStage
 from tests.client.agent_stand_in import Asked, Reply, result
 from tests.dispatcher.stage import BOOK, code_of, sha256_of, tell, two_nodes
 
-DOCS = Path(__file__).parents[3] / "docs/operate"
+DOCS = Path(__file__).parents[2] / "docs/operate"
 
 
 def figures(text: str) -> dict[str, float]:

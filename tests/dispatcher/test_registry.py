@@ -241,7 +241,7 @@ def test_a_repeat_that_meets_the_first_at_its_node_does_not_end_its_wait(nodes: 
             assert code_of(repeat) == (423, "RUNNING")
             recording = stage.dispatcher._registry
             assert recording is not None
-            await asyncio.gather(*recording._room._ends)
+            await asyncio.gather(*recording._reports)
             assert registry_records.is_queued(await asyncio.to_thread(record_of, node, job_id))
             hesitant.go.set()
             assert (await first).status_code == 200

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from tasuki.agent import refusals
+from tasuki.agent.registry_leases import Holder, report_of
 from tasuki.agent.results import BlobSource, RemoteResultResponse, ResultResponse, ResultSource
 from tasuki.clocks import boot_time
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentState, EndedMarker
 from tasuki.core.failover.registry_records import Stand, attempt_of, held_of, place_of, stand_of
 from tasuki.core.job import Job, Outcome
-from tasuki.core.store_messages import Answers, BlobClaim, Grant, HeldLease, LeaseRequest, Report, RequeueOrder, Submission, Turn
+from tasuki.core.store_messages import Answers, BlobClaim, Grant, RequeueOrder, Submission, Turn
 from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
 from tasuki.server.store_client import StoreClient
 
@@ -44,24 +45,6 @@ class RegistryGrant(NamedTuple):
     grant: Grant
     attempt: int
     asked_at: float
-
-
-class Holder(NamedTuple):
-    """Who asks."""
-
-    worker_id: str
-    incarnation: str
-    ttl_s: float
-    name: str
-
-    def request(self, job_id: str) -> LeaseRequest:
-        return LeaseRequest(worker_id=self.worker_id, incarnation=self.incarnation, job_ids=(job_id,), limit=1, ttl_s=self.ttl_s)
-
-    def held(self, grant: Grant) -> HeldLease:
-        return HeldLease(grant.job_id, self.worker_id, self.incarnation, grant.lease_id, grant.attempt, self.ttl_s)
-
-    def report(self, grant: Grant, outcome: Outcome) -> Report:
-        return Report(grant.job_id, self.worker_id, grant.lease_id, grant.attempt, outcome)
 
 
 class RegistryQueries:
@@ -95,7 +78,7 @@ class RegistryQueries:
             return
         grants = [grant for granted in asking.result().lease for grant in granted]
         if grants:
-            reports = [self.holder.report(grant, self.given_up) for grant in grants]
+            reports = [report_of(self.holder.held(grant), self.given_up) for grant in grants]
             told = asyncio.ensure_future(self._share.execute(Turn(fail=reports)))
             told.add_done_callback(_look_at)
 
@@ -163,7 +146,7 @@ class RegistryQueries:
                 assert job is not None
                 grant = found.lease[0][0]
                 if waits is not None and found.release[0] and job.generation != waits.generation:
-                    await self.ask(Turn(fail=[self.holder.report(grant, registry_records.removed(self.holder.name))]))
+                    await self.ask(Turn(fail=[report_of(self.holder.held(grant), registry_records.removed(self.holder.name))]))
                     raise refusals.was_canceled(job_id)  # while we were asking: what was released had been canceled
                 return RegistryGrant(grant, attempt_of(job), asked_at)
             match stand_of(job, None):
@@ -220,7 +203,7 @@ class RegistryQueries:
         found = await self.ask(Turn(requeue=again, lease=[self.holder.request(job_id)], get=[job_id]))
         if not found.lease[0]:
             return found.get[0]
-        await self.ask(Turn(fail=[self.holder.report(found.lease[0][0], registry_records.removed(self.holder.name))]))
+        await self.ask(Turn(fail=[report_of(self.holder.held(found.lease[0][0]), registry_records.removed(self.holder.name))]))
         return None
 
     async def forget(self, job: Job) -> None:

@@ -13,7 +13,9 @@ meanwhile waits for the store's word.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -26,19 +28,22 @@ from tasuki.agent import refusals
 from tasuki.agent.folders import JobFolders
 from tasuki.agent.jobs import AnsweredElsewhere, RemovalResult
 from tasuki.agent.refusals import on_behalf_of
-from tasuki.agent.registry_leases import ClaimJournal, Leases, Lost, RegistryLease
-from tasuki.agent.registry_queries import Holder, RegistryGrant, RegistryQueries, described, done_or_refused, is_held
+from tasuki.agent.registry_leases import Holder, RegistryLease, RegistryLeases, report_of
+from tasuki.agent.registry_queries import RegistryGrant, RegistryQueries, described, done_or_refused, is_held
 from tasuki.agent.results import Peers, PeerSource, RemoteResultResponse, ResultSource
 from tasuki.blobs.blob import BlobStore
-from tasuki.clocks import boot_time
+from tasuki.blobs.files import disk_full_as_error, durable_write, sync_folder
 from tasuki.core.address import Address
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RunningMarker
 from tasuki.core.failover.registry_records import ResultLocation, Stand, attempt_of, interrupted, outcome_of, place_of, stand_of
+from tasuki.core.ids import check_job_id
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome
-from tasuki.core.store_messages import BlobClaim, BlobPlace, ReportStatus, RequeueOrder, Turn
-from tasuki.errors import AgentRefusal, ConfigError, InternalError, TasukiError, Unavailable
+from tasuki.core.lifecycle import lease_deadline
+from tasuki.core.store_messages import BlobClaim, BlobPlace, HeldLease, LeaseStatus, ReportStatus, RequeueOrder, Turn
+from tasuki.errors import AgentRefusal, ConfigError, InternalError, InvalidInput, TasukiError, Unavailable
 from tasuki.server.store_client import StoreClient
+from tasuki.worker.attempt import StopReason
 
 logger = logging.getLogger("tasuki.agent")
 ANSWER_S = 5.0  # of a registry that is told something
@@ -50,10 +55,48 @@ BLOB_TRIES = 3
 WRITE_BYTES = 1024 * 1024
 
 
+class ClaimJournal:
+    """Of one data folder."""
+
+    def __init__(self, data: Path) -> None:
+        self._data = data
+        self._folder = data / "claims"
+
+    def prepare(self) -> str:
+        """Make what is missing; the id of this node."""
+        with disk_full_as_error(self._data):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            path = self._data / "node-id"
+            with contextlib.suppress(FileNotFoundError):
+                if len(known := path.read_text("ascii").strip()) == registry_records.ID_CHARS:
+                    return known
+            made = secrets.token_hex(registry_records.ID_CHARS // 2)
+            durable_write(path, f"{made}\n".encode())
+        return made
+
+    def write(self, job_id: str) -> None:
+        with disk_full_as_error(self._folder):
+            (self._folder / check_job_id(job_id)).touch()
+            sync_folder(self._folder)
+
+    def remove(self, job_id: str) -> None:
+        """Not made durable: one that is back after a power cut is looked at once more."""
+        (self._folder / check_job_id(job_id)).unlink(missing_ok=True)
+
+    def left(self) -> list[str]:
+        """What an earlier process did not settle."""
+        found = []
+        for path in sorted(self._folder.iterdir()):
+            with contextlib.suppress(InvalidInput):  # what somebody else put there
+                found.append(check_job_id(path.name))
+        return found
+
+
 class StoreRegistry:
     """One agent's part in it. Made inside the running loop."""
 
     _records: RegistryQueries
+    _holder: Holder
 
     def __init__(
         self,
@@ -72,7 +115,9 @@ class StoreRegistry:
         self._node = node
         self._peers = peers
         self._address = advertised
-        self._leases = Leases(share.execute, "", incarnation, ttl_s)
+        self._incarnation = incarnation
+        self._ttl_s = ttl_s
+        self._leases = RegistryLeases(share.execute, ttl_s)
         self._hurried = asyncio.Event()
         self._is_open = False
         self._keeping: asyncio.Task[None] | None = None
@@ -83,19 +128,18 @@ class StoreRegistry:
         self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
     ) -> None:
         self._address = self._address or str(address if address.reachable else replace(address, host=socket.gethostname()))
-        leases = self._leases
-        leases.worker_id = registry_records.worker_id_of(self._node, await asyncio.to_thread(self._notes.prepare))
-        leases.renewed = renewed
-        holder = Holder(leases.worker_id, leases.incarnation, leases.ttl_s, self._node)
-        self._records = RegistryQueries(self._share, holder, interrupted(self._node), sent)
-        self._share.on_cancel(lambda worker_id: leases.hurry() if worker_id == leases.worker_id else None)
+        own_id = registry_records.worker_id_of(self._node, await asyncio.to_thread(self._notes.prepare))
+        self._holder = Holder(own_id, self._incarnation, self._ttl_s, self._node)
+        self._leases.renewed = renewed
+        self._records = RegistryQueries(self._share, self._holder, interrupted(self._node), sent)
+        self._share.on_cancel(lambda worker_id: self._leases.renew_now() if worker_id == own_id else None)
         await self._share.open()
         self._is_open = True
         for job_id in await asyncio.to_thread(self._notes.left):
             with on_behalf_of(job_id):
                 await self._settle(job_id, folders)
         await self._drop_what_others_removed(folders)
-        self._keeping = asyncio.create_task(leases.keep())
+        self._keeping = asyncio.create_task(self._leases.keep_renewing())
 
     async def close(self) -> None:
         self.hurry()
@@ -111,20 +155,20 @@ class StoreRegistry:
         self._hurried.set()
 
     def deadline(self, job_id: str) -> float | None:
-        claim = self._leases.get(job_id)
-        return None if claim is None else claim.deadline
+        lease = self._leases.get(job_id)
+        return None if lease is None else lease.deadline
 
     async def _settle(self, job_id: str, folders: JobFolders) -> None:
         """An earlier process had claimed it: record how it ended, or that it did not. A result that came too late is none."""
         job = (await self._share.execute(Turn(get=[job_id]))).get[0]
         ended = await asyncio.to_thread(folders.read, job_id)
         counts = True
-        if job is not None and job.lease is not None and job.lease.worker_id == self._leases.worker_id:
-            claim = RegistryLease(registry_records.held_of(job), boot_time())
+        if job is not None and job.lease is not None and job.lease.worker_id == self._holder.worker_id:
+            held = registry_records.held_of(job)
             if isinstance(ended, EndedMarker) and ended.attempt == attempt_of(job):
-                counts = await self._report(claim, ended, await self._outcome(ended, folders.result(job_id)))
+                counts = await self._report(held, ended, await self._outcome(ended, folders.result(job_id)))
             else:
-                await self._share.execute(Turn(fail=[claim.report(interrupted(self._node))]))
+                await self._share.execute(Turn(fail=[report_of(held, interrupted(self._node))]))
                 logger.warning("job %s was claimed by an earlier process of this node; it is free again", job_id)
         elif job is not None and isinstance(ended, EndedMarker):
             counts = job.outcome is not None and job.outcome.result_sha256 == ended.result_sha256
@@ -184,11 +228,11 @@ class StoreRegistry:
         return place.ended, PeerSource(self._peers, place.address, place.ended)
 
     def _is_ours(self, job: Job, place: ResultLocation) -> bool:
-        return place.address == self._address or job.assigned_worker_id == self._leases.worker_id
+        return place.address == self._address or job.assigned_worker_id == self._holder.worker_id
 
     # ------------------------------------------------------------------------------------------------ claims
 
-    async def claim(self, running: RunningMarker, lost: Lost) -> int:
+    async def claim(self, running: RunningMarker, lost: Callable[[StopReason], None]) -> int:
         job_id = running.job_id
         await asyncio.to_thread(self._notes.write, job_id)
         try:
@@ -197,7 +241,12 @@ class StoreRegistry:
             if isinstance(error, AnsweredElsewhere) or error.status < 500:  # else it may have been granted all the same
                 await asyncio.to_thread(self._notes.remove, job_id)
             raise
-        self._leases.add(granted.grant, granted.asked_at, lost)
+
+        def ended(status: LeaseStatus) -> None:
+            lost(StopReason.CANCELED if status is LeaseStatus.CANCEL else StopReason.LEASE_LOST)
+
+        deadline = lease_deadline(granted.asked_at, self._ttl_s)
+        self._leases.add(RegistryLease(self._holder.held(granted.grant), deadline, ended))
         return granted.attempt
 
     async def _granted(self, running: RunningMarker) -> RegistryGrant:
@@ -212,32 +261,32 @@ class StoreRegistry:
                 raise is_held(found)
             if (answer := await self._answer(found, cache="hit")) is not None:
                 raise AnsweredElsewhere(answer)
-            again = RequeueOrder(job_id, self._leases.worker_id, "nobody has its result any more", found.generation)
+            again = RequeueOrder(job_id, self._holder.worker_id, "nobody has its result any more", found.generation)
         raise Unavailable(f"job {job_id} could not be claimed: its result was made and lost {AGAIN_TRIES} times; try again")
 
     # ------------------------------------------------------------------------------------------------ ends
 
     async def record(self, ended: EndedMarker, result: Path) -> bool:
-        claim = self._leases.get(ended.job_id)
-        assert claim is not None
+        lease = self._leases.get(ended.job_id)
+        assert lease is not None
         try:
             outcome = await self._outcome(ended, result)
         except OSError as error:
             logger.error("job %s: its result cannot be read: %s", ended.job_id, error)
             await self.release(ended.job_id)
             return False
-        claim.is_told = True
+        lease.is_reported = True
         try:
-            counts = await self._report(claim, ended, outcome)
+            counts = await self._report(lease.held, ended, outcome)
         finally:
-            self._leases.drop(ended.job_id)
+            self._leases.drop(lease)
         await asyncio.to_thread(self._notes.remove, ended.job_id)
         return counts
 
-    async def _report(self, claim: RegistryLease, ended: EndedMarker, outcome: Outcome) -> bool:
+    async def _report(self, held: HeldLease, ended: EndedMarker, outcome: Outcome) -> bool:
         """Until the store has answered; whether it counts. A store that refuses us (its password was just changed) may come to
         its senses; if it does not, that is raised, and the lease is over in time."""
-        reports = [claim.report(outcome, ended.started_at)]
+        reports = [report_of(held, outcome, ended.started_at)]
         succeeded = ended.outcome is AgentOutcome.SUCCEEDED
         refusals = 0
         while True:
@@ -253,7 +302,7 @@ class StoreRegistry:
             [recorded] = told.finish or told.fail
             if recorded.answer is ReportStatus.BLOB_MISSING:
                 outcome = outcome_of(ended, self._address)
-                reports = [claim.report(outcome, ended.started_at)]
+                reports = [report_of(held, outcome, ended.started_at)]
                 continue
             if recorded.answer is ReportStatus.FENCED:
                 logger.warning("job %s: its lease was lost before its end was recorded: %s", ended.job_id, recorded.reason)
@@ -269,13 +318,14 @@ class StoreRegistry:
 
     async def release(self, job_id: str) -> None:
         """If the store does not hear of it, the lease is over in time."""
-        claim = self._leases.drop(job_id)
-        if claim is None:
+        lease = self._leases.get(job_id)
+        if lease is None:
             return
-        claim.is_told = True
+        self._leases.drop(lease)
+        lease.is_reported = True
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self._share.execute(Turn(fail=[claim.report(interrupted(self._node))]))
+                await self._share.execute(Turn(fail=[report_of(lease.held, interrupted(self._node))]))
         except (TimeoutError, TasukiError):
             logger.warning("job %s: the registry was not told that it ended without a result", job_id)
             return
@@ -283,7 +333,7 @@ class StoreRegistry:
 
     async def forget(self, job_id: str) -> None:
         job = await self._records.get(job_id)
-        if job is not None and job.assigned_worker_id == self._leases.worker_id:
+        if job is not None and job.assigned_worker_id == self._holder.worker_id:
             await self._records.forget(job)
 
     async def remove(self, job_id: str) -> RemovalResult | None:

@@ -93,9 +93,8 @@ def place_of(url: str | None, results: str | None, app: str, advertise: str | No
 
 def make(place: RegistryPlace, config: AgentConfig, incarnation: str, tls_ca: str | None) -> StoreRegistry:
     """One agent's part in the registry; nothing is opened yet."""
-    from tasuki.agent.registry_leases import ClaimJournal
     from tasuki.agent.results import Peers
-    from tasuki.agent.store_registry import StoreRegistry
+    from tasuki.agent.store_registry import ClaimJournal, StoreRegistry
     from tasuki.cli.server_process import new_server_id
     from tasuki.cli.store_client import StoreAddress, guest_places
     from tasuki.net.tls import client_tls

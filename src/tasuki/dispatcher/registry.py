@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -24,36 +25,45 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tasuki.agent import refusals
 from tasuki.agent.jobs import RemovalResult
-from tasuki.agent.registry_queries import Holder, RegistryGrant, RegistryQueries, done_or_refused, is_held
+from tasuki.agent.registry_leases import RENEWALS_PER_TTL, Holder, RegistryLease, RegistryLeases, report_of
+from tasuki.agent.registry_queries import RegistryGrant, RegistryQueries, done_or_refused, is_held
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.registry_records import Stand, place_of, stand_of
-from tasuki.core.job import Job, Outcome
-from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Report, Turn
+from tasuki.core.job import Job
+from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Turn
 from tasuki.dispatcher.proxying import StoredForm, drain
 from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError, Unavailable
 from tasuki.server.store_client import StoreClient
 
-# ----------------------------------------------------------------------------------------------------
-# Jobs that wait for a node, as the registry knows them: a dispatcher's leases, renewed until a node takes them over.
+logger = logging.getLogger("tasuki.dispatcher")
+ANSWER_S = 2.0  # for somebody who waits; then the registry counts as away
+OPEN_S = 5.0  # how long a start waits for it
+RETRY_S = 1.0
 
-RENEW_S = 1.0
-RENEWALS_PER_TTL = 3
+CANCEL_CHECK_S = 1.0  # how often the leases of queued jobs are renewed: the answer tells of a cancel
 
 T = TypeVar("T")
-Execute = Callable[[Turn], Awaitable[Answers]]
 
 
-class QueuedLease:
-    """One job that waits."""
+class QueuedJob(RegistryLease):
+    """Lease of a job that waits here for a node. It is never started; the node that is sent the job takes it over."""
 
-    def __init__(self, held: HeldLease) -> None:
-        self.held = held
-        self.canceled = asyncio.Event()
+    def __init__(self, held: HeldLease, leases: RegistryLeases) -> None:
+        super().__init__(held, math.inf, self._ended, is_started=True)
+        self._leases = leases
+        self._canceled = asyncio.Event()
+        leases.add(self)
+
+    def _ended(self, status: LeaseStatus) -> None:
+        if status is LeaseStatus.CANCEL:
+            self._canceled.set()
+        else:
+            self._leases.drop(self)
 
     async def unless_canceled(self, sending: Coroutine[Any, Any, T]) -> T:
-        """What comes of it; it is stopped where somebody has canceled the job."""
+        """Return the result of `sending`; stop it, and raise, when the job is canceled."""
         sent = asyncio.ensure_future(sending)
-        hearing = asyncio.ensure_future(self.canceled.wait())
+        hearing = asyncio.ensure_future(self._canceled.wait())
         try:
             await asyncio.wait((sent, hearing), return_when=asyncio.FIRST_COMPLETED)
             if sent.done():
@@ -63,73 +73,6 @@ class QueuedLease:
             for task in (sent, hearing):
                 task.cancel()
             await asyncio.gather(sent, hearing, return_exceptions=True)
-
-
-class QueuedLeases:
-    """All of one dispatcher."""
-
-    def __init__(self, execute: Execute, holder: Holder, given_up: Outcome) -> None:
-        self._execute = execute
-        self._given_up = given_up
-        self._every_s = min(RENEW_S, holder.ttl_s / RENEWALS_PER_TTL)
-        self._waiting: dict[str, QueuedLease] = {}
-        self._ends: set[asyncio.Task[None]] = set()
-
-    def add(self, held: HeldLease) -> QueuedLease:
-        waiting = self._waiting[held.lease_id] = QueuedLease(held)
-        return waiting
-
-    def leave(self, waiting: QueuedLease) -> None:
-        """It is renewed no more. If no node takes it in time, it does not wait any more."""
-        self._waiting.pop(waiting.held.lease_id, None)
-
-    def end(self, waiting: QueuedLease) -> None:
-        """Nobody waits for it any more. If a node has taken it, or has ended it already, that is refused, and nothing is lost."""
-        if self._waiting.pop(waiting.held.lease_id, None) is not None:
-            task = asyncio.create_task(self._tell_end(waiting.held))
-            self._ends.add(task)
-            task.add_done_callback(self._ends.discard)
-
-    async def _tell_end(self, held: HeldLease) -> None:
-        report = Report(held.job_id, held.worker_id, held.lease_id, held.attempt, self._given_up)
-        try:
-            await self._execute(Turn(fail=[report]))
-        except TasukiError as error:  # the lease is over in time
-            logger.info("job %s: the registry was not told that it does not wait any more: %s", held.job_id, error.message)
-
-    async def keep(self) -> None:
-        """Until it is canceled."""
-        while True:
-            await asyncio.sleep(self._every_s)
-            if self._waiting:
-                await self._renew(list(self._waiting.values()))
-
-    async def _renew(self, due: list[QueuedLease]) -> None:
-        try:
-            found = await self._execute(Turn(renew=[waiting.held for waiting in due]))
-        except TasukiError as error:
-            logger.info("the registry was not told what waits here: %s", error.message)
-            return
-        for waiting, standing in zip(due, found.renew, strict=True):
-            match standing:
-                case LeaseStatus.LOST:  # mostly to the node that it was sent to
-                    self._waiting.pop(waiting.held.lease_id, None)
-                case LeaseStatus.CANCEL:
-                    waiting.canceled.set()
-                case LeaseStatus.GO_ON:
-                    pass
-
-    async def close(self) -> None:
-        """Let all go, and wait until that is told."""
-        for waiting in list(self._waiting.values()):
-            self.end(waiting)
-        await asyncio.gather(*self._ends, return_exceptions=True)
-
-
-logger = logging.getLogger("tasuki.dispatcher")
-ANSWER_S = 2.0  # for somebody who waits; then the registry counts as away
-OPEN_S = 5.0  # how long a start waits for it
-RETRY_S = 1.0
 
 
 class DispatcherRegistry:
@@ -143,8 +86,9 @@ class DispatcherRegistry:
         self._share: StoreClient | None = None
         self._records: RegistryQueries | None = None
         """None: it is away."""
-        self._room = QueuedLeases(self._execute, self._holder, registry_records.given_up(self._holder.name))
+        self._queued = RegistryLeases(self._execute, ttl_s, min(CANCEL_CHECK_S, ttl_s / RENEWALS_PER_TTL))
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reports: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -159,7 +103,7 @@ class DispatcherRegistry:
             await opening
         elif not tried.is_set():
             logger.warning("the registry did not open in %g s; this dispatcher works without it until it does", OPEN_S)
-        self._begin(self._room.keep())
+        self._begin(self._queued.keep_renewing())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -192,7 +136,9 @@ class DispatcherRegistry:
         self._records = RegistryQueries(share, self._holder, given_up, lambda size_bytes: None, ANSWER_S)
 
     async def close(self) -> None:
-        await self._room.close()
+        for queued in self._queued.all():
+            self._end(queued)
+        await asyncio.gather(*self._reports, return_exceptions=True)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -284,17 +230,30 @@ class DispatcherRegistry:
             return await self.result(claimed, "hit") or await send()
         if not isinstance(claimed, RegistryGrant):
             return await send()
-        waiting = self._room.add(self._holder.held(claimed.grant))
+        queued = QueuedJob(self._holder.held(claimed.grant), self._queued)
         try:
-            answer = await waiting.unless_canceled(send())
+            answer = await queued.unless_canceled(send())
         except BaseException:
-            self._room.end(waiting)
+            self._end(queued)
             raise
-        if answer.status_code == refusals.LOCKED:  # another request brought it there: it still waits, and we need not
-            self._room.leave(waiting)
+        if answer.status_code == refusals.LOCKED:  # another request brought it there: the job still waits for that one
+            self._queued.drop(queued)
         else:
-            self._room.end(waiting)
+            self._end(queued)
         return answer
+
+    def _end(self, queued: RegistryLease) -> None:
+        """Report that nobody waits for the job any more. The store refuses the report if a node has taken the lease over."""
+        if self._queued.drop(queued):
+            task = asyncio.create_task(self._report_given_up(queued.held))
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+
+    async def _report_given_up(self, held: HeldLease) -> None:
+        try:
+            await self._execute(Turn(fail=[report_of(held, registry_records.given_up(self._holder.name))]))
+        except TasukiError as error:  # the lease expires
+            logger.info("job %s: the registry could not be told that it waits no more: %s", held.job_id, error.message)
 
     async def remove(self, job_id: str) -> RemovalResult | None:
         """What no node could be asked to remove. Its node, if it ended at one, has its folder until it is started again."""

@@ -25,7 +25,6 @@ import msgspec
 
 from tasuki.core.failover.agent_protocol import AgentOutcome, AgentState, EndedMarker
 from tasuki.core.job import BlobRef, Job, JobSpec, Outcome, State, body_hash
-from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.store_messages import HeldLease, Submission
 
 SUBJECT = "agents.run"
@@ -117,11 +116,6 @@ def stand_of(job: Job | None, sent_input: str | None) -> Stand:
     if job.lease is not None and not job.state.terminal:
         return Stand.QUEUED if is_queued(job) else Stand.HELD
     return Stand.DONE if job.state is State.SUCCEEDED else Stand.FREE
-
-
-def lease_deadline(asked_at: float, ttl_s: float) -> float:
-    """When a job must be gone whose lease was granted or renewed by a request sent then: before the store gives it away."""
-    return asked_at + ttl_s - min(LEASE_MARGIN_S, ttl_s / 4)
 
 
 def outcome_of(ended: EndedMarker, address: str, *, result: bytes | None = None, is_blob: bool = False) -> Outcome:

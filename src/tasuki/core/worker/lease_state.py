@@ -14,7 +14,6 @@ from collections.abc import Container
 import msgspec
 
 from tasuki.core.job import Outcome, Progress
-from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.protocol import PROGRESS_MAX, Claim, Ending
 from tasuki.core.store_messages import Grant
 
@@ -71,12 +70,6 @@ class SeenLeases:
     def forget_old(self, at: float) -> None:
         while self._order and self._order[0][0] <= at:
             self._conns.pop(self._order.popleft()[1], None)
-
-
-def deadline_of(sent_at: float, ttl_s: float) -> float:
-    """When an attempt must be ended if no later message was answered. Short leases leave less time for the kill: a heartbeat
-    (every third of the ttl) that is a little late must not end them."""
-    return sent_at + ttl_s - min(LEASE_MARGIN_S, ttl_s / 4)
 
 
 class Slots:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from tasuki.core.address import Address
 from tasuki.core.job import OnDisconnect, Outcome, Progress
-from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.lifecycle import LEASE_TTL_S, lease_deadline
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
 from tasuki.core.protocol import (
     HANDSHAKE_TIMEOUT_S,
@@ -64,7 +64,7 @@ from tasuki.core.worker.events import (
     Tail,
     WorkerIdentity,
 )
-from tasuki.core.worker.lease_state import ProgressNotes, SeenLeases, Slots, WorkerLease, deadline_of
+from tasuki.core.worker.lease_state import ProgressNotes, SeenLeases, Slots, WorkerLease
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
 GIVE_BACK_PAUSE_S = 5.0  # an attempt that could not be started here (no space, no processes) would come back at once
@@ -218,7 +218,7 @@ class WorkerMachine:
 
     def _assigned(self, message: AssignJobs, now: Now) -> list[Command]:
         commands: list[Command] = []
-        deadline = deadline_of(self._answered_at, message.ttl_s)
+        deadline = lease_deadline(self._answered_at, message.ttl_s)
         for grant in message.grants:
             claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
             if grant.lease_id in self._seen or grant.lease_id in self.held:
@@ -366,7 +366,7 @@ class WorkerMachine:
             for lease_id in lease_ids:
                 held = self.held.get(lease_id)
                 if held is not None and lease_id not in lost:
-                    held.deadline = max(held.deadline, deadline_of(sent_at, self._ttl_s))
+                    held.deadline = max(held.deadline, lease_deadline(sent_at, self._ttl_s))
         return [*self._stop(answer.lost, "LEASE_LOST"), *self._stop(answer.cancel, "CANCELED")]
 
     def _stop(self, lease_ids: list[str], reason: str) -> list[Command]:
