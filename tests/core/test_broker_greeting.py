@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker.handshake import IDLE_TIMEOUT_S, PATTERNS_MAX
+from tasuki.core.broker.authentication import IDLE_TIMEOUT_S, PATTERNS_MAX
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import (

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tasuki.core.broker.broker import STORE_RETRY_S
-from tasuki.core.broker.credit import CREDIT_MAX
 from tasuki.core.broker.events import DiskSpace, SendBlob, TurnDone, TurnFailed
-from tasuki.core.broker.sessions import REDELIVER_AFTER_S
+from tasuki.core.broker.state import CREDIT_MAX
 from tasuki.core.broker.upkeep import DUTY_INTERVAL_S
+from tasuki.core.broker.worker_messages import REDELIVER_AFTER_S
 from tasuki.core.job import JobSpec, State
 from tasuki.core.machine import Ticked
 from tasuki.core.protocol import (
@@ -218,7 +218,7 @@ def test_a_claim_that_no_store_can_hold_is_refused_and_never_reaches_it(desk: De
     desk.tell(worker, verb([Claim("a", "lease", 2**63)]))
     refused = desk.hung_up.get(worker) or desk.last(worker, ErrorMessage)
     assert refused.code == "INVALID"
-    assert len(desk.broker.draft) == 0
+    assert len(desk.broker.builder) == 0
 
 
 def test_released_attempts_go_to_whoever_has_credit(desk: Desk) -> None:
@@ -310,11 +310,11 @@ def test_what_a_worker_still_holds_is_not_delivered_again(desk: Desk) -> None:
 # ---------------------------------------------------------------------------------------------------- turns
 
 
-def test_the_draft_counts_every_item_for_backpressure(desk: Desk) -> None:
+def test_the_next_turn_counts_every_item_for_backpressure(desk: Desk) -> None:
     client, worker = desk.node(), desk.worker(credit=4)
     desk.submit(client, "a", "b")
     first, second = desk.grants(worker)
-    assert len(desk.broker.draft) == 0
+    assert len(desk.broker.builder) == 0
     desk.tell(client, SubmitJobs(1, [JobSpec(job_id="c"), JobSpec(job_id="d")]))
     desk.tell(client, SubmitJobs(2, [JobSpec(job_id="e")], True, "rerun"))
     desk.tell(worker, JobsFinished([ending(first), ending(second, error_code="EXIT_CODE")]))
@@ -322,8 +322,8 @@ def test_the_draft_counts_every_item_for_backpressure(desk: Desk) -> None:
     desk.tell(worker, Heartbeat(3, [claim(first), claim(second)]))
     desk.tell(worker, JobsReleased([claim(second)]))
     desk.tell(client, CancelJobs(4, ["a", "b"]))
-    items, messages = 3 + 2 + 1 + 2 + 1 + 2, 2 + 1 + 1
-    assert len(desk.broker.draft) == items + messages
+    items, questions = 3 + 2 + 1 + 2 + 1 + 2, len(["submit", "rerun", "finish", "fail", "start", "renew", "release", "get"])
+    assert len(desk.broker.builder) == items + questions
 
 
 def test_after_a_failed_turn_the_store_is_left_alone_for_a_moment(desk: Desk) -> None:

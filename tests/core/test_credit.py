@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.core.broker.credit import CREDIT_MAX, LEASE_BATCH_MAX, Account, least_load, shares
+from tasuki.core.broker.state import CREDIT_MAX, Account
+from tasuki.core.broker.worker_messages import LEASE_BATCH_MAX, least_load, shares
 from tasuki.errors import InvalidInput
 
 

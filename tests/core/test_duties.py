@@ -162,13 +162,13 @@ def test_duties_have_caught_up_when_each_was_done_and_nothing_is_left() -> None:
     desk = Desk(shared=True)
     desk.store.take_over("desk", 3)
     desk.apply(Elected(3))
-    assert not desk.broker.duties.caught_up
+    assert not desk.broker.upkeep.caught_up
 
     desk.turns()
 
-    assert desk.broker.duties.caught_up
+    assert desk.broker.upkeep.caught_up
     desk.apply(Elected(0))
-    assert not desk.broker.duties.caught_up
+    assert not desk.broker.upkeep.caught_up
 
 
 def test_a_full_batch_means_that_duties_have_not_caught_up() -> None:
@@ -179,8 +179,8 @@ def test_a_full_batch_means_that_duties_have_not_caught_up() -> None:
 
     desk.apply(TurnDone(turn, Answers(promote=Promoted(("a",), PROMOTE_BATCH))))
 
-    assert not desk.broker.duties.caught_up
-    assert desk.broker.duties.counts.promoted == PROMOTE_BATCH
+    assert not desk.broker.upkeep.caught_up
+    assert desk.broker.upkeep.counts.promoted == PROMOTE_BATCH
 
 
 def test_a_failed_duty_is_due_again_at_once() -> None:
@@ -193,7 +193,7 @@ def test_a_failed_duty_is_due_again_at_once() -> None:
     desk.apply(TurnFailed(turn, Unavailable("gone")))
     desk.clock.advance(1)
 
-    assert not desk.broker.duties.caught_up
+    assert not desk.broker.upkeep.caught_up
     assert next_duty(desk).prune == turn.prune
 
 

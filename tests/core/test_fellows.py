@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tasuki.core.broker.cluster import POLL_INTERVAL_S, POLLED_JOBS, READY_SUBJECTS_MAX, SPARE_LOOKERS
+from tasuki.core.broker.cluster import POLL_INTERVAL_S, POLLED_JOBS, SPARE_LOOKERS
 from tasuki.core.broker.events import AskEnded, AskRevoked, Elected, Hinted, Met, Publish, SomeEnded, SomeRevoked, Won
+from tasuki.core.broker.state import READY_SUBJECTS_MAX
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.job import JobSpec, State
 from tasuki.core.protocol import (
@@ -99,7 +100,7 @@ def test_a_server_that_is_alone_tells_nobody_and_remembers_nothing() -> None:
     client = desk.client()
     desk.submit(client, "job")
     assert asked(desk, Publish) == []
-    assert not desk.broker.fellows.ready
+    assert not desk.broker.cluster.ready
 
 
 def test_a_lost_hint_of_an_end_is_made_good_by_asking(pair: Pair) -> None:

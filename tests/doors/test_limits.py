@@ -13,7 +13,7 @@ import pytest
 
 from tasuki import AsyncClient
 from tasuki.config import Address, DataFolder
-from tasuki.core.broker import broker, handshake
+from tasuki.core.broker import authentication, broker
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Chunk, GiveCredit, HelloClient, Request
 from tasuki.doors import listening
@@ -146,7 +146,7 @@ def test_steady_stream_whose_reads_never_end_with_a_frame_is_not_cut_off(tmp_pat
 
 def test_client_that_says_nothing_for_long_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr(handshake, "IDLE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(authentication, "IDLE_TIMEOUT_S", 0.3)
 
     async def main() -> None:
         async with opened(tmp_path) as door:
@@ -265,7 +265,7 @@ def test_server_that_cannot_store_reports_ends_all_the_same(tmp_path: Path, monk
     async def main() -> float:
         async with opened(tmp_path) as door:
             # Given a report that is carried from one failed turn to the next
-            door.server.broker.draft.release.append("no such thing as a claim")
+            door.server.broker.builder.release.append("no such thing as a claim")
             began = time.monotonic()
         return time.monotonic() - began
 

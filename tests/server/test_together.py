@@ -128,7 +128,7 @@ class World:
 
 
 def leaders(servers: list[Server]) -> list[Server]:
-    return [server for server in servers if server.broker.duties.epoch]
+    return [server for server in servers if server.broker.epoch]
 
 
 @pytest.fixture
@@ -144,10 +144,10 @@ def test_exactly_one_leads_and_all_know_each_other(world: World) -> None:
     async def work() -> None:
         async with world.servers("a", "b", "c") as servers:
             await until_async(lambda: leaders(servers))
-            await until_async(lambda: all(len(server.broker.fellows.servers) == 2 for server in servers))
+            await until_async(lambda: all(len(server.broker.cluster.servers) == 2 for server in servers))
             assert len(leaders(servers)) == 1
             [leader] = leaders(servers)
-            assert world.store.epoch() == (leader.broker.duties.epoch, leader.config.server_id)
+            assert world.store.epoch() == (leader.broker.epoch, leader.config.server_id)
 
     run(work)
 
@@ -157,14 +157,14 @@ def test_one_that_does_not_stand_takes_part_and_never_leads(world: World) -> Non
         guest = world.make("guest", stands=False)
         await guest.start()
         async with world.servers("a") as [server]:
-            await until_async(lambda: server.broker.duties.epoch)
-            await until_async(lambda: guest.broker.fellows.servers and server.broker.fellows.servers)
-            epoch = server.broker.duties.epoch
+            await until_async(lambda: server.broker.epoch)
+            await until_async(lambda: guest.broker.cluster.servers and server.broker.cluster.servers)
+            epoch = server.broker.epoch
             await server.stop()
-            await until_async(lambda: not guest.broker.fellows.servers)
+            await until_async(lambda: not guest.broker.cluster.servers)
             # Nobody else asks for the lock, which is free.
             assert world.coordination.acquire("leader", "test", LOCK_TTL_S, 0) == Locked(epoch + 1)
-            assert not guest.broker.duties.epoch
+            assert not guest.broker.epoch
         await guest.stop()
 
     run(work)
@@ -175,11 +175,11 @@ def test_a_leader_that_stops_hands_over_without_waiting_for_its_ttl(world: World
         async with world.servers("a", "b") as servers:
             await until_async(lambda: leaders(servers))
             [first] = leaders(servers)
-            epoch = first.broker.duties.epoch
+            epoch = first.broker.epoch
             [second] = [server for server in servers if server is not first]
             await first.stop()
-            await until_async(lambda: second.broker.duties.epoch > epoch)
-            await until_async(lambda: not second.broker.fellows.servers)
+            await until_async(lambda: second.broker.epoch > epoch)
+            await until_async(lambda: not second.broker.cluster.servers)
 
     run(work)
 
@@ -190,11 +190,11 @@ def test_a_leader_that_cannot_renew_steps_down_by_itself_and_another_takes_over(
             await until_async(lambda: leaders(servers))
             [first] = leaders(servers)
             [second] = [server for server in servers if server is not first]
-            epoch = first.broker.duties.epoch
+            epoch = first.broker.epoch
             world.coordination.deaf_to.add(first.config.server_id)
-            await until_async(lambda: second.broker.duties.epoch)
-            assert not first.broker.duties.epoch
-            assert second.broker.duties.epoch > epoch
+            await until_async(lambda: second.broker.epoch)
+            assert not first.broker.epoch
+            assert second.broker.epoch > epoch
 
     run(work)
 
@@ -202,14 +202,14 @@ def test_a_leader_that_cannot_renew_steps_down_by_itself_and_another_takes_over(
 def test_an_epoch_that_the_store_refuses_deposes_the_leader(world: World) -> None:
     async def work() -> None:
         async with world.servers("a") as [server]:
-            await until_async(lambda: server.broker.duties.epoch)
-            epoch = server.broker.duties.epoch
+            await until_async(lambda: server.broker.epoch)
+            epoch = server.broker.epoch
             # When somebody else has taken over in the store, whatever the lock says
             world.store.take_over("usurper", epoch + 5)
-            await until_async(lambda: server.broker.duties.epoch != epoch)
+            await until_async(lambda: server.broker.epoch != epoch)
             # Then it leads again only under an epoch above that
-            await until_async(lambda: server.broker.duties.epoch)
-            assert server.broker.duties.epoch > epoch + 5
+            await until_async(lambda: server.broker.epoch)
+            assert server.broker.epoch > epoch + 5
 
     run(work)
 
@@ -217,7 +217,7 @@ def test_an_epoch_that_the_store_refuses_deposes_the_leader(world: World) -> Non
 def test_a_job_submitted_at_one_server_runs_at_the_other(world: World) -> None:
     async def work() -> None:
         async with world.servers("a", "b") as servers:
-            await until_async(lambda: all(server.broker.fellows.servers for server in servers))
+            await until_async(lambda: all(server.broker.cluster.servers for server in servers))
             (mine, _), (its, runner) = await client(servers[0]), await worker(servers[1])
             servers[1].received(its, GiveCredit(1))
             await until_async(lambda: servers[1].broker.workers["w1"].account.available)
@@ -246,11 +246,11 @@ def test_a_worker_detached_at_one_server_gets_nothing_at_the_other(world: World)
             conn, admin = await client(first)
             first.received(conn, Request(7, "detach", {"worker_id": "w1", "reason": "its disk is failing"}))
             assert (await admin.wait_for(Reply)).body == {"worker_id": "w1", "changed": True}
-            await until_async(lambda: "w1" in second.broker.fellows.detached)
+            await until_async(lambda: "w1" in second.broker.cluster.detached)
             first.received(conn, Request(8, "detach", {"worker_id": "w1"}))
             assert (await admin.wait_for(Reply, 2)).body == {"worker_id": "w1", "changed": False}
             first.received(conn, Request(9, "attach", {"worker_id": "w1"}))
-            await until_async(lambda: not second.broker.fellows.detached)
+            await until_async(lambda: not second.broker.cluster.detached)
 
     run(work)
 
@@ -258,14 +258,14 @@ def test_a_worker_detached_at_one_server_gets_nothing_at_the_other(world: World)
 def test_what_is_no_hint_and_what_is_no_server_does_no_harm(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with world.servers("a") as [server]:
-            await until_async(lambda: server.broker.duties.epoch)
+            await until_async(lambda: server.broker.epoch)
             strange = ClusterMember(member_id="future", incarnation="x", version=1, info=b"\xc1 not msgpack")
             world.coordination.beat(strange, seen={})
             for listener in world.grapevine.listeners:
                 listener(b"{ this is no hint")
                 listener(everything("elsewhere"))
             await until_async(lambda: "is not understood" in caplog.text)
-            assert server.broker.fellows.servers == {"future": ServerInfo(server_id="future")}
-            assert server.broker.duties.epoch
+            assert server.broker.cluster.servers == {"future": ServerInfo(server_id="future")}
+            assert server.broker.epoch
 
     run(work)

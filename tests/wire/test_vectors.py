@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tasuki.core import job
-from tasuki.core.broker import handshake
-from tasuki.core.broker.credit import CREDIT_MAX
+from tasuki.core.broker import authentication
+from tasuki.core.broker.state import CREDIT_MAX
 from tasuki.core.ids import JOB_ID_MAX_CHARS, NAME_MAX_CHARS
 from tasuki.core.job import JobSpec, body_hash
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S
@@ -142,12 +142,12 @@ LIMITS = [
     ("header", f"{HEADER_MAX_BYTES:,} bytes"),
     ("Hello after the connection was made", f"{HANDSHAKE_TIMEOUT_S:g} s"),
     ("first to last byte of a frame", f"{tcp_link.FRAME_TIMEOUT_S:g} s"),
-    ("a client's silence", f"{handshake.IDLE_TIMEOUT_S:g} s"),
+    ("a client's silence", f"{authentication.IDLE_TIMEOUT_S:g} s"),
     ("a worker's silence", f"{LEASE_MARGIN_S:g} s"),
     ("a peer that does not read while", f"more than {tcp_link.WRITE_SOFT_BYTES >> 20} MiB wait"),
     ("a peer that does not read while", f"after {tcp_link.STALL_TIMEOUT_S:g} s, or at {tcp_link.WRITE_HARD_BYTES >> 20} MiB"),
     ("lease ttl, margin", f"{LEASE_TTL_S:g} s, {LEASE_MARGIN_S:g} s"),
-    ("`patterns`", f"at most {handshake.PATTERNS_MAX}"),
+    ("`patterns`", f"at most {authentication.PATTERNS_MAX}"),
     ("`credit`", f"{CREDIT_MAX:,}"),
     ("`job_id`", f"1–{JOB_ID_MAX_CHARS} characters"),
     ("`client_id`", f"1–{NAME_MAX_CHARS} characters"),

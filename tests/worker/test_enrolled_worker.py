@@ -13,7 +13,7 @@ import pytest
 from tasuki.clocks import now
 from tasuki.config import parse_url
 from tasuki.core.address import Address
-from tasuki.core.broker import enrolment
+from tasuki.core.broker import authentication
 from tasuki.doors.tcp import TcpDoor
 from tasuki.errors import TasukiError, Unauthorized
 from tasuki.net.enrol import is_good, register
@@ -164,7 +164,7 @@ def test_the_token_is_rotated_while_a_job_runs(
 
 def test_a_token_that_ends_in_mid_job_does_not_end_the_job(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life_s = 2.5
-    monkeypatch.setattr(enrolment, "WORKER_TOKEN_S", life_s)
+    monkeypatch.setattr(authentication, "WORKER_TOKEN_S", life_s)
     stage.clear_queue()
     enrolled = Enrolled(stage, stage.url, tmp_path)
     job_id = stage.submit()

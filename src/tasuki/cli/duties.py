@@ -123,12 +123,12 @@ async def _lead_once(server: Server, company: Cluster | None, timeout_s: float) 
     await server.start()
     try:
         async with asyncio.timeout(timeout_s):
-            while not server.broker.duties.caught_up:
+            while not server.broker.upkeep.caught_up:
                 if company is not None and company.busy is not None:
                     return {"led": False, "leader": company.busy.holder}
                 await asyncio.sleep(LOOK_S)
-            duties = server.broker.duties
-            return {"led": True, "epoch": duties.epoch, **{name: getattr(duties.counts, name) for name in COUNTED}}
+            counts = server.broker.upkeep.counts
+            return {"led": True, "epoch": server.broker.epoch, **{name: getattr(counts, name) for name in COUNTED}}
     except TimeoutError:
         why = server.broker.store_problem or "there is more to do than fits"
         raise Unavailable(f"the duties were not done within {timeout_s:g} s: {why}; the next run goes on with them") from None

@@ -192,7 +192,7 @@ async def _idle(opened: RunningServer) -> None:
 
 
 def _busy(server: Server) -> bool:
-    from tasuki.core.broker.sessions import WorkerSession
+    from tasuki.core.broker.state import WorkerSession
 
     sessions = server.broker.sessions.values()
     return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)

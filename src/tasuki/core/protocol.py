@@ -19,7 +19,7 @@ import msgspec
 
 from tasuki.core.job import JobSpec, OnDisconnect, Outcome, Progress, State
 from tasuki.core.store_messages import Grant, Takes
-from tasuki.errors import VersionMismatch
+from tasuki.errors import TasukiError, VersionMismatch
 
 PROTOCOL_VERSION = 2
 PROTOCOL_OLDEST = 1
@@ -209,6 +209,11 @@ class ErrorMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str
     message: str
     details: dict[str, Any] = {}
+
+
+def error_message(corr_id: int, error: TasukiError) -> ErrorMessage:
+    """Return the message that carries this error."""
+    return ErrorMessage(corr_id, error.code, error.message, error.details())
 
 
 # ---------------------------------------------------------------------------------------------------- workers

@@ -19,7 +19,8 @@ import msgspec
 from tasuki.blobs.blob import BlobStore
 from tasuki.clocks import now
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
-from tasuki.core.broker.broker import Broker, error_message
+from tasuki.core.broker.broker import Broker
+from tasuki.core.broker.client_messages import result_of
 from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
@@ -45,10 +46,9 @@ from tasuki.core.broker.events import (
     TurnDone,
     TurnFailed,
 )
-from tasuki.core.broker.sessions import ClientSession, WorkerSession
-from tasuki.core.broker.settle import result_of
+from tasuki.core.broker.state import ClientSession, WorkerSession
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
-from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, outcome_bytes
+from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
 from tasuki.server.cluster import Alone, ClusterMembership
@@ -188,7 +188,7 @@ class Server:
         await self._company.leave()
         deadline = self._loop.time() + STOP_TIMEOUT_S
         self._loop.call_at(deadline, self._thread.hurry)
-        while self._busy or (len(self.broker.draft) and self._loop.time() < deadline):
+        while self._busy or (len(self.broker.builder) and self._loop.time() < deadline):
             self._idle.clear()
             self._pump()
             if self._busy:
@@ -283,7 +283,7 @@ class Server:
     def _pump(self) -> None:
         self._pumping = False
         if self._busy:
-            draft = self.broker.draft
+            draft = self.broker.builder
             if (len(draft) > DRAFT_SOFT_ITEMS or draft.size_bytes > DRAFT_SOFT_BYTES) and not self._throttled:
                 self._throttled = True
                 for link in self._links.values():
@@ -309,7 +309,7 @@ class Server:
         if isinstance(event, TurnDone):
             self.on_turn(event.turn, event.answers)
         commands = self.broker.apply(event, self.now())
-        if len(self.broker.draft) < BUSY_ITEMS:
+        if len(self.broker.builder) < BUSY_ITEMS:
             # Little waits: the answers leave first, and the next turn begins behind them.
             self._perform(commands)
             if not self._pumping:

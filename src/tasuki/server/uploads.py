@@ -18,8 +18,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, BlobStore, BlobWriter, check_sha256
-from tasuki.core.broker.broker import error_message
-from tasuki.core.protocol import BlobPut, Chunk, Message, Reply
+from tasuki.core.protocol import BlobPut, Chunk, Message, Reply, error_message
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
 from tasuki.server.serial_calls import SerialCalls, told

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tasuki.core.address import Address
-from tasuki.core.broker.broker import Broker, error_message
+from tasuki.core.broker.broker import Broker
 from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
@@ -48,6 +48,7 @@ from tasuki.core.protocol import (
     Reply,
     Request,
     SubmitJobs,
+    error_message,
 )
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Answers, Grant, Turn
@@ -383,7 +384,7 @@ class ServerNode:
     @property
     def leads(self) -> int:
         """The epoch under which it believes to lead; 0: it does not."""
-        return self.broker.duties.epoch if self.broker is not None else 0
+        return self.broker.epoch if self.broker is not None else 0
 
     def start(self) -> None:
         epoch = 0

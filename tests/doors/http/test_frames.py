@@ -398,11 +398,11 @@ def _broken_off() -> Any:
 
 
 def test_no_blob_is_taken_over_the_budget(stage: Stage) -> None:
-    stage.server.broker.duties.over_budget = "100 bytes are kept, the budget is 10"
+    stage.server.broker.over_budget = "100 bytes are kept, the budget is 10"
     try:
         answers = [put(stage, b"one more"), stage.post(f"/v1/blobs/{'4' * 64}", {"size_bytes": 5})]
     finally:
-        stage.server.broker.duties.over_budget = ""
+        stage.server.broker.over_budget = ""
 
     assert [code(answer) for answer in answers] == [(503, "DISK_FULL")] * 2
 

@@ -1,110 +1,63 @@
 """The server's decisions: `apply(event, now) -> commands`, and `next_turn(now)` for the store. Pure.
 
-Theory of operation. Messages do not touch the store one by one: they are added to a draft. Whenever the store is idle the
-driver takes the draft as one `Turn` (one transaction), and brings its `Answers` back as `TurnDone`. Everything that is sent
-to a peer as done (accepted, recorded, assigned, canceled) is sent from `TurnDone`, that is, after the commit.
-
-The broker holds connections, credits, watchers and drafts: nothing of it must survive. There is no queue of jobs here; when a
-worker has credit and something may be ready, the turn asks the store for it, in the same transaction that stores new jobs.
+Theory of operation. Messages do not touch the store one by one: conversations add questions to the next turn
+(`turn_builder.py`). Whenever the store is idle the driver takes them as one `Turn` (one transaction), and brings its `Answers`
+back as `TurnDone`: every conversation gets its part of them. Everything that is sent to a peer as done (accepted, recorded,
+assigned, canceled) is sent from there, that is, after the commit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 
-from tasuki.core.access import PeerKind
-from tasuki.core.broker import client_messages, enrolment, handshake, settle, worker_messages
-from tasuki.core.broker.cluster import OtherServers, describe
-from tasuki.core.broker.credit import shares
+from tasuki.core.broker import authentication, client_messages, cluster, log_reads, worker_messages
 from tasuki.core.broker.events import (
     BlobArrived,
-    BlobPiece,
     BlobsDeleted,
     BlobsUnderWay,
     BrokerConfig,
     Command,
     DiskSpace,
+    DriverEvent,
     Elected,
     Event,
     Hinted,
     JobSeen,
     Met,
-    SendBlob,
     SomeEnded,
     SomeRevoked,
-    ToldEvent,
     TurnDone,
     TurnFailed,
     Won,
 )
-from tasuki.core.broker.idle_workers import IdleWorkers
-from tasuki.core.broker.log_reads import LogReads
-from tasuki.core.broker.sessions import REDELIVER_AFTER_S, REDELIVER_MAX, ClientSession, Session, TransferSession, WorkerSession
-from tasuki.core.broker.turn_builder import BlobRoute, CheckRoute, LeaseRoute, TurnBuilder
-from tasuki.core.broker.upkeep import Upkeep, UpkeepConfig
-from tasuki.core.cluster_messages import ServerInfo
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
+from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
+from tasuki.core.broker.upkeep import Upkeep
 from tasuki.core.lifecycle import LEASE_MARGIN_S
-from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
-from tasuki.core.protocol import (
-    BATCH_MAX,
-    HANDSHAKE_TIMEOUT_S,
-    BlobGet,
-    BlobPut,
-    CancelJobs,
-    Chunk,
-    ErrorMessage,
-    Heartbeat,
-    HeartbeatAnswer,
-    Message,
-    Request,
-    SubmitJobs,
-)
-from tasuki.core.store_messages import BlobClaim, LeaseRequest, Reaped, Turn
-from tasuki.core.subject import SubjectTrie
-from tasuki.errors import InvalidInput, ProtocolError, TasukiError, Unauthorized
+from tasuki.core.machine import Closed, Now, Opened, Received, Send, Ticked
+from tasuki.core.protocol import HANDSHAKE_TIMEOUT_S, error_message
+from tasuki.core.store_messages import Turn
+from tasuki.errors import DiskFull, ProtocolError, TasukiError, Unauthorized
 
 READS_PER_TURN = 512  # jobs whose rows, with results of up to 64 KiB, are read at once
 SESSIONS_INTERVAL_S = 0.5  # silence, an expired token, an assignment without a sign: all of them are a matter of seconds
 LOOK_INTERVAL_S = 1.0  # every worker with credit looks this often, whatever hint may have been missed
-SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
-CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
 STORE_RETRY_S = 0.2  # after a failed turn
-NOBODY = 0  # connections are numbered from 1
 
 
-class Broker:
-    """One server's connections. See the module's docstring."""
+class Broker(BrokerState):
+    """The event loop over the state of one server. See the module's docstring."""
 
     def __init__(self, config: BrokerConfig) -> None:
-        self.config = config
-        self.sessions: dict[int, Session] = {}
-        self.workers: dict[str, WorkerSession] = {}
-        self.watchers: dict[str, int | list[int]] = {}
-        """Who wants to hear of a job's end: nearly always one connection, so that one number is kept and no list."""
-        self.generations: dict[str, int] = {}
-        """Of the watched jobs that were set going again."""
-        self.trie: SubjectTrie[int] = SubjectTrie()
-        self.draft = TurnBuilder()
-        self.disk_problem = ""
-        self.store_problem = ""
-        """Why the last turn was not stored; empty: it was."""
-        self.duties = Upkeep(UpkeepConfig.of(config), config.epoch)
-        self.fellows = OtherServers()
-        self.logs = LogReads()
-        self.addresses: tuple[str, ...] = ()
-        """Where peers can reach this server; the doors know."""
-        self.idle = IdleWorkers(self.trie)
-        self._live_workers: dict[str, tuple[str, ...]] | None = {}
-        """None: to be made anew when it is next needed."""
-        self._looking: dict[int, WorkerSession] = {}
-        self._all_look = False
+        super().__init__(config)
+        self.upkeep = Upkeep(self)
         self._wait_until = 0.0
         self._look_at = self._look_at_sessions_at = 0.0
 
     # ------------------------------------------------------------------------------------------------ events
 
     def apply(self, event: Event, now: Now) -> list[Command]:
+        """Take one event; return what the driver has to do."""
         match event:
             case Received():
                 return self._received(event, now)
@@ -116,61 +69,40 @@ class Broker:
                 self.sessions[event.conn] = Session(event.conn, event.peer, now.monotonic, now.monotonic)
                 return []
             case Closed():
-                self._forget(event.conn)
+                self.forget(event.conn)
                 return []
             case TurnFailed():
-                self._wait_until = now.monotonic + STORE_RETRY_S
-                if event.turn.epoch:
-                    return self.duties.failed(event.turn, event.error)
-                return settle.turn_failed(self, event.turn, event.error, now)
+                return self._turn_failed(event, now)
             case JobSeen():
-                return self.logs.seen(self, event, now)
+                return log_reads.job_seen(self, event, now)
             case _:
-                return self._told(event)
+                return self._from_driver(event)
 
-    def _told(self, event: ToldEvent) -> list[Command]:
-        """What the driver noticed besides connections and turns."""
+    def _from_driver(self, event: DriverEvent) -> list[Command]:
         match event:
             case DiskSpace():
                 if self.disk_problem and not event.problem:
                     self.look_everywhere()
                 self.disk_problem = event.problem
-                return []
             case BlobArrived():
-                self.draft.blobs_stored.append(event.place)
-                self.draft.stored_routes.append(BlobRoute(event.conn, event.put))
-                return []
+                client_messages.blob_arrived(self, event)
             case BlobsUnderWay():
-                for put in event.puts:
-                    self.draft.place_blobs.append(BlobClaim(put.sha256, put.size_bytes))
-                    self.draft.place_routes.append(BlobRoute(NOBODY, put))
-                return []
+                client_messages.blobs_under_way(self, event)
             case BlobsDeleted():
-                self.duties.blobs_deleted(event.epoch, event.places)
-                return []
+                self.upkeep.blobs_deleted(event.epoch, event.places)
             case Won():
-                self.duties.claim(event.epoch, self.config.server_id)
-                return []
+                self.upkeep.claim(event.epoch)
             case Elected():
-                self.duties.lead(event.epoch)
-                return []
+                self.upkeep.lead(event.epoch)
             case Met():
-                self.fellows.met(self, event.servers, event.detached)
-                return []
+                cluster.met(self, event)
             case Hinted():
-                return self.fellows.heard(self, event.hint)
+                return cluster.heard(self, event.hint)
             case SomeEnded():
                 self.ask_ends(event.job_ids)
-                return []
             case SomeRevoked():
-                return self.fellows.revoked(self, event.token_ids)
-
-    def _turn_done(self, event: TurnDone, now: Now) -> list[Command]:
-        if event.turn.epoch:
-            commands = self.duties.done(self, event.turn, event.answers)
-        else:
-            commands = settle.turn_done(self, event.turn, event.answers, now)
-        return commands + self.fellows.hint(self.config.server_id)
+                return cluster.revoked(self, event.token_ids)
+        return []
 
     def _received(self, event: Received, now: Now) -> list[Command]:
         conn, message = event.conn, event.message
@@ -182,10 +114,10 @@ class Broker:
             if isinstance(session, WorkerSession):
                 return worker_messages.received(self, session, message, now)
             if isinstance(session, ClientSession):
-                return self._from_client(session, message)
+                return client_messages.received(self, session, message)
             if isinstance(session, TransferSession):
                 return worker_messages.transferred(self, session, message)
-            return handshake.hello(self, session, message, now)
+            return authentication.hello(self, session, message, now)
         except (Unauthorized, ProtocolError) as error:
             return self.hang_up(conn, error)
         except TasukiError as error:
@@ -194,307 +126,82 @@ class Broker:
                 return self.hang_up(conn, error)
             return [Send(conn, error_message(msg_id, error))]
 
-    def add_worker(self, worker: WorkerSession) -> None:
-        """A worker was welcomed."""
-        self.sessions[worker.conn] = self.workers[worker.worker_id] = worker
-        self.note_live_workers()
-        for pattern in worker.patterns:
-            self.trie.add(pattern, worker.conn)
-
-    # ------------------------------------------------------------------------------------------------ clients
-
-    def _from_client(self, client: ClientSession, message: Message) -> list[Command]:
-        assert client.identity is not None
-        if client.identity.kind is PeerKind.ENROL:
-            enrolment.check_enrolment(message)
-        match message:
-            case SubmitJobs():
-                return client_messages.submit(self, client, client.identity, message)
-            case Heartbeat():
-                return [Send(client.conn, HeartbeatAnswer(message.msg_id, servers=handshake.new_servers(self, client)))]
-            case Request():
-                return client_messages.request(self, client, client.identity, message)
-            case CancelJobs():
-                return self.check(client.conn, message.msg_id, message.job_ids, "cancel", message.reason)
-            case BlobPut():
-                return client_messages.put_blob(self, client.conn, message)
-            case Chunk():
-                return [BlobPiece(client.conn, message)]
-            case BlobGet():
-                return [SendBlob(client.conn, message, client.identity, "")]
-            case _:
-                raise ProtocolError(f"a client may not send {type(message).__name__}")
-
-    def check(self, conn: int, msg_id: int, job_ids: Iterable[str], action: str, reason: str = "") -> list[Command]:
-        """Read these jobs in the next turn; `settle` judges who may do the action, and does it."""
-        job_ids = list(dict.fromkeys(job_ids))
-        if len(job_ids) > BATCH_MAX and conn != NOBODY:
-            raise InvalidInput(f"{action} of {len(job_ids)} jobs at once is too much, the limit is {BATCH_MAX}; send several")
-        start = len(self.draft.get)
-        self.draft.get.extend(job_ids)
-        self.draft.check_routes.append(CheckRoute(conn, msg_id, start, len(self.draft.get), action, reason[:1000]))
-        return []
-
-    # ------------------------------------------------------------------------------------------------ workers
-
-    def read_back(self, worker: WorkerSession) -> None:
-        """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
-        if worker.reading:
-            return
-        worker.reading = True
-        self.draft.held.append((worker.worker_id, worker.incarnation))
-        self.draft.held_routes.append(worker.conn)
-
-    def forget_deliveries(self, lost: Iterable[Reaped]) -> None:
-        """These attempts are over, whatever their workers do; a worker that let one go may never speak of it again."""
-        for reaped in lost:
-            worker = self.workers.get(reaped.worker_id)
-            if worker is None:
-                continue
-            for lease_id, delivery in list(worker.deliveries.items()):
-                if (delivery.claim.job_id, delivery.claim.attempt) == (reaped.job_id, reaped.attempt):
-                    del worker.deliveries[lease_id]
-                    worker.account.ended()
-
     def ask_ends(self, job_ids: Iterable[str]) -> None:
-        """These jobs may have ended otherwise than by a report: their watchers are told what their rows say."""
-        watched = [job_id for job_id in job_ids if job_id in self.watchers]
-        if watched:
-            self.check(NOBODY, 0, watched, "ends")
+        """Tell the watchers of these jobs at the next turn if they have ended."""
+        client_messages.ask_ends(self, job_ids)
 
-    def change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
-        for pattern in worker.patterns:
-            self.trie.remove(pattern, worker.conn)
-        worker.patterns = patterns
-        for pattern in patterns:
-            self.trie.add(pattern, worker.conn)
-        self.note_live_workers()
-        self.look_everywhere()  # itself for what it takes now, others for what it no longer keeps from them
-
-    def note_live_workers(self) -> None:
-        """Who takes work has changed. It is put together once per turn: thousands may come or go at once."""
-        self._live_workers = None
-
-    def _live(self) -> dict[str, tuple[str, ...]]:
-        """Jobs addressed to one of these by their last token are left for it, if it subscribes to them."""
-        if self._live_workers is not None:
-            return self._live_workers
-        # A new one each time: requests of turns under way keep theirs.
-        live = {worker.worker_id: worker.patterns for _, worker in self.fellows.workers() if worker.patterns}
-        live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.patterns}
-        self._live_workers = {
-            worker_id: patterns for worker_id, patterns in live.items() if worker_id not in self.fellows.detached
-        }
-        return self._live_workers
-
-    # ------------------------------------------------------------------------------------------------ leasing
-
-    def look(self, worker: WorkerSession, *, backlog: bool) -> None:
-        """Ask the store for work for this worker at the next turn; with `backlog`, for more than what that turn submits."""
-        worker.backlog = worker.backlog or backlog
-        self._looking[worker.conn] = worker
-        self.idle.note(worker)
-
-    def look_everywhere(self) -> None:
-        """Something became ready of which no submit tells: every worker with credit looks again, at the next turn."""
-        self._all_look = True
-
-    def look_for(self, subjects: Iterable[str], *, backlog: bool = False) -> None:
-        """Jobs of these subjects became ready: those that the draft submits, or with `backlog` others.
-
-        For new ones some idle workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
-        all, whose number would be the cost of every turn. `settle` looks further for what they leave.
-        """
-        enough = None if backlog else 2 * (len(self.draft.submit) + len(self.draft.rerun)) + CHOICE_MIN
-        for subject in subjects:
-            for worker in islice(self.idle.matching(subject), enough):
-                self.look(worker, backlog=backlog)
-
-    def leased(self, worker: WorkerSession, lease: LeaseRoute, granted: int) -> None:
-        """A lease request came back. Fewer than asked for: there is nothing more for this worker now."""
-        worker.account.settle(lease.reserved, granted)
-        self.idle.note(worker, last=granted > 0)
-        more = granted == lease.reserved and not lease.fresh
-        # Something may have become ready while the store was at work: that look is still to come.
-        worker.backlog = more or (worker.backlog and worker.conn in self._looking)
-        if more and worker.account.available:
-            self.look(worker, backlog=True)
-
-    def _lease_requests(self, now: Now) -> list[LeaseRequest]:
-        if self._all_look:
-            self._all_look = False
-            for worker in self.idle:
-                self.look(worker, backlog=True)
-        self.look_for(self.draft.subjects)
-        if not self._looking or self.disk_problem:
-            return []
-        looking = self._looking
-        self._looking = {conn: worker for conn, worker in looking.items() if worker.resuming or worker.reading}
-        free = [worker for worker in looking.values() if not (worker.resuming or worker.reading) and not _is_silent(worker, now)]
-        everybody = [worker for worker in free if worker.patterns and worker.worker_id not in self.fellows.detached]
-        full = [worker for worker in everybody if worker.backlog]
-        fresh = [worker for worker in everybody if not worker.backlog]
-        wanted = len(self.draft.submit) + len(self.draft.rerun)
-        plan = shares([(worker.worker_id, worker.account) for worker in full], None)
-        plan += shares([(worker.worker_id, worker.account) for worker in fresh], wanted)
-        requests = []
-        live_workers = self._live() if plan else {}
-        for worker_id, limit in plan:
-            worker = self.workers[worker_id]
-            reserved = worker.account.reserve(limit)
-            requests.append(
-                LeaseRequest(
-                    worker_id=worker_id,
-                    incarnation=worker.incarnation,
-                    patterns=worker.patterns,
-                    takes=worker.takes,
-                    limit=reserved,
-                    ttl_s=worker.ttl_s,
-                    on_disconnect=worker.on_disconnect,
-                    reconnect_grace_s=worker.reconnect_grace_s,
-                    live_workers=live_workers,
-                )
-            )
-            self.draft.lease_routes.append(LeaseRoute(worker.conn, worker.incarnation, reserved, not worker.backlog))
-        return requests
+    # ------------------------------------------------------------------------------------------------ turns
 
     def next_turn(self, now: Now) -> Turn | None:
-        """What the store should do next, or None if there is nothing; the draft begins anew."""
+        """Return what the store should do next, or None if there is nothing; the turn after it begins empty."""
         if now.monotonic < self._wait_until:
             return None
-        others_wait = bool(self._all_look or self._looking or len(self.draft))
-        if (duty := self.duties.next_turn(now, others_wait=others_wait)) is not None:
-            return duty
+        others_wait = bool(self.all_look or self.looking or len(self.builder))
+        if (upkeep := self.upkeep.next_turn(now, others_wait=others_wait)) is not None:
+            return upkeep
         if not others_wait:
             return None
-        leases = self._lease_requests(now)
-        if not (leases or len(self.draft)):
+        worker_messages.ask_leases(self, now)
+        if not len(self.builder):
             return None
-        following = self.draft.leave_reads(READS_PER_TURN)
-        turn = self.draft.turn(leases)
-        self.draft = following
+        following = self.builder.split_reads(READS_PER_TURN)
+        turn = self.builder.turn()
+        self.builder = following
         return turn
 
-    # ------------------------------------------------------------------------------------------------ time, ends
+    def _turn_done(self, event: TurnDone, now: Now) -> list[Command]:
+        turn, answers = event.turn, event.answers
+        if turn.epoch:
+            commands = self.upkeep.done(turn, answers)
+        else:
+            self.store_problem = ""
+            effects = TurnEffects(now)
+            builder: TurnBuilder = turn.context
+            builder.done(answers, effects)
+            if turn.submit or turn.rerun:
+                worker_messages.offer_the_rest(self, turn, answers)
+            commands = effects.all_commands()
+        return commands + self.cluster.hint(self.config.server_id)
+
+    def _turn_failed(self, event: TurnFailed, now: Now) -> list[Command]:
+        turn, error = event.turn, event.error
+        self._wait_until = now.monotonic + STORE_RETRY_S
+        if turn.epoch:
+            return self.upkeep.failed(turn, error)
+        self.store_problem = error.message
+        effects = TurnEffects(now)
+        builder: TurnBuilder = turn.context
+        builder.failed(error, effects, self.builder)
+        self.look_everywhere()
+        if isinstance(error, DiskFull) and not self.disk_problem:
+            self.disk_problem = error.message
+        return effects.all_commands()
+
+    # ------------------------------------------------------------------------------------------------ time
 
     def _ticked(self, now: Now) -> list[Command]:
-        commands: list[Command] = []
         if now.monotonic >= self._look_at:
             self._look_at = now.monotonic + LOOK_INTERVAL_S
             self.look_everywhere()
-        commands += self.fellows.poll(self, now)
-        commands += self.logs.ticked(self, now)
-        if now.monotonic < self._look_at_sessions_at:
-            return commands
-        self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S
-        for session in list(self.sessions.values()):
-            if session.identity is not None and session.identity.expired(now.wall):
-                commands += self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))
-                continue
-            silent_s = now.monotonic - session.heard_at
-            if isinstance(session, WorkerSession):
-                if silent_s > session.ttl_s + LEASE_MARGIN_S:
-                    commands += self.hang_up(session.conn, ProtocolError(f"no heartbeat for {silent_s:.0f} s"))
-                elif session.deliveries:
-                    self._redeliver(session, now)
-            elif session.identity is not None and silent_s > handshake.IDLE_TIMEOUT_S:
-                commands += self.hang_up(session.conn, ProtocolError(f"nothing was heard for {silent_s:.0f} s"))
-            elif session.identity is None and now.monotonic - session.opened_at > HANDSHAKE_TIMEOUT_S:
-                commands += self.hang_up(session.conn, ProtocolError(f"no Hello within {HANDSHAKE_TIMEOUT_S:g} s"))
+        commands = cluster.poll(self, now) + log_reads.ticked(self, now)
+        if now.monotonic >= self._look_at_sessions_at:
+            self._look_at_sessions_at = now.monotonic + SESSIONS_INTERVAL_S
+            for session in list(self.sessions.values()):
+                commands += self._look_at_session(session, now)
         return commands
 
-    def _redeliver(self, worker: WorkerSession, now: Now) -> None:
-        """An assignment of which no sign came back is sent again, with growing waits; the worker drops doubles."""
-        due = False
-        for delivery in worker.deliveries.values():
-            wait_s = REDELIVER_AFTER_S * (1 << delivery.tries)
-            if not delivery.acked and delivery.tries < REDELIVER_MAX and now.monotonic - delivery.sent_at >= wait_s:
-                delivery.tries += 1
-                delivery.sent_at = now.monotonic
-                due = True
-        if due and not worker.reading and not worker.resuming:
-            self.read_back(worker)
-
-    def hang_up(self, conn: int, error: TasukiError) -> list[Command]:
-        """Tell the peer why, and forget it."""
-        self._forget(conn)
-        return [Hangup(conn, error)]
-
-    def _forget(self, conn: int) -> None:
-        session = self.sessions.pop(conn, None)
+    def _look_at_session(self, session: Session, now: Now) -> list[Command]:
+        """Hang up on a peer that is silent or whose token has expired; deliver again what a worker may not have got."""
+        if session.identity is not None and session.identity.expired(now.wall):
+            return self.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} has expired"))
+        silent_s = now.monotonic - session.heard_at
         if isinstance(session, WorkerSession):
-            for pattern in session.patterns:
-                self.trie.remove(pattern, conn)
-            self._looking.pop(conn, None)
-            self.idle.forget(conn)
-            if self.workers.get(session.worker_id) is session:
-                del self.workers[session.worker_id]
-                self.note_live_workers()
-                # Jobs addressed to this worker by their last token may now go to others.
-                self.look_everywhere()
-        elif isinstance(session, ClientSession):
-            for job_id in session.watching:
-                self._unwatch(job_id, conn)
-
-    def watch(self, session: ClientSession, job_id: str) -> None:
-        """This client hears of the job's end."""
-        if job_id in session.watching:
-            return
-        session.watching.add(job_id)
-        others = self.watchers.setdefault(job_id, session.conn)
-        if others != session.conn:
-            self.watchers[job_id] = [*others, session.conn] if isinstance(others, list) else [others, session.conn]
-
-    def _unwatch(self, job_id: str, conn: int) -> None:
-        watching = self.watchers.get(job_id)
-        if isinstance(watching, list):
-            watching.remove(conn)
-        if watching in (conn, []):
-            del self.watchers[job_id]
-            self.generations.pop(job_id, None)
-
-    @property
-    def blob_problem(self) -> str:
-        """Why no new blob can be taken; empty: there is room."""
-        return self.duties.over_budget or self.fellows.blob_problem
-
-    @property
-    def info(self) -> ServerInfo:
-        """What the other servers should know of this one."""
-        own = tuple(describe(worker) for worker in self.workers.values())
-        return ServerInfo(
-            server_id=self.config.server_id,
-            addresses=self.addresses,
-            workers=own,
-            epoch=self.duties.epoch,
-            blob_problem=self.duties.over_budget,
-        )
-
-    def describe_servers(self) -> list[dict[str, object]]:
-        """All live servers, this one first, for people."""
-        return [
-            {
-                "server_id": info.server_id,
-                "addresses": list(info.addresses),
-                "workers": len(info.workers),
-                "leads": info.epoch > 0,
-                "epoch": info.epoch or None,
-            }
-            for info in (self.info, *self.fellows.servers.values())
-        ]
-
-    def describe_workers(self) -> list[dict[str, object]]:
-        """All live workers, those of this server first, for people."""
-        own = [describe(worker).view(self.config.server_id) for worker in self.workers.values()]
-        views = own + [worker.view(server_id) for server_id, worker in self.fellows.workers()]
-        return [{**view, "detached": view["worker_id"] in self.fellows.detached} for view in views]
-
-
-def _is_silent(worker: WorkerSession, now: Now) -> bool:
-    """It has missed a heartbeat: what is leased for it now may never be heard of again."""
-    return now.monotonic - worker.heard_at > worker.ttl_s * SILENT_SHARE
-
-
-def error_message(corr_id: int, error: TasukiError) -> ErrorMessage:
-    """An error as the wire carries it."""
-    return ErrorMessage(corr_id, error.code, error.message, error.details())
+            if silent_s > session.ttl_s + LEASE_MARGIN_S:
+                return self.hang_up(session.conn, ProtocolError(f"no heartbeat for {silent_s:.0f} s"))
+            if session.deliveries:
+                worker_messages.redeliver(self, session, now)
+        elif session.identity is not None and silent_s > authentication.IDLE_TIMEOUT_S:
+            return self.hang_up(session.conn, ProtocolError(f"nothing was heard for {silent_s:.0f} s"))
+        elif session.identity is None and now.monotonic - session.opened_at > HANDSHAKE_TIMEOUT_S:
+            return self.hang_up(session.conn, ProtocolError(f"no Hello within {HANDSHAKE_TIMEOUT_S:g} s"))
+        return []

@@ -1,50 +1,112 @@
-"""What clients ask of a broker: submits, questions, orders. Part of the broker; pure."""
+"""Conversations with clients: submits, watches, cancels, requeues, requests by name; and uploads, which workers have too. Pure.
+
+Each conversation stands together: the function that checks the message and asks the store, and below it the function that gets
+the answers after the commit.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-import msgspec
-
-from tasuki.core.access import TOKEN_PREFIXES, Identity, PeerKind
-from tasuki.core.broker import enrolment
-from tasuki.core.broker.events import Detach, Query
+from tasuki.core.access import Identity, PeerKind
+from tasuki.core.broker import authentication
+from tasuki.core.broker.events import (
+    BlobArrived,
+    BlobPiece,
+    BlobsUnderWay,
+    Command,
+    DeleteBlobs,
+    Detach,
+    Query,
+    ReceiveBlob,
+    SendBlob,
+)
 from tasuki.core.broker.log_reads import question_of
-from tasuki.core.broker.sessions import ClientSession
-from tasuki.core.broker.turn_builder import BlobRoute, SubmitRoute, TokenRoute
+from tasuki.core.broker.state import BrokerState, ClientSession
+from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.ids import check_name
-from tasuki.core.job import body_hash, check_spec, is_sha256
+from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_spec, is_sha256
 from tasuki.core.machine import Send
-from tasuki.core.protocol import BATCH_MAX, Acceptance, BlobPut, Reply, Request, SubmitJobs
+from tasuki.core.protocol import (
+    BATCH_MAX,
+    Acceptance,
+    Accepted,
+    BlobGet,
+    BlobPut,
+    CancelJobs,
+    CancelLeases,
+    Chunk,
+    Heartbeat,
+    HeartbeatAnswer,
+    JobResult,
+    Message,
+    Reply,
+    Request,
+    SubmitJobs,
+    error_message,
+)
 from tasuki.core.report_limits import NUMBER_MAX
-from tasuki.core.store_messages import BlobClaim, Submission, TokenRow
-from tasuki.errors import DiskFull, InvalidInput, NotFound, TasukiError, Unavailable, discreet
-
-if TYPE_CHECKING:
-    from tasuki.core.broker.broker import Broker
-    from tasuki.core.broker.events import Command
+from tasuki.core.store_messages import (
+    BlobClaim,
+    BlobPlace,
+    Canceled,
+    MissingBlobs,
+    Requeued,
+    RequeueOrder,
+    Submission,
+    Submitted,
+)
+from tasuki.errors import Conflict, DiskFull, Forbidden, InvalidInput, NotFound, ProtocolError, TasukiError, Unavailable, discreet
 
 SPECS_MAX = BATCH_MAX  # jobs of one frame: the answers must fit a frame too, and those that exist are read whole
+RESULTS_READ = 256  # results that one read of a resubmit brings
 READ_VERBS = frozenset({"get", "find", "counts", "explain", "token.audit"})
-TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
+REASON_MAX_CHARS = 1000
 
 
-def submit(broker: Broker, client: ClientSession, identity: Identity, message: SubmitJobs) -> list[Command]:
-    """Check each job by itself and add it to the draft; what cannot be accepted is named by its index."""
-    if broker.disk_problem:
-        full = DiskFull(f"no job can be accepted: {broker.disk_problem}")
+def received(state: BrokerState, client: ClientSession, message: Message) -> list[Command]:
+    """Take one message of a client."""
+    identity = client.identity
+    assert identity is not None
+    if identity.kind is PeerKind.ENROL:
+        authentication.check_enrolment(message)
+    match message:
+        case SubmitJobs():
+            return submit(state, client, identity, message)
+        case Heartbeat():
+            return [Send(client.conn, HeartbeatAnswer(message.msg_id, servers=authentication.new_servers(state, client)))]
+        case Request():
+            return request(state, client, identity, message)
+        case CancelJobs():
+            return _cancel(state, client, identity, message)
+        case BlobPut():
+            return put_blob(state, client.conn, message)
+        case Chunk():
+            return [BlobPiece(client.conn, message)]
+        case BlobGet():
+            return [SendBlob(client.conn, message, identity, "")]
+        case _:
+            raise ProtocolError(f"a client may not send {type(message).__name__}")
+
+
+# ---------------------------------------------------------------------------------------------------- submit
+
+
+def submit(state: BrokerState, client: ClientSession, identity: Identity, message: SubmitJobs) -> list[Command]:
+    """Check each job by itself and store those that pass; a job that cannot be accepted is named by its index."""
+    if state.disk_problem:
+        full = DiskFull(f"no job can be accepted: {state.disk_problem}")
         raise full if identity.admin else discreet(full)
     if message.on_failed not in ("return", "rerun"):
         raise InvalidInput(f'on_failed must be "return" or "rerun", got {message.on_failed[:40]!r}')
     if len(message.specs) > SPECS_MAX:
         raise InvalidInput(f"{len(message.specs)} jobs in one frame are too many, the limit is {SPECS_MAX}; send several frames")
-    rerun = message.on_failed == "rerun"
-    into = broker.draft.rerun if rerun else broker.draft.submit
-    start = len(into)
-    submitter = identity.name
-    subjects = broker.draft.subjects
+    submitter, builder = identity.name, state.builder
+    subjects = builder.subjects
+    submissions: list[Submission] = []
     rejected: list[Acceptance] = []
-    indexes: list[int] | None = None
+    indexes: list[int] | None = None  # place in the message of each submission; None: all of the message
     for index, spec in enumerate(message.specs):
         try:
             check_spec(spec)
@@ -58,94 +120,306 @@ def submit(broker: Broker, client: ClientSession, identity: Identity, message: S
         if indexes is not None:
             indexes.append(index)
         subjects[spec.subject] = None
-        broker.draft.size_bytes += len(spec.payload)
-        into.append(Submission(spec, submitter, body_hash(spec)))
-    count = len(message.specs)
-    route = SubmitRoute(client.conn, message.msg_id, start, len(into), message.watch, rerun, count, rejected, indexes)
-    broker.draft.submit_routes.append(route)
+        builder.size_bytes += len(spec.payload)
+        submissions.append(Submission(spec, submitter, body_hash(spec)))
+    verb = "rerun" if message.on_failed == "rerun" else "submit"
+    conn, msg_id = client.conn, message.msg_id
+    reply = partial(_submitted, state, conn, msg_id, message, rejected, indexes)
+    builder.ask(verb, submissions, reply, partial(state.tell_failure, conn, msg_id))
     return []
 
 
-def put_blob(broker: Broker, conn: int, put: BlobPut) -> list[Command]:
-    """A peer brings a blob: the store says where its bytes belong, and keeps them from being collected."""
-    if not is_sha256(put.sha256):
-        raise InvalidInput(f"not a sha256: {put.sha256[:80]!r}; it must be 64 lower-case hex digits")
-    if not 0 <= put.size_bytes <= NUMBER_MAX:
-        raise InvalidInput(f"a blob cannot have {put.size_bytes} bytes")
-    if broker.blob_problem:
-        raise DiskFull(f"no blob can be taken: {broker.blob_problem}; wait, shorten the retention, or raise --blob-budget")
-    broker.draft.place_routes.append(BlobRoute(conn, put))
-    broker.draft.place_blobs.append(BlobClaim(put.sha256, put.size_bytes))
+def _submitted(
+    state: BrokerState,
+    conn: int,
+    msg_id: int,
+    message: SubmitJobs,
+    exceptions: list[Acceptance],
+    indexes: list[int] | None,
+    answers: Sequence[Submitted | Conflict | MissingBlobs],
+    effects: TurnEffects,
+) -> None:
+    """Acknowledge the jobs that are stored, and tell apart those that existed before or were refused."""
+    session = state.sessions.get(conn)
+    if not isinstance(session, ClientSession):
+        return
+    watch = message.watch
+    for place, answer in enumerate(answers):
+        if type(answer) is Submitted and answer.job is None:
+            if watch:
+                state.watch(session, answer.job_id)
+            continue
+        index = indexes[place] if indexes is not None else place
+        if type(answer) is MissingBlobs:
+            exceptions.append(_without_blobs(index, answer))
+            continue
+        assert not isinstance(answer, MissingBlobs)
+        exceptions.append(_existing(state, session, index, answer, message))
+    effects.send(conn, Accepted(msg_id, len(message.specs), exceptions))
+    if watch:
+        # Results may be large: they are read apart, some per turn.
+        ended = list(dict.fromkeys(item.job_id for item in exceptions if item.state in TERMINAL))
+        for start in range(0, len(ended), RESULTS_READ):
+            some = ended[start : start + RESULTS_READ]
+            state.builder.ask("get", some, partial(_results_read, state, conn, some))
+
+
+def _without_blobs(index: int, answer: MissingBlobs) -> Acceptance:
+    named = ", ".join(answer.sha256s[:3])
+    error = NotFound(f"job {answer.job_id!r} needs blobs that are not here: {named}; upload its input files before the job")
+    return Acceptance(index, answer.job_id, "", error.code, error.message, {"blobs": list(answer.sha256s[:100])})
+
+
+def _existing(
+    state: BrokerState, session: ClientSession, index: int, answer: Submitted | Conflict, message: SubmitJobs
+) -> Acceptance:
+    """Describe a job whose id was there before: the same job with its state, a Conflict, or another submitter's."""
+    assert session.identity is not None
+    conflict = answer if isinstance(answer, Conflict) else None
+    job: Job | None = getattr(answer, "job", None)
+    owner = conflict.owner if conflict is not None else (job.submitter, job.spec.subject) if job is not None else None
+    if owner is not None and not session.identity.may_see(*owner):
+        # Also for a Conflict: which fields differ would let a stranger guess at them one by one.
+        refusal = Forbidden(f"job {answer.job_id!r} belongs to another submitter; use another job_id")
+        return Acceptance(index, answer.job_id, "", refusal.code, refusal.message)
+    if job is None:
+        assert conflict is not None
+        return Acceptance(index, conflict.job_id, "", conflict.code, conflict.message, conflict.details())
+    is_failed = job.state in TERMINAL and job.state is not State.SUCCEEDED
+    if message.on_failed == "rerun" and is_failed and job.submitter != session.identity.name:
+        refusal = Forbidden(f"job {job.job_id!r} was submitted by {job.submitter}; set it going again with: tasuki retry")
+        return Acceptance(index, job.job_id, "", refusal.code, refusal.message)
+    if message.watch and job.state not in TERMINAL:
+        state.watch(session, job.job_id)
+    return Acceptance(index, job.job_id, job.state)
+
+
+def _results_read(state: BrokerState, conn: int, job_ids: list[str], jobs: Sequence[Job | None], effects: TurnEffects) -> None:
+    """Send the results of jobs that had ended when they were submitted; their submitter was allowed to see them."""
+    session = state.sessions.get(conn)
+    if not isinstance(session, ClientSession):
+        return
+    for job_id, job in zip(job_ids, jobs, strict=True):
+        if job is not None:
+            _watch_job(state, session, job, effects)
+        else:
+            state.watch(session, job_id)
+            _tell_deleted(state, job_id, effects)
+
+
+def _watch_job(state: BrokerState, session: ClientSession, job: Job, effects: TurnEffects) -> None:
+    if job.state in TERMINAL:
+        effects.results[session.conn].append(result_of(job))
+    else:
+        state.watch(session, job.job_id)
+        if job.generation:
+            state.generations[job.job_id] = job.generation
+
+
+def result_of(job: Job) -> JobResult:
+    """Return how a terminal job ended, from its row."""
+    outcome = job.outcome or Outcome(error_code=None if job.state is State.SUCCEEDED else str(job.state))
+    return JobResult(job.job_id, job.state, job.attempt, outcome, job.finished_at, job.generation)
+
+
+# ---------------------------------------------------------------------------------------------------- ends without a report
+
+
+def ask_ends(state: BrokerState, job_ids: Iterable[str]) -> None:
+    """Read the watched ones of jobs that may have ended otherwise than by a report, and tell their watchers."""
+    watched = list(dict.fromkeys(job_id for job_id in job_ids if job_id in state.watchers))
+    if watched:
+        state.builder.ask("get", watched, partial(_ends_read, state, watched))
+
+
+def _ends_read(state: BrokerState, job_ids: list[str], jobs: Sequence[Job | None], effects: TurnEffects) -> None:
+    for job_id, job in zip(job_ids, jobs, strict=True):
+        if job is None:
+            _tell_deleted(state, job_id, effects)
+        elif job.state in TERMINAL:
+            state.notify(result_of(job), effects)
+
+
+def _tell_deleted(state: BrokerState, job_id: str, effects: TurnEffects) -> None:
+    """Hang up on the watchers of a job that retention deleted before they were told its end: they ask again, and hear so."""
+    watching = state.watchers.get(job_id, [])
+    for conn in list(watching) if isinstance(watching, list) else [watching]:
+        gone = Unavailable(f"job {job_id} was deleted before its end could be told; ask again")
+        effects.commands += state.hang_up(conn, gone)
+
+
+# ---------------------------------------------------------------------------------------------------- watch, cancel, requeue
+
+
+def _authorize(
+    state: BrokerState, client: ClientSession, request: Request | CancelJobs, job_ids: list[str], then: Callable[..., None]
+) -> list[Command]:
+    """Read these jobs in the next turn, and call `then(jobs, effects)` if the client may see all of them; else refuse."""
+    if len(job_ids) > BATCH_MAX:
+        action = request.verb if isinstance(request, Request) else "cancel"
+        raise InvalidInput(f"{action} of {len(job_ids)} jobs at once is too much, the limit is {BATCH_MAX}; send several")
+
+    def judge(jobs: Sequence[Job | None], effects: TurnEffects) -> None:
+        if client.conn not in state.sessions or client.identity is None:
+            return
+        for job_id, job in zip(job_ids, jobs, strict=True):
+            # Whether a job of somebody else exists is also not everybody's business.
+            if job is None or not client.identity.may_see(job.submitter, job.spec.subject):
+                unknown = NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
+                effects.send(client.conn, error_message(request.msg_id, unknown))
+                return
+        then(jobs, effects)
+
+    state.builder.ask("get", job_ids, judge, partial(state.tell_failure, client.conn, request.msg_id))
     return []
 
 
-def request(broker: Broker, client: ClientSession, identity: Identity, request: Request) -> list[Command]:
-    """A question or an order by name."""
-    verb, params = request.verb, request.params
+def _watch(state: BrokerState, client: ClientSession, request: Request, job_ids: list[str]) -> list[Command]:
+    def watch(jobs: Sequence[Job], effects: TurnEffects) -> None:
+        for job in jobs:
+            _watch_job(state, client, job, effects)
+        effects.send(client.conn, Reply(request.msg_id, {"states": {job.job_id: str(job.state) for job in jobs}}))
+
+    return _authorize(state, client, request, job_ids, watch)
+
+
+def _cancel(state: BrokerState, client: ClientSession, identity: Identity, message: CancelJobs) -> list[Command]:
+    conn, msg_id, reason = client.conn, message.msg_id, message.reason[:REASON_MAX_CHARS]
+    job_ids = list(dict.fromkeys(message.job_ids))
+
+    def cancel(jobs: Sequence[Job], effects: TurnEffects) -> None:
+        orders = [(job_id, identity.name, reason) for job_id in job_ids]
+        state.builder.ask("cancel", orders, canceled, partial(state.tell_failure, conn, msg_id))
+
+    def canceled(answers: Sequence[Canceled], effects: TurnEffects) -> None:
+        states: dict[str, dict[str, object]] = {}
+        for job_id, answer in zip(job_ids, answers, strict=True):
+            states[job_id] = {"state": answer.state, "requested": answer.requested}
+            if answer.requested and answer.worker_id is not None and answer.lease_id is not None:
+                worker = state.workers.get(answer.worker_id)
+                if worker is not None:
+                    effects.send(worker.conn, CancelLeases([answer.lease_id]))
+                else:
+                    state.cluster.canceled.append((answer.worker_id, answer.lease_id))
+            elif answer.state is State.CANCELED:
+                ask_ends(state, [job_id])
+                state.cluster.ended.append(job_id)
+        if conn in state.sessions:
+            effects.send(conn, Reply(msg_id, states))
+
+    return _authorize(state, client, message, job_ids, cancel)
+
+
+def _requeue(
+    state: BrokerState, client: ClientSession, identity: Identity, request: Request, job_ids: list[str]
+) -> list[Command]:
+    conn, msg_id, reason = client.conn, request.msg_id, _reason(request)
+
+    def requeue(jobs: Sequence[Job], effects: TurnEffects) -> None:
+        orders = [RequeueOrder(job_id, identity.name, reason) for job_id in job_ids]
+        state.builder.ask("requeue", orders, requeued, partial(state.tell_failure, conn, msg_id))
+
+    def requeued(answers: Sequence[Requeued], effects: TurnEffects) -> None:
+        pairs = zip(job_ids, answers, strict=True)
+        states = {job_id: {"state": answer.state, "done": answer.done} for job_id, answer in pairs}
+        state.look_everywhere()
+        state.cluster.everything = True
+        if conn in state.sessions:
+            effects.send(conn, Reply(msg_id, states))
+
+    return _authorize(state, client, request, job_ids, requeue)
+
+
+# ---------------------------------------------------------------------------------------------------- requests by name
+
+
+def request(state: BrokerState, client: ClientSession, identity: Identity, request: Request) -> list[Command]:
+    """Answer a question or an order by name, or pass it on."""
+    conn, msg_id, verb, params = client.conn, request.msg_id, request.verb, request.params
     if verb in READ_VERBS:
         if verb == "explain":
-            workers, trouble = broker.describe_workers(), broker.disk_problem or broker.store_problem
+            workers, trouble = state.describe_workers(), state.disk_problem or state.store_problem
             if trouble and not identity.admin:
-                trouble = discreet(DiskFull("") if broker.disk_problem else Unavailable("")).message
-            return [Query(client.conn, request.msg_id, verb, params, identity, workers, trouble=trouble)]
-        return [Query(client.conn, request.msg_id, verb, params, identity, [])]
+                trouble = discreet(DiskFull("") if state.disk_problem else Unavailable("")).message
+            return [Query(conn, msg_id, verb, params, identity, workers, trouble=trouble)]
+        return [Query(conn, msg_id, verb, params, identity, [])]
     if verb == "logs":
         question = question_of(params)
-        return [Query(client.conn, request.msg_id, verb, {"job_id": question.job_id}, identity, [], question)]
+        return [Query(conn, msg_id, verb, {"job_id": question.job_id}, identity, [], question)]
     if verb in ("watch", "requeue"):
         job_ids = params.get("job_ids")
         if not isinstance(job_ids, list) or not all(isinstance(job_id, str) for job_id in job_ids):
             raise InvalidInput(f"{verb} needs job_ids, a list of texts")
-        return broker.check(client.conn, request.msg_id, job_ids, verb, str(params.get("reason", "")))
+        job_ids = list(dict.fromkeys(job_ids))
+        if verb == "watch":
+            return _watch(state, client, request, job_ids)
+        return _requeue(state, client, identity, request, job_ids)
     if verb == "workers":
         identity.check_admin("the list of workers")
-        return [Send(client.conn, Reply(request.msg_id, broker.describe_workers()))]
+        return [Send(conn, Reply(msg_id, state.describe_workers()))]
     if verb in ("detach", "attach"):
         identity.check_admin(verb)
         worker_id = check_name(str(params.get("worker_id", "")), "worker_id")
-        reason = str(params.get("reason", ""))[:1000]
-        return [Detach(client.conn, request.msg_id, worker_id, verb == "detach", identity.name, reason)]
+        return [Detach(conn, msg_id, worker_id, verb == "detach", identity.name, _reason(request))]
     if verb == "servers":
         identity.check_admin("the list of servers")
-        return [Send(client.conn, Reply(request.msg_id, broker.describe_servers()))]
-    if verb in TOKEN_VERBS:
-        identity.check_admin(verb)
-        return _token_order(broker, client, request, identity)
-    if verb == enrolment.REGISTER:
-        return enrolment.register(broker, client.conn, request, identity)
-    if verb == enrolment.REVOKE:
-        return enrolment.revoke(broker, client.conn, request, identity)
-    verbs = sorted(READ_VERBS | TOKEN_VERBS | {"logs", "watch", "requeue", "workers", "servers", "detach", "attach"})
-    raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
+        return [Send(conn, Reply(msg_id, state.describe_servers()))]
+    if verb in authentication.TOKEN_VERBS:
+        return authentication.token_request(state, conn, request, identity)
+    if verb == authentication.REGISTER:
+        return authentication.register(state, conn, request, identity)
+    if verb == authentication.REVOKE:
+        return authentication.revoke(state, conn, request, identity)
+    known = {"logs", "watch", "requeue", "workers", "servers", "detach", "attach"}
+    verbs = ", ".join(sorted(READ_VERBS | authentication.TOKEN_VERBS | known))
+    raise NotFound(f"there is no request {verb[:40]!r}; there are {verbs}")
 
 
-def _token_order(broker: Broker, client: ClientSession, request: Request, identity: Identity) -> list[Command]:
-    draft, index, body = broker.draft, 0, None
-    if request.verb == "token.create":
-        try:
-            row = msgspec.convert(request.params, TokenRow)
-        except msgspec.ValidationError as error:
-            raise InvalidInput(f"token.create: {error}") from None
-        if row.kind not in TOKEN_PREFIXES:
-            raise InvalidInput(f"a token's kind must be {', '.join(TOKEN_PREFIXES)}, got {row.kind[:40]!r}")
-        if row.kind == PeerKind.ENROL:
-            enrolment.check_enrol_row(row)
-        check_name(row.token_id, "token_id")
-        if row.worker_id:
-            check_name(row.worker_id, "worker_id")
-        if len(row.sha256) != 64 or not set(row.sha256) <= set("0123456789abcdef"):
-            raise InvalidInput("token.create: sha256 must be the 64 lower-case hex digits of the secret's hash, never the secret")
-        for pattern in row.scope:
-            identity.check_patterns((pattern,))
-        index = len(draft.add_token)
-        draft.add_token.append(msgspec.structs.replace(row, created_by=identity.name, revoked_at=None, revoked_by=""))
-        body = {"token_id": row.token_id}
-    elif request.verb == "token.revoke":
-        index = len(draft.revoke_token)
-        token_id = str(request.params.get("token_id", ""))
-        draft.revoke_token.append((token_id, identity.name))
-        body = {"token_id": token_id}
-    else:
-        draft.list_tokens = True
-    draft.token_routes.append(TokenRoute(client.conn, request.msg_id, request.verb, index, body))
+def _reason(request: Request) -> str:
+    return str(request.params.get("reason", ""))[:REASON_MAX_CHARS]
+
+
+# ---------------------------------------------------------------------------------------------------- uploads
+
+
+def put_blob(state: BrokerState, conn: int, put: BlobPut) -> list[Command]:
+    """Ask the store for the place of a blob that a peer brings; from then on collection leaves it alone."""
+    if not is_sha256(put.sha256):
+        raise InvalidInput(f"not a sha256: {put.sha256[:80]!r}; it must be 64 lower-case hex digits")
+    if not 0 <= put.size_bytes <= NUMBER_MAX:
+        raise InvalidInput(f"a blob cannot have {put.size_bytes} bytes")
+    if state.blob_problem:
+        raise DiskFull(f"no blob can be taken: {state.blob_problem}; wait, shorten the retention, or raise --blob-budget")
+
+    def placed(places: Sequence[BlobPlace], effects: TurnEffects) -> None:
+        session = state.sessions.get(conn)
+        if session is not None and session.identity is not None:
+            effects.commands.append(ReceiveBlob(conn, put, places[0], session.identity.uploader))
+
+    claim = BlobClaim(put.sha256, put.size_bytes)
+    state.builder.ask("place_blobs", [claim], placed, partial(state.tell_failure, conn, put.msg_id))
     return []
+
+
+def blobs_under_way(state: BrokerState, event: BlobsUnderWay) -> None:
+    """Place blobs again whose uploads take long."""
+    claims = [BlobClaim(put.sha256, put.size_bytes) for put in event.puts]
+    state.builder.ask("place_blobs", claims, ignore, ignore)
+
+
+def blob_arrived(state: BrokerState, event: BlobArrived) -> None:
+    """Tell the store that the bytes of a blob are durable, then the peer that brought it."""
+    conn, put = event.conn, event.put
+
+    def stored(answers: Sequence[bool], effects: TurnEffects) -> None:
+        if not answers[0]:  # condemned meanwhile: nothing can refer to these bytes, and nobody else may know of them any more
+            effects.commands.append(DeleteBlobs(0, (event.place,)))
+        if conn not in state.sessions:
+            return
+        if answers[0]:
+            effects.send(conn, Reply(put.msg_id, {"have": True}))
+        else:
+            error = Unavailable(f"blob {put.sha256} was collected while it came in; send it again")
+            effects.send(conn, error_message(put.msg_id, error))
+
+    state.builder.ask("blobs_stored", [event.place], stored, partial(state.tell_failure, conn, put.msg_id))

@@ -1,36 +1,54 @@
-"""What can happen to a broker, and what it can ask its driver to do: closed unions of small structs."""
+"""Events that a broker gets and commands that it gives to its driver: closed unions of small structs."""
 
 from __future__ import annotations
 
 import msgspec
 
 from tasuki.core.access import Identity
-from tasuki.core.broker.log_reads import LogQuestion
 from tasuki.core.cluster_messages import Hint, ServerInfo
 from tasuki.core.job import Job
 from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import BlobGet, BlobPut, Chunk
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import TasukiError
 
 
 class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is told at its start."""
+    """Settings of a server that its broker needs."""
 
     server_id: str
     epoch: int = 0
-    """Under which it leads from its start on, because nobody else can; 0: leaders are elected."""
+    """Epoch under which the server leads from its start on, because nobody else can; 0: leaders are elected."""
     shared: bool = False
     """Other servers may work on the same store."""
     own_uid: int | None = None
     host: str = ""
     lease_ttl_s: float = LEASE_TTL_S
     retention_s: float = 30 * 86400.0
+    """How long finished jobs and their results are kept."""
     blob_grace_s: float = 3600.0
+    """How long a blob that no job refers to is kept after it was last brought or asked for."""
     blob_budget_bytes: int | None = None
+    """While all blobs take more than this, unused ones are collected sooner; new ones are refused if that does not help."""
     collects_blobs: bool = True
+    """False for a server that cannot reach the bytes of blobs."""
     frame_max_bytes: int = 8 * 1024 * 1024
+
+
+class LogQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of the request `logs`, checked."""
+
+    job_id: str
+    stream: str = "stdout"
+    offset: int = 0
+    attempt: int = 0
+    """Attempt that the offset belongs to; another current attempt is read from its start. 0: the current one."""
+    wait_s: float = 0.0
+    max_bytes: int = LOG_PIECE_MAX_BYTES
+
+
+# ---------------------------------------------------------------------------------------------------- events
 
 
 class TurnDone(msgspec.Struct, frozen=True):
@@ -41,7 +59,7 @@ class TurnDone(msgspec.Struct, frozen=True):
 
 
 class TurnFailed(msgspec.Struct, frozen=True):
-    """The store refused a turn: nothing of it happened, or (Unavailable) it is not known."""
+    """The store refused a turn: nothing of it happened, or (Unavailable) the outcome is not known."""
 
     turn: Turn
     error: TasukiError
@@ -60,20 +78,20 @@ class Won(msgspec.Struct, frozen=True):
 
 
 class Met(msgspec.Struct, frozen=True):
-    """Which servers are alive, and which workers are to be given nothing more."""
+    """The live servers, and the workers that get no more work."""
 
     servers: tuple[ServerInfo, ...]
     detached: frozenset[str] = frozenset()
 
 
 class Hinted(msgspec.Struct, frozen=True):
-    """Another server tells what it has just committed."""
+    """A hint of another server about its last commit."""
 
     hint: Hint
 
 
 class SomeEnded(msgspec.Struct, frozen=True):
-    """The answer to AskEnded: these are terminal, or gone."""
+    """The answer to AskEnded: these jobs are terminal, or gone."""
 
     job_ids: list[str]
 
@@ -93,7 +111,7 @@ class BlobArrived(msgspec.Struct, frozen=True):
 
 
 class BlobsUnderWay(msgspec.Struct, frozen=True):
-    """These take long to come in: they are placed again, so that collection leaves them alone."""
+    """Uploads that take long: their blobs are placed again, so that collection leaves them alone."""
 
     puts: list[BlobPut]
 
@@ -106,13 +124,13 @@ class BlobsDeleted(msgspec.Struct, frozen=True):
 
 
 class DiskSpace(msgspec.Struct, frozen=True):
-    """The driver looked at the disk; `problem` is empty when there is room."""
+    """Result of the driver's check of the disk; `problem` is empty when there is room."""
 
     problem: str = ""
 
 
 class JobSeen(msgspec.Struct, frozen=True):
-    """The driver has read the row of the job whose log a client asks for; the client may see it."""
+    """The row of the job whose log a client asks for; the client may see it."""
 
     conn: int
     msg_id: int
@@ -120,8 +138,11 @@ class JobSeen(msgspec.Struct, frozen=True):
     job: Job
 
 
+# ---------------------------------------------------------------------------------------------------- commands
+
+
 class Query(msgspec.Struct, frozen=True):
-    """A read that may be slow: the driver answers it from its reader, with what `identity` may see."""
+    """A read that may be slow: the driver answers it from its reader, with the rows that `identity` may see."""
 
     conn: int
     msg_id: int
@@ -130,19 +151,19 @@ class Query(msgspec.Struct, frozen=True):
     identity: Identity
     workers: list[dict[str, object]]
     question: LogQuestion | None = None
-    """Of `logs`: the answer goes on to the broker as JobSeen."""
+    """For `logs`: the driver gives the job to the broker as JobSeen instead of answering."""
     trouble: str = ""
-    """Of `explain`: why this server grants nothing at the moment."""
+    """For `explain`: the reason why this server grants nothing at the moment."""
 
 
 class ReceiveBlob(msgspec.Struct, frozen=True):
-    """Take a blob from this peer, and keep it at this place; BlobArrived when it is durable."""
+    """Take a blob from this peer and keep it at this place; BlobArrived when it is durable."""
 
     conn: int
     put: BlobPut
     place: BlobPlace
     uploader: str
-    """Whose it is, for one that goes on where it was cut off."""
+    """Owner of the upload: only the same owner may continue one that was cut off."""
 
 
 class BlobPiece(msgspec.Struct, frozen=True):
@@ -170,7 +191,7 @@ class TakeoverDone(msgspec.Struct, frozen=True):
 
 
 class Deposed(msgspec.Struct, frozen=True):
-    """The store refused a write under this epoch: somebody else leads."""
+    """The store refused a write under this epoch: another server leads."""
 
     epoch: int
 
@@ -183,7 +204,7 @@ class DeleteBlobs(msgspec.Struct, frozen=True):
 
 
 class Detach(msgspec.Struct, frozen=True):
-    """Note in the coordination that a worker is to be given no more work, or work again; then tell who asked."""
+    """Note in the coordination that a worker gets no more work, or work again; then answer the request."""
 
     conn: int
     msg_id: int
@@ -194,7 +215,7 @@ class Detach(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Tell the other servers."""
+    """Send a hint to the other servers."""
 
     hint: Hint
 
@@ -211,8 +232,10 @@ class AskRevoked(msgspec.Struct, frozen=True):
     token_ids: list[str]
 
 
-ToldEvent = DiskSpace | Elected | Won | Met | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
-Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | ToldEvent
+DriverEvent = DiskSpace | Elected | Won | Met | Hinted | SomeEnded | SomeRevoked | BlobArrived | BlobsUnderWay | BlobsDeleted
+"""Events that concern neither a connection nor a turn."""
+
+Event = Opened | Received | Closed | Ticked | TurnDone | TurnFailed | JobSeen | DriverEvent
 Command = (
     Send
     | Hangup

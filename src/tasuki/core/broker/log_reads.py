@@ -1,77 +1,40 @@
-"""Following the logs of running jobs: a client asks, the worker that has the attempt answers. Part of the broker; pure.
+"""Following the logs of running jobs: a client asks, the worker that has the attempt answers. Pure.
 
 Theory of operation. A client asks for one stream of one job from an offset. The driver reads the job's row, which says who may
 see it, whether an attempt runs, and where. If its worker is connected here, the question goes on to it, and its piece of the
-log back to the client; if it is connected to another live server, the client is told where. In all other cases the answer is
-empty and says how the job stands: the client asks again, or reads the rest from the job's result. Nothing is remembered here
-but the questions that are under way, each with a deadline: whatever a worker or a connection does, the client gets an answer.
+log back to the client; if it is connected to another live server, the client gets that server's addresses. In all other cases the
+answer is empty and says how the job stands: the client asks again, or reads the rest from the job's result. The broker remembers
+only the questions under way, each with a deadline: whatever a worker or a connection does, the client gets an answer.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from tasuki.core.address import parse_url
-from tasuki.core.broker.sessions import ClientSession, WorkerSession
-from tasuki.core.job import LEASED, TERMINAL, Job, Progress
-from tasuki.core.job import PROGRESS_TEXT_MAX_CHARS as TEXT_MAX_CHARS
+from tasuki.core.broker.events import Command, JobSeen, LogQuestion
+from tasuki.core.broker.state import BrokerState, ClientSession, PendingLogRead, WorkerSession
+from tasuki.core.job import LEASED, PROGRESS_TEXT_MAX_CHARS, TERMINAL, Job, Progress
 from tasuki.core.machine import Now, Send
-from tasuki.core.protocol import (
-    LOG_PIECE_MAX_BYTES,
-    LOG_WAIT_MAX_S,
-    PROGRESS_MAX,
-    ErrorMessage,
-    LogPiece,
-    Message,
-    ReadLog,
-    Reply,
-)
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, PROGRESS_MAX, LogPiece, ReadLog, Reply, error_message
 from tasuki.core.report_limits import NUMBER_MAX
 from tasuki.core.store_messages import Takes
 from tasuki.errors import InvalidInput, NotFound, Overloaded, TasukiError
 
-if TYPE_CHECKING:
-    from tasuki.core.broker.broker import Broker
-    from tasuki.core.broker.events import Command, JobSeen
-
 STREAMS = ("stdout", "stderr")
-# Questions under way at a time, to one worker and of one client; from half of that on they do not wait for something new, so that
-# whoever asks next is not kept waiting by those who wait.
+# Questions under way at a time, to one worker and of one client. From half of that on, questions do not wait for new bytes, so
+# that they do not keep the next ones waiting.
 READS_PER_WORKER = 16
 READS_PER_CLIENT = 8
 ANSWER_WITHIN_S = 5.0  # beyond the wait; then the client is answered without the worker
 READ_LOG_VERSION = 2  # of the protocol
 
 
-class LogQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of the request `logs`, checked."""
-
-    job_id: str
-    stream: str = "stdout"
-    offset: int = 0
-    attempt: int = 0
-    """The one that the offset is of; if the job has another now, that is read from its start. 0: the current one."""
-    wait_s: float = 0.0
-    max_bytes: int = LOG_PIECE_MAX_BYTES
-
-
-class _Pending(msgspec.Struct):
-    """A question that a worker has."""
-
-    conn: int
-    msg_id: int
-    worker_conn: int
-    question: ReadLog
-    answer: dict[str, Any]
-    """What the client is told if the worker says nothing."""
-    deadline: float
-
-
 def question_of(params: dict[str, Any]) -> LogQuestion:
-    """What a client asks for, or InvalidInput with the parameter that is wrong."""
+    """Return the checked parameters of a request; InvalidInput names the parameter that is wrong."""
     try:
         asked = msgspec.convert(params, LogQuestion)
     except msgspec.ValidationError as error:
@@ -90,99 +53,91 @@ def question_of(params: dict[str, Any]) -> LogQuestion:
 
 
 def checked_progress(told: dict[str, Progress]) -> dict[str, Progress]:
-    """What a worker tells of its attempts, as far as it can be kept; the rest is left out, since it decides nothing."""
+    """Return the progress reports that can be kept; the others are dropped, since nothing is decided by them."""
     return {
-        lease_id: Progress(progress.fraction, progress.text[:TEXT_MAX_CHARS])
+        lease_id: Progress(progress.fraction, progress.text[:PROGRESS_TEXT_MAX_CHARS])
         for lease_id, progress in list(told.items())[:PROGRESS_MAX]
         if 0.0 <= progress.fraction <= 1.0 and progress.text.isprintable()
     }
 
 
-class LogReads:
-    """The questions of one server's clients that are at workers."""
-
-    def __init__(self) -> None:
-        self._pending: dict[int, _Pending] = {}
-        self._last_id = 0
-
-    # ------------------------------------------------------------------------------------------------ asking
-
-    def seen(self, broker: Broker, event: JobSeen, now: Now) -> list[Command]:
-        """The job's row was read, for a client that may see it."""
-        client = broker.sessions.get(event.conn)
-        if not isinstance(client, ClientSession):
-            return []
-        job, asked = event.job, event.question
-        if not (job.spec.exec or asked.attempt or _may_be_a_command(broker, job)):
-            message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program does not run now"
-            return [_refusal(event, NotFound(message))]
-        offset = asked.offset if asked.attempt in (0, job.attempt) else 0
-        answer = _standing(job, asked.stream, offset)
-        lease = job.lease
-        if lease is None or job.state not in LEASED:
-            return [Send(event.conn, Reply(event.msg_id, answer))]
-        worker = broker.workers.get(lease.worker_id)
-        if worker is None or worker.incarnation != lease.incarnation:
-            where = _elsewhere(broker, client, lease.worker_id, lease.incarnation)
-            return [Send(event.conn, Reply(event.msg_id, {**answer, "elsewhere": where} if where else answer))]
-        if worker.version < READ_LOG_VERSION:
-            return [Send(event.conn, Reply(event.msg_id, {**answer, "unsupported": True}))]
-        if client.log_reads >= READS_PER_CLIENT:
-            message = f"{client.log_reads} questions about logs are open on this connection; wait for their answers"
-            return [_refusal(event, Overloaded(message))]
-        if worker.log_reads >= READS_PER_WORKER:
-            return [Send(event.conn, Reply(event.msg_id, answer))]
-        crowded = worker.log_reads >= READS_PER_WORKER // 2 or client.log_reads >= READS_PER_CLIENT // 2
-        wait_s = 0.0 if crowded else asked.wait_s
-        self._last_id += 1
-        question = ReadLog(self._last_id, lease.lease_id, asked.stream, offset, asked.max_bytes, wait_s)
-        deadline = now.monotonic + wait_s + ANSWER_WITHIN_S
-        self._pending[self._last_id] = _Pending(event.conn, event.msg_id, worker.conn, question, answer, deadline)
-        client.log_reads += 1
-        worker.log_reads += 1
-        return [Send(worker.conn, question)]
-
-    # ------------------------------------------------------------------------------------------------ answers
-
-    def arrived(self, broker: Broker, worker: WorkerSession, piece: LogPiece) -> list[Command]:
-        """A worker answers. What it was not asked, or what makes no sense, tells nobody anything."""
-        pending = self._pending.get(piece.corr_id)
-        if pending is None or pending.worker_conn != worker.conn:
-            return []
-        return self._answer(broker, piece.corr_id, piece if _makes_sense(piece, pending.question) else None)
-
-    def ticked(self, broker: Broker, now: Now) -> list[Command]:
-        """Whoever waited long enough is answered without the worker, and so is everybody whose worker has left."""
-        late = [
-            number
-            for number, pending in self._pending.items()
-            if pending.deadline <= now.monotonic or pending.worker_conn not in broker.sessions
-        ]
-        return [command for number in late for command in self._answer(broker, number, None)]
-
-    def _answer(self, broker: Broker, number: int, piece: LogPiece | None) -> list[Command]:
-        pending = self._pending.pop(number)
-        worker, client = broker.sessions.get(pending.worker_conn), broker.sessions.get(pending.conn)
-        if isinstance(worker, WorkerSession):
-            worker.log_reads -= 1
-        if not isinstance(client, ClientSession):
-            return []
-        client.log_reads -= 1
-        answer = pending.answer
-        if piece is not None:
-            part = {"offset": piece.offset, "data": piece.data, "next": piece.next, "cut_bytes": piece.cut_bytes}
-            answer = {**answer, **part, "end": piece.end, "complete": piece.ended}
-        return [Send(pending.conn, Reply(pending.msg_id, answer))]
+def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
+    """Ask the worker that runs the job, or answer without it; the client may see the job."""
+    client = state.sessions.get(event.conn)
+    if not isinstance(client, ClientSession):
+        return []
+    job, asked = event.job, event.question
+    if not (job.spec.exec or asked.attempt or _may_be_a_command(state, job)):
+        message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program does not run now"
+        return [_refusal(event, NotFound(message))]
+    offset = asked.offset if asked.attempt in (0, job.attempt) else 0
+    answer = _answer_without_worker(job, asked.stream, offset)
+    lease = job.lease
+    if lease is None or job.state not in LEASED:
+        return [Send(event.conn, Reply(event.msg_id, answer))]
+    worker = state.workers.get(lease.worker_id)
+    if worker is None or worker.incarnation != lease.incarnation:
+        servers = _servers_of(state, client, lease.worker_id, lease.incarnation)
+        return [Send(event.conn, Reply(event.msg_id, {**answer, "elsewhere": servers} if servers else answer))]
+    if worker.version < READ_LOG_VERSION:
+        return [Send(event.conn, Reply(event.msg_id, {**answer, "unsupported": True}))]
+    if client.log_reads >= READS_PER_CLIENT:
+        message = f"{client.log_reads} questions about logs are open on this connection; wait for their answers"
+        return [_refusal(event, Overloaded(message))]
+    if worker.log_reads >= READS_PER_WORKER:
+        return [Send(event.conn, Reply(event.msg_id, answer))]
+    crowded = worker.log_reads >= READS_PER_WORKER // 2 or client.log_reads >= READS_PER_CLIENT // 2
+    wait_s = 0.0 if crowded else asked.wait_s
+    state.last_log_read += 1
+    question = ReadLog(state.last_log_read, lease.lease_id, asked.stream, offset, asked.max_bytes, wait_s)
+    deadline = now.monotonic + wait_s + ANSWER_WITHIN_S
+    state.log_reads[question.msg_id] = PendingLogRead(event.conn, event.msg_id, worker.conn, question, answer, deadline)
+    client.log_reads += 1
+    worker.log_reads += 1
+    return [Send(worker.conn, question)]
 
 
-def _may_be_a_command(broker: Broker, job: Job) -> bool:
-    """It names no program. But a worker of an app may have one for it, whose logs can be read while it runs."""
-    worker = broker.workers.get(job.lease.worker_id) if job.lease is not None and job.state in LEASED else None
+def arrived(state: BrokerState, worker: WorkerSession, piece: LogPiece) -> list[Command]:
+    """Pass a worker's answer on. An answer to no question of ours is dropped; one that makes no sense counts as none."""
+    pending = state.log_reads.get(piece.corr_id)
+    if pending is None or pending.worker_conn != worker.conn:
+        return []
+    return _answer(state, piece.corr_id, piece if _makes_sense(piece, pending.question) else None)
+
+
+def ticked(state: BrokerState, now: Now) -> list[Command]:
+    """Answer clients whose worker is late or has left."""
+    late = [
+        number
+        for number, pending in state.log_reads.items()
+        if pending.deadline <= now.monotonic or pending.worker_conn not in state.sessions
+    ]
+    return [command for number in late for command in _answer(state, number, None)]
+
+
+def _answer(state: BrokerState, number: int, piece: LogPiece | None) -> list[Command]:
+    pending = state.log_reads.pop(number)
+    worker, client = state.sessions.get(pending.worker_conn), state.sessions.get(pending.conn)
+    if isinstance(worker, WorkerSession):
+        worker.log_reads -= 1
+    if not isinstance(client, ClientSession):
+        return []
+    client.log_reads -= 1
+    answer = pending.answer
+    if piece is not None:
+        part = {"offset": piece.offset, "data": piece.data, "next": piece.next, "cut_bytes": piece.cut_bytes}
+        answer = {**answer, **part, "end": piece.end, "complete": piece.ended}
+    return [Send(pending.conn, Reply(pending.msg_id, answer))]
+
+
+def _may_be_a_command(state: BrokerState, job: Job) -> bool:
+    """Return whether a job that names no program may run one: the worker of an app can have one for it."""
+    worker = state.workers.get(job.lease.worker_id) if job.lease is not None and job.state in LEASED else None
     return worker is not None and worker.takes is Takes.ANY
 
 
-def _standing(job: Job, stream: str, offset: int) -> dict[str, Any]:
-    """The answer without a worker: nothing new, and how the job stands."""
+def _answer_without_worker(job: Job, stream: str, offset: int) -> dict[str, Any]:
+    """Return the answer with no new bytes and the state of the job."""
     progress = job.progress
     return {
         "stream": stream,
@@ -198,11 +153,11 @@ def _standing(job: Job, stream: str, offset: int) -> dict[str, Any]:
     }
 
 
-def _elsewhere(broker: Broker, client: ClientSession, worker_id: str, incarnation: str) -> list[str]:
-    """Where the server is that has this worker. A loopback address means something only on the machine itself."""
-    for server_id, worker in broker.fellows.workers():
+def _servers_of(state: BrokerState, client: ClientSession, worker_id: str, incarnation: str) -> list[str]:
+    """Return the addresses of the server that has this worker; a loopback address is of use only on the machine itself."""
+    for server_id, worker in state.cluster.workers():
         if worker.worker_id == worker_id and worker.incarnation == incarnation:
-            addresses = broker.fellows.servers[server_id].addresses
+            addresses = state.cluster.servers[server_id].addresses
             return [url for url in addresses if client.peer.local or not parse_url(url)[0].loopback]
     return []
 
@@ -213,5 +168,4 @@ def _makes_sense(piece: LogPiece, asked: ReadLog) -> bool:
 
 
 def _refusal(event: JobSeen, error: TasukiError) -> Send:
-    message: Message = ErrorMessage(event.msg_id, error.code, error.message, error.details())
-    return Send(event.conn, message)
+    return Send(event.conn, error_message(event.msg_id, error))

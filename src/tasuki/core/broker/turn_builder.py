@@ -1,217 +1,155 @@
-"""The turn that is being written: everything that arrived since the last one went to the store, and who wants the answers.
+"""The next turn: the questions that conversations ask the store, and the functions that get the answers.
 
-A route remembers which slice of which list belongs to which message, so that a message with a thousand jobs costs one route.
+Theory of operation. A conversation is a message of a peer and everything that follows from it. It calls `ask` with a verb of
+`store_messages.VERBS`, some items, and `reply`, which gets the answers to exactly these items once the turn is committed. If the
+turn was not stored, `failed` gets the error and tells the peer. A question without `failed` is asked again in the next turn, with
+the same reply: reports, renewals and reads are safe to repeat, because an exact repeat gets the stored answer.
+
+A question costs one small struct, however many items it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from tasuki.core.protocol import Acceptance, BlobPut
-from tasuki.core.store_messages import (
-    BlobClaim,
-    BlobPlace,
-    HeldLease,
-    LeaseRequest,
-    Report,
-    RequeueOrder,
-    Submission,
-    TokenRow,
-    Turn,
+from tasuki.core.broker.events import Command
+from tasuki.core.machine import Now, Send
+from tasuki.core.protocol import JobResult, Message, Results, batches, outcome_bytes
+from tasuki.core.store_messages import Answers, Turn
+from tasuki.errors import TasukiError
+
+REPLY_ORDER = (
+    ("finish",),
+    ("fail",),
+    ("start",),
+    ("renew",),
+    ("lease",),
+    ("submit", "rerun"),
+    ("cancel", "requeue"),
+    ("held",),
+    ("get",),
+    ("token",),
+    ("add_token", "revoke_token", "tokens"),
+    ("release",),
+    ("place_blobs",),
+    ("blobs_stored",),
 )
+"""Order of the replies after a turn: reports and leases first. Verbs of one group reply in the order of their questions."""
+
+_RANK = {verb: rank for rank, verbs in enumerate(REPLY_ORDER) for verb in verbs}
 
 
-class SubmitRoute(msgspec.Struct):
-    """One SubmitJobs message."""
+class TurnEffects:
+    """Commands that the end of a turn leads to, and the results that clients get; replies add to both."""
 
-    conn: int
-    msg_id: int
-    start: int
-    stop: int
-    watch: bool
-    rerun: bool
-    count: int
-    rejected: list[Acceptance]
-    indexes: list[int] | None
-    """Place in the message of each job of the slice; None: the slice is the whole message."""
+    def __init__(self, now: Now) -> None:
+        self.now = now
+        self.commands: list[Command] = []
+        self.results: defaultdict[int, list[JobResult]] = defaultdict(list)
+        """Results by connection, sent in as few frames as possible."""
 
+    def send(self, conn: int, message: Message) -> None:
+        self.commands.append(Send(conn, message))
 
-class Slice(msgspec.Struct):
-    """Items start:stop of a list came from this connection's message."""
-
-    conn: int
-    start: int
-    stop: int
-    msg_id: int = 0
+    def all_commands(self) -> list[Command]:
+        """Return all commands, with the results as the last messages."""
+        for conn, items in self.results.items():
+            self.commands += [Send(conn, Results(list(some))) for some in batches(items, _result_bytes)]
+        return self.commands
 
 
-class CheckRoute(msgspec.Struct):
-    """Jobs to be read, because a caller must be allowed to see them first: then `action` happens."""
-
-    conn: int
-    msg_id: int
-    start: int
-    stop: int
-    action: str
-    reason: str = ""
+def _result_bytes(ending: JobResult) -> int:
+    return outcome_bytes(ending.outcome)
 
 
-class ActRoute(msgspec.Struct):
-    """An order that was allowed: items start:stop of `cancel` or `requeue`."""
-
-    conn: int
-    msg_id: int
-    start: int
-    stop: int
-    action: str
+OnAnswers = Callable[[Sequence[Any], TurnEffects], None]
+OnFailure = Callable[[TasukiError, TurnEffects], None]
 
 
-class LeaseRoute(msgspec.Struct):
-    """One lease request and the credit that was set aside for it."""
-
-    conn: int
-    incarnation: str
-    reserved: int
-    fresh: bool = False
-    """It was asked for what its turn submits, and nothing else was known to be ready for this worker."""
+def ignore(_outcome: object, _effects: TurnEffects) -> None:
+    """Reply, or failure, of a question whose answer interests nobody."""
 
 
-class HelloRoute(msgspec.Struct):
-    """A peer that waits for its token to be looked up."""
+class Question(msgspec.Struct, frozen=True):
+    """Items start:stop of a verb's list, and the functions that get their answers or the error."""
 
-    conn: int
-    hello: Any
-
-
-class BlobRoute(msgspec.Struct):
-    """A peer that brings a blob."""
-
-    conn: int
-    put: BlobPut
-
-
-class TokenRoute(msgspec.Struct):
-    """An admin's token order, and what to answer when it is done."""
-
-    conn: int
-    msg_id: int
     verb: str
-    index: int
-    body: Any = None
+    start: int
+    stop: int
+    reply: OnAnswers
+    failed: OnFailure | None
 
 
 class TurnBuilder:
-    """Collects one Turn."""
+    """Collects the questions of one turn."""
 
     def __init__(self) -> None:
-        self.finish: list[Report] = []
-        self.fail: list[Report] = []
-        self.start: list[HeldLease] = []
-        self.renew: list[HeldLease] = []
-        self.release: list[HeldLease] = []
-        self.cancel: list[tuple[str, str, str]] = []
-        self.requeue: list[RequeueOrder] = []
-        self.submit: list[Submission] = []
-        self.rerun: list[Submission] = []
-        self.get: list[str] = []
-        self.held: list[tuple[str, str]] = []
-        self.token: list[str] = []
-        self.add_token: list[TokenRow] = []
-        self.revoke_token: list[tuple[str, str]] = []
-        self.list_tokens = False
-        self.place_blobs: list[BlobClaim] = []
-        self.blobs_stored: list[BlobPlace] = []
+        self.items: dict[str, Any] = {}
+        """Lists of items by verb: the fields of the turn."""
         self.subjects: dict[str, None] = {}
-        """Of the jobs that it submits. In their order: that of a set would be another in each process."""
+        """Subjects of the jobs that the turn submits, in the order of arrival: the order of a set differs between processes."""
         self.size_bytes = 0
-        """Of the bodies and results in it."""
-        self.finish_routes: list[Slice] = []
-        self.fail_routes: list[Slice] = []
-        self.start_routes: list[Slice] = []
-        self.renew_routes: list[Slice] = []
-        self.submit_routes: list[SubmitRoute] = []
-        self.check_routes: list[CheckRoute] = []
-        self.act_routes: list[ActRoute] = []
-        self.held_routes: list[int] = []
-        self.hello_routes: list[HelloRoute] = []
-        self.token_routes: list[TokenRoute] = []
-        self.place_routes: list[BlobRoute] = []
-        self.stored_routes: list[BlobRoute] = []
-        self.lease_routes: list[LeaseRoute] = []
+        """Size of the payloads and results in it."""
+        self._questions: dict[int, list[Question]] = {}
+        self._size = 0
 
     def __len__(self) -> int:
-        """How much waits, items and messages; what backpressure looks at."""
-        items: tuple[Sized, ...] = (
-            self.finish,
-            self.fail,
-            self.start,
-            self.renew,
-            self.release,
-            self.cancel,
-            self.requeue,
-            self.submit,
-            self.rerun,
-            self.get,
-            self.held,
-            self.token,
-            self.token_routes,
-            self.revoke_token,
-            self.place_blobs,
-            self.blobs_stored,
-            self.submit_routes,
-            self.check_routes,
-            self.renew_routes,
-        )
-        return sum(map(len, items))
+        """Return how much waits, items and questions; backpressure depends on it."""
+        return self._size
 
-    def act(self, action: str, job_ids: Sequence[str], actor: str, reason: str) -> tuple[int, int]:
-        """Cancel or requeue these jobs; start:stop of where that stands."""
-        if action == "cancel":
-            self.cancel += [(job_id, actor, reason) for job_id in job_ids]
-            stop = len(self.cancel)
-        else:
-            self.requeue += [RequeueOrder(job_id, actor, reason) for job_id in job_ids]
-            stop = len(self.requeue)
-        return stop - len(job_ids), stop
+    @property
+    def new_jobs(self) -> int:
+        return len(self.items.get("submit", ())) + len(self.items.get("rerun", ()))
 
-    def leave_reads(self, limit: int) -> TurnBuilder:
-        """A new draft with the reads past `limit` jobs: their results stand in memory until they are sent."""
+    def ask(self, verb: str, items: Sequence[Any], reply: OnAnswers, failed: OnFailure | None = None) -> None:
+        """Add items to the verb's list of the turn; see the module's docstring for `reply` and `failed`."""
+        rank = _RANK[verb]
+        waiting = self.items.setdefault(verb, [])
+        start = len(waiting)
+        waiting.extend(items)
+        self._questions.setdefault(rank, []).append(Question(verb, start, len(waiting), reply, failed))
+        self._size += len(items) + 1
+
+    def repeat(self, question: Question, items: Sequence[Any]) -> None:
+        """Ask a question of a turn that failed again."""
+        self.ask(question.verb, items, question.reply)
+
+    def split_reads(self, limit: int) -> TurnBuilder:
+        """Leave reads past `limit` jobs to a new builder, and return it: rows stay in memory until they are sent."""
         following, kept = TurnBuilder(), 0
-        for place, route in enumerate(self.check_routes):
-            kept += route.stop - route.start
+        reads = self._questions.get(_RANK["get"], [])
+        for place, read in enumerate(reads):
+            kept += read.stop - read.start
             if place and kept > limit:
-                cut = route.start
-                following.check_routes, self.check_routes = self.check_routes[place:], self.check_routes[:place]
-                following.get, self.get = self.get[cut:], self.get[:cut]
-                for later in following.check_routes:
-                    later.start -= cut
-                    later.stop -= cut
+                job_ids = self.items["get"]
+                for later in reads[place:]:
+                    following.ask("get", job_ids[later.start : later.stop], later.reply, later.failed)
+                del reads[place:], job_ids[read.start :]
                 break
         return following
 
-    def turn(self, leases: list[LeaseRequest]) -> Turn:
-        """The finished draft."""
-        return Turn(
-            finish=self.finish,
-            fail=self.fail,
-            start=self.start,
-            renew=self.renew,
-            release=self.release,
-            cancel=self.cancel,
-            requeue=self.requeue,
-            place_blobs=self.place_blobs,
-            blobs_stored=self.blobs_stored,
-            add_token=self.add_token,
-            revoke_token=self.revoke_token,
-            submit=self.submit,
-            rerun=self.rerun,
-            lease=leases,
-            held=self.held,
-            get=self.get,
-            token=self.token,
-            tokens=[None] if self.list_tokens else (),
-            context=self,
-        )
+    def turn(self) -> Turn:
+        """Return the finished turn."""
+        return Turn(**self.items, context=self)
+
+    def questions(self) -> Iterator[Question]:
+        """Yield all questions in the order of their replies."""
+        for rank in sorted(self._questions):
+            yield from self._questions[rank]
+
+    def done(self, answers: Answers, effects: TurnEffects) -> None:
+        """Give every question its answers: the turn is committed."""
+        for question in self.questions():
+            question.reply(getattr(answers, question.verb)[question.start : question.stop], effects)
+
+    def failed(self, error: TasukiError, effects: TurnEffects, following: TurnBuilder) -> None:
+        """Give every question the error, or ask it again in the `following` turn."""
+        for question in self.questions():
+            if question.failed is not None:
+                question.failed(error, effects)
+            else:
+                following.repeat(question, self.items[question.verb][question.start : question.stop])

@@ -1,18 +1,27 @@
-"""What workers tell a broker: credit, starts, ends, heartbeats. Part of the broker; pure."""
+"""Conversations with workers: credit and leases, deliveries, starts, heartbeats, reports. Pure.
+
+There is no queue of jobs here: when a worker has credit and something may be ready, the next turn asks the store for it, in the
+same transaction that stores new jobs. Each conversation stands together: the function that asks the store, and below it the
+function that gets the answers after the commit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
 
-from tasuki.core.broker import client_messages, enrolment, handshake
-from tasuki.core.broker.events import BlobPiece, SendBlob
-from tasuki.core.broker.log_reads import checked_progress
-from tasuki.core.broker.sessions import Delivery, TransferSession, WorkerSession
-from tasuki.core.broker.turn_builder import Slice
-from tasuki.core.job import Progress
+from msgspec.structs import replace
+
+from tasuki.core.broker import authentication, log_reads
+from tasuki.core.broker.client_messages import ask_ends, put_blob
+from tasuki.core.broker.events import BlobPiece, Command, SendBlob
+from tasuki.core.broker.state import Account, BrokerState, Delivery, TransferSession, WorkerSession
+from tasuki.core.broker.turn_builder import TurnEffects
+from tasuki.core.job import TERMINAL, Progress, State
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import (
+    AssignJobs,
     BlobGet,
     BlobPut,
     Chunk,
@@ -20,7 +29,9 @@ from tasuki.core.protocol import (
     GiveCredit,
     Heartbeat,
     HeartbeatAnswer,
+    JobResult,
     JobsFinished,
+    JobsRecorded,
     JobsReleased,
     JobsStarted,
     LogPiece,
@@ -28,60 +39,71 @@ from tasuki.core.protocol import (
     Reply,
     Request,
     Subscribe,
+    batches,
 )
-from tasuki.core.report_limits import check_attempts, storable
-from tasuki.core.store_messages import HeldLease, Report
-from tasuki.errors import ProtocolError
+from tasuki.core.report_limits import check_attempts, not_uploaded, storable
+from tasuki.core.store_messages import (
+    Answers,
+    Grant,
+    HeldLease,
+    LeaseRequest,
+    LeaseStatus,
+    Report,
+    ReportAnswer,
+    ReportStatus,
+    Submitted,
+    Turn,
+)
+from tasuki.errors import ProtocolError, TasukiError
 
-if TYPE_CHECKING:
-    from tasuki.core.broker.broker import Broker
-    from tasuki.core.broker.events import Command
-
+LEASE_BATCH_MAX = 512  # jobs of one lease request: bounds a turn, and with it the wait of everybody else
+REDELIVER_AFTER_S = 2.0  # first wait for a sign of an assignment; doubles each time
+REDELIVER_MAX = 4
+SILENT_SHARE = 2 / 3  # of the ttl; a worker beats every third of it
 NO_PROGRESS: Mapping[str, Progress] = {}
 
 
-def received(broker: Broker, worker: WorkerSession, message: Message, now: Now) -> list[Command]:
-    draft = broker.draft
+def received(state: BrokerState, worker: WorkerSession, message: Message, now: Now) -> list[Command]:
+    """Take one message of a worker."""
     match message:
         case JobsFinished():
-            _finished(broker, worker, message)
+            _finished(state, worker, message)
         case GiveCredit():
             worker.account.give(message.credit)
-            broker.look(worker, backlog=True)
+            state.look(worker, backlog=True)
         case JobsStarted():
-            start = len(draft.start)
-            draft.start.extend(_held(worker, message.claims))
-            draft.start_routes.append(Slice(worker.conn, start, len(draft.start)))
+            if message.claims:
+                held = _held(worker, message.claims)
+                state.builder.ask("start", held, partial(_renewed, state, worker.conn, 0, held))
         case Heartbeat():
             if worker.resuming:
-                _resume(broker, worker, message.claims)
-            start = len(draft.renew)
-            draft.renew.extend(_held(worker, message.claims, checked_progress(message.progress)))
-            draft.renew_routes.append(Slice(worker.conn, start, len(draft.renew), message.msg_id))
+                _resume(state, worker, message.claims)
+            held = _held(worker, message.claims, log_reads.checked_progress(message.progress))
+            state.builder.ask("renew", held, partial(_renewed, state, worker.conn, message.msg_id, held))
         case JobsReleased():
-            _released(broker, worker, message)
+            _give_back(state, worker, message)
         case Subscribe():
             assert worker.identity is not None
-            broker.change_patterns(worker, handshake.checked_patterns(worker.identity, message.patterns))
+            state.change_patterns(worker, authentication.checked_patterns(worker.identity, message.patterns))
             return [Send(worker.conn, Reply(message.msg_id, {"patterns": list(worker.patterns)}))]
         case BlobPut() | Chunk() | BlobGet():
-            return transferred(broker, worker, message)
+            return transferred(state, worker, message)
         case Request():
             assert worker.identity is not None
-            return enrolment.rotate(broker, worker.conn, message, worker.identity, now)
+            return authentication.rotate(state, worker.conn, message, worker.identity, now)
         case LogPiece():
-            return broker.logs.arrived(broker, worker, message)
+            return log_reads.arrived(state, worker, message)
         case _:
             raise ProtocolError(f"a worker may not send {type(message).__name__}")
     return []
 
 
-def transferred(broker: Broker, worker: WorkerSession | TransferSession, message: Message) -> list[Command]:
-    """Large things, on the worker's own connection or on one beside it."""
+def transferred(state: BrokerState, worker: WorkerSession | TransferSession, message: Message) -> list[Command]:
+    """Take one message of a blob transfer, on the worker's own connection or on one beside it."""
     assert worker.identity is not None
     match message:
         case BlobPut():
-            return client_messages.put_blob(broker, worker.conn, message)
+            return put_blob(state, worker.conn, message)
         case Chunk():
             return [BlobPiece(worker.conn, message)]
         case BlobGet():
@@ -92,11 +114,14 @@ def transferred(broker: Broker, worker: WorkerSession | TransferSession, message
             raise ProtocolError(f"a connection for blobs may not send {type(message).__name__}")
 
 
-def _finished(broker: Broker, worker: WorkerSession, message: JobsFinished) -> None:
-    draft, worker_id, deliveries = broker.draft, worker.worker_id, worker.deliveries
-    finish, fail = draft.finish, draft.fail
-    finish_start, fail_start = len(finish), len(fail)
+# ---------------------------------------------------------------------------------------------------- reports
+
+
+def _finished(state: BrokerState, worker: WorkerSession, message: JobsFinished) -> None:
     check_attempts(message.endings)
+    worker_id, deliveries = worker.worker_id, worker.deliveries
+    succeeded: list[Report] = []
+    failed: list[Report] = []
     known, reading, size_bytes = 0, worker.reading, 0
     for ending in message.endings:
         known += deliveries.pop(ending.lease_id, None) is not None
@@ -105,34 +130,53 @@ def _finished(broker: Broker, worker: WorkerSession, message: JobsFinished) -> N
         outcome = storable(ending)
         size_bytes += len(outcome.result or b"")
         report = Report(ending.job_id, worker_id, ending.lease_id, ending.attempt, outcome, ending.started_at)
-        (finish if outcome.error_code is None else fail).append(report)
+        (succeeded if outcome.error_code is None else failed).append(report)
     worker.account.ended(known)
-    draft.size_bytes += size_bytes
-    if len(finish) > finish_start:
-        draft.finish_routes.append(Slice(worker.conn, finish_start, len(finish)))
-    if len(fail) > fail_start:
-        draft.fail_routes.append(Slice(worker.conn, fail_start, len(fail)))
+    builder = state.builder
+    builder.size_bytes += size_bytes
+    if succeeded:
+        builder.ask("finish", succeeded, partial(_reported, state, worker.conn, succeeded))
+    if failed:
+        builder.ask("fail", failed, partial(_reported, state, worker.conn, failed))
 
 
-def _released(broker: Broker, worker: WorkerSession, message: JobsReleased) -> None:
-    known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
-    worker.account.ended(len(known) - known.count(None))
-    if worker.reading:
-        worker.settled.update(claim.lease_id for claim in message.claims)
-    broker.draft.release.extend(_held(worker, message.claims))
-    broker.look_everywhere()
+def _reported(
+    state: BrokerState, conn: int, reports: Sequence[Report], answers: Sequence[ReportAnswer], effects: TurnEffects
+) -> None:
+    """Tell the worker what was recorded, and the clients how their jobs ended."""
+    recorded: list[str] = []
+    fenced: list[tuple[str, str]] = []
+    watchers, wall, unwatched = state.watchers, effects.now.wall, state.cluster.ended
+    for report, answer in zip(reports, answers, strict=True):
+        if answer.answer is ReportStatus.FENCED:
+            fenced.append((report.lease_id, answer.reason))
+            continue
+        if answer.answer is ReportStatus.BLOB_MISSING:
+            # The result was never brought: that is a failure of the attempt, which the next turn records.
+            missing = [replace(report, outcome=not_uploaded(report.outcome))]
+            state.builder.ask("fail", missing, partial(_reported, state, conn, missing))
+            continue
+        recorded.append(report.lease_id)
+        job_state = answer.state
+        if job_state is State.PENDING:  # it failed and may be tried again, perhaps at once
+            state.look_everywhere()
+        elif answer.answer is ReportStatus.REPEATED:  # later events may have ended the job otherwise: the row tells
+            ask_ends(state, [report.job_id])
+        elif job_state in TERMINAL:
+            if report.job_id in watchers:
+                generation = state.generations.get(report.job_id, 0)
+                state.notify(JobResult(report.job_id, job_state, report.attempt, report.outcome, wall, generation), effects)
+            else:
+                unwatched.append(report.job_id)
+    if conn in state.sessions:
+        effects.send(conn, JobsRecorded(recorded, fenced))
 
 
-def _resume(broker: Broker, worker: WorkerSession, claims: list[Claim]) -> None:
-    """What it names it has. What the store has for it besides never reached it, or was given back unheard."""
-    worker.resuming = False
-    for claim in claims:
-        worker.deliveries.setdefault(claim.lease_id, Delivery(claim, worker.heard_at, acked=True))
-    worker.account.running = len(worker.deliveries)
-    broker.read_back(worker)
+# ---------------------------------------------------------------------------------------------------- starts and heartbeats
 
 
 def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Progress] = NO_PROGRESS) -> list[HeldLease]:
+    """Return the leases that the worker shows; a shown lease has reached it."""
     check_attempts(claims)
     held = []
     worker_id, incarnation, ttl_s = worker.worker_id, worker.incarnation, worker.ttl_s
@@ -143,3 +187,258 @@ def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Pro
             delivery.acked = True
         held.append(HeldLease(claim.job_id, worker_id, incarnation, lease_id, claim.attempt, ttl_s, progress.get(lease_id)))
     return held
+
+
+def _renewed(
+    state: BrokerState,
+    conn: int,
+    msg_id: int,
+    claims: Sequence[HeldLease],
+    statuses: Sequence[LeaseStatus],
+    effects: TurnEffects,
+) -> None:
+    """Tell the worker which of its leases are lost or to be canceled; after a start only if there are any."""
+    session = state.sessions.get(conn)
+    if session is None:
+        return
+    cancel, lost = [], []
+    for claim, status in zip(claims, statuses, strict=True):
+        if status is LeaseStatus.CANCEL:
+            cancel.append(claim.lease_id)
+        elif status is LeaseStatus.LOST:
+            lost.append(claim.lease_id)
+            if isinstance(session, WorkerSession) and session.deliveries.pop(claim.lease_id, None) is not None:
+                session.account.ended()
+    if msg_id or cancel or lost:
+        servers = authentication.new_servers(state, session) if msg_id else ()
+        effects.send(conn, HeartbeatAnswer(msg_id or -1, cancel, lost, servers))
+
+
+def _resume(state: BrokerState, worker: WorkerSession, claims: list[Claim]) -> None:
+    """Take the leases that the worker names as delivered. Others that the store has for it never reached it."""
+    worker.resuming = False
+    for claim in claims:
+        worker.deliveries.setdefault(claim.lease_id, Delivery(claim, worker.heard_at, acked=True))
+    worker.account.running = len(worker.deliveries)
+    read_back(state, worker)
+
+
+# ---------------------------------------------------------------------------------------------------- release
+
+
+def _give_back(state: BrokerState, worker: WorkerSession, message: JobsReleased) -> None:
+    known = [worker.deliveries.pop(claim.lease_id, None) for claim in message.claims]
+    worker.account.ended(len(known) - known.count(None))
+    if worker.reading:
+        worker.settled.update(claim.lease_id for claim in message.claims)
+    _release(state, _held(worker, message.claims))
+    state.look_everywhere()
+
+
+def _release(state: BrokerState, claims: Sequence[HeldLease]) -> None:
+    if claims:
+        state.builder.ask("release", claims, partial(_released, state, claims))
+
+
+def _released(state: BrokerState, claims: Sequence[HeldLease], answers: Sequence[bool], effects: TurnEffects) -> None:
+    # A job whose cancel was asked for ends when it is given back.
+    ask_ends(state, (claim.job_id for claim, done in zip(claims, answers, strict=True) if done))
+    if any(answers):
+        state.look_everywhere()
+        state.cluster.everything = True
+
+
+# ---------------------------------------------------------------------------------------------------- leases
+
+
+def ask_leases(state: BrokerState, now: Now) -> None:
+    """Add the lease requests of all workers that look for work to the turn."""
+    if state.all_look:
+        state.all_look = False
+        for worker in state.idle:
+            state.look(worker, backlog=True)
+    state.look_for(state.builder.subjects)
+    if not state.looking or state.disk_problem:
+        return
+    looking = state.looking.values()
+    free = [worker for worker in looking if not (worker.resuming or worker.reading) and not _is_silent(worker, now)]
+    state.looking = {worker.conn: worker for worker in looking if worker.resuming or worker.reading}
+    able = [worker for worker in free if worker.patterns and worker.worker_id not in state.cluster.detached]
+    full = [(worker.worker_id, worker.account) for worker in able if worker.backlog]
+    fresh = [(worker.worker_id, worker.account) for worker in able if not worker.backlog]
+    plan = shares(full, None) + shares(fresh, state.builder.new_jobs)
+    if not plan:
+        return
+    live_workers = state.live_workers()
+    requests: list[LeaseRequest] = []
+    askers: list[tuple[int, bool]] = []
+    for worker_id, limit in plan:
+        worker = state.workers[worker_id]
+        requests.append(
+            LeaseRequest(
+                worker_id=worker_id,
+                incarnation=worker.incarnation,
+                patterns=worker.patterns,
+                takes=worker.takes,
+                limit=worker.account.reserve(limit),
+                ttl_s=worker.ttl_s,
+                on_disconnect=worker.on_disconnect,
+                reconnect_grace_s=worker.reconnect_grace_s,
+                live_workers=live_workers,
+            )
+        )
+        askers.append((worker.conn, not worker.backlog))
+    reply, failed = partial(_leased, state, requests, askers), partial(_not_leased, state, requests, askers)
+    state.builder.ask("lease", requests, reply, failed)
+
+
+def _is_silent(worker: WorkerSession, now: Now) -> bool:
+    """Return whether the worker has missed a heartbeat: what is leased for it now may never be heard of again."""
+    return now.monotonic - worker.heard_at > worker.ttl_s * SILENT_SHARE
+
+
+Policy = Callable[[Account], object]
+
+
+def least_load(account: Account) -> object:
+    """Order accounts by the share of used slots, the smallest first: the default policy."""
+    slots = account.running + account.available + account.reserved
+    return (account.running + account.reserved) / slots if slots else 1.0
+
+
+def shares(accounts: Iterable[tuple[str, Account]], wanted: int | None, policy: Policy = least_load) -> list[tuple[str, int]]:
+    """Return which workers ask the store for how many jobs in this turn, in the order of asking.
+
+    `wanted` is how many jobs are thought to be ready: then the workers share them evenly, so that the first asker does not take
+    everything while others idle. None: there is a backlog, and every worker fills up.
+    """
+    able = [(name, account) for name, account in accounts if account.available > 0]
+    if wanted is not None and wanted < len(able) and policy is least_load:
+        # One each for the first that have nothing to do. On a large server these are many more than are looked at here.
+        idle = list(islice(((name, 1) for name, account in able if not (account.running or account.reserved)), wanted))
+        if len(idle) == wanted:
+            return idle
+    able.sort(key=lambda one: policy(one[1]))  # type: ignore[arg-type, return-value]
+    quota, extra = divmod(wanted, len(able)) if wanted is not None and able else (LEASE_BATCH_MAX, 0)
+    limits = (min(LEASE_BATCH_MAX, quota + (place < extra)) for place in range(len(able)))
+    return [(name, min(limit, account.available)) for (name, account), limit in zip(able, limits, strict=True) if limit]
+
+
+def _leased(
+    state: BrokerState,
+    requests: Sequence[LeaseRequest],
+    askers: Sequence[tuple[int, bool]],
+    answers: Sequence[list[Grant]],
+    effects: TurnEffects,
+) -> None:
+    for request, (conn, is_fresh), grants in zip(requests, askers, answers, strict=True):
+        _granted(state, conn, request, is_fresh, grants, effects)
+
+
+def _granted(
+    state: BrokerState, conn: int, request: LeaseRequest, is_fresh: bool, grants: list[Grant], effects: TurnEffects
+) -> None:
+    """Deliver what was granted to one worker."""
+    worker = state.sessions.get(conn)
+    if not isinstance(worker, WorkerSession) or not worker.patterns:
+        # It left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
+        # worker left for another server, that one may have read these grants and delivered them: there they are its own.
+        if isinstance(worker, WorkerSession):
+            _settle(state, worker, request, is_fresh, 0)
+        if isinstance(worker, WorkerSession) or not state.config.shared:
+            worker_id, incarnation = request.worker_id, request.incarnation
+            _release(state, [HeldLease(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants])
+        return
+    _settle(state, worker, request, is_fresh, len(grants))
+    if not grants:
+        return
+    deliveries, sent_at = worker.deliveries, effects.now.monotonic
+    for grant in grants:
+        deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
+    effects.commands += [Send(conn, AssignJobs(worker.ttl_s, list(some))) for some in batches(grants, _spec_bytes)]
+
+
+def _spec_bytes(grant: Grant) -> int:
+    return len(grant.spec)
+
+
+def _settle(state: BrokerState, worker: WorkerSession, request: LeaseRequest, is_fresh: bool, granted: int) -> None:
+    """Give back unused credit. If all that was asked for was granted, there may be more, and the worker looks again."""
+    worker.account.settle(request.limit, granted)
+    state.idle.note(worker, last=granted > 0)
+    more = granted == request.limit and not is_fresh
+    # Something may have become ready while the store was at work: that look is still to come.
+    worker.backlog = more or (worker.backlog and worker.conn in state.looking)
+    if more and worker.account.available:
+        state.look(worker, backlog=True)
+
+
+def _not_leased(
+    state: BrokerState,
+    requests: Sequence[LeaseRequest],
+    askers: Sequence[tuple[int, bool]],
+    error: TasukiError,
+    effects: TurnEffects,
+) -> None:
+    for request, (conn, is_fresh) in zip(requests, askers, strict=True):
+        worker = state.sessions.get(conn)
+        if isinstance(worker, WorkerSession):
+            _settle(state, worker, request, is_fresh, 0)
+            read_back(state, worker)  # the grants may be there all the same
+
+
+def offer_the_rest(state: BrokerState, turn: Turn, answers: Answers) -> None:
+    """Offer new jobs that no worker took to other workers of this server, and to the other servers."""
+    granted = {grant.job_id for grants in answers.lease for grant in grants}
+    pairs = chain(zip(turn.submit, answers.submit, strict=True), zip(turn.rerun, answers.rerun, strict=True))
+    left: dict[str, None] = {}
+    for submission, answer in pairs:
+        if isinstance(answer, Submitted) and answer.job_id not in granted:
+            left[submission.spec.subject] = None
+            if answer.created:
+                state.cluster.add_ready((submission.spec.subject,), 1)
+    state.look_for(left, backlog=True)
+    if turn.rerun:
+        state.cluster.everything = True
+
+
+# ---------------------------------------------------------------------------------------------------- deliveries
+
+
+def read_back(state: BrokerState, worker: WorkerSession) -> None:
+    """Ask the store which assignments it has for this worker; until it answers nothing more is leased for it."""
+    if not worker.reading:
+        worker.reading = True
+        state.builder.ask("held", [(worker.worker_id, worker.incarnation)], partial(_redelivered, state, worker.conn))
+
+
+def _redelivered(state: BrokerState, conn: int, answers: Sequence[list[Grant]], effects: TurnEffects) -> None:
+    """Deliver the assignments again of which the worker has shown no sign."""
+    worker = state.sessions.get(conn)
+    if not isinstance(worker, WorkerSession):
+        return
+    worker.reading = False
+    grants = [grant for grant in answers[0] if grant.lease_id not in worker.settled]
+    worker.settled.clear()
+    for grant in grants:
+        if grant.lease_id not in worker.deliveries:
+            claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
+            worker.deliveries[grant.lease_id] = Delivery(claim, effects.now.monotonic)
+            worker.account.charge()
+    again = [grant for grant in grants if not worker.deliveries[grant.lease_id].acked]
+    if again:
+        ttl_s = min(grant.ttl_s for grant in again)
+        effects.commands += [Send(conn, AssignJobs(ttl_s, list(some))) for some in batches(again, _spec_bytes)]
+
+
+def redeliver(state: BrokerState, worker: WorkerSession, now: Now) -> None:
+    """Send assignments again of which no sign came back, with growing waits; the worker drops doubles."""
+    due = False
+    for delivery in worker.deliveries.values():
+        wait_s = REDELIVER_AFTER_S * (1 << delivery.tries)
+        if not delivery.acked and delivery.tries < REDELIVER_MAX and now.monotonic - delivery.sent_at >= wait_s:
+            delivery.tries += 1
+            delivery.sent_at = now.monotonic
+            due = True
+    if due and not worker.reading and not worker.resuming:
+        read_back(state, worker)

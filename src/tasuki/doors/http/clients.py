@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from tasuki.core.broker.handshake import IDLE_TIMEOUT_S
+from tasuki.core.broker.authentication import IDLE_TIMEOUT_S
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import (
     Acceptance,

@@ -266,7 +266,7 @@ class _Now(Collector):
         yield GaugeMetricFamily("tasuki_workers", "Workers that are connected, to any server.", len(workers))
         for name, text in (("credit", "Jobs that workers would take at once."), ("running", "Jobs that workers have.")):
             yield GaugeMetricFamily(f"tasuki_workers_{name}", text, sum(int(str(worker[name])) for worker in workers))
-        yield GaugeMetricFamily("tasuki_leader", "1 at the server that is the leader.", bool(self._broker.duties.epoch))
+        yield GaugeMetricFamily("tasuki_leader", "1 at the server that is the leader.", bool(self._broker.epoch))
         problem = self._broker.store_problem or self._broker.disk_problem
         yield GaugeMetricFamily("tasuki_up", "1 if the store took the last turn and there is room for jobs.", not problem)
 

@@ -18,7 +18,6 @@ machines of server, worker, client and election in `ablations_machines.py`. How 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,14 +25,14 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.core import client_machine
-from tasuki.core.broker import broker, client_messages, cluster, settle, worker_messages
-from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.credit import Account
+from tasuki.core.broker import broker, client_messages, cluster, worker_messages
+from tasuki.core.broker.state import Account
+from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.client_machine import ClientMachine
 from tasuki.core.election import Election, Following, Resigned
 from tasuki.core.job import OnDisconnect, State
 from tasuki.core.machine import Send
-from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecorded, Results, SubmitJobs, Welcome
+from tasuki.core.protocol import Accepted, HeartbeatAnswer, JobResult, JobsRecorded, SubmitJobs, Welcome
 from tasuki.core.reconnect import Redial
 from tasuki.core.store_messages import ReportAnswer, ReportStatus
 from tasuki.core.worker.events import WorkerIdentity
@@ -77,13 +76,12 @@ def _recorded_at_once(received: Method) -> Method:
 
 def _told_at_once(received: Method) -> Method:
     def _received(broker: Any, worker: Any, message: Any, *rest: Any) -> list[Any]:
-        results: Any = defaultdict(list)
+        effects = TurnEffects(rest[0])
         for ending in getattr(message, "endings", ()):
             if ending.outcome.error_code is None:
                 result = JobResult(ending.job_id, State.SUCCEEDED, ending.attempt, ending.outcome, 0.0)
-                settle._notify(broker, result, results)
-        told = [Send(conn, Results(items)) for conn, items in results.items()]
-        return [*received(broker, worker, message, *rest), *told]
+                broker.notify(result, effects)
+        return [*received(broker, worker, message, *rest), *effects.all_commands()]
 
     return _received
 
@@ -141,7 +139,7 @@ _OF_THE_BROKER = (
         name="fenced_is_not_told",
         what="no client is told the result of a report that was fenced",
         invariants=("I13", "I14"),
-        seams=(Instead(settle, "_reported", _fenced_counts),),
+        seams=(Instead(worker_messages, "_reported", _fenced_counts),),
     ),
     Ablation(
         name="credit_at_the_broker",
@@ -153,7 +151,7 @@ _OF_THE_BROKER = (
         name="carried_over",
         what="what workers said in a turn that failed stands in the next one",
         invariants=("I1", "liveness"),
-        seams=(Instead(settle, "_carry_over", _nothing),),
+        seams=(Instead(TurnBuilder, "repeat", _nothing),),
         options=SimOptions(kinds=("store_lost", "store_refused", "disk_full")),
     ),
     Ablation(
@@ -357,7 +355,7 @@ UNSEEN = (
         name="redelivery",
         what="an assignment of which no sign came back is delivered again, and what a failed turn granted is read back",
         why="its lease runs out, and the job is granted again: it costs a loss, and the time that takes",
-        seams=(Instead(Broker, "_redeliver", _nothing), Instead(Broker, "read_back", _nothing)),
+        seams=(Instead(worker_messages, "redeliver", _nothing), Instead(worker_messages, "read_back", _nothing)),
     ),
     Ablation(
         name="says_what_it_holds",
@@ -376,13 +374,13 @@ UNSEEN = (
         name="settled_meanwhile",
         what="what a worker reported while the store was asked what it holds is not delivered again",
         why="the worker remembers its attempts, and drops the double",
-        seams=(Instead(settle, "_redelivered", _told_of_all),),
+        seams=(Instead(worker_messages, "_redelivered", _told_of_all),),
     ),
     Ablation(
         name="silent_workers",
         what="a worker that missed a heartbeat is given nothing",
         why="what it is given is lost with it, and granted again: it costs a loss",
-        seams=(Instead(broker, "_is_silent", lambda _: lambda *_: False),),
+        seams=(Instead(worker_messages, "_is_silent", lambda _: lambda *_: False),),
     ),
     Ablation(
         name="saved_endings",

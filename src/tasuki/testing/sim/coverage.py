@@ -20,9 +20,8 @@ from unittest import mock
 
 import msgspec
 
-from tasuki.core.broker import client_messages, handshake, settle
-from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.cluster import OtherServers
+from tasuki.core.broker import authentication, client_messages, cluster, worker_messages
+from tasuki.core.broker.turn_builder import TurnBuilder
 from tasuki.core.broker.upkeep import Upkeep
 from tasuki.core.client_machine import ClientMachine
 from tasuki.core.election import Awaiting, Election
@@ -76,8 +75,8 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def _carries(given: tuple[Any, ...], _: Any) -> bool:
-    draft = given[1]
-    return bool(draft.finish or draft.fail or draft.start or draft.renew)
+    _builder, question, items = given
+    return bool(items) and question.verb in ("finish", "fail", "start", "renew")
 
 
 def _answered_late(given: tuple[Any, ...], _: Any) -> bool:
@@ -111,8 +110,8 @@ def _reason(word: str) -> Is:
 
 _ALL: dict[str, Probe] = {
     # the store
-    "turn failed": Probe(settle, "turn_failed", "a server's turn was not stored, or it is not known whether it was"),
-    "words carried over": Probe(settle, "_carry_over", "what workers said in it stood in the next one", _carries),
+    "turn failed": Probe(TurnBuilder, "failed", "a server's turn was not stored, or it is not known whether it was"),
+    "words carried over": Probe(TurnBuilder, "repeat", "what workers said in it stood in the next one", _carries),
     "duty failed": Probe(
         Upkeep, "failed", "a leader's turn was not stored", lambda given, _: not isinstance(given[2], StaleEpoch)
     ),
@@ -121,12 +120,12 @@ _ALL: dict[str, Probe] = {
         client_messages, "submit", "the disk was full", lambda _, answer: isinstance(answer, DiskFull)
     ),
     # deliveries
-    "read back": Probe(Broker, "read_back", "the store was asked what a worker holds"),
+    "read back": Probe(worker_messages, "read_back", "the store was asked what a worker holds"),
     "found again": Probe(
-        settle,
+        worker_messages,
         "_redelivered",
         "an assignment that had not reached its worker, as far as is known",
-        lambda given, _: bool(given[2]),
+        lambda given, _: bool(given[2][0]),
     ),
     "delivered twice": Probe(WorkerMachine, "_seen_again", "a worker knew the assignment"),
     "given back unstarted": Probe(WorkerMachine, "_release", "an assignment came too late, or to a worker that drains"),
@@ -135,10 +134,10 @@ _ALL: dict[str, Probe] = {
     ),
     "could not be started": Probe(WorkerMachine, "_gave_back", "a worker had no room for it"),
     "granted to nobody": Probe(
-        settle,
+        worker_messages,
         "_granted",
         "the worker had left meanwhile",
-        lambda given, _: bool(given[3]) and given[1].conn not in given[0].sessions,
+        lambda given, _: bool(given[4]) and given[1] not in given[0].sessions,
         before=True,
     ),
     # leases
@@ -150,7 +149,7 @@ _ALL: dict[str, Probe] = {
     "worker changed servers": Probe(Network, "_dialed", "it dialed another one than before", _moves(SimWorker)),
     "client changed servers": Probe(Network, "_dialed", "it dialed another one than before", _moves(SimClient)),
     "worker replaced": Probe(
-        handshake, "_replace_worker", "a new connection of it was there first", lambda _, answer: bool(answer)
+        authentication, "_replace_worker", "a new connection of it was there first", lambda _, answer: bool(answer)
     ),
     "said again": Probe(
         ClientMachine, "_say", "a client's call whose answer it had not heard", lambda given, _: given[1].said, before=True
@@ -158,8 +157,8 @@ _ALL: dict[str, Probe] = {
     "watch asked one by one": Probe(
         ClientMachine, "_watch_refused", "one of several jobs is not there", lambda given, _: len(given[1]) > 1
     ),
-    "hint of a move": Probe(OtherServers, "heard", "a worker is elsewhere now", _tells(Hangup)),
-    "hint of a cancel": Probe(OtherServers, "heard", "a job is to be canceled that a worker of ours has", _tells(CancelLeases)),
+    "hint of a move": Probe(cluster, "heard", "a worker is elsewhere now", _tells(Hangup)),
+    "hint of a cancel": Probe(cluster, "heard", "a job is to be canceled that a worker of ours has", _tells(CancelLeases)),
     # the election
     "lock not renewed in time": Probe(Election, "_step_down", "a leader's own time was over", _reason("in time")),
     "lock lost": Probe(Election, "_step_down", "a leader was told that the lock is not its own", _reason("not ours")),

@@ -152,7 +152,7 @@ class Tally(Recorder):
         server.turns += 1
         server.items.append(sum(sizes))
         server.submitted += len(turn.submit)
-        self.heartbeats += len(turn.context.renew_routes)
+        self.heartbeats += sum(question.verb == "renew" for question in turn.context.questions())
         for grants in answers.lease:
             if not grants:
                 self.empty_leases += 1

@@ -17,7 +17,6 @@ from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, View
 from tasuki.coords.memory import MemoryCoordination
 from tasuki.core import election
 from tasuki.core.address import Address
-from tasuki.core.broker.broker import error_message
 from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
@@ -37,7 +36,7 @@ from tasuki.core.broker.events import (
 )
 from tasuki.core.cluster_messages import ServerInfo, decode, everything, split
 from tasuki.core.machine import Hangup, Ticked
-from tasuki.core.protocol import Message, Reply
+from tasuki.core.protocol import Message, Reply, error_message
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
 from tasuki.server.cluster import SCOPE
@@ -529,7 +528,7 @@ class SimServer(Life, ServerNode):
     def _stop_when_done(self, deadline: float) -> None:
         assert self.broker is not None
         under_way = self.turn is not None or (self.company is not None and self.company.asking)
-        if (under_way or len(self.broker.draft)) and self.clock.monotonic() < deadline:
+        if (under_way or len(self.broker.builder)) and self.clock.monotonic() < deadline:
             self.pump()
             self.later(self.sim.options.tick_s, f"{self.name} stops", self._stop_when_done, deadline)
             return

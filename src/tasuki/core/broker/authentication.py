@@ -1,0 +1,487 @@
+"""Who a peer is: Hello, tokens, and how a worker gets a token of its own. Pure.
+
+Hello. A Hello with a token waits for the store to look the token up; one without is welcome only on the unix socket of the
+server's own user.
+
+Enrolment. An administrator makes an enrol token, which is good for one registration. The peer that shows it gets a worker token
+that is bound to one worker_id and has the enrol token's scope. An enrol token is spent by revoking it, which the store does at
+most once: of two peers that show it at the same time one gets a worker token. Secrets are never sent, only the hash of one that
+the sender has made. The worker_id is not the sender's choice: it is the one that the enrol token was made for, else a new one. So
+nobody can register as somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from tasuki.core.access import (
+    ENROL_TOKEN_S,
+    TOKEN_PREFIXES,
+    WORKER_TOKEN_S,
+    Identity,
+    PeerKind,
+    covers,
+    identify,
+    token_sha256,
+)
+from tasuki.core.address import parse_url
+from tasuki.core.broker.events import Command
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
+from tasuki.core.broker.turn_builder import TurnEffects, ignore
+from tasuki.core.ids import check_name
+from tasuki.core.job import is_sha256
+from tasuki.core.lifecycle import LEASE_MARGIN_S
+from tasuki.core.machine import Now, Peer, Send
+from tasuki.core.protocol import (
+    PROTOCOL_OLDEST,
+    PROTOCOL_VERSION,
+    HelloClient,
+    HelloWorker,
+    Message,
+    Reply,
+    Request,
+    Welcome,
+    error_message,
+)
+from tasuki.core.store_messages import TokenRow
+from tasuki.core.subject import DEFAULT_PATTERN
+from tasuki.errors import (
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    ProtocolError,
+    TasukiError,
+    Unauthorized,
+    VersionMismatch,
+    discreet,
+)
+
+IDLE_TIMEOUT_S = 60.0  # a client that says nothing for so long is gone; it beats every third of it
+LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
+PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
+CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
+FEATURES = ("batch", "blobs", "logs", "watch")
+TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
+REGISTER, ROTATE, REVOKE = "worker.register", "worker.rotate", "worker.revoke"
+LABEL_MAX_CHARS = 200
+
+# ---------------------------------------------------------------------------------------------------- Hello
+
+
+def hello(state: BrokerState, session: Session, message: Message, now: Now) -> list[Command]:
+    """Take the first message of a connection: look its token up, or welcome the server's own user at once."""
+    if not isinstance(message, HelloClient | HelloWorker):
+        raise ProtocolError(f"the first frame must be HelloClient or HelloWorker, not {type(message).__name__}")
+    if session.hello_seen:
+        raise ProtocolError("a second Hello came before the first was answered")
+    if message.oldest > PROTOCOL_VERSION or message.version < PROTOCOL_OLDEST:
+        raise VersionMismatch(
+            f"this server speaks protocol versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION}, "
+            f"the peer {message.oldest} to {message.version}; upgrade the older side"
+        )
+    session.hello_seen = True
+    if not message.token and session.peer.uid is not None and session.peer.uid == state.config.own_uid:
+        return _welcome(state, session, message, Identity(PeerKind.NODE, _own_name(state, session.peer.uid)), now)
+    if not message.token:
+        raise Unauthorized(
+            "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
+        )
+
+    conn, hello = session.conn, message
+
+    def known(rows: Sequence[TokenRow | None], effects: TurnEffects) -> None:
+        if conn not in state.sessions:
+            return
+        try:
+            effects.commands += _welcome(state, session, hello, identify(rows[0], effects.now.wall), effects.now)
+        except TasukiError as error:
+            effects.commands += state.hang_up(conn, error)
+
+    def failed(error: TasukiError, effects: TurnEffects) -> None:
+        effects.commands += state.hang_up(conn, discreet(error))
+
+    state.builder.ask("token", [token_sha256(message.token)], known, failed)
+    return []
+
+
+def _own_name(state: BrokerState, uid: int) -> str:
+    """Return the submitter's name for a user of this machine: where servers share a store, the machine is part of it."""
+    return f"node:{state.config.host}:{uid}" if state.config.shared else f"uid:{uid}"
+
+
+def new_servers(state: BrokerState, session: Session) -> tuple[str, ...]:
+    """Return the addresses of all servers if they changed since this peer was last told; else nothing."""
+    servers = servers_for(state, session.peer)
+    if servers == session.known_servers:
+        return ()
+    session.known_servers = servers
+    return servers
+
+
+def servers_for(state: BrokerState, peer: Peer) -> tuple[str, ...]:
+    """Return the addresses that this peer can turn to; a loopback address is of use only on the machine itself."""
+    if not state.cluster.servers:  # alone: the peer has found us, perhaps through a relay that must not be gone round
+        return ()
+    addresses = (*state.addresses, *state.cluster.addresses)
+    if peer.local:
+        return addresses
+    return tuple(url for url in addresses if not _is_loopback(url))
+
+
+@lru_cache(1024)  # asked again for every heartbeat of every peer
+def _is_loopback(url: str) -> bool:
+    return parse_url(url)[0].loopback
+
+
+def _welcome(
+    state: BrokerState, session: Session, hello: HelloClient | HelloWorker, identity: Identity, now: Now
+) -> list[Command]:
+    common: dict[str, Any] = {
+        "conn": session.conn,
+        "peer": session.peer,
+        "opened_at": session.opened_at,
+        "heard_at": now.monotonic,
+        "identity": identity,
+        "known_servers": servers_for(state, session.peer),
+    }
+    ttl_s = state.config.lease_ttl_s
+    commands: list[Command] = []
+    if isinstance(hello, HelloWorker) and hello.transfers:
+        _check_worker(hello, identity)
+        _check_same_token(state.workers.get(hello.worker_id), identity, hello.worker_id)
+        state.sessions[session.conn] = TransferSession(**common, worker_id=hello.worker_id, incarnation=hello.incarnation)
+    elif isinstance(hello, HelloWorker):
+        worker = _new_worker(state, common, hello, identity)
+        commands += _replace_worker(state, worker)
+        state.add_worker(worker)
+        ttl_s = worker.ttl_s
+        worker.resuming = hello.resumed  # its first Heartbeat names the leases that it holds
+        state.cluster.moved.append((worker.worker_id, worker.incarnation))
+        commands += state.cluster.hint(state.config.server_id)
+    else:
+        if identity.kind is PeerKind.WORKER:
+            raise Unauthorized("a worker token cannot be used by a client; make one with: tasuki token create --kind client")
+        client_id = check_name(hello.client_id, "client_id")
+        state.sessions[session.conn] = ClientSession(**common, client_id=client_id)
+    welcome = Welcome(
+        corr_id=hello.msg_id,
+        version=min(PROTOCOL_VERSION, hello.version),
+        server_id=state.config.server_id,
+        identity=identity.name,
+        kind=identity.kind,
+        servers=common["known_servers"],
+        features=FEATURES,
+        codecs=tuple(codec for codec in CODECS if codec in hello.codecs)[:1],
+        lease_ttl_s=ttl_s,
+        lease_margin_s=LEASE_MARGIN_S,
+        frame_max_bytes=state.config.frame_max_bytes,
+        idle_timeout_s=IDLE_TIMEOUT_S,
+    )
+    return [*commands, Send(session.conn, welcome)]
+
+
+def _check_worker(hello: HelloWorker, identity: Identity) -> None:
+    identity.check_worker()
+    check_name(hello.worker_id, "worker_id")
+    identity.check_worker_id(hello.worker_id)
+    check_name(hello.incarnation, "incarnation")
+
+
+def _new_worker(state: BrokerState, common: dict[str, Any], hello: HelloWorker, identity: Identity) -> WorkerSession:
+    _check_worker(hello, identity)
+    if "." in hello.worker_id:
+        raise InvalidInput(f"worker_id {hello.worker_id!r} may not contain a dot: it can be the last token of a subject")
+    patterns = checked_patterns(identity, hello.patterns or (DEFAULT_PATTERN,))
+    ttl_s = hello.ttl_s if hello.ttl_s is not None else state.config.lease_ttl_s
+    if not LEASE_TTL_MIN_S <= ttl_s <= LEASE_TTL_MAX_S:
+        raise InvalidInput(f"the lease ttl must be {LEASE_TTL_MIN_S:g} to {LEASE_TTL_MAX_S:g} seconds, got {ttl_s:g}")
+    return WorkerSession(
+        **common,
+        worker_id=hello.worker_id,
+        incarnation=hello.incarnation,
+        patterns=patterns,
+        on_disconnect=hello.on_disconnect,
+        reconnect_grace_s=max(0.0, min(hello.reconnect_grace_s, LEASE_TTL_MAX_S)),
+        ttl_s=ttl_s,
+        host=hello.host[:200],
+        slots=hello.slots,
+        takes=hello.takes,
+        version=min(PROTOCOL_VERSION, hello.version),
+    )
+
+
+def checked_patterns(identity: Identity, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the patterns, each once, if this worker may subscribe to them."""
+    if len(patterns) > PATTERNS_MAX:
+        raise InvalidInput(f"{len(patterns)} patterns are too many, the limit is {PATTERNS_MAX}")
+    identity.check_patterns(patterns)
+    return tuple(dict.fromkeys(patterns))
+
+
+def _replace_worker(state: BrokerState, worker: WorkerSession) -> list[Command]:
+    """Hang up on a session of the same worker_id: another incarnation, or an older connection of the same one."""
+    old = state.workers.get(worker.worker_id)
+    _check_same_token(old, worker.identity, worker.worker_id)
+    if old is None:
+        return []
+    if old.incarnation == worker.incarnation:
+        return state.hang_up(old.conn, ProtocolError(f"worker {worker.worker_id!r}: a new connection of it has taken its place"))
+    # INVALID is final for a worker: two processes of one id would otherwise push each other out for ever.
+    taken = f"worker {worker.worker_id!r}: a new start of it has taken its place; every worker needs an id of its own"
+    return state.hang_up(old.conn, InvalidInput(taken))
+
+
+def _check_same_token(old: WorkerSession | None, identity: Identity | None, worker_id: str) -> None:
+    """Refuse a peer that would take the place of a worker, or read what is meant for it, with another token."""
+    if old is not None and not _are_one(old.identity, identity):
+        raise Forbidden(f"worker_id {worker_id!r} is in use by a worker with another token; choose another --worker-id")
+
+
+def _are_one(old: Identity | None, new: Identity | None) -> bool:
+    """Return whether both have the same token, or tokens that are bound to the same worker (it was rotated)."""
+    if old is None or new is None or old.name == new.name:
+        return True
+    return bool(old.worker_id) and old.worker_id == new.worker_id
+
+
+# ---------------------------------------------------------------------------------------------------- an administrator's tokens
+
+
+def token_request(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
+    """Make, list or revoke tokens: the requests of TOKEN_VERBS."""
+    identity.check_admin(request.verb)
+    if request.verb == "token.create":
+        _create_token(state, conn, request, identity)
+    elif request.verb == "token.revoke":
+        _revoke_token(state, conn, request, identity)
+    else:
+        _list_tokens(state, conn, request)
+    return []
+
+
+def _create_token(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
+    row = _checked_row(request, identity)
+
+    def created(added: Sequence[bool], effects: TurnEffects) -> None:
+        _answer(state, conn, request, {"token_id": row.token_id} if added[0] else _id_is_taken(row.token_id), effects)
+
+    state.builder.ask("add_token", [row], created, partial(state.tell_failure, conn, request.msg_id))
+
+
+def _checked_row(request: Request, identity: Identity) -> TokenRow:
+    try:
+        row = msgspec.convert(request.params, TokenRow)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"token.create: {error}") from None
+    if row.kind not in TOKEN_PREFIXES:
+        raise InvalidInput(f"a token's kind must be {', '.join(TOKEN_PREFIXES)}, got {row.kind[:40]!r}")
+    # An enrol token ends soon, so that one that is found later cannot be used.
+    if row.kind == PeerKind.ENROL and (row.expires_at is None or row.expires_at > row.created_at + ENROL_TOKEN_S):
+        raise InvalidInput(f"an enrol token is valid for at most {ENROL_TOKEN_S / 60:g} minutes; give it an expires_at")
+    _check_new_token(request, row.token_id, row.sha256)
+    if row.worker_id:
+        check_name(row.worker_id, "worker_id")
+    for pattern in row.scope:
+        identity.check_patterns((pattern,))
+    return replace(row, created_by=identity.name, revoked_at=None, revoked_by="")
+
+
+def _check_new_token(request: Request, token_id: str, sha256: str) -> None:
+    check_name(token_id, "token_id")
+    if not is_sha256(sha256):
+        raise InvalidInput(f"{request.verb}: sha256 must be the 64 lower-case hex digits of the secret's hash, never the secret")
+
+
+def _id_is_taken(token_id: str) -> TasukiError:
+    return InvalidInput(f"token {token_id[:80]!r}: there is another with that id or that secret")
+
+
+def _revoke_token(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
+    token_id = str(request.params.get("token_id", ""))
+
+    def revoked(answers: Sequence[bool], effects: TurnEffects) -> None:
+        if answers[0]:
+            _end_sessions(state, (token_id,), conn, effects)
+            _answer(state, conn, request, {"token_id": token_id}, effects)
+        else:
+            _answer(state, conn, request, NotFound(f"there is no token {token_id[:80]!r} that is still valid"), effects)
+
+    failed = partial(state.tell_failure, conn, request.msg_id)
+    state.builder.ask("revoke_token", [(token_id, identity.name)], revoked, failed)
+
+
+def _end_sessions(state: BrokerState, token_ids: Collection[str], but: int, effects: TurnEffects) -> None:
+    """Hang up on the peers that came with these revoked tokens, except connection `but`; other servers do the same."""
+    state.cluster.tokens.extend(token_ids)
+    for session in state.sessions_of(token_ids):
+        if session.conn != but and session.identity is not None:
+            effects.commands += state.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} was revoked"))
+
+
+def _list_tokens(state: BrokerState, conn: int, request: Request) -> None:
+    def listed(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
+        rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in lists[0]]
+        _answer(state, conn, request, rows, effects)
+
+    state.builder.ask("tokens", [None], listed, partial(state.tell_failure, conn, request.msg_id))
+
+
+def _answer(state: BrokerState, conn: int, request: Request, answer: Any, effects: TurnEffects) -> None:
+    """Answer a request, with a value or an error, if its peer is still there."""
+    session = state.sessions.get(conn)
+    if session is not None:
+        session.exchanges_token = False
+        is_error = isinstance(answer, TasukiError)
+        effects.send(conn, error_message(request.msg_id, answer) if is_error else Reply(request.msg_id, answer))
+
+
+# ---------------------------------------------------------------------------------------------------- a worker's own token
+
+
+class NewToken(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of a request for a worker's own token; the worker keeps the secret itself."""
+
+    token_id: str
+    sha256: str
+    label: str = ""
+
+
+def check_enrolment(message: Message) -> None:
+    """Refuse any message but a registration: an enrol token is good for nothing else."""
+    if not isinstance(message, Request) or message.verb != REGISTER:
+        raise Forbidden("an enrol token can only register a worker; for everything else another kind of token is needed")
+
+
+def register(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
+    """Spend the enrol token; the worker's own follows when the store says that it was still good."""
+    if identity.kind is not PeerKind.ENROL:
+        raise Forbidden(f"{REGISTER} needs an enrol token; this is a token of kind {identity.kind}")
+    worker_id = identity.worker_id or "w-" + identity.token_id.replace(".", "-")[:60]
+    token = _new_token(request)
+    spent: list[bool] = []
+
+    def registered(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
+        if not spent[0]:
+            used = Forbidden("this enrol token was used or revoked before; ask for another one")
+            _answer(state, conn, request, used, effects)
+            return
+        old = _tokens_of(lists[0], worker_id)  # they are good no longer
+        _revoke_all(state, old, identity.name)
+        row = _worker_row(token, worker_id, identity, effects.now)
+        _add_token(state, conn, request, row, old, [True])
+
+    state.sessions[conn].exchanges_token = True
+    spend = [(identity.token_id, f"worker:{worker_id}")]
+    state.builder.ask("revoke_token", spend, lambda revoked, _: spent.extend(revoked), ignore)
+    state.builder.ask("tokens", [None], registered, partial(state.tell_failure, conn, request.msg_id))
+    return []
+
+
+def rotate(state: BrokerState, conn: int, request: Request, identity: Identity, now: Now) -> list[Command]:
+    """Exchange the token that the worker came with for another one, in one transaction."""
+    if request.verb != ROTATE:
+        raise ProtocolError(f"a worker may not ask for {request.verb[:40]!r}")
+    if not identity.worker_id:
+        raise Forbidden("only a token that is bound to a worker can be rotated; make a new one with: tasuki token create")
+    row = _worker_row(_new_token(request), identity.worker_id, identity, now)
+    state.sessions[conn].exchanges_token = True
+    exchanged: list[bool] = []
+    old = [(identity.token_id, identity.name)]
+    state.builder.ask("revoke_token", old, lambda revoked, _: exchanged.extend(revoked), ignore)
+    _add_token(state, conn, request, row, (identity.token_id,), exchanged)
+    return []
+
+
+def _new_token(request: Request) -> NewToken:
+    try:
+        token = msgspec.convert(request.params, NewToken)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"{request.verb}: {error}") from None
+    _check_new_token(request, token.token_id, token.sha256)
+    return token
+
+
+def _worker_row(token: NewToken, worker_id: str, identity: Identity, now: Now) -> TokenRow:
+    return TokenRow(
+        token_id=token.token_id,
+        kind=PeerKind.WORKER,
+        sha256=token.sha256,
+        label=token.label[:LABEL_MAX_CHARS],
+        scope=identity.scope,
+        worker_id=worker_id,
+        created_at=now.wall,
+        created_by=identity.name,
+        expires_at=now.wall + WORKER_TOKEN_S,
+    )
+
+
+def _add_token(state: BrokerState, conn: int, request: Request, row: TokenRow, old: Sequence[str], exchanged: list[bool]) -> None:
+    """Add a worker's token in the turn that revokes its `old` ones; `exchanged` says whether that one was still good."""
+
+    def added(answers: Sequence[bool], effects: TurnEffects) -> None:
+        _end_sessions(state, old, conn, effects)
+        answer: Any = {
+            "worker_id": row.worker_id,
+            "token_id": row.token_id,
+            "expires_at": row.expires_at,
+            "ttl_s": WORKER_TOKEN_S,  # for a worker with another clock
+            "scope": list(row.scope),
+        }
+        if not answers[0]:
+            answer = _id_is_taken(row.token_id)
+        elif not exchanged[0]:
+            # Somebody revoked the old one first, and meant the worker, not this one secret.
+            _revoke_all(state, (row.token_id,), row.created_by)
+            answer = Forbidden(f"the token of worker {row.worker_id!r} was revoked")
+        _answer(state, conn, request, answer, effects)
+
+    state.builder.ask("add_token", [row], added, partial(state.tell_failure, conn, request.msg_id))
+
+
+def revoke(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
+    """Revoke all tokens of one worker, or those with which it may take jobs of one `subject`."""
+    identity.check_admin(REVOKE)
+    worker_id = check_name(str(request.params.get("worker_id", "")), "worker_id")
+    subject = str(request.params.get("subject", ""))
+    revoked: list[str] = []
+    under_way: tuple[str, ...] = ()
+
+    def found(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
+        """Revoke the tokens that are there, and look again: the worker may have rotated its token meanwhile."""
+        nonlocal under_way
+        _end_sessions(state, under_way, conn, effects)
+        under_way = _tokens_of(lists[0], worker_id, subject)
+        revoked.extend(under_way)
+        if under_way:
+            _revoke_all(state, under_way, identity.name)
+            look_up()
+        elif revoked:
+            _answer(state, conn, request, {"worker_id": worker_id, "revoked": revoked}, effects)
+        else:
+            unknown = NotFound(f"there is no worker {worker_id!r} with a token that is still valid")
+            _answer(state, conn, request, unknown, effects)
+
+    def look_up() -> None:
+        state.builder.ask("tokens", [None], found, partial(state.tell_failure, conn, request.msg_id))
+
+    look_up()
+    return []
+
+
+def _revoke_all(state: BrokerState, token_ids: Sequence[str], actor: str) -> None:
+    state.builder.ask("revoke_token", [(token_id, actor) for token_id in token_ids], ignore, ignore)
+
+
+def _tokens_of(rows: Sequence[TokenRow], worker_id: str, subject: str = "") -> tuple[str, ...]:
+    """Return the ids of the valid tokens that are bound to a worker, and cover the subject if one is given."""
+
+    def covers_subject(scope: tuple[str, ...]) -> bool:
+        return not subject or not scope or any(covers(pattern, subject) for pattern in scope)
+
+    bound = (PeerKind.WORKER, worker_id, None)
+    return tuple(row.token_id for row in rows if (row.kind, row.worker_id, row.revoked_at) == bound and covers_subject(row.scope))

@@ -1,0 +1,477 @@
+"""Everything that the conversations of a server share: connections, credit, watchers, other servers, the next turn. Pure.
+
+Nothing of it must survive a restart, and all that concerns a connection goes with the connection. Conversations are functions
+over `BrokerState` in the modules above this one; methods here keep several fields consistent with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from tasuki.core.access import Identity
+from tasuki.core.broker.events import BrokerConfig, Command, Publish
+from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
+from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
+from tasuki.core.job import OnDisconnect
+from tasuki.core.machine import Hangup, Peer
+from tasuki.core.protocol import Claim, JobResult, ReadLog, error_message
+from tasuki.core.store_messages import Takes
+from tasuki.core.subject import SubjectTrie
+from tasuki.errors import InvalidInput, TasukiError, discreet
+
+CREDIT_MAX = 100_000  # jobs for one worker: far above any real concurrency, below what would make a turn unbounded
+CHOICE_MIN = 8  # idle workers beyond two for each new job, among which the least busy are asked
+READY_SUBJECTS_MAX = 64  # more subjects in one turn are told to other servers as "everything"
+
+
+# ---------------------------------------------------------------------------------------------------- sessions
+
+
+class Account(msgspec.Struct):
+    """Credit of one worker: how many more jobs it will take.
+
+    Only `GiveCredit` messages add credit; a grant takes one away. While a lease request is on its way to the store, the credit
+    that it may use is reserved, so that two turns never spend the same credit.
+    """
+
+    available: int = 0
+    reserved: int = 0
+    running: int = 0
+    """Attempts that were granted and not yet reported: the worker's load."""
+    owed: int = 0
+    """Slots that were filled without credit, because a lost assignment was delivered again; the next credit pays for them."""
+    withdrawn: int = 0
+    """Part of the reserved credit that the worker took back."""
+
+    def give(self, credit: int) -> None:
+        """Add the credit of a message; a negative one takes credit back."""
+        if -CREDIT_MAX <= credit < 0:
+            self._take_back(-credit)
+            return
+        if not 0 <= credit <= CREDIT_MAX or self.available + self.reserved + credit > CREDIT_MAX:
+            raise InvalidInput(f"credit must be 0 to {CREDIT_MAX} in all; {credit} more on top of {self.available} is not")
+        paid = min(self.owed, credit)
+        self.owed -= paid
+        self.available += credit - paid
+
+    def _take_back(self, credit: int) -> None:
+        """Take credit back; reserved credit when its lease request is answered, unless it is granted meanwhile."""
+        taken = min(self.available, credit)
+        self.available -= taken
+        self.withdrawn = min(self.reserved, self.withdrawn + credit - taken)
+
+    def charge(self) -> None:
+        """Count an assignment that the worker has not heard of: credit for its slot was given, or will be."""
+        self.running += 1
+        if self.available:
+            self.available -= 1
+        else:
+            self.owed += 1
+
+    def reserve(self, limit: int) -> int:
+        """Reserve credit for one lease request; return how much there was."""
+        taken = min(self.available, limit)
+        self.available -= taken
+        self.reserved += taken
+        return taken
+
+    def settle(self, reserved: int, granted: int) -> None:
+        """Turn the reserved credit of a lease request into load, as far as jobs were granted; the rest is available again."""
+        if not 0 <= granted <= reserved <= self.reserved:
+            raise ValueError(f"{granted} jobs were granted on {reserved} of {self.reserved} reserved credits")
+        self.reserved -= reserved
+        unused = reserved - granted
+        self.available += unused - min(unused, self.withdrawn)
+        self.withdrawn = min(self.reserved, max(0, self.withdrawn - reserved))
+        self.running += granted
+
+    def ended(self, count: int = 1) -> None:
+        """Count attempts that were reported, given back or lost. Adds no credit: only the worker does."""
+        self.running = max(0, self.running - count)
+
+
+class Delivery(msgspec.Struct):
+    """An attempt that was sent to a worker and is not reported yet."""
+
+    claim: Claim
+    sent_at: float
+    acked: bool = False
+    tries: int = 0
+
+
+class Session(msgspec.Struct):
+    """One connection after `Opened`. `identity` is None until its Hello was accepted."""
+
+    conn: int
+    peer: Peer
+    opened_at: float
+    heard_at: float
+    identity: Identity | None = None
+    hello_seen: bool = False
+    known_servers: tuple[str, ...] = ()
+    """Addresses of all servers, as this peer was last told."""
+    exchanges_token: bool = False
+    """The peer exchanges the token that it came with, and must hear what it gets for it."""
+
+
+class ClientSession(Session):
+    """A connection that submits and asks."""
+
+    client_id: str = ""
+    watching: set[str] = msgspec.field(default_factory=set)
+    log_reads: int = 0
+    """How many of its reads of logs wait for workers."""
+
+
+class TransferSession(Session, kw_only=True):
+    """A connection beside a worker's own, for blobs alone: a slow transfer delays no heartbeat."""
+
+    worker_id: str
+    incarnation: str
+
+
+class WorkerSession(Session, kw_only=True):
+    """A connection that runs jobs."""
+
+    worker_id: str
+    incarnation: str
+    patterns: tuple[str, ...] = ()
+    on_disconnect: OnDisconnect = OnDisconnect.STOP
+    reconnect_grace_s: float = 0.0
+    ttl_s: float
+    host: str = ""
+    slots: int = 1
+    takes: Takes = Takes.ANY
+    version: int = 1
+    """Version of the protocol that both sides speak."""
+    log_reads: int = 0
+    account: Account = msgspec.field(default_factory=Account)
+    deliveries: dict[str, Delivery] = msgspec.field(default_factory=dict)
+    """Deliveries by lease_id."""
+    settled: set[str] = msgspec.field(default_factory=set)
+    """lease_ids that were reported or given back while the store was asked what the worker holds: that answer is older."""
+    resuming: bool = False
+    """The worker was connected before: nothing is leased for it until its first Heartbeat names the leases that it holds."""
+    reading: bool = False
+    """The store is asked what the worker holds: nothing is leased for it until it is known which assignments were lost."""
+    backlog: bool = False
+    """The worker may take all it can: there are more ready jobs than this turn submits."""
+
+    def info(self) -> WorkerInfo:
+        """Return the description for other servers and for people."""
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            patterns=self.patterns,
+            host=self.host,
+            slots=self.slots,
+            takes=self.takes,
+            credit=self.account.available + self.account.reserved,
+            running=self.account.running,
+            address=self.peer.address,
+            on_disconnect=self.on_disconnect,
+        )
+
+
+class PendingLogRead(msgspec.Struct):
+    """A client's read of a log that waits for the answer of a worker."""
+
+    conn: int
+    msg_id: int
+    worker_conn: int
+    question: ReadLog
+    answer: dict[str, Any]
+    """Answer to the client if the worker says nothing."""
+    deadline: float
+
+
+class IdleWorkers:
+    """Workers with credit, the one that was served last at the end; others are dropped when they are next met."""
+
+    def __init__(self, trie: SubjectTrie[int]) -> None:
+        self._trie = trie
+        self._workers: dict[int, WorkerSession] = {}
+
+    def note(self, worker: WorkerSession, *, last: bool = False) -> None:
+        """Add a worker that may have credit; with `last` move it to the end."""
+        if last:
+            self._workers.pop(worker.conn, None)
+        self._workers[worker.conn] = worker
+
+    def forget(self, conn: int) -> None:
+        self._workers.pop(conn, None)
+
+    def __iter__(self) -> Iterator[WorkerSession]:
+        for conn, worker in list(self._workers.items()):
+            if worker.account.available:
+                yield worker
+            else:
+                del self._workers[conn]
+
+    def matching(self, subject: str) -> Iterator[WorkerSession]:
+        """Yield the workers that may take jobs of this subject."""
+        able = self._trie.match_set(subject)
+        return (worker for worker in self if worker.conn in able)
+
+
+# ---------------------------------------------------------------------------------------------------- other servers
+
+
+class OtherServers:
+    """The other live servers, and the hint that they get after this turn; `cluster.py` has what is done with both."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, ServerInfo] = {}
+        self.detached: frozenset[str] = frozenset()
+        """worker_ids that get no more work."""
+        self.subscriptions: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {}
+        """By server: its workers and their patterns."""
+        self.poll_at = 0.0
+        self.polled: Iterator[str] = iter(())
+        """Watched jobs that this round of polls has not asked about yet."""
+        self._begin_hint()
+
+    def _begin_hint(self) -> None:
+        self.ready: dict[str, None] = {}
+        """Subjects of ready jobs that no worker of this server took."""
+        self.ready_jobs = 0
+        self.ended: list[str] = []
+        self.canceled: list[tuple[str, str]] = []
+        self.moved: list[tuple[str, str]] = []
+        self.tokens: list[str] = []
+        self.everything = False
+
+    def add_ready(self, subjects: Iterable[str], jobs: int) -> None:
+        """Add so many ready jobs, spread over these subjects, to the hint."""
+        self.ready.update(dict.fromkeys(subjects))
+        self.ready_jobs += jobs
+
+    def hint(self, server_id: str) -> list[Command]:
+        """Return the hint that was collected since the last one, if there is anything to tell and anybody to tell it to."""
+        collected = self.ready or self.ended or self.canceled or self.moved or self.tokens or self.everything
+        if not collected:  # as after most turns
+            return []
+        if not self.servers:
+            self._begin_hint()
+            return []
+        everything = self.everything or len(self.ready) > READY_SUBJECTS_MAX
+        hint = Hint(
+            server_id=server_id,
+            ready=() if everything else tuple(sorted(self.ready)),
+            ready_jobs=0 if everything else self.ready_jobs,
+            ended=tuple(self.ended),
+            canceled=tuple(self.canceled),
+            moved=tuple(self.moved),
+            tokens=tuple(self.tokens),
+            everything=everything,
+        )
+        self._begin_hint()
+        return [Publish(hint)]
+
+    def workers(self) -> Iterator[tuple[str, WorkerInfo]]:
+        """Yield (server_id, worker) for all workers of other servers."""
+        for server_id, info in self.servers.items():
+            for worker in info.workers:
+                yield server_id, worker
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(address for info in self.servers.values() for address in info.addresses)
+
+    @property
+    def blob_problem(self) -> str:
+        """Reason why the leader, if it is another server, takes no new blobs."""
+        return next((info.blob_problem for info in self.servers.values() if info.blob_problem), "")
+
+
+# ---------------------------------------------------------------------------------------------------- the state
+
+
+class BrokerState:
+    """State of one server. See the module's docstring."""
+
+    def __init__(self, config: BrokerConfig) -> None:
+        self.config = config
+        self.epoch = config.epoch
+        """Epoch under which this server leads; 0: it does not."""
+        self.addresses: tuple[str, ...] = ()
+        """Addresses at which peers can reach this server."""
+        self.sessions: dict[int, Session] = {}
+        self.workers: dict[str, WorkerSession] = {}
+        self.watchers: dict[str, int | list[int]] = {}
+        """Connections to tell a job's end: nearly always one, which is kept as a number without a list."""
+        self.generations: dict[str, int] = {}
+        """Generations of the watched jobs that were requeued."""
+        self.trie: SubjectTrie[int] = SubjectTrie()
+        self.idle = IdleWorkers(self.trie)
+        self.looking: dict[int, WorkerSession] = {}
+        """Workers for which the next turn asks for work."""
+        self.all_look = False
+        """The next turn asks for work for every worker with credit."""
+        self.builder = TurnBuilder()
+        self.cluster = OtherServers()
+        self.log_reads: dict[int, PendingLogRead] = {}
+        self.last_log_read = 0
+        self.disk_problem = ""
+        """Reason why no job can be stored; empty: there is room."""
+        self.store_problem = ""
+        """Reason why the last turn was not stored; empty: it was."""
+        self.over_budget = ""
+        """Reason why this server, which leads, takes no new blobs; empty: there is room."""
+        self._live_workers: dict[str, tuple[str, ...]] | None = {}
+
+    @property
+    def blob_problem(self) -> str:
+        """Reason why no new blob can be taken; empty: there is room."""
+        return self.over_budget or self.cluster.blob_problem
+
+    # -- connections ----------------------------------------------------------------------------------------------
+    def add_worker(self, worker: WorkerSession) -> None:
+        self.sessions[worker.conn] = self.workers[worker.worker_id] = worker
+        self.note_live_workers()
+        for pattern in worker.patterns:
+            self.trie.add(pattern, worker.conn)
+
+    def change_patterns(self, worker: WorkerSession, patterns: tuple[str, ...]) -> None:
+        for pattern in worker.patterns:
+            self.trie.remove(pattern, worker.conn)
+        worker.patterns = patterns
+        for pattern in patterns:
+            self.trie.add(pattern, worker.conn)
+        self.note_live_workers()
+        self.look_everywhere()  # the worker for what it takes now, others for what it no longer keeps from them
+
+    def hang_up(self, conn: int, error: TasukiError) -> list[Command]:
+        """Forget a connection, and return the command that ends it with this error."""
+        self.forget(conn)
+        return [Hangup(conn, error)]
+
+    def forget(self, conn: int) -> None:
+        """Remove a connection and everything that is kept for it."""
+        session = self.sessions.pop(conn, None)
+        if isinstance(session, WorkerSession):
+            for pattern in session.patterns:
+                self.trie.remove(pattern, conn)
+            self.looking.pop(conn, None)
+            self.idle.forget(conn)
+            if self.workers.get(session.worker_id) is session:
+                del self.workers[session.worker_id]
+                self.note_live_workers()
+                self.look_everywhere()  # jobs whose subject names this worker may now go to others
+        elif isinstance(session, ClientSession):
+            for job_id in session.watching:
+                self._unwatch(job_id, conn)
+
+    def sessions_of(self, token_ids: Collection[str]) -> list[Session]:
+        """Return the sessions of peers that came with one of these tokens."""
+        if not token_ids:
+            return []
+        return [session for session in self.sessions.values() if session.identity and session.identity.token_id in token_ids]
+
+    def tell_failure(self, conn: int, msg_id: int, error: TasukiError, effects: TurnEffects) -> None:
+        """Answer a request whose turn failed. Only an administrator is told what is wrong with the store."""
+        session = self.sessions.get(conn)
+        if session is not None:
+            is_admin = session.identity is not None and session.identity.admin
+            effects.send(conn, error_message(msg_id, error if is_admin else discreet(error)))
+
+    # -- watchers -------------------------------------------------------------------------------------------------
+    def watch(self, session: ClientSession, job_id: str) -> None:
+        """Tell this client the job's end when it comes."""
+        if job_id in session.watching:
+            return
+        session.watching.add(job_id)
+        others = self.watchers.setdefault(job_id, session.conn)
+        if others != session.conn:
+            self.watchers[job_id] = [*others, session.conn] if isinstance(others, list) else [others, session.conn]
+
+    def _unwatch(self, job_id: str, conn: int) -> None:
+        watching = self.watchers.get(job_id)
+        if isinstance(watching, list):
+            watching.remove(conn)
+        if watching in (conn, []):
+            del self.watchers[job_id]
+            self.generations.pop(job_id, None)
+
+    def notify(self, ending: JobResult, effects: TurnEffects) -> None:
+        """Send a job's end to those who watch it, which ends their watch."""
+        watching = self.watchers.pop(ending.job_id, None)
+        if watching is None:
+            return
+        self.generations.pop(ending.job_id, None)
+        for conn in watching if isinstance(watching, list) else (watching,):
+            session = self.sessions.get(conn)
+            if isinstance(session, ClientSession):
+                session.watching.discard(ending.job_id)
+                effects.results[conn].append(ending)
+
+    # -- who asks for work ----------------------------------------------------------------------------------------
+    def look(self, worker: WorkerSession, *, backlog: bool) -> None:
+        """Ask the store for work for this worker at the next turn; with `backlog`, for more than what that turn submits."""
+        worker.backlog = worker.backlog or backlog
+        self.looking[worker.conn] = worker
+        self.idle.note(worker)
+
+    def look_everywhere(self) -> None:
+        """Ask for work for every worker with credit at the next turn: jobs became ready of which no submit tells."""
+        self.all_look = True
+
+    def look_for(self, subjects: Iterable[str], *, backlog: bool = False) -> None:
+        """Ask for work for workers that may take these subjects: jobs that the next turn submits, or with `backlog` others.
+
+        For new jobs some idle workers look: more than there are jobs, so that the least busy can be chosen, and far fewer than
+        all, whose number would be the cost of every turn. After the turn, others look for the jobs that these leave.
+        """
+        enough = None if backlog else 2 * self.builder.new_jobs + CHOICE_MIN
+        for subject in subjects:
+            for worker in islice(self.idle.matching(subject), enough):
+                self.look(worker, backlog=backlog)
+
+    def note_live_workers(self) -> None:
+        """Make `live_workers` compute its answer anew, once per turn: thousands of workers may come or go at once."""
+        self._live_workers = None
+
+    def live_workers(self) -> dict[str, tuple[str, ...]]:
+        """Return the patterns of all workers that take work: jobs whose subject names one of them are left for it."""
+        if self._live_workers is None:
+            # A new one each time: requests of turns under way keep theirs.
+            live = {worker.worker_id: worker.patterns for _, worker in self.cluster.workers() if worker.patterns}
+            live |= {worker_id: worker.patterns for worker_id, worker in self.workers.items() if worker.patterns}
+            detached = self.cluster.detached
+            self._live_workers = {worker_id: patterns for worker_id, patterns in live.items() if worker_id not in detached}
+        return self._live_workers
+
+    # -- descriptions ---------------------------------------------------------------------------------------------
+    @property
+    def info(self) -> ServerInfo:
+        """Description of this server for the others."""
+        return ServerInfo(
+            server_id=self.config.server_id,
+            addresses=self.addresses,
+            workers=tuple(worker.info() for worker in self.workers.values()),
+            epoch=self.epoch,
+            blob_problem=self.over_budget,
+        )
+
+    def describe_servers(self) -> list[dict[str, object]]:
+        """Describe all live servers for people, this one first."""
+        return [
+            {
+                "server_id": info.server_id,
+                "addresses": list(info.addresses),
+                "workers": len(info.workers),
+                "leads": info.epoch > 0,
+                "epoch": info.epoch or None,
+            }
+            for info in (self.info, *self.cluster.servers.values())
+        ]
+
+    def describe_workers(self) -> list[dict[str, object]]:
+        """Describe all live workers for people, those of this server first."""
+        own = [worker.info().view(self.config.server_id) for worker in self.workers.values()]
+        views = own + [worker.view(server_id) for server_id, worker in self.cluster.workers()]
+        return [{**view, "detached": view["worker_id"] in self.cluster.detached} for view in views]
