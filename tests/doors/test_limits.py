@@ -14,6 +14,7 @@ import pytest
 from tasuki import AsyncClient
 from tasuki.config import Address, DataFolder
 from tasuki.core.broker import authentication, broker
+from tasuki.core.broker.turn_builder import ignore
 from tasuki.core.job import JobSpec
 from tasuki.core.protocol import Chunk, GiveCredit, HelloClient, Request
 from tasuki.doors import listening
@@ -265,7 +266,7 @@ def test_server_that_cannot_store_reports_ends_all_the_same(tmp_path: Path, monk
     async def main() -> float:
         async with opened(tmp_path) as door:
             # Given a report that is carried from one failed turn to the next
-            door.server.broker.builder.release.append("no such thing as a claim")
+            door.server.broker.builder.ask("release", ["no such thing as a claim"], ignore)
             began = time.monotonic()
         return time.monotonic() - began
 
