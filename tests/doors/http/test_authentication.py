@@ -12,7 +12,8 @@ from starlette.requests import Request
 from tasuki.core.access import PeerKind, token_sha256
 from tasuki.core.machine import Now
 from tasuki.core.store_messages import TokenRow
-from tasuki.doors.http.authentication import Authenticator, Caller
+from tasuki.doors.http.context import Authenticator
+from tasuki.doors.http.virtual_connection import Caller
 from tasuki.errors import TokenRevoked, Unauthorized, Unavailable
 
 KINDS = frozenset({PeerKind.CLIENT})

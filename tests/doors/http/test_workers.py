@@ -26,7 +26,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.core.store_messages import Grant
-from tasuki.doors.http.authentication import Caller
+from tasuki.doors.http.virtual_connection import Caller
 from tasuki.doors.http.workers import HttpWorker
 from tasuki.errors import ProtocolError, Unauthorized, Unavailable
 

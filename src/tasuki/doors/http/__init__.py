@@ -12,8 +12,7 @@ when the store has recorded it.
     v1                   /v1: the general client API; /healthz, /readyz, /metrics
     frames               /v1/frames and /v1/worker: the wire protocol of clients and workers
     blobs                /v1/blobs: large files, streamed or with presigned URLs
-    context              one authenticated request and the state that all requests share
-    authentication       the caller of a request, by its token
+    context              authentication; one request and the state that all requests share
     clients, workers, worker_sessions, virtual_connection    connections to the server
     metrics              counters for Prometheus
     exchange             limits, JSON, errors; shared with node agents and dispatchers

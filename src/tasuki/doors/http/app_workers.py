@@ -69,7 +69,7 @@ async def enroll_token(context: RequestContext, body: Enrolment) -> Enrolled:
     return Enrolled(enroll_token=secret, token_id=token_id, expires_at=expires_at, ttl_seconds=int(ENROL_TOKEN_S))
 
 
-class Registration(msgspec.Struct, kw_only=True):
+class WorkerRegistration(msgspec.Struct, kw_only=True):
     """A worker's description of itself."""
 
     label: Label = ""
@@ -87,13 +87,13 @@ class WorkerRegistered(msgspec.Struct, kw_only=True):
     """The subjects that the worker may take; none: all."""
 
 
-async def register(context: RequestContext, body: Registration) -> WorkerRegistered:
+async def register(context: RequestContext, body: WorkerRegistration) -> WorkerRegistered:
     """Exchange an enrol token for a worker's own token of this app."""
     context.caller.identity.check_patterns((context.subject,))
     return await register_worker(context, body)
 
 
-async def register_worker(context: RequestContext, body: Registration) -> WorkerRegistered:
+async def register_worker(context: RequestContext, body: WorkerRegistration) -> WorkerRegistered:
     """Exchange an enrol token for a worker's own token, with the same scope."""
     secret, token_id = make_secret("worker"), secrets.token_hex(6)
     async with context.client() as client:

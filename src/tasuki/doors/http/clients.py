@@ -28,8 +28,7 @@ from tasuki.core.protocol import (
     SubmitJobs,
     outcome_bytes,
 )
-from tasuki.doors.http.authentication import Caller
-from tasuki.doors.http.virtual_connection import Question, VirtualConnection
+from tasuki.doors.http.virtual_connection import Caller, Question, VirtualConnection
 from tasuki.errors import TasukiError, Unavailable, from_wire
 from tasuki.server.server import Server
 

@@ -1,25 +1,28 @@
-"""One request on its way: the state of the door, the caller, and the parts of the path."""
+"""Authenticated requests: each token is looked up in the store; a handler gets the caller and the state of the door."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
-from tasuki.core.access import PeerKind
+from tasuki.core.access import Identity, PeerKind, identify, token_sha256
 from tasuki.core.apps import BACKOFF_S, MAX_RETRIES
 from tasuki.core.ids import IdMaker
+from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import app_subject
-from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.clients import Clients, TokenConnection, dedicated_connection
+from tasuki.doors.http.exchange import secret_of
 from tasuki.doors.http.metrics import Metrics
-from tasuki.doors.http.virtual_connection import VirtualConnection
+from tasuki.doors.http.virtual_connection import Caller, VirtualConnection
 from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import HttpWorker, Workers
-from tasuki.errors import Forbidden
+from tasuki.errors import Forbidden, TokenRevoked
 from tasuki.server.presigned import PresignedTransfers
 from tasuki.server.server import Server
 
@@ -91,6 +94,70 @@ class RequestContext(msgspec.Struct):
             return dedicated_connection(self.http.server, self.caller)
         query = self.request.query_params
         return dedicated_connection(self.http.server, self.caller, (query.get("worker_id", ""), query.get("incarnation", "")))
+
+
+# ---------------------------------------------------------------------------------------------------- authentication
+
+
+def judge(row: TokenRow | None, wall: float) -> Identity:
+    """Return the identity of a token; unknown and expired tokens are 401, revoked and used ones 403."""
+    if row is not None and row.revoked_at is not None:
+        what = "was used" if row.kind == PeerKind.ENROL else "was revoked"
+        raise TokenRevoked(f"token {row.token_id} {what}; ask for another one")
+    return identify(row, wall)
+
+
+class Authenticator:
+    """Looks up tokens in batches: requests that arrive during one query share the next one.
+
+    Each request is judged by a query that began after it arrived.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._wanted: dict[str, asyncio.Future[TokenRow | None]] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    async def admit(self, request: Request, kinds: Collection[PeerKind]) -> Caller:
+        """Return the caller, if its token is valid and of one of these kinds."""
+        secret = secret_of(request)
+        sha256 = token_sha256(secret)
+        identity = judge(await self._row(sha256), self._server.now().wall)
+        if identity.kind not in kinds:
+            wanted = " or ".join(sorted(kinds))
+            raise Forbidden(f"a token of kind {identity.kind} may not do this; it takes one of kind {wanted}")
+        client = request.client
+        return Caller(identity, sha256, secret, f"{client.host}:{client.port}" if client is not None else "")
+
+    async def _row(self, sha256: str) -> TokenRow | None:
+        row = self._wanted.get(sha256)
+        if row is None:
+            row = self._wanted[sha256] = asyncio.get_running_loop().create_future()
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._ask())
+        return await asyncio.shield(row)
+
+    async def _ask(self) -> None:
+        try:
+            while self._wanted:
+                wanted, self._wanted = self._wanted, {}
+                await self._ask_for(wanted)
+        finally:
+            self._asking = None
+
+    async def _ask_for(self, wanted: dict[str, asyncio.Future[TokenRow | None]]) -> None:
+        try:
+            rows = await self._server.ask(lambda reader: [reader.token(sha256) for sha256 in wanted])
+        except Exception as error:  # noqa: BLE001 - raised again in each request
+            for future in wanted.values():
+                future.set_exception(error)
+                future.exception()  # its request may be gone
+        else:
+            for future, row in zip(wanted.values(), rows, strict=True):
+                future.set_result(row)
+
+
+# ---------------------------------------------------------------------------------------------------- what handlers share
 
 
 def detail_of(view: dict[str, Any]) -> str:

@@ -18,9 +18,8 @@ from tasuki.config import check_app
 from tasuki.core.address import Address
 from tasuki.core.ids import IdMaker
 from tasuki.doors.http import exchange
-from tasuki.doors.http.authentication import Authenticator
 from tasuki.doors.http.clients import Clients
-from tasuki.doors.http.context import HttpConfig, HttpContext, RequestContext
+from tasuki.doors.http.context import Authenticator, HttpConfig, HttpContext, RequestContext
 from tasuki.doors.http.exchange import discreet, error_answer, json_answer
 from tasuki.doors.http.metrics import Metrics
 from tasuki.doors.http.openapi import document
@@ -138,8 +137,8 @@ class HttpDoor:
         context = RequestContext(self._http, request, await self._authenticator.admit(request, route.kinds))
         if route.streamed:
             return await self._handled(route, context)
-        with self._bodies.share() as allowance:
-            body = await exchange.read_body(request, allowance)
+        with self._bodies.share() as reserve:
+            body = await exchange.read_body(request, reserve)
             if route.body is not None:
                 return await self._handled(route, context, _decoded(route, body))
             return await self._handled(route, context, *((body,) if route.content else ()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
@@ -18,29 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tasuki import errors
-from tasuki.errors import (
-    Conflict,
-    DeadlineExceeded,
-    Fenced,
-    Forbidden,
-    InternalError,
-    InvalidInput,
-    NoResult,
-    NotFinished,
-    NotFound,
-    OffsetConflict,
-    OutOfTurn,
-    Overloaded,
-    ResultConflict,
-    StaleEpoch,
-    TasukiError,
-    TooLarge,
-    TooManyRequests,
-    Unauthorized,
-    Unavailable,
-    UnknownSession,
-    from_wire,
-)
+from tasuki.errors import InternalError, InvalidInput, Overloaded, TasukiError, TooLarge, Unauthorized, UnknownSession, from_wire
 
 JSON = "application/json"
 RETRY_AFTER_S = 1
@@ -60,24 +38,25 @@ T = TypeVar("T")
 _digits = re.compile(r"[0-9]{1,16}").fullmatch
 _missing = re.compile(r"Object missing required field `([^`]+)`(?: - at `\$\.?(.*)`)?").fullmatch
 
-_STATUSES: tuple[tuple[type[TasukiError], int], ...] = (
-    (TooLarge, 413),
-    (InvalidInput, 400),
-    (Unauthorized, 401),
-    (Forbidden, 403),
-    (NotFound, 404),
-    (Conflict, 409),
-    (Fenced, 409),
-    (StaleEpoch, 503),
-    (NotFinished, 409),
-    (ResultConflict, 409),
-    (OffsetConflict, 409),
-    (OutOfTurn, 409),
-    (NoResult, 409),
-    (TooManyRequests, 429),
-    (Unavailable, 503),
-    (DeadlineExceeded, 503),
-)
+_STATUSES: dict[int, tuple[type[TasukiError], ...]] = {
+    413: (TooLarge,),
+    400: (InvalidInput,),
+    401: (Unauthorized,),
+    403: (errors.Forbidden,),
+    404: (errors.NotFound,),
+    409: (
+        errors.Conflict,
+        errors.Fenced,
+        errors.NotFinished,
+        errors.ResultConflict,
+        errors.OffsetConflict,
+        errors.OutOfTurn,
+        errors.NoResult,
+    ),
+    429: (errors.TooManyRequests,),
+    503: (errors.Unavailable, errors.DeadlineExceeded, errors.StaleEpoch),
+}
+"""Status of each error; the first that fits counts, and 500 if none does."""
 CODES = {400: "INVALID_PAYLOAD", 404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED", 413: "TOO_LARGE"}
 """Error codes of answers that the framework makes."""
 
@@ -101,7 +80,7 @@ class ErrorReply(msgspec.Struct):
 
 def status_of(error: TasukiError) -> int:
     """Return the HTTP status of an error."""
-    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+    return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), 500)
 
 
 def code_of(error: TasukiError) -> str:
@@ -170,35 +149,24 @@ class BodyBudget:
         self._free_bytes = max_bytes
 
     @contextmanager
-    def share(self) -> Iterator[BodyAllowance]:
-        """Yield the allowance of one request; its bytes are free again at the end."""
-        allowance = BodyAllowance(self)
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves bytes for one request, or raises Overloaded; they are free again at the end."""
+        taken_bytes = 0
+
+        def reserve(size_bytes: int) -> None:
+            nonlocal taken_bytes
+            if size_bytes > self._free_bytes:
+                raise Overloaded("too many large requests at once; try again")
+            self._free_bytes -= size_bytes
+            taken_bytes += size_bytes
+
         try:
-            yield allowance
+            yield reserve
         finally:
-            self._free_bytes += allowance.size_bytes
-
-    def take(self, size_bytes: int) -> None:
-        """Reserve bytes; Overloaded if there are too few."""
-        if size_bytes > self._free_bytes:
-            raise Overloaded("too many large requests at once; try again")
-        self._free_bytes -= size_bytes
+            self._free_bytes += taken_bytes
 
 
-class BodyAllowance:
-    """Bytes of the budget that one request has taken."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self.size_bytes = 0
-        self._budget = budget
-
-    def take(self, size_bytes: int) -> None:
-        """Reserve bytes for this request."""
-        self._budget.take(size_bytes)
-        self.size_bytes += size_bytes
-
-
-async def read_body(request: Request, allowance: BodyAllowance) -> bytes:
+async def read_body(request: Request, reserve: Callable[[int], None]) -> bytes:
     """Return the whole body; TooLarge before more than the limit is read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY_MAX_BYTES:
@@ -212,7 +180,7 @@ async def read_body(request: Request, allowance: BodyAllowance) -> bytes:
                 size += len(piece)
                 if size > BODY_MAX_BYTES:
                     raise TooLarge(f"the body is larger than the limit of {BODY_MAX_BYTES} bytes")
-                allowance.take(len(piece))
+                reserve(len(piece))
                 pieces.append(piece)
     except TimeoutError:
         raise InvalidInput(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None

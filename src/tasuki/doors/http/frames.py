@@ -115,7 +115,7 @@ async def frames(context: RequestContext, body: bytes) -> Response:
     async with context.client() as client:
         answers = await asyncio.gather(*(_answer(context, client, message) for message in others))
         if watches:
-            answers += await _Poll(context, client, watches).answers(wait_s)
+            answers += await _WatchPoll(context, client, watches).answers(wait_s)
     return _framed(encode_answer(answer, codec) for answer in answers)
 
 
@@ -198,7 +198,7 @@ async def _welcome(context: RequestContext, hello: HelloClient) -> Message:
     return replace(welcome, servers=())  # the client's way leads through this door
 
 
-class _Poll:
+class _WatchPoll:
     """The `watch` requests of one body: the jobs that they name, and the answers."""
 
     def __init__(self, context: RequestContext, client: TokenConnection, watches: Sequence[Request]) -> None:

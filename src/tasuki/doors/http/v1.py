@@ -82,29 +82,22 @@ class AcceptedMany(msgspec.Struct):
     jobs: list[JobAccepted]
 
 
+_OTHER_FIELDS = {"job_id", "payload", "files", "args", "permanent_exit_codes", "retry_exit_codes"}
+_SAME_FIELDS = {*JobBody.__struct_fields__} & {*JobSpec.__struct_fields__} - _OTHER_FIELDS
+
+
 def _spec(context: RequestContext, body: JobBody) -> JobSpec:
     if body.payload is not None and body.payload_base64 is not None:
         raise InvalidInput("a job has payload or payload_base64, not both")
     payload = body.payload_base64 if body.payload_base64 is not None else (body.payload or "").encode("utf-8", "surrogatepass")
     return JobSpec(
         job_id=body.job_id or context.http.new_id(),
-        subject=body.subject,
-        exec=body.exec,
-        args=tuple(body.args),
-        env=body.env,
         payload=payload,
         files=tuple(InputFile(name=file.name, data=file.data_base64) for file in body.files),
-        timeout_s=body.timeout_s,
-        max_retries=body.max_retries,
-        max_losses=body.max_losses,
-        backoff_s=body.backoff_s,
-        priority=body.priority,
-        not_before=body.not_before,
-        not_after=body.not_after,
+        args=tuple(body.args),
         permanent_exit_codes=tuple(body.permanent_exit_codes),
         retry_exit_codes=tuple(body.retry_exit_codes),
-        headers=body.headers,
-        array_id=body.array_id,
+        **{name: getattr(body, name) for name in _SAME_FIELDS},
     )
 
 

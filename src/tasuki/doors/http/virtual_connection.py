@@ -12,6 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
+from tasuki.core.access import Identity
 from tasuki.core.broker.events import BlobArrived
 from tasuki.core.job import BlobRef
 from tasuki.core.machine import Peer
@@ -39,6 +42,18 @@ CHUNKS_AHEAD_MAX = 8  # of one download, 256 KiB each
 
 _Answers = asyncio.Queue[Message | TasukiError]
 Question = HelloClient | HelloWorker | SubmitJobs | CancelJobs | Request | Heartbeat | BlobPut
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """The peer that sent a request, by its token. `secret` goes nowhere but into the Hello of a virtual connection."""
+
+    identity: Identity
+    sha256: str
+    secret: str
+    address: str
+
+    def __repr__(self) -> str:
+        return f"Caller({self.identity.name})"
 
 
 class VirtualConnection:

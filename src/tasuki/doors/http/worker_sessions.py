@@ -14,9 +14,8 @@ from collections import deque
 import msgspec
 
 from tasuki.core.protocol import AssignJobs, Claim, ErrorMessage, HelloWorker, JobsFinished, JobsReleased, Message, Welcome
-from tasuki.doors.http.authentication import Caller
 from tasuki.doors.http.exchange import REQUESTS_MAX, discreet
-from tasuki.doors.http.virtual_connection import VirtualConnection
+from tasuki.doors.http.virtual_connection import Caller, VirtualConnection
 from tasuki.errors import NotFound, OutOfTurn, Overloaded, TasukiError, Unavailable, UnknownSession
 from tasuki.net.tcp_link import encode_answer
 from tasuki.server.server import Server

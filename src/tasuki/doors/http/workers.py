@@ -35,8 +35,7 @@ from tasuki.core.protocol import (
     Request,
 )
 from tasuki.core.store_messages import Grant, LeaseStatus, Takes
-from tasuki.doors.http.authentication import Caller
-from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, VirtualConnection
+from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, Caller, VirtualConnection
 from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailable
 from tasuki.server.server import Server
 
