@@ -38,7 +38,7 @@ from http_transfers import MIB, Curl, Peak, make_file, sha256_of
 from tasuki.client.agents.client import AgentResult, AsyncAgentsClient
 from tasuki.client.agents.node import AgentNode
 from tasuki.config import parse_agents
-from tasuki.net.event_loop import loop_factory
+from tasuki.event_loop import loop_factory
 
 PARTS = ("short", "large", "takeover")
 CLIENTS = 8

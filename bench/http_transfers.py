@@ -36,7 +36,7 @@ from _common import HERE, Process, folder, limit, record
 
 from tasuki.client.aio import AsyncClient
 from tasuki.core.job import BlobRef, InputFile
-from tasuki.net.event_loop import loop_factory
+from tasuki.event_loop import loop_factory
 
 MIB = 1024 * 1024
 TARGET = 0.5

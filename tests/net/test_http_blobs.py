@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, TooLarge, Unavailable
-from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.http import blobs
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.transport import HttpTransport
@@ -143,7 +143,7 @@ def test_an_older_server_gets_the_blob_in_one_piece() -> None:
 
 
 def line_put(blobs: HttpBlobs) -> Coroutine[Any, Any, None]:
-    line = BlobLine()
+    line = BlobClient()
     line.carried_by(blobs)
     return line.put(io.BytesIO(DATA), REF)
 
@@ -220,12 +220,12 @@ def test_a_file_that_became_shorter_is_corrupt() -> None:
 def test_a_server_that_goes_nowhere_is_not_asked_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
-    async def pause(self: BlobLine, seconds: float) -> None:
+    async def pause(self: BlobClient, seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 5:
             self.close(Unavailable("enough"))
 
-    monkeypatch.setattr(BlobLine, "_pause", pause)
+    monkeypatch.setattr(BlobClient, "_pause", pause)
     keeper = Keeper()
     keeper.refuse = lambda start, stop: envelope(409, "CONFLICT")
 

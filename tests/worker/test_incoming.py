@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, DiskFull, NotFound, TasukiError
-from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.streams import FileSource
 from tasuki.worker.transfers import RESUMED_INPUT_MIN_BYTES, InputDownloads, WorkerTransfers
 from tests.support.waiting import until
@@ -49,8 +49,8 @@ class Server:
             yield piece
 
 
-def line_to(server: Server) -> BlobLine:
-    line = BlobLine()
+def line_to(server: Server) -> BlobClient:
+    line = BlobClient()
     line.carried_by(server)
     return line
 
@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_no_half_a_file(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(BlobLine, "get", full)
+    monkeypatch.setattr(BlobClient, "get", full)
     with pytest.raises(DiskFull):
         asyncio.run(fetch(tmp_path, Server(), tmp_path / "target"))
     assert parts(tmp_path) == []
@@ -185,7 +185,7 @@ def test_a_server_that_says_no_costs_nothing_of_what_is_there(tmp_path: Path, mo
     [part] = parts(tmp_path)
     before = part.read_bytes()
     assert before == CONTENT[:HALF]
-    monkeypatch.setattr(BlobLine, "get", gone)
+    monkeypatch.setattr(BlobClient, "get", gone)
     with pytest.raises(TasukiError):
         asyncio.run(fetch(tmp_path, Server(), tmp_path / "target"))
     assert parts(tmp_path) == [part]

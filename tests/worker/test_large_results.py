@@ -14,7 +14,7 @@ from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import Ending
 from tasuki.core.worker.events import EndingSaved, Event, Restored
 from tasuki.errors import TooLarge, Unauthorized
-from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.streams import FileSource
 from tasuki.worker.attempt import StopReason
 from tasuki.worker.outbox import SAVE_AT_ONCE_BYTES, Outbox, OutboxFiles, OutboxRecord, RejectedResults
@@ -35,7 +35,7 @@ class Scene:
     """A worker's endings with a line that has no server yet."""
 
     def __init__(self, data: Path | None) -> None:
-        self.line = BlobLine()
+        self.line = BlobClient()
         self.data = data
         self.told: list[Event] = []
         self.ends = False

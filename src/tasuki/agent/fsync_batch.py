@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from tasuki.blobs.files import disk_full_or
+from tasuki.event_loop import ignore_result
 
 THREADS = 4
 """At once: a file system commits what several wait for together, and while one commits, the next may begin."""
@@ -43,7 +44,7 @@ class FsyncBatch:
     def sync(self, descriptors: Unsynced) -> asyncio.Future[None]:
         """Durable when this is done."""
         synced: asyncio.Future[None] = self._loop.create_future()
-        synced.add_done_callback(_look_at)
+        synced.add_done_callback(ignore_result)
         self._waiting.append((descriptors, synced))
         if not self._is_woken and self._under_way < THREADS:
             self._is_woken = True
@@ -72,11 +73,6 @@ class FsyncBatch:
             synced.set_result(None)
         else:
             synced.set_exception(disk_full_or(problem, self._place))
-
-
-def _look_at(synced: asyncio.Future[None]) -> None:
-    if not synced.cancelled():
-        synced.exception()
 
 
 def _synced(batch: Sequence[Unsynced], root: int | None) -> list[OSError | None]:

@@ -45,6 +45,7 @@ from tasuki.core.failover.agent_protocol import (
 from tasuki.core.ids import quoted
 from tasuki.core.job import InputFile, JobSpec, Outcome, Progress
 from tasuki.errors import AgentRefusal, DiskFull, InvalidInput, NotFound, TasukiError, Unavailable
+from tasuki.event_loop import ignore_result
 from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
 from tasuki.worker.runner import CommandRunner
@@ -90,7 +91,7 @@ class SlotJob:
         """The program was started."""
         self.stop: asyncio.Future[StopReason] = loop.create_future()
         self.ended: asyncio.Future[FinishedRun] = loop.create_future()
-        self.ended.add_done_callback(_look_at)  # nobody may be waiting for it
+        self.ended.add_done_callback(ignore_result)  # nobody may be waiting for it
         self.receiving: asyncio.Task[Any] | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -142,11 +143,6 @@ def no_result(outcome: Outcome, *, started: bool) -> TasukiError:
     if not started and outcome.error_code in _SENDERS_MISTAKES:
         return InvalidInput(outcome.message)
     return AgentRefusal(500, outcome.error_code or "INTERNAL", outcome.message)
-
-
-def _look_at(ended: asyncio.Future[FinishedRun]) -> None:
-    if not ended.cancelled():
-        ended.exception()
 
 
 # ----------------------------------------------------------------------------------------------------

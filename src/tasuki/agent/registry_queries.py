@@ -27,6 +27,7 @@ from tasuki.core.failover.registry_records import Stand, attempt_of, held_of, pl
 from tasuki.core.job import Job, Outcome
 from tasuki.core.store_messages import Answers, BlobClaim, Grant, RequeueOrder, Submission, Turn
 from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
+from tasuki.event_loop import ignore_result
 from tasuki.server.store_client import StoreClient
 
 logger = logging.getLogger("tasuki.agent")
@@ -80,7 +81,7 @@ class RegistryQueries:
         if grants:
             reports = [report_of(self.holder.held(grant), self.given_up) for grant in grants]
             told = asyncio.ensure_future(self._share.execute(Turn(fail=reports)))
-            told.add_done_callback(_look_at)
+            told.add_done_callback(ignore_result)
 
     # ------------------------------------------------------------------------------------------------ how a job stands
 
@@ -269,8 +270,3 @@ def described(job: Job) -> dict[str, Any] | None:
         facts |= {"exit_code": ended.exit_code, "error_code": ended.error_code, "message": ended.message}
         facts |= {"result_sha256": ended.result_sha256, "result_bytes": ended.result_bytes}
     return facts
-
-
-def _look_at(told: asyncio.Future[Answers]) -> None:
-    if not told.cancelled():
-        told.exception()

@@ -19,6 +19,7 @@ from tasuki.cli.connect import note_listening
 from tasuki.cli.output import encode_json, write_line
 from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
+from tasuki.event_loop import loop_factory
 
 if TYPE_CHECKING:
     from tasuki.config import Address, DataFolder
@@ -113,13 +114,7 @@ class StopSignals:
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """Run to the end on the fastest event loop that is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        factory = None
-    else:
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
 
 

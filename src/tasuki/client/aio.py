@@ -53,6 +53,7 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.reconnect import Connect, believed
 from tasuki.errors import ConfigError, InvalidInput, TasukiError, TooLarge, Unavailable, from_wire
+from tasuki.event_loop import BackgroundTasks
 from tasuki.net import ServerConnection, client_tls
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
@@ -93,7 +94,7 @@ class AsyncClient:
         self._ticket_numbers = itertools.count(1)
         self._handles: dict[str, AsyncJobHandle] = {}
         self._dials = 0
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks = BackgroundTasks()
         self._closed = False
         self._last_problem = "no address was tried yet"
         self._tls_ca = tls_ca
@@ -130,7 +131,7 @@ class AsyncClient:
         )
         self._machine = ClientMachine(hello, addresses=addresses, jitter=random.random)
         self._ready = self._loop.create_future()
-        self._spawn(self._tick())
+        self._tasks.spawn(self._tick())
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 await asyncio.shield(self._ready)
@@ -147,9 +148,7 @@ class AsyncClient:
         """Leave. Jobs go on; their results can be asked for later by id."""
         self._closed = True
         await self._line.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         gone = Unavailable("this client was closed")
         for answer in list(self._tickets.values()):
             answer(None, gone)
@@ -160,11 +159,6 @@ class AsyncClient:
     def connected(self) -> bool:
         """A server has taken us and the connection stands; while it does not, the client keeps trying."""
         return self._machine.online
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _tick(self) -> None:
         while True:
@@ -224,7 +218,7 @@ class AsyncClient:
         self._dials += 1
         if self._embedded is not None and self._dials == 2 and not self._ready.done():
             # The embedded server that was found may have been about to leave: make sure, once, of another.
-            self._spawn(self._ensure_again(self._embedded, wanted))
+            self._tasks.spawn(self._ensure_again(self._embedded, wanted))
         else:
             self._line.dial(wanted)
 

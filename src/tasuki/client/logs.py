@@ -23,6 +23,7 @@ from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, Outcome, State
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, TasukiError
+from tasuki.event_loop import ignore_result
 
 if TYPE_CHECKING:
     from tasuki.client.aio import AsyncClient
@@ -120,7 +121,7 @@ class LogFollower:
         """All of it: to the end of the job, or (follow=False) what there is now."""
         ending = asyncio.ensure_future(self._client.job(self.job_id).outcome()) if follow else None
         if ending is not None:
-            ending.add_done_callback(_look_at)
+            ending.add_done_callback(ignore_result)
         try:
             async for part in self.live(ending):
                 yield part
@@ -332,11 +333,6 @@ class LogFollower:
             offset, place, cut_bytes = offset + len(data), place + len(data), 0
             if not data:
                 return
-
-
-def _look_at(ending: Ending) -> None:
-    if not ending.cancelled():
-        ending.exception()  # whoever reads hears of it from the request; asyncio wants it to be seen
 
 
 def unpack_log(path: Path, stream: str) -> tuple[BinaryIO, _CutLog]:

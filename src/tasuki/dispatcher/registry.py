@@ -33,6 +33,7 @@ from tasuki.core.job import Job
 from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Turn
 from tasuki.dispatcher.proxying import StoredForm, drain
 from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError, Unavailable
+from tasuki.event_loop import BackgroundTasks
 from tasuki.server.store_client import StoreClient
 
 logger = logging.getLogger("tasuki.dispatcher")
@@ -87,7 +88,7 @@ class DispatcherRegistry:
         self._records: RegistryQueries | None = None
         """None: it is away."""
         self._queued = RegistryLeases(self._execute, ttl_s, min(CANCEL_CHECK_S, ttl_s / RENEWALS_PER_TTL))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._reports: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -95,7 +96,7 @@ class DispatcherRegistry:
     async def open(self) -> None:
         """Errors that time does not mend are raised here. A registry that is away is waited for in the background."""
         tried = asyncio.Event()
-        opening = self._begin(self._open(tried))
+        opening = self._tasks.spawn(self._open(tried))
         trying = asyncio.ensure_future(tried.wait())
         await asyncio.wait((opening, trying), timeout=OPEN_S, return_when=asyncio.FIRST_COMPLETED)
         trying.cancel()
@@ -103,13 +104,7 @@ class DispatcherRegistry:
             await opening
         elif not tried.is_set():
             logger.warning("the registry did not open in %g s; this dispatcher works without it until it does", OPEN_S)
-        self._begin(self._queued.keep_renewing())
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._tasks.spawn(self._queued.keep_renewing())
 
     async def _open(self, tried: asyncio.Event) -> None:
         while True:
@@ -139,10 +134,7 @@ class DispatcherRegistry:
         for queued in self._queued.all():
             self._end(queued)
         await asyncio.gather(*self._reports, return_exceptions=True)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         if self._share is not None:
             await self._share.close()
 
@@ -170,7 +162,7 @@ class DispatcherRegistry:
         if self._records is not None:
             self._records = None
             logger.warning("the registry is away; this dispatcher works without it until it answers")
-            self._begin(self._wait_for_it())
+            self._tasks.spawn(self._wait_for_it())
 
     async def _wait_for_it(self) -> None:
         share = self._share

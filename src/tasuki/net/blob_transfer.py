@@ -1,6 +1,6 @@
 """Blobs, both ways: what clients and workers share. The server's side is `server/transfers.py`.
 
-Over TCP they travel in chunks between the other messages; a link that has another way for them brings its own `Carrier`. A
+Over TCP they travel in chunks between the other messages; a link that has another way for them brings its own `BlobTransport`. A
 transfer in chunks is a conversation: one request and its several answers, known by the request's msg_id. It is entered in the
 line's table for exactly as long as somebody listens (`with _Conversation`); what comes later is dropped.
 """
@@ -26,7 +26,7 @@ RETRY_MAX_S = 2.0
 WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not read from until half of them are taken
 
 
-class Carrier(Protocol):
+class BlobTransport(Protocol):
     """A way for blobs that needs no conversation. Unavailable: it may be tried again."""
 
     async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
@@ -34,11 +34,11 @@ class Carrier(Protocol):
     def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]: ...
 
 
-class BlobLine:
+class BlobClient:
     """Transfers on whatever link is there at the moment; begun again, or gone on with, after a lost connection."""
 
     def __init__(self) -> None:
-        self._carrier: Carrier | None = None
+        self._carrier: BlobTransport | None = None
         self._msg_id = FIRST_MSG_ID
         self._conversations: dict[int, _Conversation] = {}
         self._changed = asyncio.Event()
@@ -49,7 +49,7 @@ class BlobLine:
     def connected(self, link: TcpLink) -> None:
         self.carried_by(_Chunks(self, link))
 
-    def carried_by(self, carrier: Carrier) -> None:
+    def carried_by(self, carrier: BlobTransport) -> None:
         """There is a link, and it has a way of its own for blobs."""
         self._carrier = carrier
         self._changed.set()
@@ -97,7 +97,7 @@ class BlobLine:
         digest = hashlib.sha256() if digest is None else digest
         received = offset
 
-        async def once(carrier: Carrier) -> None:
+        async def once(carrier: BlobTransport) -> None:
             nonlocal received
             if 0 < ref.size_bytes <= received:
                 return
@@ -112,7 +112,7 @@ class BlobLine:
         if digest.hexdigest() != ref.sha256:
             raise Corrupt(f"blob {ref.sha256} of job {job_id!r} arrived with sha256 {digest.hexdigest()}; try again")
 
-    async def _persist(self, once: Callable[[Carrier], Awaitable[None]]) -> None:
+    async def _persist(self, once: Callable[[BlobTransport], Awaitable[None]]) -> None:
         backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
         while True:
             carrier = await self._wait_for_carrier()
@@ -129,7 +129,7 @@ class BlobLine:
             else:
                 backoff.reset()
 
-    async def _wait_for_carrier(self) -> Carrier:
+    async def _wait_for_carrier(self) -> BlobTransport:
         while self._carrier is None:
             if self._error is not None:
                 raise self._error
@@ -146,7 +146,7 @@ class BlobLine:
 class _Chunks:
     """The carrier of a link that has no other: chunks between the messages."""
 
-    def __init__(self, line: BlobLine, link: TcpLink) -> None:
+    def __init__(self, line: BlobClient, link: TcpLink) -> None:
         self._line = line
         self._link = link
 
@@ -200,7 +200,7 @@ def _chunks_of(piece: bytes) -> Iterator[bytes]:
 class _Conversation:
     """One request and its several answers. Listens inside its `with` only."""
 
-    def __init__(self, line: BlobLine, link: TcpLink, make: Callable[[int], Message]) -> None:
+    def __init__(self, line: BlobClient, link: TcpLink, make: Callable[[int], Message]) -> None:
         self._line = line
         self._link = link
         self._make = make

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Message
 from tasuki.errors import TasukiError
-from tasuki.net.blob_transfer import Carrier
+from tasuki.net.blob_transfer import BlobTransport
 
 
 class Link(Protocol):
@@ -21,7 +21,7 @@ class Link(Protocol):
     @property
     def peer(self) -> Peer: ...
     @property
-    def blobs(self) -> Carrier | None:
+    def blobs(self) -> BlobTransport | None:
         """The way for blobs, if they do not travel as messages."""
 
     @property

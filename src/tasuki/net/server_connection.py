@@ -15,7 +15,8 @@ from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.errors import TasukiError, Unavailable
-from tasuki.net.blob_transfer import BlobLine
+from tasuki.event_loop import BackgroundTasks
+from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.link import Link
 from tasuki.net.tcp_link import TcpLink, connect
 
@@ -27,7 +28,7 @@ class ServerConnection:
         self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None, *, is_worker: bool = False
     ) -> None:
         self.link: Link | None = None
-        self.blobs = BlobLine()
+        self.blobs = BlobClient()
         self._tell = tell
         self._tls = tls
         self._http = (
@@ -36,7 +37,7 @@ class ServerConnection:
         self._numbers = itertools.count(1)
         self._dialing: asyncio.Task[None] | None = None
         self._closed = False
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving = BackgroundTasks()
         """What has still to be taken down of links that are gone."""
 
     def dial(self, wanted: Connect) -> None:
@@ -80,9 +81,7 @@ class ServerConnection:
         self._tell(Received(link.tag, message))
 
     def _lost(self, link: Link, reason: str) -> None:
-        leaving = asyncio.ensure_future(link.wait_closed())
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        self._leaving.spawn(link.wait_closed())
         if self._closed:
             return
         if self.link is link:
@@ -104,4 +103,4 @@ class ServerConnection:
         if self._dialing is not None:
             self._dialing.cancel()
             await asyncio.gather(self._dialing, return_exceptions=True)
-        await asyncio.gather(*self._leaving)
+        await self._leaving.wait()

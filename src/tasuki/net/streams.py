@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Executor
 from typing import Any, BinaryIO, Self
 
+from tasuki.event_loop import ignore_result
+
 AT_ONCE_BYTES = 1024 * 1024  # of one call on a thread, which costs as much as hashing some 100 KiB
 SMALL_BYTES = 16 * 1024  # a piece below this is written in place, which is faster than a call on a thread
 
@@ -35,13 +37,9 @@ class FileSource:
     def _read(self, start: int, stop: int) -> asyncio.Future[bytes]:
         reading = asyncio.get_running_loop().run_in_executor(None, self._read_at, start, min(AT_ONCE_BYTES, stop - start))
         self._reading.add(reading)
-        reading.add_done_callback(self._done)
+        reading.add_done_callback(self._reading.discard)
+        reading.add_done_callback(ignore_result)
         return reading
-
-    def _done(self, reading: asyncio.Future[bytes]) -> None:
-        self._reading.discard(reading)
-        if not reading.cancelled():
-            reading.exception()  # marks it as retrieved; a caller that still waits gets it from the await
 
     def _read_at(self, offset: int, size_bytes: int) -> bytes:
         if not size_bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from tasuki.core.broker.events import Deposed, Detach, Elected, Hinted, Met, Pub
 from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
+from tasuki.event_loop import BackgroundTasks
 from tasuki.stores.wakeups import Wakeups
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Cluster:
         self._lock_ttl_s = lock_ttl_s
         self._stands = stands
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-coordination")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(lambda task: self._answered.set())
         self._info = b""
         self._version = 0
         self._seen: dict[str, tuple[int, ServerInfo]] = {}
@@ -134,8 +135,7 @@ class Cluster:
         except (TimeoutError, TasukiError) as error:
             logger.info("left without a word to the others: %s", error or "no answer")
         self._has_left = True
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         await self._wakeups.close()
         self._thread.submit(self._coordination.close)
         self._thread.shutdown(wait=False)
@@ -150,21 +150,10 @@ class Cluster:
             self._decide(Ticked())
         if now.monotonic >= self._beat_at and not self._beating:
             self._beat_at = now.monotonic + BEAT_INTERVAL_S
-            self._spawn(self._beat())
+            self._tasks.spawn(self._beat())
 
     async def _call(self, verb: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb, *arguments)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._answered.set()
-        if not task.cancelled() and task.exception() is not None:
-            task.get_loop().call_exception_handler({"message": "a coordination task failed", "exception": task.exception()})
 
     # ------------------------------------------------------------------------------------------------ who is there
 
@@ -247,13 +236,13 @@ class Cluster:
         for command in self._term.apply(event, self._server.now().monotonic):
             match command:
                 case election.Acquire():
-                    self._spawn(self._acquire())
+                    self._tasks.spawn(self._acquire())
                 case election.TakeOver():
                     self._server.tell(Won(command.epoch))
                 case election.Renew():
-                    self._spawn(self._renew(command.epoch))
+                    self._tasks.spawn(self._renew(command.epoch))
                 case election.Release():
-                    self._spawn(self._release(command.epoch))
+                    self._tasks.spawn(self._release(command.epoch))
                 case election.Lead():
                     logger.info("leads, under epoch %d", command.epoch)
                     self._server.tell(Elected(command.epoch))

@@ -10,9 +10,9 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -51,6 +51,7 @@ from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Sen
 from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
+from tasuki.event_loop import BackgroundTasks
 from tasuki.server.cluster import Alone, ClusterMembership
 from tasuki.server.per_connection_queue import PerConnectionQueue
 from tasuki.server.queries import Reader, answer_query
@@ -140,10 +141,10 @@ class Server:
         self._pumping = False
         self._throttled = False
         self._readers = Readers(open_reader, config.readers)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._questions = PerConnectionQueue(self._query, self._spawn, at_once=config.readers)
-        self._downloads = PerConnectionQueue(self._send_blob, self._spawn, at_once=DOWNLOADS_AT_ONCE)
-        self._late = PerConnectionQueue(self._send_late, self._spawn, at_once=1)
+        self._tasks = BackgroundTasks()
+        self._questions = PerConnectionQueue(self._query, self._tasks.spawn, at_once=config.readers)
+        self._downloads = PerConnectionQueue(self._send_blob, self._tasks.spawn, at_once=DOWNLOADS_AT_ONCE)
+        self._late = PerConnectionQueue(self._send_late, self._tasks.spawn, at_once=1)
         self._idle = asyncio.Event()
         self._stopping = False
         self.on_last_client: Callable[[], None] = lambda: None
@@ -175,7 +176,7 @@ class Server:
         )
         self._look_at_disk()
         await self._company.join(self)
-        self._spawn(self._tick())
+        self._tasks.spawn(self._tick())
 
     def reachable_at(self, addresses: tuple[str, ...]) -> None:
         """The doors are open: where peers, told by this server or another, can reach it."""
@@ -197,9 +198,7 @@ class Server:
                 await asyncio.sleep(TICK_S)
         for link in list(self._links.values()):
             link.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._transfers.close()
         await self._loop.run_in_executor(None, self._thread.close)
         await self._readers.close()
@@ -353,13 +352,13 @@ class Server:
                     if (link := self._links.get(command.conn)) is not None:
                         self._transfers.begin(command.conn, link, command.put, command.place, command.uploader)
                 case DeleteBlobs():
-                    self._spawn(self._delete_blobs(command))
+                    self._tasks.spawn(self._delete_blobs(command))
                 case AskEnded() | AskRevoked():
-                    self._spawn(self._ask(command))
+                    self._tasks.spawn(self._ask(command))
                 case TakeoverDone() | Deposed() | Publish():
                     self._company.told(command)
                 case Detach():
-                    self._spawn(self._detach(command))
+                    self._tasks.spawn(self._detach(command))
 
     def _send(self, conn: int, messages: list[Message]) -> None:
         link = self._links.get(conn)
@@ -416,16 +415,6 @@ class Server:
                 self.broker.ask_ends([job.job_id])
         for some in batches(ended, lambda item: outcome_bytes(item.outcome)):
             link.send(Results(list(some)))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._loop.call_exception_handler({"message": "a server task failed", "exception": task.exception()})
 
     async def _query(self, query: Query) -> None:
         link = self._links.get(query.conn)

@@ -17,6 +17,7 @@ from tasuki.core.broker.events import Publish
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.store_messages import Answers, Turn
 from tasuki.errors import TasukiError
+from tasuki.event_loop import ignore_result
 from tasuki.server.assembly import BLOB_MAX_BYTES, StorageLocations, is_redis, make_guest, open_postgresql, open_redis
 from tasuki.server.cluster import Cluster
 from tasuki.server.server import Server, ServerConfig
@@ -67,7 +68,7 @@ class StoreClient:
     async def execute(self, turn: Turn) -> Answers:
         """One transaction. Who stops waiting does not stop it: it may be done all the same."""
         turn.context = waiting = self._loop.create_future()
-        waiting.add_done_callback(_look_at)
+        waiting.add_done_callback(ignore_result)
         self._thread.submit(turn)
         answers: Answers = await asyncio.shield(waiting)
         return answers
@@ -104,9 +105,3 @@ def _settle(waiting: asyncio.Future[Answers], answers: Answers | TasukiError) ->
         waiting.set_exception(answers)
     else:
         waiting.set_result(answers)
-
-
-def _look_at(waiting: asyncio.Future[Answers]) -> None:
-    """Nobody may be waiting for it any more."""
-    if not waiting.cancelled():
-        waiting.exception()

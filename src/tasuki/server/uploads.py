@@ -21,6 +21,7 @@ from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobRef, BlobStore, BlobWriter,
 from tasuki.core.protocol import BlobPut, Chunk, Message, Reply, error_message
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import Corrupt, InvalidInput, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
+from tasuki.event_loop import BackgroundTasks
 from tasuki.server.serial_calls import SerialCalls, told
 
 UPLOADS_PER_CONNECTION_MAX = 16
@@ -85,11 +86,10 @@ class Uploads:
         self._uploads: dict[tuple[int, int], _IncomingBlob] = {}
         self._latest: dict[tuple[str, str], _IncomingBlob] = {}
         """By key: the one that the next one has to wait for."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     def begin(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
         """A peer wants to send a blob, and the store said where it belongs. The peer is told whether it is needed."""
@@ -108,9 +108,7 @@ class Uploads:
         if upload.key is not None:
             before = self._latest.get(upload.key)
             self._latest[upload.key] = upload
-        upload.task = asyncio.ensure_future(self._take(upload, before))
-        self._tasks.add(upload.task)
-        upload.task.add_done_callback(self._tasks.discard)
+        upload.task = self._tasks.spawn(self._take(upload, before))
 
     def under_way(self) -> list[BlobPut]:
         """Those that have not come to their end."""

@@ -21,6 +21,7 @@ from tasuki.core.store_messages import Grant
 from tasuki.core.worker.events import AttemptEnded, Event, Forget, GaveBack, SetAside, Started
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import TasukiError, Unavailable
+from tasuki.event_loop import BackgroundTasks
 from tasuki.worker.attempt import Attempt, HandlerJob, RunResult, StopReason, worker_failure
 from tasuki.worker.handlers import FunctionProcesses, Handler, Handlers
 from tasuki.worker.outbox import Outbox, OutboxRecord
@@ -70,7 +71,7 @@ class Attempts:
         self._as_reported = as_reported
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, ActiveAttempt] = {}
-        self._cleaning: set[asyncio.Task[None]] = set()
+        self._cleaning = BackgroundTasks()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -122,9 +123,7 @@ class Attempts:
 
     async def close(self) -> None:
         """Stop removing run folders; the next start removes the rest."""
-        for task in self._cleaning:
-            task.cancel()
-        await asyncio.gather(*self._cleaning, return_exceptions=True)
+        await self._cleaning.close()
 
     # ------------------------------------------------------------------------------------------------ ways to run
 
@@ -207,9 +206,7 @@ class Attempts:
         if active is None or not active.attempt.spec.exec:
             return
         if command.fenced or not self._runner.recycle(active.attempt):
-            task = self._loop.create_task(self._cleanup(active.attempt, bool(command.fenced)))
-            self._cleaning.add(task)
-            task.add_done_callback(self._cleaning.discard)
+            self._cleaning.spawn(self._cleanup(active.attempt, bool(command.fenced)))
 
     def _record(self, ending: Ending) -> OutboxRecord:
         active = self._active.get(ending.lease_id)

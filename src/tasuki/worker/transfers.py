@@ -21,7 +21,7 @@ from tasuki.blobs.blob import check_sha256
 from tasuki.blobs.files import PartFile, disk_full_as_error
 from tasuki.core.job import BlobRef
 from tasuki.errors import Corrupt, Unavailable
-from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.blob_transfer import BlobClient
 from tasuki.worker.attempt import StopReason, first_of
 
 INCOMING_FOLDER = "incoming"
@@ -41,7 +41,7 @@ class InputDownloads:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
 
-    async def fetch(self, blobs: BlobLine, ref: BlobRef, job_id: str, target: Path) -> None:
+    async def fetch(self, blobs: BlobClient, ref: BlobRef, job_id: str, target: Path) -> None:
         """Write the whole blob, verified, to `target`, which is on the same file system."""
         path = self.folder / f"{check_sha256(ref.sha256)}.part"
         with disk_full_as_error(target):
@@ -54,7 +54,7 @@ class InputDownloads:
                 await self._fill(part, blobs, ref, job_id)
                 await asyncio.to_thread(part.publish, target)
 
-    async def _fill(self, part: PartFile, blobs: BlobLine, ref: BlobRef, job_id: str) -> None:
+    async def _fill(self, part: PartFile, blobs: BlobClient, ref: BlobRef, job_id: str) -> None:
         digest = hashlib.sha256()
         offset = await asyncio.to_thread(part.read_into, digest.update, ref.size_bytes)
         if offset:
@@ -98,7 +98,7 @@ class InputDownloads:
 class WorkerTransfers:
     """Transfers on the worker's current connection; without one they wait. `incoming` keeps partial downloads."""
 
-    def __init__(self, blobs: BlobLine, incoming: InputDownloads | None = None) -> None:
+    def __init__(self, blobs: BlobClient, incoming: InputDownloads | None = None) -> None:
         self._blobs = blobs
         self._incoming = incoming
 

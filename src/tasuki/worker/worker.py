@@ -52,8 +52,8 @@ from tasuki.core.worker.events import (
 )
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError
+from tasuki.event_loop import BackgroundTasks, loop_factory
 from tasuki.net import ServerConnection, client_tls
-from tasuki.net.event_loop import loop_factory
 from tasuki.version import __version__
 from tasuki.wire.compression import CODECS
 from tasuki.worker.attempt import (
@@ -138,7 +138,7 @@ class Worker:
             if self._folder is None
             else StatusFile(self._folder, self.worker_id, url or "", lasting=self._outbox_files is not None)
         )
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks = BackgroundTasks()
         self._function_processes: FunctionProcesses | None = None
         self._keeper: Keeper | None = None
         self._flushing = False
@@ -216,7 +216,7 @@ class Worker:
             self._rotation = Rotation(
                 self._credential_file, ask=self._ask, use=self._use, hang_up=self._connection.hang_up, jitter=random.random
             )
-            self._spawn(self._rotation.run())
+            self._tasks.spawn(self._rotation.run())
         with TemporaryDirectory(prefix="tasuki-worker-") if self._folder is None else nullcontext(self._folder) as folder:
             await self._prepare(Path(folder))
             if signals:
@@ -225,8 +225,8 @@ class Worker:
             for record in await self._outbox.load():
                 if record.result is not None:
                     self._machine.uploading.add(record.ending.lease_id)
-                self._spawn(self._offer(record))
-            self._spawn(self._tick())
+                self._tasks.spawn(self._offer(record))
+            self._tasks.spawn(self._tick())
             try:
                 await self._done
             finally:
@@ -264,7 +264,7 @@ class Worker:
             as_reported=self._as_reported,
         )
         if self._status is not None:
-            self._spawn(self._status.keep(self._attempts.running, lambda: self._machine.draining))
+            self._tasks.spawn(self._status.keep(self._attempts.running, lambda: self._machine.draining))
 
     async def _close(self) -> None:
         self._apply(Drain())  # attempts that were not started yet are given back, at no cost for their jobs
@@ -277,9 +277,7 @@ class Worker:
         await self._outbox.close()
         self._runner.close()
         await self._connection.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         if self._status is not None:
             error = self._done.exception() if self._done.done() and not self._done.cancelled() else None
             await self._status.end(str(error or ""))
@@ -311,11 +309,6 @@ class Worker:
             self.drain()
         else:
             self.stop()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _tick(self) -> None:
         while True:

@@ -23,7 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from tasuki.client.agents.node import AgentNode
-from tasuki.client.agents.run import AgentResult, AgentRun, RunProgress, keep
+from tasuki.client.agents.run import AgentResult, AgentRun, RunProgress
 from tasuki.client.agents.transfer import NotOurs, Refusing, read_upload
 from tasuki.client.loop_thread import LoopThread
 from tasuki.clocks import now
@@ -32,6 +32,7 @@ from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE
 from tasuki.core.failover.nodes import DEFAULT_RULES, BreakerNote, BreakerRules, Nodes, Ranked
 from tasuki.core.ids import IdMaker, check_job_id
 from tasuki.errors import InvalidInput, TasukiError, UntrustedCertificate
+from tasuki.event_loop import BackgroundTasks
 from tasuki.net.tls import client_tls
 
 # ----------------------------------------------------------------------------------------------------
@@ -163,8 +164,8 @@ class AsyncAgentsClient:
         self.nodes = Nodes(list(self._agents), random.random, rules)
         self._notes = BreakerNotes(notes) if notes is not None else None
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
-        self._looks: set[asyncio.Task[None]] = set()
-        self._removals: set[asyncio.Task[None]] = set()
+        self._looks = BackgroundTasks()
+        self._removals = BackgroundTasks()
         self._runs: set[AgentRun] = set()
 
     async def __aenter__(self) -> Self:
@@ -177,9 +178,9 @@ class AsyncAgentsClient:
 
     async def close(self) -> None:
         """Leave. Jobs go on; what was to be removed is removed first, which takes a moment where a node does not answer."""
-        for task in self._looks:
-            task.cancel()
-        await asyncio.gather(*self._looks, *self._removals, return_exceptions=True)
+        self._looks.cancel()
+        await self._looks.wait()
+        await self._removals.wait()
         if self._notes is not None:
             await asyncio.to_thread(self._notes.write, self.nodes.notes(now().monotonic))
         await asyncio.gather(*(agent.close() for agent in self._agents.values()))
@@ -261,7 +262,7 @@ class AsyncAgentsClient:
         async def removing() -> None:
             await self._remove(self._agents[node], job_id, only_running=True)
 
-        keep(asyncio.create_task(removing()), self._removals)
+        self._removals.spawn(removing())
 
     # ------------------------------------------------------------------------------------------------ nodes
 
@@ -277,7 +278,7 @@ class AsyncAgentsClient:
 
     def look(self, node: str) -> asyncio.Task[None]:
         """Ask for health and capacity; all runs hear when it is known."""
-        return keep(asyncio.create_task(self._look(node)), self._looks)
+        return self._looks.spawn(self._look(node))
 
     async def _look(self, node: str) -> None:
         try:

@@ -44,6 +44,7 @@ from tasuki.core.failover.events import (
 from tasuki.core.failover.nodes import Nodes
 from tasuki.core.failover.plan import FailoverPlan
 from tasuki.errors import InvalidInput, NoConnection, TasukiError, Unavailable, UntrustedCertificate
+from tasuki.event_loop import BackgroundTasks
 
 log = logging.getLogger(__name__)
 HEARD_EVERY_S = 0.25
@@ -95,13 +96,6 @@ class SharedNodes(Protocol):
     def remove_soon(self, node: str, job_id: str) -> None: ...
 
 
-def keep(task: asyncio.Task[None], among: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-    """A loop holds its tasks weakly."""
-    among.add(task)
-    task.add_done_callback(among.discard)
-    return task
-
-
 class AgentRun:
     """One job: its plan, and the requests that the plan asked for."""
 
@@ -123,7 +117,7 @@ class AgentRun:
         self._plan = FailoverPlan(job, client.nodes)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._requests: dict[int, asyncio.Task[None]] = {}
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking = BackgroundTasks()
         self._results: dict[int, DownloadedResult] = {}
         self._posts = 0
         self._ended: Finish | None = None
@@ -157,7 +151,7 @@ class AgentRun:
             case Look():
                 self._client.look(command.node)
             case Ask():
-                task = keep(asyncio.create_task(self._asked(command)), self._asking)
+                task = self._asking.spawn(self._asked(command))
                 task.add_done_callback(self._broken)
             case Post() | Fetch():
                 self._posts += isinstance(command, Post)

@@ -37,6 +37,7 @@ from tasuki.core.protocol import (
 from tasuki.core.store_messages import Grant, LeaseStatus, Takes
 from tasuki.doors.http.virtual_connection import ANSWER_TIMEOUT_S, Caller, VirtualConnection
 from tasuki.errors import TasukiError, TooManyRequests, Unauthorized, Unavailable
+from tasuki.event_loop import ignore_result
 from tasuki.server.server import Server
 
 INCARNATION = "http"  # each lease lives by its own renewals; a worker process that starts again does not know the old ones
@@ -82,12 +83,6 @@ def claim_of(job_id: str, lease_id: str) -> Claim:
     inner, _, attempt = lease_id.rpartition(".")
     is_number = attempt.isascii() and attempt.isdecimal() and len(attempt) <= 18
     return Claim(job_id, inner, int(attempt)) if is_number else Claim(job_id, "", 0)
-
-
-def _retrieve_error(looked: asyncio.Future[Message]) -> None:
-    """Mark the error as retrieved: where jobs came all the same, it is not the answer."""
-    if not looked.cancelled():
-        looked.exception()
 
 
 def _raise_if_refused(connection: VirtualConnection, looked: asyncio.Future[Message]) -> None:
@@ -163,7 +158,7 @@ class HttpWorker:
         self._waiting.append(request)
         connection.tell(GiveCredit(wanted))
         looked = asyncio.ensure_future(connection.ask(Heartbeat(connection.next_id())))
-        looked.add_done_callback(_retrieve_error)
+        looked.add_done_callback(ignore_result)  # where jobs came, its error is not the answer
         ends: set[asyncio.Future[Any]] = {request.over, left}
         is_wanted = False
         try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tasuki.core.address import Address
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Message
 from tasuki.errors import TasukiError
+from tasuki.event_loop import BackgroundTasks
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.frame_bodies import REQUEST_MAX_BYTES
 from tasuki.net.http.transport import HttpTransport
@@ -39,7 +40,7 @@ class BaseHttpLink(ABC):
         self._loop = asyncio.get_running_loop()
         self._request_max_bytes = REQUEST_MAX_BYTES
         self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(self._ended)
 
     def _make_blobs(self, transport: HttpTransport) -> HttpBlobs:
         return HttpBlobs(transport)
@@ -69,8 +70,7 @@ class BaseHttpLink(ABC):
             return
         self._closed = True
         self._stop()
-        for task in self._tasks - {asyncio.current_task()}:
-            task.cancel()
+        self._tasks.cancel()
         self._on_closed(self, reason)
 
     @abstractmethod
@@ -79,16 +79,10 @@ class BaseHttpLink(ABC):
 
     async def wait_closed(self) -> None:
         """After `close` or `abort`: until nothing of it is left."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.wait()
         await self._transport.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:  # a defect, or the owner's: like one in a callback of a transport
             self._loop.call_exception_handler({"message": "an answer could not be taken", "exception": error, "task": task})

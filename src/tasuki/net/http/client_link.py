@@ -105,14 +105,14 @@ class HttpClientLink(BaseHttpLink):
     def _greet(self, hello: HelloClient) -> None:
         self._transport.token = check_token(hello.token)
         said = self._said(hello.msg_id, encode(replace(hello, token="")))
-        self._spawn(self._bundle([said]))
+        self._tasks.spawn(self._bundle([said]))
 
     def _queue_up(self, message: Message) -> None:
         said = self._said(getattr(message, "msg_id", 0), encode(message, self.codec, max_bytes=FRAME_MAX_BYTES))
         if isinstance(message, SubmitJobs) and message.watch:
             self._submits[said.msg_id] = [spec.job_id for spec in message.specs]
         if isinstance(message, Request) and message.verb in WAITING_VERBS and message.params.get("wait_s"):
-            self._spawn(self._alone(said))
+            self._tasks.spawn(self._alone(said))
             return
         self._queue.append(said)
         if not self._flushing:
@@ -127,7 +127,7 @@ class HttpClientLink(BaseHttpLink):
         self._flushing = False
         while self._queue and self._quick < REQUESTS_AT_ONCE and not self._closed:
             self._quick += 1
-            self._spawn(self._next(self._next_bundle()))
+            self._tasks.spawn(self._next(self._next_bundle()))
 
     def _next_bundle(self) -> list[_Said]:
         bundle = [self._queue.popleft()]

@@ -93,7 +93,7 @@ class HttpWorkerLink(BaseHttpLink):
             return
         if isinstance(message, HelloWorker):
             self.blobs.params = {"worker_id": message.worker_id, "incarnation": message.incarnation}
-            self._spawn(self._greet(message))
+            self._tasks.spawn(self._greet(message))
             return
         self._queue.extend(self._frames_of(message))
         self._speak()
@@ -109,7 +109,7 @@ class HttpWorkerLink(BaseHttpLink):
     def _speak(self) -> None:
         if self._queue and self._path and not self._saying:
             self._saying = True
-            self._loop.call_soon(lambda: self._spawn(self._say_all()))
+            self._loop.call_soon(lambda: self._tasks.spawn(self._say_all()))
 
     async def _say_all(self) -> None:
         """One request after the other, until nothing is left to say."""
@@ -182,7 +182,7 @@ class HttpWorkerLink(BaseHttpLink):
             )
             return
         self._path = f"{WORKER_PATH}/{session}"
-        self._spawn(self._poll())
+        self._tasks.spawn(self._poll())
         self._on_message(self, welcome)
         self._speak()
 
@@ -263,7 +263,7 @@ class HttpWorkerLink(BaseHttpLink):
 
     async def wait_closed(self) -> None:
         """After `close` or `abort`: until nothing of it is left."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.wait()
         if self._last_words is not None:
             try:
                 async with asyncio.timeout(LEAVE_S):

@@ -22,7 +22,7 @@ from tasuki.config import Address
 from tasuki.core.job import BlobRef, InputFile, JobSpec
 from tasuki.core.protocol import SubmitJobs
 from tasuki.errors import Corrupt, NotFound
-from tasuki.net.blob_transfer import BlobLine
+from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.http import presigned
 from tasuki.net.http.blobs import HttpBlobs
 from tasuki.net.http.presigned import DirectBlobs, NotDirect, _Download, _Link, _trusting
@@ -72,7 +72,7 @@ class Peer:
         self.transport = HttpTransport(Address("http", "127.0.0.1", stage.address.port), None, 5.0)
         self.transport.token = stage.client
         self.blobs = HttpBlobs(self.transport)
-        self.line = BlobLine()
+        self.line = BlobClient()
         self.line.carried_by(self.blobs)
 
     async def put(self, blob: Blob, progress: Callable[[int], None] | None = None) -> None:

@@ -14,8 +14,8 @@ import pytest
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import CHUNK_BYTES, BlobGet, BlobPut, Chunk, ErrorMessage, Message, Reply
 from tasuki.errors import Corrupt, InvalidInput, TasukiError, Unauthorized, Unavailable
-from tasuki.net import Link, blob_transfer
-from tasuki.net.blob_transfer import WAITING_CHUNKS_MAX, BlobLine
+from tasuki.net import TcpLink, blob_transfer
+from tasuki.net.blob_transfer import WAITING_CHUNKS_MAX, BlobClient
 
 DEADLINE_S = 5.0
 
@@ -54,13 +54,13 @@ class Bench:
     """A line and its first link."""
 
     def __init__(self) -> None:
-        self.line = BlobLine()
+        self.line = BlobClient()
         self.written: list[bytes] = []
         self.link = self.connect()
 
     def connect(self) -> FakeLink:
         link = FakeLink()
-        self.line.connected(cast("Link", link))
+        self.line.connected(cast("TcpLink", link))
         return link
 
     def get(self, data: bytes, write: Callable[[bytes], Any] | None = None) -> asyncio.Task[None]:
@@ -205,10 +205,10 @@ def test_upload_that_is_refused_halfway_is_not_sent_to_its_end() -> None:
 def test_server_that_says_not_now_is_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
-    async def pause(self: BlobLine, seconds: float) -> None:
+    async def pause(self: BlobClient, seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(BlobLine, "_pause", pause)
+    monkeypatch.setattr(BlobClient, "_pause", pause)
 
     async def test(bench: Bench) -> None:
         getting = bench.get(b"x")

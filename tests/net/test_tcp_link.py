@@ -13,7 +13,7 @@ import pytest
 from tasuki.config import Address
 from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, Heartbeat, Message, Reply
 from tasuki.errors import Unavailable
-from tasuki.net import Link, connect
+from tasuki.net import TcpLink, connect
 from tasuki.wire.frames import encode_frame
 
 DEADLINE_S = 5.0
@@ -25,9 +25,9 @@ class End:
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Message] = asyncio.Queue()
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.link = Link(lambda link, message: self.messages.put_nowait(message), self._ended, max_bytes=FRAME_MAX_BYTES)
+        self.link = TcpLink(lambda link, message: self.messages.put_nowait(message), self._ended, max_bytes=FRAME_MAX_BYTES)
 
-    def _ended(self, link: Link, reason: str) -> None:
+    def _ended(self, link: TcpLink, reason: str) -> None:
         self.closed.set_result(reason)
 
     async def next(self) -> Message:

@@ -14,7 +14,7 @@ from tasuki.core.address import Address
 from tasuki.errors import ConfigError, NoConnection
 from tasuki.net.http.early_response import proxy_of
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, result, result_zip
-from tests.net.test_http_worker import connect_proxy
+from tests.net.test_http_worker_link import connect_proxy
 from tests.support.certificates import TestAuthority
 
 DEADLINE_S = 20.0

@@ -12,7 +12,7 @@ from tasuki.core.machine import Closed, Opened, Received
 from tasuki.core.protocol import Heartbeat, Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.errors import Unavailable
-from tasuki.net import Line, Link
+from tasuki.net import ServerConnection, TcpLink
 
 DEADLINE_S = 5.0
 WELCOME = Welcome(corr_id=1, version=2, server_id="s", identity="i", kind="client", codecs=("gzip",))
@@ -23,7 +23,7 @@ class Ears:
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[Any] = asyncio.Queue()
-        self.line = Line(self.events.put_nowait, None)
+        self.line = ServerConnection(self.events.put_nowait, None)
 
     async def next(self) -> Any:
         return await asyncio.wait_for(self.events.get(), DEADLINE_S)
@@ -33,11 +33,11 @@ class Door:
     """A server that greets whoever connects."""
 
     def __init__(self) -> None:
-        self.links: list[Link] = []
+        self.links: list[TcpLink] = []
 
     async def __aenter__(self) -> Door:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Link(self._message, lambda *_: None, self._opened), "127.0.0.1", 0)
+        self._server = await loop.create_server(lambda: TcpLink(self._message, lambda *_: None, self._opened), "127.0.0.1", 0)
         self.address = Address("tcp", "127.0.0.1", self._server.sockets[0].getsockname()[1])
         return self
 
@@ -46,11 +46,11 @@ class Door:
         for link in self.links:
             link.abort("the test is over")
 
-    def _opened(self, link: Link) -> None:
+    def _opened(self, link: TcpLink) -> None:
         self.links.append(link)
         link.send(WELCOME)
 
-    def _message(self, link: Link, message: Message) -> None:
+    def _message(self, link: TcpLink, message: Message) -> None:
         link.send(message)
 
 

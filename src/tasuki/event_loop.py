@@ -1,0 +1,68 @@
+"""Helpers of every asyncio program here: the choice of the event loop, and tasks that run in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+__all__ = ["BackgroundTasks", "ignore_result", "loop_factory"]
+
+T = TypeVar("T")
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's factory for `asyncio.Runner` where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def ignore_result(future: asyncio.Future[Any]) -> None:
+    """Mark an error as seen, for futures that perhaps nobody awaits. To be used as a done callback."""
+    if not future.cancelled():
+        future.exception()
+
+
+class BackgroundTasks:
+    """Tasks that nobody needs to await, kept here until they end: an event loop holds its tasks weakly.
+
+    asyncio reports the error of a task that nobody awaited. `on_end` is called with each task that has ended.
+    """
+
+    def __init__(self, on_end: Callable[[asyncio.Task[Any]], None] | None = None) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._on_end = on_end
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if self._on_end is not None:
+            self._on_end(task)
+
+    def cancel(self) -> None:
+        """Cancel all tasks but the one that calls this."""
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Wait until every task that runs now has ended. Errors are not raised."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cancel all tasks, and wait until they have ended."""
+        self.cancel()
+        await self.wait()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(tuple(self._tasks))
