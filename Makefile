@@ -9,8 +9,8 @@ PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 pyth
 	"$$candidate" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& { echo "$$candidate"; break; }; done)
 
-# Four processes on two cores, and not many more on larger machines: the end-to-end tests wait for servers and workers of their own.
-TEST_PROCESSES ?= 4
+# More processes than cores, because many tests wait for servers and workers of their own; tests/conftest.py mixes them with others.
+TEST_PROCESSES ?= 5
 # More for pytest, e.g. `make test TESTARGS='tests/core -x'`.
 TESTARGS ?=
 # Two minutes on two cores. More for `tasuki sim`, e.g. `make sim SEEDS=500 SIMARGS='--from 2001'`.

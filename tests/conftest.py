@@ -1,5 +1,6 @@
 """What all tests share: Hypothesis profiles, the rule for things that may be missing on a machine, and real services."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,7 @@ from tests.support.s3_service import S3Service, weed_program  # noqa: E402
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 
 # No deadline per example: on a busy machine a slow example is not a wrong one. pytest-timeout bounds the whole test.
-settings.register_profile("dev", deadline=None, print_blob=True)
+settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
 settings.register_profile(
     "ci",
     deadline=None,
@@ -28,7 +29,20 @@ settings.register_profile(
 settings.register_profile("soak", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if IN_CI else "dev"))
 
+WAITING = ("e2e", "examples")
+"""Folders whose tests mostly wait for processes of their own."""
+
 Require = Callable[[str, bool, str], None]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that mostly wait among those that compute, none of them last: pytest's processes take files in this order."""
+    files = [list(tests) for _, tests in itertools.groupby(items, lambda item: item.path)]
+    waiting = [tests for tests in files if tests[0].path.parent.name in WAITING]
+    computing = [tests for tests in files if tests[0].path.parent.name not in WAITING]
+    placed = [(0.8 * place / len(waiting), tests) for place, tests in enumerate(waiting)]
+    placed += [(place / len(computing), tests) for place, tests in enumerate(computing)]
+    items[:] = [item for _, tests in sorted(placed, key=lambda one: one[0]) for item in tests]
 
 
 def require(name: str, available: bool, reason: str, *, in_ci: bool = IN_CI) -> None:

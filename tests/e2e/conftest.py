@@ -1,7 +1,8 @@
 """A server, a ledger and a client for one test; every process is killed when the test ends, however it ends.
 
-What one server promises it promises on every store: `store_url` is SQLite in the data folder, then PostgreSQL. A test that is
-about one of them, or too slow to be run twice each time, says so with `sqlite_only` or `postgresql_in_soak` of stage.py.
+One server promises the same on every store: `store_url` is SQLite in the data folder, and in `make soak` PostgreSQL too. In
+`make test` PostgreSQL has the conformance suite (tests/stores), the fault points of a finish, the small chaos run, and all tests
+of several servers. A test in which no store has a part is `sqlite_only` (stage.py).
 """
 
 from __future__ import annotations

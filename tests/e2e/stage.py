@@ -24,14 +24,10 @@ SCHEDULING_S = 2.5  # the reaper looks every 0.25 s; the rest is for a machine w
 LOST_WITHIN_S = LEASE_TTL_S + LEASE_MARGIN_S + SCHEDULING_S
 SOON_S = 10.0
 
-STORES = ("sqlite", "postgresql")
-_LATER = ("sqlite", pytest.param("postgresql", marks=pytest.mark.soak))
+STORES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.soak))
 sqlite_only = pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
-"""About SQLite, or about what no store has a part in."""
-postgresql_in_soak = pytest.mark.parametrize("store_url", _LATER, indirect=True)
-"""Its seconds are spent on PostgreSQL only in `make soak`: another test shows the same of the store sooner."""
+"""For tests in which no store has a part."""
 shared_sqlite_only = pytest.mark.parametrize("shared_store_url", ["sqlite"], indirect=True, scope="module")
-shared_postgresql_in_soak = pytest.mark.parametrize("shared_store_url", _LATER, indirect=True, scope="module")
 
 Servers = ServerProcess | Sequence[ServerProcess] | str
 

@@ -18,14 +18,13 @@ from tests.e2e.stage import (
     Ledger,
     command_worker,
     jobs_worker,
-    postgresql_in_soak,
     stdout_of,
     story,
 )
 from tests.support.processes import ChildProcess, ServerProcess
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.e2e, postgresql_in_soak]
+pytestmark = pytest.mark.e2e
 
 ENOUGH_BYTES = 300_000  # a result that is no longer inline
 

@@ -68,7 +68,16 @@ def assert_one_run_each(scene: Scene, attempts: int, failures: int) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("verb", ["submit", "finish"])
+@pytest.mark.parametrize(
+    ("store_url", "verb"),
+    [
+        ("sqlite", "submit"),
+        ("sqlite", "finish"),
+        ("postgresql", "finish"),
+        pytest.param("postgresql", "submit", marks=pytest.mark.soak),
+    ],
+    indirect=["store_url"],
+)
 def test_a_job_survives_the_death_of_the_server(tmp_path: Path, store_url: str, verb: str, step: str) -> None:
     with armed(tmp_path, store_url, f"{verb}.written{step}") as scene:
         assert survive(scene) == b"1"

@@ -14,7 +14,7 @@ import pytest
 from tasuki import Client
 from tasuki.client.logs import LogFollower, LogPart
 from tasuki.errors import InvalidInput, NotFound
-from tests.e2e.stage import HERE, SOON_S, shared_postgresql_in_soak, sqlite_only
+from tests.e2e.stage import HERE, SOON_S, sqlite_only
 from tests.e2e.talk import step
 from tests.support.processes import ChildProcess, ServerProcess, WorkerProcess, rss_bytes, start_server, start_worker
 from tests.support.waiting import until
@@ -174,7 +174,6 @@ def shell(client: Client, job_id: str, script: str, **fields: object) -> None:
     client.submit(job_id=job_id, subject="job.assign.sh", exec="sh", args=(script,), **fields)
 
 
-@shared_postgresql_in_soak
 @pytest.mark.usefixtures("shared_worker")
 class TestWithOneWorker:
     """What needs no death: one server and one worker for all of them."""

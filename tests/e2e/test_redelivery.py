@@ -19,7 +19,7 @@ from tasuki.core.protocol import (
     Message,
 )
 from tests.doors.raw import RawPeer
-from tests.e2e.stage import LOST_WITHIN_S, SOON_S, Ledger, jobs_worker, shared_postgresql_in_soak, story
+from tests.e2e.stage import LOST_WITHIN_S, SOON_S, Ledger, jobs_worker, story
 from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -37,7 +37,6 @@ def next_of(peer: RawPeer, kind: type[Message], timeout: float = SOON_S) -> Mess
             return message
 
 
-@shared_postgresql_in_soak
 def test_an_assignment_without_a_sign_is_sent_again_with_growing_waits(
     shared_server: ServerProcess, shared_client: Client
 ) -> None:

@@ -19,7 +19,6 @@ from tests.e2e.stage import (
     assert_one_finish_each,
     command_worker,
     jobs_worker,
-    postgresql_in_soak,
     stdout_of,
     story,
 )
@@ -83,7 +82,6 @@ def test_killing_the_server_at_random_moments_under_load_loses_and_repeats_nothi
     kill_under_load(tmp_path, store_url, ledger, kills=3, clients=3, seed=random.randrange(1 << 30))
 
 
-@postgresql_in_soak
 def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     # given: a handler and a command that run, both behind a gate
     gate = tmp_path / "gate"
@@ -117,7 +115,6 @@ def test_running_jobs_outlive_the_server_and_are_not_run_again(tmp_path: Path, s
         assert not waiting.done
 
 
-@postgresql_in_soak
 def test_a_job_that_ends_while_the_server_is_away_is_reported_when_it_is_back(
     tmp_path: Path, store_url: str, ledger: Ledger
 ) -> None:
@@ -138,7 +135,6 @@ def test_a_job_that_ends_while_the_server_is_away_is_reported_when_it_is_back(
         assert ledger.attempts("away") == [1]
 
 
-@postgresql_in_soak
 def test_a_refused_submit_of_its_id_does_not_end_the_wait_for_a_job(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     # given: a running job, under whose id the same client was refused another body
     gate = tmp_path / "gate"
@@ -157,7 +153,6 @@ def test_a_refused_submit_of_its_id_does_not_end_the_wait_for_a_job(tmp_path: Pa
         assert job.result(SOON_S) == b"1"
 
 
-@postgresql_in_soak
 def test_an_orderly_restart_of_the_server_keeps_everything_too(tmp_path: Path, store_url: str, ledger: Ledger) -> None:
     gate = tmp_path / "gate"
     with start_server(tmp_path, store=store_url) as server, jobs_worker(server, ledger), server.client() as client:
@@ -172,7 +167,6 @@ def test_an_orderly_restart_of_the_server_keeps_everything_too(tmp_path: Path, s
         assert ledger.attempts("orderly") == [1]
 
 
-@postgresql_in_soak
 def test_leases_are_renewed_by_the_restarted_server(
     server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
 ) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tasuki import Client
-from tests.e2e.stage import SOON_S, Ledger, command_worker, jobs_worker, shared_postgresql_in_soak, story
+from tests.e2e.stage import SOON_S, Ledger, command_worker, jobs_worker, story
 from tests.support.processes import ServerProcess
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.e2e, shared_postgresql_in_soak]
+pytestmark = pytest.mark.e2e
 
 
 def alive(pid: int) -> bool:

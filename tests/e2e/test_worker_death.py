@@ -18,7 +18,6 @@ from tests.e2e.stage import (
     assert_one_finish_each,
     command_worker,
     jobs_worker,
-    postgresql_in_soak,
     stdout_of,
     story,
 )
@@ -62,7 +61,6 @@ def test_the_jobs_of_a_killed_worker_run_again_elsewhere_and_no_others(
     assert story(client, "kept-1") == []
 
 
-@postgresql_in_soak
 def test_a_worker_that_hung_past_its_lease_drops_its_run(
     server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
 ) -> None:
@@ -119,7 +117,6 @@ def test_a_finish_that_comes_after_the_job_was_given_away_is_fenced(
     assert (status["state"], status["attempt"]) == ("SUCCEEDED", 2)
 
 
-@postgresql_in_soak
 def test_a_worker_that_is_cut_off_ends_its_command_before_the_next_attempt_begins(
     server: ServerProcess, client: Client, ledger: Ledger, tmp_path: Path
 ) -> None:

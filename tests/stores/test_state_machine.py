@@ -23,8 +23,8 @@ from tasuki.testing.store_machine import StoreMachine
 from tests.support.postgres_service import PostgresService
 from tests.support.sqlite_files import with_tables
 
-# Measured: 60 histories of 50 steps take about 10 s on SQLite.
-LONG = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+# Measured: 30 histories of 50 steps take about 5 s on SQLite.
+LONG = settings(max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
 # A step on PostgreSQL with all that is compared after it is some fifty statements: 12 histories take about as long.
 SHORT = settings(LONG, max_examples=12, stateful_step_count=40)
 # Planted faults must be found the same way on every run, and need no shrinking to be found.
