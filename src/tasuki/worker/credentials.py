@@ -1,11 +1,12 @@
-"""Who a worker is for a server, kept on disk: its worker_id and its tokens. Touches only `worker/` in its data folder.
+"""A worker's identity for a server, on disk: its worker_id and its tokens, which are rotated while its jobs run.
 
     worker/<host>-<port>.json    the credential of an enrolled worker, for its user only (0600)
-    worker/<host>-<port>.id      the worker_id of one whose token was made by hand
-    worker/<host>-<port>.lock    held (flock) for as long as a process is this worker; its pid stands in it
+    worker/<host>-<port>.id      the worker_id of a worker whose token was made by hand
+    worker/<host>-<port>.lock    locked (flock) while a process is this worker; contains its pid
 
-A file is written beside its place, synced and renamed: it is whole or not there, and what was saved is there after a power cut.
-While a token is being exchanged the file has both: whichever of them the server knows, the worker gets in.
+Rotation. The worker makes the next secret, saves it as `pending`, and sends the server its hash. While a token is being exchanged
+the file has both: whichever of them the server knows, the worker gets in. If the answer is lost, the next Hello finds out which
+token is good. Jobs and leases do not notice: only the connection is made again, with the new token.
 """
 
 from __future__ import annotations
@@ -39,10 +40,20 @@ FOLDER = "worker"
 FILE_MAX_BYTES = 64 * 1024
 NAME_MAX_CHARS = 100
 ENROL_AGAIN = "ask for an enrol token at the server (tasuki token enroll) and start again with TASUKI_ENROLL"
+ROTATE = "worker.rotate"
+DUE_AT_LEFT = 1 / 3  # of a token's life
+JITTER = 0.1  # of its life, so that workers that were enrolled together do not rotate together
+ANSWER_S = 40.0  # the server gives its store 30
+RETRY_FIRST = 1 / 10_000  # of its life: a minute of a week
+RETRY_MAX = 1 / 200
+RETRY_MIN_S = 0.05
+SLEEP_MAX_S = 600.0  # the clock may be set meanwhile
+
+logger = logging.getLogger("tasuki.worker")
 
 
 class CredentialToken(msgspec.Struct, frozen=True, kw_only=True):
-    """One secret. Both times are by this machine's clock: the server says how long a token is good, not until when."""
+    """One secret. Both times are by this machine's clock: the server names the life of a token, not its end."""
 
     secret: str
     token_id: str
@@ -57,42 +68,42 @@ class CredentialToken(msgspec.Struct, frozen=True, kw_only=True):
         return self.expires_at - self.issued_at
 
     def left_s(self, wall: float) -> float:
-        """How long it is still good; nothing, if the clock was set back behind its beginning: then nobody knows."""
+        """Return how long it is still good; 0 if the clock was set back behind its beginning, when that is not known."""
         return self.expires_at - wall if wall >= self.issued_at else 0.0
 
 
 class Credential(msgspec.Struct, frozen=True, kw_only=True):
-    """What an enrolled worker has in its hands."""
+    """The identity and the tokens of an enrolled worker."""
 
     server: str
     worker_id: str
     scope: tuple[str, ...] = ()
     token: CredentialToken
     pending: CredentialToken | None = None
-    """The server is being asked to take it in place of `token`, and may have done so."""
+    """The token that the server is asked to accept instead of `token`; it may have done so."""
     previous: CredentialToken | None = None
-    """The server said that `token` has taken its place, and has not let us in with that one yet."""
+    """The token before `token`, until the server has accepted a Hello with the new one."""
 
     @property
     def candidates(self) -> tuple[CredentialToken, ...]:
-        """All that may let us in, the likeliest first."""
+        """All tokens that the server may accept, the likeliest first."""
         return tuple(token for token in (self.token, self.pending, self.previous) if token is not None)
 
 
 def file_name(address: Address) -> str:
-    """A name for files that are about this server; two addresses never have the same."""
+    """Return a file name for this server; two addresses never have the same."""
     text = f"{address.host}-{address.port}{address.path}"
     name = re.sub(r"[^A-Za-z0-9.-]", "_", text)[:NAME_MAX_CHARS]
     return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 class CredentialFile:
-    """The right to be the worker of one server on this data folder, for one process at a time. `close` gives it back."""
+    """The credential of a data folder for one server, locked for one process until `close`."""
 
     def __init__(self, data: Path, address: Address) -> None:
         self.address = address
         self.credential: Credential | None = None
-        """What was loaded or saved last."""
+        """The credential that was loaded or saved last."""
         self._folder = data / FOLDER
         name = file_name(address)
         self.path = self._folder / f"{name}.json"
@@ -124,14 +135,14 @@ class CredentialFile:
         self.close()
 
     def close(self) -> None:
-        """The lock file stays: were it removed, two processes could hold locks on two files of one name."""
+        """Release the lock. Its file stays: were it removed, two processes could hold locks on two files of one name."""
         os.ftruncate(self._lock, 0)
         os.close(self._lock)
 
     # ------------------------------------------------------------------------------------------------ credential
 
     def load(self) -> Credential | None:
-        """What was saved; None if nothing was. ConfigError for a file that cannot be trusted or read."""
+        """Return the saved credential, None if there is none; ConfigError for a file that cannot be trusted or read."""
         credential = read_credential(self.path)
         if credential is not None and credential.server != str(self.address):
             raise ConfigError(
@@ -141,12 +152,12 @@ class CredentialFile:
         return credential
 
     def save(self, credential: Credential) -> None:
-        """Durable when it returns; OSError if it cannot be."""
+        """Write the credential durably, or raise OSError."""
         durable_write(self.path, msgspec.json.format(msgspec.json.encode(credential), indent=2) + b"\n")
         self.credential = credential
 
     def worker_id(self, new_name: str) -> str:
-        """For a worker that has no credential: made once, from this name, and the same at every start on this folder."""
+        """Return the id of a worker without a credential: made once, from this name, and the same at every start."""
         try:
             found = self._id_path.read_text("ascii").strip()
         except FileNotFoundError:
@@ -166,7 +177,7 @@ class CredentialFile:
 
 
 def read_credential(path: Path) -> Credential | None:
-    """For who only looks, too. None if there is none; ConfigError for a file that cannot be trusted or read."""
+    """Return the credential in a file, None if there is none; ConfigError for a file that cannot be trusted or read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -178,7 +189,7 @@ def read_credential(path: Path) -> Credential | None:
         content = file.read(FILE_MAX_BYTES)
     try:
         return msgspec.json.decode(content, type=Credential)
-    except msgspec.DecodeError:  # its words may hold a piece of what was read
+    except msgspec.DecodeError:  # its message may have a piece of the secret
         raise ConfigError(f"{path} is not a whole credential; remove it, and {ENROL_AGAIN}") from None
 
 
@@ -207,45 +218,34 @@ def _make_private(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A worker's token is exchanged for the next one in good time, while its jobs run. Hears what its machine hears, before it.
-
-ROTATE = "worker.rotate"
-DUE_AT_LEFT = 1 / 3  # of its life
-JITTER = 0.1  # of its life, so that workers that were enrolled together do not rotate together
-ANSWER_S = 40.0  # the server gives its store 30
-RETRY_FIRST = 1 / 10_000  # of its life: a minute of a week
-RETRY_MAX = 1 / 200
-RETRY_MIN_S = 0.05
-SLEEP_MAX_S = 600.0  # how long to sleep at most: the clock may be set meanwhile
-
-logger = logging.getLogger("tasuki.worker")
+# ---------------------------------------------------------------------------------------------------- rotation
 
 
 class Rotation:
-    """`ask` sends a request on the worker's connection and gives its msg_id, `use` is told the token for the next Hello."""
+    """Rotates the token of an enrolled worker. `ask` sends a request on its connection and returns the msg_id; `use` sets the
+    token of the next Hello. Events of the connection pass through `heard` before the machine gets them."""
 
     def __init__(
         self,
-        seat: CredentialFile,
+        file: CredentialFile,
         *,
         ask: Callable[[str, dict[str, str]], int],
         use: Callable[[str], None],
         hang_up: Callable[[TasukiError], None],
         jitter: Callable[[], float],
     ) -> None:
-        assert seat.credential is not None
-        self._seat, self._kept = seat, seat.credential
+        assert file.credential is not None
+        self._file, self._kept = file, file.credential
         self._ask, self._use, self._hang_up, self._jitter = ask, use, hang_up, jitter
         self._spread = jitter()
         self._shown = self._chosen = self._kept.token
-        """Which token this connection came with, and which one the next will."""
+        """The token of this connection, and that of the next."""
         self._refused: dict[str, ErrorMessage] = {}
-        """By token_id, since we were let in last."""
+        """Refusals since the last Welcome, by token_id."""
         self._online = False
         self._unsaved = False
         self._taken = False
-        """The server has a token like the one that we made."""
+        """Whether the server says that it has the pending token already."""
         self._asked = 0
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._backoff: Backoff | None = None
@@ -254,24 +254,24 @@ class Rotation:
 
     @property
     def token(self) -> str:
-        """The one for the next Hello."""
+        """The secret for the next Hello."""
         return self._chosen.secret
 
-    # ------------------------------------------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------------------------------------------ events
 
     def heard(self, event: Opened | Received | Closed) -> Opened | Received | Closed | None:
-        """What the machine is to hear of it; None: it is no business of the machine's."""
+        """Return the event for the machine; None: the machine does not need it."""
         if type(event) is Opened:
             self._shown = self._chosen
         elif type(event) is Closed:
             self._online = False
             self._end(Unavailable(f"the connection was lost: {event.reason}"))
         elif type(event) is Received:
-            message = self._told(event.message)
+            message = self._received(event.message)
             return None if message is None else Received(event.conn, message)
         return event
 
-    def _told(self, message: Message) -> Message | None:
+    def _received(self, message: Message) -> Message | None:
         match message:
             case Welcome():
                 self._welcomed()
@@ -283,11 +283,11 @@ class Rotation:
                 self._end(from_wire(message.code, message.message, message.details))
                 return None
             case ErrorMessage() if not message.corr_id and message.code == Unauthorized.code:
-                return self._not_let_in(message)
+                return self._unauthorized(message)
         return message
 
     def _end(self, error: TasukiError) -> None:
-        """What was asked will not be answered, or with this."""
+        """Fail the request that waits for an answer, if there is one."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
@@ -296,22 +296,22 @@ class Rotation:
         self._refused.clear()
         kept = self._kept
         if self._shown.token_id != kept.token.token_id:
-            # Its answer was lost, but it was done. Or the other way round: the server was restored from a backup.
-            logger.info("token %s is the one that is good", self._shown.token_id)
+            # The answer to the rotation was lost, but it was done. Or the server was restored from an older backup.
+            logger.info("the server accepts token %s, which is used from now on", self._shown.token_id)
             kept = replace(kept, token=self._shown, pending=None)
-        elif self._taken:  # so it was not ours that stood in our way
+        elif self._taken:  # the server has another token like the pending one
             kept = replace(kept, pending=None)
         self._taken = False
         self._keep(replace(kept, previous=None))
         self._woken.set()
 
-    def _not_let_in(self, error: ErrorMessage) -> ErrorMessage | None:
-        """None while there is another token to try: the server hangs up, and the next Hello shows it. Then, why our own was
-        refused: what is said of a token that the server may never have seen would lead nobody on."""
+    def _unauthorized(self, error: ErrorMessage) -> ErrorMessage | None:
+        """Choose the next token for the next Hello and return None; if there is none, return the refusal of `token` itself: the
+        reason for a token that the server may never have seen would mislead."""
         self._refused[self._shown.token_id] = error
         for token in self._kept.candidates:
             if token.token_id not in self._refused:
-                logger.info("token %s is refused (%s); %s is tried", self._shown.token_id, error.message, token.token_id)
+                logger.info("token %s is refused (%s); trying token %s", self._shown.token_id, error.message, token.token_id)
                 self._choose(token)
                 return None
         return self._refused[self._kept.token.token_id]
@@ -324,10 +324,10 @@ class Rotation:
         if credential != self._kept:
             self._kept, self._unsaved = credential, True
 
-    # ------------------------------------------------------------------------------------------------ what is done
+    # ------------------------------------------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """For as long as the worker lives. The only one who writes the file."""
+        """Save and rotate tokens while the worker lives. Nothing else writes the file."""
         while True:
             self._woken.clear()
             if self._unsaved:
@@ -341,20 +341,20 @@ class Rotation:
                 continue
 
     def _wait_s(self) -> float:
-        """Until it is time to rotate."""
+        """Return the time until the next rotation."""
         at = now()
         token = self._kept.token
         due_s = token.left_s(at.wall) - token.ttl_s * (DUE_AT_LEFT - JITTER * self._spread)
-        if self._kept.pending is not None:  # it was begun, and has to come to an end
+        if self._kept.pending is not None:  # a rotation was begun
             due_s = 0.0
         return max(due_s, self._retry_at - at.monotonic)
 
     async def _save(self, what: str) -> bool:
         credential = self._kept
         try:
-            await asyncio.to_thread(self._seat.save, credential)
+            await asyncio.to_thread(self._file.save, credential)
         except OSError as error:
-            logger.warning("%s cannot be saved in %s: %s", what, self._seat.path, error)
+            logger.warning("%s cannot be saved in %s: %s", what, self._file.path, error)
             return False
         self._unsaved = credential != self._kept
         return True
@@ -363,7 +363,7 @@ class Rotation:
         try:
             await self._rotate()
         except TasukiError as error:
-            if isinstance(error, InvalidInput):  # most likely we asked before; the next Hello shows which token is good
+            if isinstance(error, InvalidInput):  # most likely an earlier request was done; the next Hello finds out
                 self._taken = True
                 self._hang_up(error)
             life_s = self._kept.token.ttl_s
@@ -371,16 +371,16 @@ class Rotation:
                 self._backoff = Backoff(max(RETRY_MIN_S, life_s * RETRY_FIRST), life_s * RETRY_MAX, self._jitter)
             wait_s = self._backoff.next_s()
             self._retry_at = now().monotonic + wait_s
-            logger.warning("the token was not rotated, tried again in %.0f s: %s", wait_s, error.message)
+            logger.warning("the token was not rotated, trying again in %.0f s: %s", wait_s, error.message)
 
     async def _rotate(self) -> None:
         fresh = self._kept.pending
         if fresh is None:
             fresh = new_token(self._kept.token.ttl_s)
             self._kept = replace(self._kept, pending=fresh)
-            if not await self._save("the next token"):  # what is not on disk must not be told to the server
+            if not await self._save("the next token"):  # a token that is not on disk must not be sent to the server
                 self._kept = replace(self._kept, pending=None)
-                raise Unavailable("there is no room for the next token")
+                raise Unavailable("the next token cannot be saved")
         if not self._online:
             raise Unavailable("the connection was lost")
         self._answer = asyncio.get_running_loop().create_future()
@@ -388,24 +388,24 @@ class Rotation:
         asked_at = now().wall
         self._asked = self._ask(ROTATE, params)
         try:
-            told = await asyncio.wait_for(self._answer, ANSWER_S)
+            body = await asyncio.wait_for(self._answer, ANSWER_S)
         except TimeoutError:
             raise Unavailable(f"the server has not answered within {ANSWER_S:g} s") from None
         finally:
             self._answer, self._asked = None, 0
-        fresh = replace(fresh, issued_at=asked_at, expires_at=asked_at + float(told.get("ttl_s", fresh.ttl_s)))
+        fresh = replace(fresh, issued_at=asked_at, expires_at=asked_at + float(body.get("ttl_s", fresh.ttl_s)))
         old = self._kept.token
         self._keep(replace(self._kept, token=fresh, pending=None, previous=old))
         await self._save("the new token")
         self._backoff, self._retry_at = None, 0.0
         self._choose(fresh)
-        logger.info("the token was rotated: %s takes the place of %s", fresh.token_id, old.token_id)
+        logger.info("the token was rotated: %s replaces %s", fresh.token_id, old.token_id)
         if self._shown.token_id == old.token_id:
-            self._hang_up(Unavailable("the token was rotated, and is shown to the server"))
+            self._hang_up(Unavailable("the token was rotated; connecting again with the new one"))
 
 
 def new_token(ttl_s: float) -> CredentialToken:
-    """A secret of ours, of which the server gets the hash alone."""
+    """Return a token with a new secret, of which the server gets only the hash."""
     secret = TOKEN_PREFIXES[PeerKind.WORKER] + secrets.token_urlsafe(32)
     issued_at = now().wall
     return CredentialToken(secret=secret, token_id=secrets.token_hex(6), issued_at=issued_at, expires_at=issued_at + ttl_s)

@@ -171,3 +171,12 @@ def _writable(process: Path, descriptor: str) -> bool:
             if line.startswith("flags:"):
                 return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
     return False
+
+
+def write_file(path: Path | str, text: str) -> None:
+    """Write to a control file of the kernel, in one system call."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

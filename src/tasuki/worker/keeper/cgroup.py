@@ -4,9 +4,9 @@
                                      /job-<n>   one such job (only with the controllers memory and pids)
                                      /worker    the worker, where it had to make room for the controllers
 
-Jobs are born in the keeper's group, so being in it costs nothing per job, and nobody leaves it by fork, setsid or a cleared
-environment. While the keeper lives it knows its jobs by parentage; the group is for the day on which it is killed: one
-write to `cgroup.kill` ends all that it had started. Touches only /sys/fs/cgroup, and there only what is delegated to us.
+Jobs start in the keeper's group, so the group costs nothing per job, and no process leaves it by fork, setsid or a cleared
+environment. While the keeper lives it finds its jobs by parentage; the group is for a keeper that was killed: one write to
+`cgroup.kill` ends everything that it had started. Touches only /sys/fs/cgroup, and there only what is delegated to this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tasuki.worker.keeper.protocol import Limits
-from tasuki.worker.linux_calls import look
+from tasuki.worker.linux_calls import look, write_file
 
 PREFIX = "tasuki-"
 CONTROLLERS = ("memory", "pids")
@@ -29,7 +29,7 @@ _POLL_S = 0.01
 
 
 class NoCgroup(Exception):
-    """There is no cgroup for us here; the message says why. Never leaves the keeper: it works without one."""
+    """There is no cgroup to use; the message says why. Stays inside the keeper, which works without one."""
 
 
 class ControlGroup:
@@ -48,7 +48,7 @@ class ControlGroup:
         group = cls(delegated(), incarnation, worker_pid)
         try:
             (group.path / "keeper").mkdir(parents=True)
-            _write(group.path / "keeper/cgroup.procs", "0")
+            write_file(group.path / "keeper/cgroup.procs", "0")
             if not (group.path / "cgroup.kill").exists():
                 raise NoCgroup("this kernel has no cgroup.kill (it came with 5.14)")
         except (OSError, NoCgroup) as error:
@@ -58,42 +58,42 @@ class ControlGroup:
         return group
 
     def _enable(self) -> bool:
-        """Have the controllers in our leaves. A cgroup that hands them on may hold no process itself (but the root)."""
+        """Enable the controllers for the leaves. A cgroup that hands them on may have no process itself (except the root)."""
         wanted = " ".join(f"+{name}" for name in CONTROLLERS)
         if lacking(self._base):
             return False
         try:
             self._make_room()
-            _write(self._base / "cgroup.subtree_control", wanted)
-            _write(self.path / "cgroup.subtree_control", wanted)
-        except OSError:  # others live in our cgroup: its limits are not ours to set
+            write_file(self._base / "cgroup.subtree_control", wanted)
+            write_file(self.path / "cgroup.subtree_control", wanted)
+        except OSError:  # other processes share this cgroup, whose limits must not be set then
             return False
         return True
 
     def _make_room(self) -> None:
-        """Move the worker and its children one step down, if nobody else lives here."""
+        """Move the worker and its children one level down, if no other process is in this cgroup."""
         pids = [int(pid) for pid in (self._base / "cgroup.procs").read_text().split()]
         family = [pid for pid in pids if pid == self._worker_pid or _parent(pid) == self._worker_pid]
         if family == pids:
             (self.path / "worker").mkdir()
             for pid in family:
-                _write(self.path / "worker/cgroup.procs", str(pid))
+                write_file(self.path / "worker/cgroup.procs", str(pid))
             self._moved = family
 
     def leaf(self, number: int, limits: Limits) -> Leaf:
-        """A leaf with these limits; OSError."""
+        """Make a leaf with these limits, or raise OSError."""
         return Leaf(self.path, number, limits)
 
     def close(self) -> None:
-        """Go back to where we came from, and remove what was made. Nothing of a job may be alive."""
+        """Move the processes back and remove the group. No process of a job may be alive."""
         wanted = " ".join(f"-{name}" for name in CONTROLLERS)
         with contextlib.suppress(OSError):
             if self.has_limits:
-                _write(self.path / "cgroup.subtree_control", wanted)
-                _write(self._base / "cgroup.subtree_control", wanted)
+                write_file(self.path / "cgroup.subtree_control", wanted)
+                write_file(self._base / "cgroup.subtree_control", wanted)
         for pid in (*self._moved, 0):  # 0: this process
             with contextlib.suppress(OSError):
-                _write(self._base / "cgroup.procs", str(pid))
+                write_file(self._base / "cgroup.procs", str(pid))
         remove(self.path)
 
 
@@ -113,24 +113,24 @@ class Leaf:
 
     def _limit(self, limits: Limits) -> None:
         if limits.memory_mb is not None:
-            _write(self.path / "memory.max", str(limits.memory_mb * _MB))
-            _write(self.path / "memory.oom.group", "1")  # half a job is of no use to anybody
+            write_file(self.path / "memory.max", str(limits.memory_mb * _MB))
+            write_file(self.path / "memory.oom.group", "1")  # half a job is of no use
             with contextlib.suppress(OSError):  # a kernel without swap accounting
-                _write(self.path / "memory.swap.max", "0")
+                write_file(self.path / "memory.swap.max", "0")
         self._allow_processes(0)
 
     def _allow_processes(self, more: int) -> None:
         if self._processes is not None:
-            _write(self.path / "pids.max", str(self._processes + more))
+            write_file(self.path / "pids.max", str(self._processes + more))
 
     def __enter__(self) -> Leaf:
-        """The keeper steps in: what it starts now is born here, and has no moment outside its limits."""
+        """Move the keeper in: a process that it starts now is in here from its first instruction."""
         self._allow_processes(1)  # the keeper itself counts while it is here
-        _write(self.path / "cgroup.procs", "0")
+        write_file(self.path / "cgroup.procs", "0")
         return self
 
     def __exit__(self, *_: object) -> None:
-        _write(self._group / "keeper/cgroup.procs", "0")
+        write_file(self._group / "keeper/cgroup.procs", "0")
         self._allow_processes(0)
 
     def oom_kills(self) -> int:
@@ -140,7 +140,7 @@ class Leaf:
         return _event(self.path / "pids.events", "max")
 
     def kill(self) -> None:
-        _write(self.path / "cgroup.kill", "1")
+        write_file(self.path / "cgroup.kill", "1")
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):  # a process that has just died may still be counted; `ControlGroup.close` tries again
@@ -148,18 +148,18 @@ class Leaf:
 
 
 def delegated() -> Path:
-    """Our own cgroup, if we may make groups below it; NoCgroup."""
+    """Return this process's cgroup if groups may be made below it, or raise NoCgroup."""
     mount, name = _mount(), _own()
     base = mount / name.lstrip("/")
     if not (os.access(base, os.W_OK) and os.access(base / "cgroup.procs", os.W_OK)):
-        raise NoCgroup(f"our cgroup {base} may not be written (systemd: Delegate=yes, and User=)")
+        raise NoCgroup(f"cgroup {base} of this process may not be written (systemd: Delegate=yes, and User=)")
     if os.geteuid() == 0 and name != "/" and SYSTEMD.exists() and not _marked(base):
-        raise NoCgroup(f"our cgroup {base} is systemd's own (Delegate=yes hands it over)")
+        raise NoCgroup(f"cgroup {base} of this process belongs to systemd (Delegate=yes hands it over)")
     return base
 
 
 def lacking(base: Path) -> list[str]:
-    """Which of the controllers that leaves need are not handed on to this cgroup."""
+    """Return the needed controllers that this cgroup does not have."""
     available = (base / "cgroup.controllers").read_text().split()
     return [name for name in CONTROLLERS if name not in available]
 
@@ -189,7 +189,7 @@ def _own() -> str:
 
 
 def kill_group_of(incarnation: str) -> bool:
-    """Kill all that is left in the group of a dead incarnation, wherever that was, and remove it. False: there is none."""
+    """Kill the processes in the group of a dead incarnation, wherever that was, remove it, and return whether there were any."""
     try:
         mount = _mount()
     except (OSError, NoCgroup):
@@ -199,10 +199,10 @@ def kill_group_of(incarnation: str) -> bool:
     for path in found:
         killed = killed or bool(_populated(path))
         with contextlib.suppress(OSError):  # gone meanwhile, or not ours
-            _write(path / "cgroup.kill", "1")
+            write_file(path / "cgroup.kill", "1")
         deadline = time.monotonic() + _KILL_S
         while _populated(path) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)  # SIGKILL is sent; dying takes a moment
+            time.sleep(_POLL_S)
         remove(path)
     return killed
 
@@ -212,7 +212,7 @@ def _populated(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a group and the leaves below it, as far as they are empty."""
+    """Remove a group and its leaves, as far as they are empty."""
     for leaf in [*path.glob("*/"), path]:
         with contextlib.suppress(OSError):
             leaf.rmdir()
@@ -229,11 +229,3 @@ def _event(path: Path, name: str) -> int:
     except OSError:  # the controller is not there
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
-
-
-def _write(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)

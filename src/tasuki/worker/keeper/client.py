@@ -1,10 +1,10 @@
-"""The worker's hold on its keeper: forks it, gives it orders, and hears how they ended. Belongs to one event loop.
+"""The worker's end of its keeper: forks it, sends orders, and receives reports. Belongs to one event loop.
 
     keeper = Keeper.start(incarnation)          before the loop runs, in `Worker.run`
     kept = keeper.spawn(…)                      in the loop
     spawned = await kept.started                OSError: it was not started
-    keeper.stop(kept, Reason.CANCELED, 5.0)
-    ended = await kept.ended                    nothing of it is alive
+    keeper.stop(kept, EndReason.CANCELED, 5.0)
+    ended = await kept.ended                    no process of it is alive
 
 Orders of one turn of the loop leave in one write. When the keeper is gone, every future that still waits gets KeeperLost.
 """
@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -45,14 +44,15 @@ from tasuki.worker.keeper.protocol import (
     Warmth,
     frame,
 )
+from tasuki.worker.linux_calls import run_after_fork
 
-CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that sits in the kernel
+CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that is stuck in the kernel
 
 logger = logging.getLogger(__name__)
 
 
 class KeptAttempt:
-    """One attempt in the keeper's hands."""
+    """One attempt that the keeper runs."""
 
     def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
@@ -63,14 +63,14 @@ class KeptAttempt:
         for future in (self.started, self.ended):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # whoever waits for one of the two need not ask the other
+                future.exception()  # retrieved: a caller may wait for only one of the two
 
 
 class Keeper:
-    """The keeper as the worker sees it."""
+    """The keeper, as the worker sees it."""
 
     def __init__(self, control: socket.socket, pid: int) -> None:
-        assert pid > 1, "0 and -1 would mean whole groups of processes when it is waited for or killed"
+        assert pid > 1, "0 and -1 would mean groups of processes in waitpid and kill"
         self.pid = pid
         self.on_lost: Callable[[KeeperLost], None] = lambda error: None
         self.lost: KeeperLost | None = None
@@ -80,7 +80,7 @@ class Keeper:
         self._frames: Frames[Report] = Frames(list[Report])
         self._orders: list[Order] = []
         self._turning = False
-        """Something was ordered in this turn of the loop."""
+        """Whether there was an order in this turn of the loop."""
         self._unsent = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[Ready] | None = None
@@ -88,17 +88,14 @@ class Keeper:
 
     @classmethod
     def start(cls, incarnation: str, *, cgroup: bool = True) -> Keeper:
-        """Fork the keeper. Best before a loop or a thread is started: the less there is, the less is copied.
-
-        `cgroup=False` does without one even where it is delegated.
-        """
+        """Fork the keeper, best before a loop or a thread is started. `cgroup=False`: use none even where it is delegated."""
         ours, theirs = socket.socketpair()
         worker_pid = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            _become_keeper(theirs, incarnation, worker_pid, cgroup)
+            run_after_fork(lambda: _become_keeper(theirs, incarnation, worker_pid, cgroup))
         theirs.close()
         ours.setblocking(False)
         return cls(ours, pid)
@@ -106,7 +103,7 @@ class Keeper:
     # ------------------------------------------------------------------------------------------------ orders
 
     def spawn(self, **fields: Any) -> KeptAttempt:
-        """Start what the fields of a `Spawn` (but for its number) say."""
+        """Start an attempt with the fields of a `Spawn`, except its number."""
         self._attach()
         assert self._loop is not None
         kept = KeptAttempt(next(self._numbers), self._loop)
@@ -116,34 +113,34 @@ class Keeper:
         self._kept[kept.number] = kept
         is_first = not self._turning
         self._order(Spawn(number=kept.number, **fields))
-        if is_first:  # at once: a turn of the loop is a tenth of what a start takes. What follows in this turn goes together
+        if is_first:  # sent at once: a turn of the loop is a tenth of a start. Later orders of this turn go together
             self._flush()
         return kept
 
     def prepare(self, order: Prepare) -> None:
-        """Start this warm interpreter; how it went is logged."""
+        """Start a warm interpreter; the result is logged."""
         self._attach()
         self._order(order)
 
     def stop(self, kept: KeptAttempt, reason: EndReason, grace_s: float) -> None:
-        """TERM, after the grace KILL. Harmless when it has ended."""
+        """Send TERM, and KILL after the grace. Without effect when the attempt has ended."""
         if kept.number in self._kept:
             self._order(StopAttempt(kept.number, reason, grace_s))
 
     def renew(self, deadlines: Iterable[tuple[KeptAttempt, float]]) -> None:
-        """The lease deadlines from now on."""
+        """Set new lease deadlines."""
         known = [(kept.number, deadline) for kept, deadline in deadlines if kept.number in self._kept]
         if known:
             self._order(RenewDeadlines(known))
 
     def kill_all(self) -> None:
-        """The last resort: SIGKILL to every tree, without waiting."""
+        """Send SIGKILL to every tree, without waiting. The last resort."""
         for number in self._kept:
             self._order(StopAttempt(number, EndReason.SHUTDOWN, 0.0))
         self._flush()
 
     async def ready(self) -> Ready:
-        """How well it can hold on to what it starts; KeeperLost."""
+        """Return how well the keeper can find the processes of a job, or raise KeeperLost."""
         self._attach()
         if self._is_ready is not None:
             return self._is_ready
@@ -155,7 +152,7 @@ class Keeper:
         return await asyncio.shield(self._ready)
 
     def close(self) -> None:
-        """End the keeper and all that it still has, which takes milliseconds; wait for it. In the loop or after it."""
+        """End the keeper and its jobs, and wait for it, which takes milliseconds. In the loop or after it."""
         self._detach()
         self._control.close()
         if self.lost is None:
@@ -163,10 +160,10 @@ class Keeper:
         if self._loop is not None and not self._loop.is_closed():
             self._fail_all(self.lost)
         deadline = time.monotonic() + CLOSE_S
-        with contextlib.suppress(ChildProcessError):  # waited for already
+        with contextlib.suppress(ChildProcessError):  # it was waited for already
             while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
                 if time.monotonic() > deadline:
-                    logger.error("the keeper (pid %d) does not end and is killed; the next start sweeps up after it", self.pid)
+                    logger.error("the keeper (pid %d) does not end and is killed; the next start kills what it leaves", self.pid)
                     os.kill(self.pid, signal.SIGKILL)
                     deadline += CLOSE_S
                 time.sleep(0.001)
@@ -214,7 +211,7 @@ class Keeper:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            self._lose(f"it does not listen any more: {error.strerror}")
+            self._lose(f"it does not read any more: {error.strerror}")
             return
         del self._unsent[:sent]
         if self._unsent:
@@ -259,8 +256,8 @@ class Keeper:
         assert self._loop is not None
         self._detach()
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # one that talks nonsense takes it for our end, and ends what it has
-        self.lost = KeeperLost(f"the keeper (pid {self.pid}) is gone: {why}; restart this process, which sweeps up what is left")
+            self._control.shutdown(socket.SHUT_RDWR)  # a keeper that sends garbage ends its jobs, as if the worker had died
+        self.lost = KeeperLost(f"the keeper (pid {self.pid}) is gone: {why}; restart this process, which kills what is left")
         logger.error("%s", self.lost.message)
         self._fail_all(self.lost)
         if self._ready is not None and not self._ready.done():
@@ -275,7 +272,7 @@ class Keeper:
 
 def _why_not(report: NotSpawned) -> Exception:
     if report.message:
-        return PreloadFailed(f"its interpreter cannot be used: {report.message}; correct its modules, or the exec")
+        return PreloadFailed(f"the interpreter cannot be used: {report.message}; correct its modules, or the exec")
     return OSError(report.errno, os.strerror(report.errno))
 
 
@@ -295,15 +292,9 @@ def _settle(future: asyncio.Future[Any], value: object) -> None:
 
 
 def _become_keeper(control: socket.socket, incarnation: str, worker_pid: int, cgroup: bool) -> NoReturn:
-    """After the fork: nothing of the worker but this one socket, and never back into its code."""
-    try:
-        gc.freeze()  # what was copied is not ours to finalise
-        kept = control.fileno()
-        os.closerange(3, kept)
-        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-        keep(control, incarnation, worker_pid, cgroup=cgroup)
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(os.EX_SOFTWARE)
+    """Close every descriptor of the worker except this socket, and run the keeper."""
+    gc.freeze()  # objects of the worker must not be finalised here
+    kept = control.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    keep(control, incarnation, worker_pid, cgroup=cgroup)

@@ -1,18 +1,16 @@
-"""The keeper: the small process beside each worker that starts its jobs, and ends them whatever happens to the worker.
+"""The keeper's loop: phases and deadlines of all jobs of one worker.
 
-Theory of operation. One thread, one poll over three things: the worker's orders, the ends of processes (SIGCHLD), and
-the worker's own end. A job goes one way through its phases:
+Theory of operation. One thread, one poll over three things: the worker's orders, the ends of processes (SIGCHLD), and the
+worker's own end. A job goes one way through its phases:
 
     STARTING ──forked by its warm interpreter──► RUNNING          (a program is RUNNING at once)
     RUNNING ──stop, time limit, lease deadline──► STOPPING (TERM was sent) ──grace over──► KILLING ──tree empty──► reported
        └──its first process ends, a limit was passed──────────────────────────────────────────┘
 
-An attempt is reported when nothing of it is alive, not when its first process ends. In STOPPING the rest of the tree keeps
-its grace even if the first process is gone. The lease deadlines are the keeper's own timers, told with the start and once per
-heartbeat: a worker that hangs does not answer for its jobs any more, and changes nothing here. When the worker dies, or
-says something that cannot be read, every tree is killed and the keeper ends.
-
-What it does to processes stands behind `PlainSystem` and `LinuxSystem`; this file knows only phases and time.
+An attempt is reported when none of its processes is alive, not when its first process ends. In STOPPING the rest of the tree
+keeps its grace even if the first process is gone. The lease deadlines are the keeper's own timers, set with the start and once
+per heartbeat: a worker that hangs loses its jobs in time. When the worker dies, or sends bytes that cannot be decoded, every
+tree is killed and the keeper ends. `PlainSystem` and `LinuxSystem` act on processes; this file has only phases and time.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ if sys.platform == "linux":
     from tasuki.worker.keeper.linux import LinuxSystem, ready_with
 
 LEASE_LOST_GRACE_S = 1.0  # the store waits LEASE_MARGIN_S past the lease before it gives the job away: be gone by then
-RECHECK_S = 0.02  # how soon a tree that was killed is looked at again; its ends wake us earlier
-WATCH_S = 0.05  # how often limits of whole trees are looked at; a fork bomb makes some hundred processes in that time
-TOGETHER_S = 0.002
+RECHECK_S = 0.02  # how soon a tree that was killed is checked again; the end of a process wakes the keeper earlier
+WATCH_S = 0.05  # how often limits of whole trees are checked; a fork bomb makes some hundred processes in that time
+TOGETHER_S = 0.002  # how long a Spawned waits for more reports: if the job ends at once, the worker is woken once
 TICK_S = 1.0  # poll counts time as CLOCK_MONOTONIC: after a machine's sleep no deadline is later than this
 MB = 1024 * 1024
-_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the worker drains, with the keeper's help
+_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # for the worker, which drains and needs the keeper for that
 
 
 class Phase(enum.Enum):
@@ -75,9 +73,9 @@ class _KeptJob:
         self.order = order
         self.phase = Phase.STARTING
         self.stop_with: tuple[EndReason, float] | None = None
-        """Reason and grace, of a stop that came when it was too late not to start it."""
+        """Reason and grace of a stop that came too late to cancel the start."""
         self.exit_code: int | None = None
-        """Of the first process; None while it lives."""
+        """Exit code of the first process; None while it lives."""
         self.reason: EndReason | None = None
         self.detail = ""
         self.lease_deadline = inf if order.lease_deadline is None else order.lease_deadline
@@ -86,14 +84,14 @@ class _KeptJob:
         self.look_at = inf
 
     def run(self, at: float) -> None:
-        """Its process is there; its time counts from now."""
+        """Enter RUNNING: the process exists, and its time limit counts from now."""
         self.phase = Phase.RUNNING
         if self.order.timeout_s is not None:
             self.time_limit = at + self.order.timeout_s
 
     @property
     def due(self) -> float:
-        """When something is to be done about it, if nothing happens before."""
+        """The time of its next timer."""
         match self.phase:
             case Phase.STARTING:
                 return self.lease_deadline if self.stop_with is None else inf
@@ -106,7 +104,7 @@ class _KeptJob:
 
 
 class KeeperLoop:
-    """Supervises all jobs of one worker, until that is gone."""
+    """Supervises all jobs of one worker until the worker is gone."""
 
     def __init__(self, control: socket.socket, system: PlainSystem, worker_pid: int) -> None:
         self._control = control
@@ -125,14 +123,14 @@ class KeeperLoop:
         self._worker: int | None = None
 
     def serve(self) -> None:
-        """Work until the worker is gone and nothing of its jobs is left."""
+        """Work until the worker is gone and its jobs have ended."""
         self._listen()
         try:
             self._reports.append(self._system.ready())
             while self._jobs or not self._alone:
                 self._turn()
         except BaseException:
-            for number in self._jobs:  # a keeper that cannot go on leaves nothing running behind
+            for number in self._jobs:  # a keeper that fails leaves no process behind
                 self._system.kill(number)
             raise
         finally:
@@ -150,7 +148,7 @@ class KeeperLoop:
         self._poll.register(self._control, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         self._system.attach(self._poll)
-        if hasattr(os, "pidfd_open"):  # the control socket may live on in a child of the worker; the worker's end is its end
+        if hasattr(os, "pidfd_open"):  # a child of the worker may keep the control socket open after the worker's end
             with contextlib.suppress(ProcessLookupError):
                 self._worker = os.pidfd_open(self._worker_pid)
                 self._poll.register(self._worker, select.POLLIN)
@@ -179,7 +177,7 @@ class KeeperLoop:
         if not self._jobs:
             return None
         due = min(self._watch_at, self._tick_at, self._tell_at, *(job.due for job in self._jobs.values()))
-        return max(0.0, due - boot_time()) * 1000 + 1  # poll cuts fractions off: one more, and it is not woken too early
+        return max(0.0, due - boot_time()) * 1000 + 1  # poll drops fractions: one more, and it does not wake too early
 
     def _read(self) -> None:
         try:
@@ -243,7 +241,7 @@ class KeeperLoop:
         self._reports.append(Spawned(job.order.number, pid, at))
 
     def _begin(self, at: float) -> None:
-        """What became of warm interpreters, and of the starts that waited for them."""
+        """Handle the results of warm interpreters, and of the starts that waited for them."""
         self._reports += self._system.prepared()
         for begun in self._system.begun():
             job = self._jobs[begun.number]
@@ -256,10 +254,10 @@ class KeeperLoop:
             if job.stop_with is not None:
                 self._stop(job, *job.stop_with, at)
 
-    # ------------------------------------------------------------------------------------------------ towards the end
+    # ------------------------------------------------------------------------------------------------ ends
 
     def _stop(self, job: _KeptJob, reason: EndReason, grace_s: float, at: float) -> None:
-        """TERM now, KILL after the grace. A later reason does not replace the first; it may only shorten the grace."""
+        """Send TERM now and KILL after the grace. A later reason does not replace the first; it may only shorten the grace."""
         if job.phase is Phase.STARTING:
             self._do_not_start(job, reason, grace_s)
         if job.phase is Phase.RUNNING:
@@ -285,7 +283,7 @@ class KeeperLoop:
         job.look_at = at + RECHECK_S
 
     def _abandon(self) -> None:
-        """The worker is gone: nobody renews, and nobody would hear. The socket stays open, as a sign, until all is empty."""
+        """Kill all jobs: the worker is gone. The socket stays open until all have ended, which shows that the keeper lives."""
         if self._alone:
             return
         self._alone = True
@@ -301,7 +299,7 @@ class KeeperLoop:
         for reaped in ended:
             job = self._by_pid.pop(reaped.pid)
             job.exit_code = reaped.exit_code
-            if job.phase is Phase.RUNNING:  # what it leaves behind has no grace: nobody is to be told anything
+            if job.phase is Phase.RUNNING:  # the processes that it leaves behind get no grace
                 job.phase, job.look_at = Phase.KILLING, at
                 job.reason, job.detail = self._system.trouble(job.order.number, reaped.exit_code)
 
@@ -320,7 +318,7 @@ class KeeperLoop:
                 self._stop(job, EndReason.TIMED_OUT, job.order.grace_s, at)
 
     def _watch(self, at: float) -> None:
-        """Limits of whole trees, where no cgroup keeps them."""
+        """Enforce limits of whole trees, where no cgroup does."""
         usage = self._system.usage()
         self._watch_at = at + WATCH_S if usage else inf
         for number, used in usage.items():
@@ -353,8 +351,7 @@ class KeeperLoop:
     # ------------------------------------------------------------------------------------------------ reports
 
     def _flush(self) -> None:
-        """One write for all that happened in a turn. A worker that does not read holds up nothing here. That something was
-        started waits a little: if it ends at once, the worker is woken once."""
+        """Send all reports of a turn in one write, as far as the socket takes it. A Spawned alone waits for TOGETHER_S."""
         if self._alone:
             self._reports.clear()
             return
@@ -378,16 +375,16 @@ class KeeperLoop:
 
 
 def _errno_of(reason: EndReason) -> int:
-    """Why a job was not started that was to be stopped."""
+    """Return the errno of a start that a stop has canceled."""
     return errno.ETIME if reason is EndReason.LEASE_LOST else errno.ECANCELED
 
 
 def _nothing(*_: object) -> None:
-    """A signal that is only to wake the poll, or to be passed over."""
+    """Handle a signal that only wakes the poll, or is to be ignored."""
 
 
 def system_for(incarnation: str, worker_pid: int, *, cgroup: bool) -> PlainSystem:
-    """What this machine offers."""
+    """Return the best system of this machine."""
     if sys.platform != "linux":
         return PlainSystem()
     try:
@@ -397,7 +394,7 @@ def system_for(incarnation: str, worker_pid: int, *, cgroup: bool) -> PlainSyste
 
 
 def level_here() -> Ready:
-    """What a keeper would say of itself here; none is started."""
+    """Return what a keeper would report here, without starting one."""
     if sys.platform != "linux":
         return PlainSystem().ready()
     try:
@@ -407,8 +404,8 @@ def level_here() -> Ready:
 
 
 def keep(control: socket.socket, incarnation: str, worker_pid: int, *, cgroup: bool) -> NoReturn:
-    """The life of the keeper, in a process that was just forked for it."""
-    os.setsid()  # Ctrl-C in the worker's terminal is the worker's business
+    """Run the keeper in a process that was just forked for it."""
+    os.setsid()  # Ctrl-C in the worker's terminal is for the worker alone
     os.chdir("/")
     KeeperLoop(control, system_for(incarnation, worker_pid, cgroup=cgroup), worker_pid).serve()
     os._exit(os.EX_OK)

@@ -1,22 +1,22 @@
-"""The keeper's hands on Linux: it finds and ends everything that a job has started, whatever that did to hide.
+"""Processes of jobs on Linux: finds and ends everything that a job has started, whatever it did to hide.
 
 Theory of operation. The keeper is the *sub-reaper* of its jobs: a process whose parent dies becomes the keeper's own child,
 never init's. So the tree below the keeper is complete, and no setsid, double fork or cleared environment leads out of it.
 As soon as a job's first process has ended, the rest of its tree hangs from *strays*: children of the keeper that it did
-not start itself. One short read of /proc/self/task/…/children says whether there are any; for an ordinary job that is
-all. What a stray belongs to is told, in this order, by
+not start itself. One short read of /proc/self/task/…/children shows whether there are any; for an ordinary job that is
+all. The job of a stray is found, in this order, by
 
-    its tag        a number that a job is born with: the soft limit of file locks, which Linux keeps, hands on to
+    its tag        a number that a job is started with: the soft limit of file locks, which Linux keeps, hands on to
                    children and has not used for anything since 2.4
     its marker     TASUKI_MARK in the environment that it was started with
     its session    that of the job's first process
-    its files      its working folder, or a file that it can write to, lies in the job's folder
+    its files      its working folder, or a file that it can write to, is in the job's folder
 
-A stray that has wiped out all four has hidden on purpose, and goes with the next job that ends.
-The tag names the incarnation too, so that what outlives a killed keeper is found without its environment (`keeper_sweep`).
+A stray that has removed all four has hidden on purpose, and is killed with the next job that ends. The tag names the
+incarnation too, so that processes that outlive a killed keeper are found without their environment (`sweep`).
 
-A job of kind python is forked by a warm interpreter (`keeper_warm`), which is a child of the keeper but no job. The job
-itself becomes the keeper's child before its first line of user code, tagged, in its session: then it is one like any other.
+A job of kind python is forked by a warm interpreter (`preforked.py`), which is a child of the keeper but not a job. The job
+itself becomes the keeper's child before its first line of user code, tagged, in its session: then it is a job like any other.
 """
 
 from __future__ import annotations
@@ -47,33 +47,36 @@ from tasuki.worker.linux_calls import (
     set_name,
     signal_checked,
     works_under,
+    write_file,
 )
 
-RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module leaves it out because nothing uses it
+RLIMIT_LOCKS = 10  # <asm-generic/resource.h>; the resource module does not have it because nothing uses it
 TAG_BITS = 24  # of the number; 38 bits before it are the incarnation's
-OOM_SCORE_ABOVE = 300  # how far a job stands before its worker when the kernel looks for memory
+OOM_SCORE_ABOVE = 300  # added to the worker's score, so that the kernel kills jobs first when memory is short
 FREEZE_PASSES = 20
 READ_BYTES = 64 * 1024
-PAGE_BYTES = 4096  # what one read of a list in /proc gives at most, but for entries that are larger
+PAGE_BYTES = 4096  # at most returned by one read of a list in /proc, unless an entry is larger
 MARK = b"TASUKI_MARK="
-NOBODY = 0  # no job has this number: what shows no sign and cannot be signalled either (setuid) is not waited for
+SWEEP_S = 10.0  # a process that survives this long is stuck in the kernel (a dead disk); the start goes on without it
+SWEEP_POLL_S = 0.02
+NOBODY = 0  # no job has this number; a stray that shows no sign and cannot be signalled (setuid) is not waited for
 
 
 def tag_of(incarnation: str) -> int:
-    """The part of a tag that all jobs of an incarnation share."""
+    """Return the part of a tag that all jobs of an incarnation share."""
     digest = hashlib.sha256(incarnation.encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> (64 - 38) | 1) << TAG_BITS
 
 
 def ready_with(cgroup: Path | None, why_none: str, limits: str = "watched") -> Ready:
-    """How well a keeper holds on to its jobs with this cgroup, or without any."""
+    """Return how well a keeper can find the processes of its jobs with this cgroup, or without any."""
     if cgroup is not None:
         return Ready("cgroup", f"whole trees, also after the keeper was killed; {cgroup}", limits)
     return Ready("subreaper", f"whole trees while the keeper lives; no cgroup: {why_none}", limits)
 
 
 class LinuxSystem(PlainSystem):
-    """Jobs as trees of processes."""
+    """Starts and ends jobs as trees of processes."""
 
     def __init__(self, incarnation: str, worker_pid: int, *, cgroup: bool = True) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class LinuxSystem(PlainSystem):
         become_subreaper()
         self._pid = os.getpid()
         self._children: int | None = None
-        """The list of our children, opened once: it is read twice for every job."""
+        """The list of the keeper's children, opened once: it is read twice for every job."""
         with contextlib.suppress(FileNotFoundError):  # a kernel without it
             self._children = os.open(f"/proc/self/task/{self._pid}/children", os.O_RDONLY)
         self._locks = resource.getrlimit(RLIMIT_LOCKS)
@@ -89,10 +92,10 @@ class LinuxSystem(PlainSystem):
         self._orders: dict[int, Spawn] = {}
         self._leaves: dict[int, Leaf] = {}
         self._owners: dict[int, int | None] = {}
-        """stray → number. A child that nobody has waited for keeps its pid, so this cannot go stale."""
+        """stray → number. A child that was not waited for keeps its pid, so this cannot go stale."""
         self._warm = WarmInterpreters(self._start_interpreter)
         self._begun: list[Begun] = []
-        self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE)).encode()
+        self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE))
         self._group: ControlGroup | None = None
         self._no_group = "switched off"
         self._oom_kills = _machine_oom_kills()
@@ -126,22 +129,22 @@ class LinuxSystem(PlainSystem):
         self._orders[order.number] = order
         if leaf is not None:
             self._leaves[order.number] = leaf
-        self._offer_to_the_kernel(pid)
+        self._raise_oom_score(pid)
         return pid
 
     def _tag_for(self, number: int) -> tuple[int, int]:
         return self._tag | number % (1 << TAG_BITS), self._locks[1]
 
-    def _offer_to_the_kernel(self, pid: int | None) -> None:
+    def _raise_oom_score(self, pid: int | None) -> None:
         with contextlib.suppress(OSError):  # it has ended already
-            _write(f"/proc/{pid}/oom_score_adj", self._oom_score)
+            write_file(f"/proc/{pid}/oom_score_adj", self._oom_score)
 
     def _leaf_for(self, order: Spawn) -> Leaf | None:
         if self._group is None or not self._group.has_limits or not order.limits.watched:
             return None
         try:
             return self._group.leaf(order.number, order.limits)
-        except OSError:  # somebody has taken the controllers back: it is watched instead
+        except OSError:  # the controllers were taken away: the job is watched instead
             return None
 
     def settle_in(self) -> None:
@@ -186,7 +189,7 @@ class LinuxSystem(PlainSystem):
             raise
 
     def _start_interpreter(self, order: Prepare, control: socket.socket) -> int:
-        """In a session of its own, tagged as the incarnation's: the next start finds it if we are killed."""
+        """Start it in a session of its own, with the incarnation's tag: the next start finds it if the keeper is killed."""
         if self._tag:
             resource.setrlimit(RLIMIT_LOCKS, self._tag_for(NOBODY))
         try:
@@ -195,7 +198,7 @@ class LinuxSystem(PlainSystem):
             self.settle_in()
 
     def _take_begun(self) -> None:
-        """Jobs that were forked for us are ours from here on."""
+        """Adopt the jobs that warm interpreters have forked."""
         begun, self._warm.begun = self._warm.begun, []
         for one in begun:
             if one.pid is None:
@@ -203,15 +206,15 @@ class LinuxSystem(PlainSystem):
             else:
                 self.leaders[one.pid] = one.number
                 self._groups[one.number] = one.pid
-                self._offer_to_the_kernel(one.pid)
+                self._raise_oom_score(one.pid)
         self._begun += begun
 
     # ------------------------------------------------------------------------------------------------ ends
 
     def reap(self) -> list[ExitedProcess]:
-        """The first processes that have ended. Strays are waited for as well, and not mentioned."""
+        """Wait for all children that have ended, and return the first processes of jobs among them."""
         ended = [ExitedProcess(pid, os.waitstatus_to_exitcode(status)) for pid, status in _waited()]
-        # Only now: that a job was forked is said before it can end as our child, and so before it can be among these.
+        # Only now: an interpreter reports a job's fork before the job can end as the keeper's child, so before it is among these.
         self._warm.read()
         self._take_begun()
         reaped = []
@@ -238,7 +241,7 @@ class LinuxSystem(PlainSystem):
 
     def _owner(self, pid: int) -> int | None:
         if pid not in self._owners:
-            self._warm.read()  # it may have been parked, or become a job, in this moment; that is said before we can see it
+            self._warm.read()  # it may have been parked, or become a job, just now; that is reported before it can be seen
             self._take_begun()
             if pid in self.leaders or pid in self._warm.pids:
                 return self.leaders.get(pid, NOBODY)
@@ -276,10 +279,10 @@ class LinuxSystem(PlainSystem):
                 signal_checked(seen, signal.SIGCONT)
 
     def kill(self, number: int) -> None:
-        """Freeze what is found until nothing new turns up, then kill: a fork bomb outruns whoever kills one by one.
+        """Stop all processes of the job until no new one is found, then kill them: a fork bomb outruns a kill one by one.
 
-        By group, which is one call for many and misses none that is born meanwhile. A group never spans two jobs: each job
-        has sessions of its own.
+        Signals go to groups: one call for many, which misses none that is forked meanwhile. A group never spans two jobs, since
+        each job has sessions of its own.
         """
         if self._groups.get(number) in self.leaders:
             super().kill(number)
@@ -306,7 +309,7 @@ class LinuxSystem(PlainSystem):
     # ------------------------------------------------------------------------------------------------ whole trees
 
     def _members(self, numbers: Iterable[int]) -> dict[int, list[ProcessInfo]]:
-        """All living processes of these jobs: one look at everything, then down from first processes and strays."""
+        """Return all living processes of these jobs: one pass over /proc, then down from first processes and strays."""
         below: defaultdict[int, list[ProcessInfo]] = defaultdict(list)
         for seen in living():
             below[seen.parent].append(seen)
@@ -341,7 +344,7 @@ class LinuxSystem(PlainSystem):
         self._warm.tick()
 
     def _machine_oom(self) -> bool:
-        """Whether the kernel has killed anything for want of memory since the last look."""
+        """Return whether the kernel has killed a process for lack of memory since the last call."""
         before, self._oom_kills = self._oom_kills, _machine_oom_kills()
         return self._oom_kills > before
 
@@ -354,7 +357,7 @@ class LinuxSystem(PlainSystem):
 
 
 def _waited() -> Iterator[tuple[int, int]]:
-    """All children that have ended by now, with their status; each is waited for."""
+    """Wait for all children that have ended by now, and yield them with their status."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -397,32 +400,22 @@ def _machine_oom_kills() -> int:
 
 
 def _read_whole(descriptor: int) -> bytes:
-    """A file of /proc, which is made anew when it is read from its beginning."""
+    """Read a file of /proc, which the kernel makes anew for each read from its beginning."""
     data = b""
     while piece := os.pread(descriptor, READ_BYTES, len(data)):
         data += piece
-        if len(piece) < PAGE_BYTES // 2:  # it comes by the page; one that is this short was the last
+        if len(piece) < PAGE_BYTES // 2:  # pages are full except for the last
             break
     return data
 
 
-def _write(path: str, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Ends what outlived a keeper: at the start of a worker on the same data folder, and when a worker loses its keeper.
-
-SWEEP_S = 10.0  # what cannot be killed in this time sits in the kernel (a dead disk); the start goes on without it
-_SWEEP_POLL_S = 0.02
+# ---------------------------------------------------------------------------------------------------- after a dead keeper
 
 
 def sweep(incarnation: str, folder: Path) -> list[int]:
-    """Kill all that is left of a dead incarnation, whose run folder this was; the pids."""
+    """Kill the processes of a dead incarnation, whose run folder this was, and return their pids.
+
+    For the start of a worker on the same data folder, and for a worker that has lost its keeper."""
     if sys.platform != "linux":
         return []
     kill_group_of(incarnation)
@@ -431,13 +424,13 @@ def sweep(incarnation: str, folder: Path) -> list[int]:
     empty_passes = 0
     while empty_passes < 2 and time.monotonic() < deadline:
         found = _left_of(incarnation, os.fsencode(folder.resolve()))
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # first all stand still, so that none starts another
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # all are stopped first, so that none starts another
             for seen in found:
                 if signal_checked(seen, number):
                     killed.add(seen.pid)
         empty_passes = 0 if found else empty_passes + 1
         if found:
-            time.sleep(_SWEEP_POLL_S)
+            time.sleep(SWEEP_POLL_S)
     return sorted(killed)
 
 
@@ -446,7 +439,7 @@ def _left_of(incarnation: str, folder: bytes) -> list[ProcessInfo]:
     everyone = [seen for seen in living() if seen.pid != os.getpid()]
     found = {seen.pid: seen for seen in everyone if _belongs(seen, tag, mark, folder)}
     grown = True
-    while grown:  # down to the children, which may have hidden better than their parent
+    while grown:  # down to the children, which may be better hidden than their parent
         below = {seen.pid: seen for seen in everyone if seen.parent in found and seen.pid not in found}
         found.update(below)
         grown = bool(below)
@@ -459,5 +452,5 @@ def _belongs(seen: ProcessInfo, tag: int, mark: bytes, folder: bytes) -> bool:
             return True
     if any(entry.startswith(mark) for entry in environment_of(seen.pid)):
         return True
-    # A person who looks into the folder has a terminal; a job has none.
+    # A person who works in the folder has a terminal; a job has none.
     return seen.terminal == 0 and works_under(seen.pid, folder)

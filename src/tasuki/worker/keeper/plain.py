@@ -1,8 +1,8 @@
-"""The keeper's hands on any POSIX system: process groups. Also the part of starting a process that Linux shares.
+"""Processes of jobs on any POSIX system: process groups. Also the part of starting a process that Linux shares.
 
-This is the fallback, and says so: what leaves its group with `setsid` is not found here. On Linux `keeper_linux` takes its
-place. Everything runs in the keeper's one thread; so for the moment of a start it can itself stand in the working folder
-that the child shall inherit, and `posix_spawn` is enough: half the cost of fork and exec.
+This is the fallback for systems other than Linux (`linux.py`): a process that leaves its group with `setsid` is not found here.
+The keeper has one thread; so it can enter the working folder of a child for the moment of its start, and `posix_spawn` is
+enough, at half the cost of fork and exec.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ from tasuki.worker.keeper.protocol import (
 
 MB = 1024 * 1024
 CPU_GRACE_S = 5  # after SIGXCPU, before the kernel's SIGKILL
-MEMORY_SLACK = 2  # one process may have this many times the limit; see docs/concepts.md, Limits
+MEMORY_SLACK = 2  # one process may use this many times the limit; see docs/concepts.md, Limits
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class ExitedProcess(NamedTuple):
-    """A process of ours that has ended and was waited for."""
+    """A child of the keeper that has ended and was waited for."""
 
     pid: int
     exit_code: int
 
 
 class Usage(NamedTuple):
-    """What the processes of one job have together."""
+    """Usage of all processes of one job together."""
 
     processes: int = 0
     rss_bytes: int = 0
 
 
 class Begun(NamedTuple):
-    """What became of a start that took its time."""
+    """The result of a start that was not immediate."""
 
     number: int
     pid: int | None
     """None: nothing was started."""
     errno: int = 0
     message: str = ""
-    """Why its warm interpreter could not be prepared."""
+    """The reason why its warm interpreter could not be prepared."""
 
 
 class PlainSystem:
-    """Starts and ends jobs by process group. `number` is the worker's name for a job throughout."""
+    """Starts and ends jobs by process group. `number` always names a job, as in `Spawn`."""
 
     def __init__(self, why: str = "this is not Linux") -> None:
         self._why = why
         self.leaders: dict[int, int] = {}
-        """pid of the first process → number, for as long as it is not waited for."""
+        """pid of the first process → number, until it is waited for."""
         self._groups: dict[int, int] = {}
-        """number → process group, for as long as the job is not forgotten."""
+        """number → process group, until `forget`."""
         self._prepared: list[Prepared] = []
 
     def ready(self) -> Ready:
@@ -77,27 +77,27 @@ class PlainSystem:
     # ------------------------------------------------------------------------------------------------ starting
 
     def attach(self, poll: select.poll) -> None:
-        """Where descriptors are registered that shall wake the keeper."""
+        """Register the descriptors that wake the keeper."""
 
     def prepare(self, order: Prepare) -> None:
-        """Start the warm interpreter of an exec. There are none here: its jobs are programs like any other."""
+        """Start the warm interpreter of an exec. There are none here: its jobs start as programs."""
         self._prepared.append(Prepared(order.name, Warmth.COLD, self._why))
 
     def prepared(self) -> list[Prepared]:
-        """What became of the interpreters since this was asked the last time."""
+        """Return the results of starting interpreters since the last call."""
         found, self._prepared = self._prepared, []
         return found
 
     def begun(self) -> list[Begun]:
-        """What became of starts that `spawn` answered with None."""
+        """Return the results of starts for which `spawn` returned None."""
         return []
 
     def withdraw(self, number: int) -> bool:
-        """Take back such a start; False if it is too late for that, and `begun` will tell."""
+        """Cancel such a start; False if it is too late, and `begun` will return it."""
         return False
 
     def spawn(self, order: Spawn) -> int | None:
-        """Start the program in a session of its own; its pid, or OSError. None: it takes a while, see `begun`."""
+        """Start the program in a session of its own and return its pid, or raise OSError. None: `begun` will return it."""
         os.chdir(order.cwd)
         pid = _spawn(order) if order.limits == NO_LIMITS else _fork(order, rlimits_of(order.limits))
         self.leaders[pid] = order.number
@@ -105,13 +105,13 @@ class PlainSystem:
         return pid
 
     def settle_in(self) -> None:
-        """After the last start of a turn: nothing of a job stays with the keeper."""
+        """Leave the job's folder after the last start of a turn."""
         os.chdir("/")
 
     # ------------------------------------------------------------------------------------------------ ends
 
     def reap(self) -> list[ExitedProcess]:
-        """All that have ended by now."""
+        """Wait for the first processes that have ended, and return them."""
         reaped = []
         for pid in list(self.leaders):
             found, status = os.waitpid(pid, os.WNOHANG)
@@ -121,20 +121,20 @@ class PlainSystem:
         return reaped
 
     def remains(self, numbers: Iterable[int]) -> set[int]:
-        """Which of these jobs, whose first process has ended, have others that are alive."""
+        """Return those of these jobs, whose first process has ended, that have another living process."""
         return {number for number in numbers if _group_exists(self._groups[number])}
 
     def terminate(self, number: int) -> None:
-        """Ask all of the job to end. A stopped process cannot hear it, so all are set going too."""
+        """Send SIGTERM to all processes of the job, and SIGCONT: a stopped process would not receive it."""
         self._signal_group(number, signal.SIGTERM)
         self._signal_group(number, signal.SIGCONT)
 
     def kill(self, number: int) -> None:
-        """SIGKILL to all of the job that is found now."""
+        """Send SIGKILL to all processes of the job that are found now."""
         self._signal_group(number, signal.SIGKILL)
 
     def forget(self, number: int) -> None:
-        """The job is over, and nothing of it is left."""
+        """Drop a job that is over and has no process left."""
         self._groups.pop(number, None)
 
     def _signal_group(self, number: int, what: signal.Signals) -> None:
@@ -144,22 +144,22 @@ class PlainSystem:
     # ------------------------------------------------------------------------------------------------ limits
 
     def usage(self) -> dict[int, Usage]:
-        """By number; a job without an entry cannot be looked at."""
+        """Return the usage of jobs with watched limits, by number."""
         return {}
 
     def trouble(self, number: int, exit_code: int) -> tuple[EndReason | None, str]:
-        """Why a job ended that the keeper did not end, as far as more is known than its exit code."""
+        """Return the reason and detail of an end that the keeper did not cause, as far as more than the exit code is known."""
         return None, ""
 
     def tick(self) -> None:
-        """Once a second while jobs run."""
+        """Do periodic work; called once a second while jobs run."""
 
     def close(self) -> None:
-        """The keeper ends."""
+        """Release everything: the keeper ends."""
 
 
 def rlimits_of(limits: Limits) -> list[tuple[int, int, int]]:
-    """What the kernel keeps for each process on its own: (which, soft, hard)."""
+    """Return the limits that the kernel enforces for each process: (which, soft, hard)."""
     found: list[tuple[int, int, int]] = []
     if limits.cpu_seconds is not None:
         found.append((resource.RLIMIT_CPU, limits.cpu_seconds, limits.cpu_seconds + CPU_GRACE_S))
@@ -174,7 +174,7 @@ def rlimits_of(limits: Limits) -> list[tuple[int, int, int]]:
 
 
 def files_of(order: Spawn) -> list[tuple[int, bytes, int]]:
-    """What a job's descriptors are opened on: (number, path, flags)."""
+    """Return the files of a job's descriptors: (number, path, flags)."""
     append = os.O_WRONLY | os.O_APPEND
     files = [(0, order.stdin, os.O_RDONLY), (1, order.stdout, append), (2, order.stderr, append)]
     return [*files, (PROGRESS_DESCRIPTOR, order.progress, append)] if order.progress else files
@@ -193,7 +193,7 @@ def _spawn(order: Spawn) -> int:
 
 
 def _fork(order: Spawn, rlimits: list[tuple[int, int, int]]) -> int:
-    """The same with limits, which a program must have before its first instruction; `posix_spawn` has no word for them."""
+    """Start a program that has limits from its first instruction on, which `posix_spawn` cannot set."""
     failed, fail = os.pipe()
     try:
         pid = os.fork()
@@ -210,12 +210,12 @@ def _fork(order: Spawn, rlimits: list[tuple[int, int, int]]) -> int:
 
 
 def _exec(order: Spawn, rlimits: list[tuple[int, int, int]], fail: int) -> NoReturn:
-    """In the forked process, up to exec."""
+    """Set the forked process up and exec the program."""
     try:
         os.setsid()
         for number in IGNORED_BY_PYTHON:
             signal.signal(number, signal.SIG_DFL)
-        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, PROGRESS_DESCRIPTOR + 1)  # out of the way of the job's own
+        fail = fcntl.fcntl(fail, fcntl.F_DUPFD_CLOEXEC, PROGRESS_DESCRIPTOR + 1)  # above the job's own descriptors
         for descriptor, path, flags in files_of(order):
             opened = os.open(path, flags)
             if opened != descriptor:

@@ -1,18 +1,17 @@
-"""The keeper's hold on its warm interpreters (`warm.py`): one process for each exec of kind python, asked to fork its jobs.
+"""The keeper's warm interpreters: one process (`worker/preforked.py`) for each exec of kind python, which forks its jobs.
 
 An interpreter goes through these states; it is started when the worker names it, and again when it is gone:
 
-    STARTING ──ready──► READY ──its end──► ENDING ──what it had parked is gone──► STARTING     (who waits goes on waiting)
+    STARTING ──ready──► READY ──its end──► ENDING ──its parked process is gone──► STARTING     (waiting requests stay)
        └──failed, its end, PRELOAD_S──► FAILED ──a job, after RETRY_S──► STARTING
 
 While it is FAILED its jobs are refused with the reason. A request that is not answered before its interpreter ends is given back
-and costs its job nothing; but one that ends like that UNANSWERED_MAX times in a row, and has forked nothing in between, is FAILED
-too, and so it costs a retry: else a job that its interpreter cannot live through would go round for ever.
+at no cost for its job; but an interpreter that ends like that UNANSWERED_MAX times in a row, without a fork in between, is FAILED
+too, which costs a retry: else a job that kills its interpreter would be tried for ever.
 
-The keeper never waits for an interpreter: requests are written as far as the socket takes them, and one that has requests but
-answers none for FORK_S is killed. The jobs are not an interpreter's children but the keeper's, and do not end with it; nor is the
-process that an interpreter has parked for the next request.
-Runs in the keeper's one thread; touches the interpreters' processes only.
+The keeper never waits for an interpreter: requests are written as far as the socket takes them, and an interpreter that answers
+no request for FORK_S is killed. Jobs, and the process parked for the next request, are children of the keeper, not of the
+interpreter, and do not end with it. Runs in the keeper's one thread.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from tasuki.worker.keeper.protocol import PROGRESS_DESCRIPTOR, READ_BYTES, Prepa
 from tasuki.worker.linux_calls import living, signal_checked
 from tasuki.worker.preforked import SERVE
 
-PRELOAD_S = 120.0  # an import that takes longer hangs; a model of some gigabytes takes half a minute
+PRELOAD_S = 120.0  # an import that takes longer counts as hanging; a model of some gigabytes takes half a minute
 FORK_S = 10.0  # a fork takes milliseconds, of some gigabytes tenths of a second
 RETRY_S = 5.0  # between two tries to import; each costs as much as a cold start
 UNANSWERED_MAX = 3
-STEADY_S = 1.0  # one that ends sooner after it was ready is not started again at once
+STEADY_S = 1.0  # an interpreter that ends sooner after it was ready is not started again at once
 PROGRAM = Path(preforked.__file__)
-CALL_AT = 3  # in the argv of a cold interpreter: python -P warm.py CALL; the job's arguments follow
+CALL_AT = 3  # in the argv of a cold interpreter: python -P preforked.py CALL; the job's arguments follow
 _LENGTH = struct.Struct("<I")
 
 
-class _State(enum.Enum):
+class InterpreterState(enum.Enum):
     STARTING = 1
     READY = 2
     ENDING = 3
@@ -54,14 +53,14 @@ class _State(enum.Enum):
 
 
 class _Interpreter:
-    """One exec's interpreter, over all its lives."""
+    """The interpreter of one exec, over all its restarts."""
 
     def __init__(self, order: Prepare) -> None:
         self.order = order
-        self.state = _State.FAILED
+        self.state = InterpreterState.FAILED
         self.failure = ""
         self.since = 0.0
-        """When it came into this state."""
+        """Start of the current state."""
         self.ready_at = 0.0
         self.pid: int | None = None
         self.control: socket.socket | None = None
@@ -70,13 +69,13 @@ class _Interpreter:
         self.waiting: dict[int, bytes] = {}
         """Requests that are not sent yet: the interpreter is not ready."""
         self.asked: set[int] = set()
-        """Those that are sent and not answered."""
+        """Requests that are sent and not answered."""
         self.unanswered_ends = 0
-        """How often in a row it ended with such."""
+        """Number of ends in a row with unanswered requests."""
         self.moved_at = 0.0
-        """When something was said last, or asked after all had been answered."""
+        """Time of the last answer, or of the first request after all were answered."""
 
-    def enter(self, state: _State) -> None:
+    def enter(self, state: InterpreterState) -> None:
         self.state, self.since = state, time.monotonic()
 
     @property
@@ -85,20 +84,20 @@ class _Interpreter:
 
 
 class WarmInterpreters:
-    """All of one keeper."""
+    """All warm interpreters of one keeper."""
 
     def __init__(self, start: Callable[[Prepare, socket.socket], int]) -> None:
-        """`start` starts the process of an interpreter with this socket; its pid, or OSError."""
+        """`start` starts the process of an interpreter with its end of a socket, and returns the pid."""
         self._start_process = start
         self._by_name: dict[str, _Interpreter] = {}
         self._poll: select.poll | None = None
         self.pids: dict[int, str] = {}
-        """Of interpreters, and of what they have parked: children of the keeper that are no job's."""
+        """Interpreters and their parked processes: children of the keeper that belong to no job."""
         self.begun: list[Begun] = []
         self.reports: list[Prepared] = []
 
     def attach(self, poll: select.poll) -> None:
-        """Where their sockets are listened to."""
+        """Register the interpreters' sockets with this poll."""
         self._poll = poll
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -113,16 +112,16 @@ class WarmInterpreters:
         interpreter = self._by_name.get(order.warm)
         if interpreter is None:
             raise OSError(errno.EINVAL, f"no interpreter was prepared for exec {order.warm!r}")
-        if interpreter.state is _State.FAILED and interpreter.age_s >= RETRY_S:
+        if interpreter.state is InterpreterState.FAILED and interpreter.age_s >= RETRY_S:
             self._start(interpreter)
-        if interpreter.state is _State.FAILED:
+        if interpreter.state is InterpreterState.FAILED:
             self.begun.append(Begun(order.number, None, message=interpreter.failure))
             return
         interpreter.waiting[order.number] = _request(order, tag, leaf)
         self._send(interpreter)
 
     def withdraw(self, number: int) -> bool:
-        """Take back a request that is not sent yet; False: it is."""
+        """Cancel a request that is not sent yet; False if it is sent."""
         return any(interpreter.waiting.pop(number, None) is not None for interpreter in self._by_name.values())
 
     # ------------------------------------------------------------------------------------------------ lives
@@ -143,22 +142,22 @@ class WarmInterpreters:
         interpreter.pid, interpreter.control = pid, ours
         interpreter.unsent.clear()
         interpreter.received.clear()
-        interpreter.enter(_State.STARTING)
+        interpreter.enter(InterpreterState.STARTING)
         self.pids[pid] = interpreter.order.name
         if self._poll is not None:
             self._poll.register(ours, select.POLLIN)
 
     def _fail(self, interpreter: _Interpreter, why: str) -> None:
-        """It cannot be used for now. Whoever waits is told."""
+        """Enter FAILED, and refuse the waiting requests."""
         self._drop(interpreter, why)
         interpreter.failure = why
-        interpreter.enter(_State.FAILED)
+        interpreter.enter(InterpreterState.FAILED)
         self.begun += (Begun(number, None, message=why) for number in interpreter.waiting)
         interpreter.waiting.clear()
         self.reports.append(Prepared(interpreter.order.name, Warmth.FAILED, why))
 
     def _drop(self, interpreter: _Interpreter, why: str = "") -> None:
-        """End this life of it. What was asked and not answered does not happen any more."""
+        """End the current process, and give back the requests that it has not answered."""
         self._hang_up(interpreter)
         self._kill(interpreter)
         interpreter.pid = None
@@ -179,25 +178,25 @@ class WarmInterpreters:
             _kill_session(pid)
 
     def ended(self, pid: int, exit_code: int) -> bool:
-        """A process was waited for; whether it was one of ours. Its socket was read before."""
+        """Handle the end of a process whose socket was read before; return whether it was one of these."""
         name = self.pids.pop(pid, None)
         if name is None:
             return False
         interpreter = self._by_name[name]
-        if interpreter.pid == pid and interpreter.state is _State.STARTING:
+        if interpreter.pid == pid and interpreter.state is InterpreterState.STARTING:
             self._fail(interpreter, f"the interpreter ended while it imported ({_how(exit_code)}); its stderr is the worker's")
         elif interpreter.pid == pid and interpreter.control is not None:
-            interpreter.enter(_State.ENDING)
+            interpreter.enter(InterpreterState.ENDING)
             with contextlib.suppress(OSError):
-                interpreter.control.shutdown(socket.SHUT_WR)  # what is parked ends, or takes what was sent before
+                interpreter.control.shutdown(socket.SHUT_WR)  # the parked process ends, or takes a request that was sent before
         return True
 
     def tick(self) -> None:
-        """About once a second while jobs run: nobody waits for an interpreter that hangs."""
+        """End interpreters that hang. Called about once a second while jobs run."""
         for interpreter in self._by_name.values():
-            if interpreter.state is _State.STARTING and interpreter.age_s > PRELOAD_S:
+            if interpreter.state is InterpreterState.STARTING and interpreter.age_s > PRELOAD_S:
                 self._fail(interpreter, f"the import was not done after {PRELOAD_S:g} s")
-            waited_for = interpreter.asked or interpreter.state is _State.ENDING
+            waited_for = interpreter.asked or interpreter.state is InterpreterState.ENDING
             if waited_for and time.monotonic() - max(interpreter.moved_at, interpreter.since) > FORK_S:
                 self._kill(interpreter)
 
@@ -212,7 +211,7 @@ class WarmInterpreters:
     # ------------------------------------------------------------------------------------------------ sockets
 
     def read(self) -> None:
-        """Take in what the interpreters have said by now, and send them what they have room for."""
+        """Read the interpreters' answers, and send requests as far as the sockets take them."""
         for interpreter in self._by_name.values():
             if interpreter.control is not None:
                 self._read(interpreter)
@@ -242,7 +241,7 @@ class WarmInterpreters:
         try:
             match json.loads(line):
                 case ["ready", float(took_s)]:
-                    interpreter.enter(_State.READY)
+                    interpreter.enter(InterpreterState.READY)
                     interpreter.ready_at = interpreter.since
                     self.reports.append(Prepared(interpreter.order.name, Warmth.WARM, f"{took_s:.2f} s"))
                     self._send(interpreter)
@@ -259,13 +258,13 @@ class WarmInterpreters:
                     interpreter.asked.remove(number)
                     self.begun.append(Begun(number, None, error))
                 case other:
-                    raise ValueError(f"it said {other!r}")
-        except (ValueError, KeyError) as error:  # a module has written to our socket
+                    raise ValueError(f"it sent {other!r}")
+        except (ValueError, KeyError) as error:  # a module has written to the socket
             self._fail(interpreter, f"the interpreter does not keep to the protocol: {error}")
 
     def _over(self, interpreter: _Interpreter) -> None:
-        """The end of its socket: the interpreter is gone, and what it had parked."""
-        if interpreter.state is _State.STARTING:  # how it ended is told by its exit code
+        """Handle the end of its socket: the interpreter and its parked process are gone."""
+        if interpreter.state is InterpreterState.STARTING:  # its exit code will give the reason
             self._hang_up(interpreter)
         elif interpreter.asked and interpreter.unanswered_ends + 1 >= UNANSWERED_MAX:
             times = interpreter.unanswered_ends + 1
@@ -279,7 +278,7 @@ class WarmInterpreters:
             self._fail(interpreter, "the interpreter ended as soon as it was ready; its stderr is the worker's")
 
     def _send(self, interpreter: _Interpreter) -> None:
-        if interpreter.state is not _State.READY or interpreter.control is None:
+        if interpreter.state is not InterpreterState.READY or interpreter.control is None:
             return
         if not interpreter.asked:
             interpreter.moved_at = time.monotonic()
@@ -297,7 +296,7 @@ class WarmInterpreters:
 
 
 def check_texts(order: Spawn) -> None:
-    """What no program could be given, no function is given either: ValueError."""
+    """Raise ValueError for texts that no program can be given, which functions do not get either."""
     if any(b"\0" in text for text in (*order.argv, *order.env, *order.env.values())):
         raise ValueError("an argument or a variable has a NUL character")
 
@@ -319,7 +318,7 @@ def _request(order: Spawn, tag: tuple[int, int] | None, leaf: Path | None) -> by
 
 
 def start_process(order: Prepare, control: socket.socket) -> int:
-    """Start an interpreter, in a session of its own; its stderr is the worker's."""
+    """Start an interpreter in a session of its own, with the worker's stderr, and return its pid."""
     control.set_inheritable(True)
     words = ["-P", str(PROGRAM), SERVE, str(control.fileno()), str(PROGRESS_DESCRIPTOR), order.call, *order.modules]
     nothing = os.devnull.encode()
@@ -342,7 +341,7 @@ def _how(exit_code: int) -> str:
 
 
 def _kill_session(pid: int) -> None:
-    """An interpreter and what its import has started, or a parked process. Jobs have sessions of their own."""
+    """Kill an interpreter with the processes of its import, or a parked process. Jobs have sessions of their own."""
     for seen in living():
         if seen.pid == pid or seen.session == pid:
             signal_checked(seen, signal.SIGKILL)

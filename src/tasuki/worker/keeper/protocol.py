@@ -1,10 +1,10 @@
-"""What a worker and its keeper say to each other, and how it is cut out of a stream of bytes. Touches nothing.
+"""Messages between a worker and its keeper, and their frames. Pure.
 
     frame = length u32 LE, then a msgpack array of messages
 
 All messages of one turn travel in one frame, in either direction, so a hundred starts cost one wake-up. Both ends belong to
-one installation: there is no version to agree on, and whatever cannot be decoded means that the other end is broken.
-Paths, arguments and the environment are bytes, as the kernel has them. Deadlines are CLOCK_BOOTTIME, which both ends read.
+one installation: there is no version to agree on, and bytes that cannot be decoded mean that the other end is broken.
+Paths, arguments and the environment are bytes, as the kernel has them. Deadlines are boot times (`clocks.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MessageT = TypeVar("MessageT")
 
 
 class EndReason(enum.StrEnum):
-    """Why an attempt was ended from outside; its value is the outcome's error code."""
+    """The reason for ending an attempt from outside; the value is the outcome's error code."""
 
     CANCELED = "CANCELED"
     LEASE_LOST = "LEASE_LOST"
@@ -38,7 +38,7 @@ class EndReason(enum.StrEnum):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What one attempt may use; None is no limit. How far each holds is written in docs/concepts.md, Limits."""
+    """Limits of one attempt; None is no limit. docs/concepts.md, Limits, says how far each holds."""
 
     memory_mb: int | None = None
     processes: int | None = None
@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def watched(self) -> bool:
-        """Whether some of it concerns all processes together, which no rlimit does."""
+        """Whether a limit is for all processes together, which no rlimit is."""
         return self.memory_mb is not None or self.processes is not None
 
 
@@ -57,7 +57,7 @@ NO_LIMITS = Limits()
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", array_like=True, kw_only=True):
-    """Start the warm interpreter of an exec of kind python; answered by Prepared, each time it is ready or cannot be."""
+    """Start the warm interpreter of an exec of kind python; answered by Prepared, each time it becomes ready or fails."""
 
     name: str
     program: bytes
@@ -67,41 +67,41 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare", array_like=True, kw_on
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn", array_like=True, kw_only=True):
-    """Start this; answered by Spawned and later Ended, or by NotSpawned."""
+    """Start an attempt; answered by Spawned and later TreeEnded, or by NotSpawned."""
 
     number: int
-    """The worker's name for the attempt; never used twice with one keeper."""
+    """Names the attempt; never used twice with one keeper."""
     program: bytes
     argv: tuple[bytes, ...]
     env: dict[bytes, bytes]
     cwd: bytes
     folder: bytes
-    """The attempt's own folder: who works in it, or has a file of it open, is part of the attempt."""
+    """The attempt's own folder: a process that works in it, or writes to a file in it, is part of the attempt."""
     mark: bytes
     """The value of the marker variable in its environment."""
     stdin: bytes
     stdout: bytes
     stderr: bytes
     progress: bytes = b""
-    """The file that the attempt may tell its progress to; none: it cannot."""
+    """The file for the attempt's progress; empty: none."""
     lease_deadline: float | None = None
     timeout_s: float | None = None
     grace_s: float = 5.0
     """Between TERM and KILL."""
     limits: Limits = NO_LIMITS
     warm: str = ""
-    """The exec whose warm interpreter forks it, with what follows the call in argv as its arguments. Where there is none
-    (not on Linux) argv is the same job in a cold one."""
+    """The exec whose warm interpreter forks it; argv after the call are its arguments. Where there is none (not on Linux), argv
+    is the same job in a cold interpreter."""
 
 
 class RenewDeadlines(msgspec.Struct, frozen=True, tag="renew", array_like=True):
-    """New lease deadlines, of all attempts that run."""
+    """New lease deadlines of running attempts."""
 
     deadlines: list[tuple[int, float]]
 
 
 class StopAttempt(msgspec.Struct, frozen=True, tag="stop", array_like=True):
-    """End this attempt for this reason. Harmless when it has ended, or is being ended for another reason."""
+    """End an attempt. Without effect when it has ended, or is being ended for another reason."""
 
     number: int
     reason: EndReason
@@ -112,13 +112,13 @@ Order = Prepare | Spawn | RenewDeadlines | StopAttempt
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    """The keeper works; how well it can hold on to what it starts."""
+    """The keeper works; with how well it can find the processes of a job."""
 
     level: str
     """cgroup, subreaper or group"""
     detail: str
     limits: str
-    """cgroup, watched or none: how limits of memory and processes are kept."""
+    """cgroup, watched or none: the way in which limits of memory and processes are enforced."""
 
 
 class Spawned(msgspec.Struct, frozen=True, tag="spawned", array_like=True):
@@ -127,7 +127,7 @@ class Spawned(msgspec.Struct, frozen=True, tag="spawned", array_like=True):
     number: int
     pid: int
     at: float = 0.0
-    """Since when, on the clock of the deadlines; so of the end."""
+    """Boot time of the start; in TreeEnded, of the end."""
 
 
 class NotSpawned(msgspec.Struct, frozen=True, tag="not_spawned", array_like=True):
@@ -136,11 +136,11 @@ class NotSpawned(msgspec.Struct, frozen=True, tag="not_spawned", array_like=True
     number: int
     errno: int
     message: str = ""
-    """Not empty: its warm interpreter could not be prepared, for this reason."""
+    """The reason why its warm interpreter could not be prepared; else empty."""
 
 
 class TreeEnded(msgspec.Struct, frozen=True, tag="ended", array_like=True):
-    """Nothing of the attempt is alive any more."""
+    """No process of the attempt is alive any more."""
 
     number: int
     exit_code: int
@@ -148,12 +148,12 @@ class TreeEnded(msgspec.Struct, frozen=True, tag="ended", array_like=True):
     reason: EndReason | None = None
     """None: it ended by itself."""
     detail: str = ""
-    """What is known beyond the reason: the number that passed a limit, say."""
+    """More about the reason: the number that passed a limit, for example."""
     at: float = 0.0
 
 
 class Warmth(enum.StrEnum):
-    """How the jobs of an exec of kind python start."""
+    """The way in which jobs of an exec of kind python start."""
 
     WARM = "warm"
     FAILED = "failed"
@@ -161,12 +161,12 @@ class Warmth(enum.StrEnum):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared", array_like=True):
-    """What became of a warm interpreter."""
+    """The result of starting a warm interpreter."""
 
     name: str
     warmth: Warmth
     detail: str
-    """How long the import took; why it failed; why it is cold."""
+    """Duration of the import; or the reason why it failed, or is cold."""
 
 
 Report = Ready | Prepared | Spawned | NotSpawned | TreeEnded
@@ -175,20 +175,20 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(messages: Sequence[Order] | Sequence[Report]) -> bytes:
-    """The bytes of one frame."""
+    """Return the bytes of one frame."""
     body = _encode(messages)
     return _LENGTH.pack(len(body)) + body
 
 
 class Frames(Generic[MessageT]):
-    """Bytes in, messages out. `kind` is a list type: `list[Order]` in the keeper, `list[Report]` in the worker."""
+    """Decodes frames. `kind` is a list type: `list[Order]` in the keeper, `list[Report]` in the worker."""
 
     def __init__(self, kind: type[list[MessageT]]) -> None:
         self._decode = msgspec.msgpack.Decoder(kind).decode
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[MessageT]:
-        """The messages that are complete now, in order; ProtocolError if these bytes are no frames."""
+        """Return the messages that are complete now, in order; ProtocolError if these bytes are not frames."""
         self._pending += data
         messages: list[MessageT] = []
         at = 0
@@ -211,5 +211,5 @@ class Frames(Generic[MessageT]):
 
     @property
     def pending_bytes(self) -> int:
-        """What has arrived of a frame that is not complete."""
+        """Number of bytes of an incomplete frame."""
         return len(self._pending)
