@@ -12,7 +12,8 @@ import httpx
 
 from tasuki.agent.app import Agent
 from tasuki.agent.store_registry import StoreRegistry
-from tasuki.cli.agent_registry import APP, RegistryPlace, make
+from tasuki.cli.agent import REGISTRY_APP as APP
+from tasuki.cli.agent import RegistryOptions, make_agent_registry
 from tasuki.core.address import Address
 from tasuki.core.store_messages import Answers, Turn
 from tests.agent.stage import AgentStage
@@ -26,11 +27,11 @@ class SharingStage(AgentStage):
     def __init__(self, folder: Path, url: str, *, ttl_s: float = 15.0, **options: Any) -> None:
         super().__init__(folder, **options)
         self.registry_url = url
-        self._place = RegistryPlace(url, "", APP, "", ttl_s)
+        self._place = RegistryOptions(url, "", APP, "", ttl_s)
 
     async def _start(self) -> None:
         incarnation = secrets.token_hex(8)
-        self.registry = make(self._place, self._config, incarnation, None)
+        self.registry = make_agent_registry(self._place, self._config, incarnation, None)
         self.agent = Agent(self._config, incarnation, registry=self.registry)
         address = await self.agent.start(Address("http", "127.0.0.1", 0), self._tls)
         self.url, self.port = str(address), address.port

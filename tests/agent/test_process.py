@@ -125,23 +125,23 @@ def test_programs_hear_which_execs_there_are(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(options: list[str], words: str, tmp_path: Path, capsys, monkeypatch) -> None:
-    from tasuki.cli.main import make
+    from tasuki.cli.main import root
 
     monkeypatch.delenv("TASUKI_TOKEN", raising=False)
     with pytest.raises(SystemExit) as ended:
-        make(["agent"])(args=["agent", "--data", str(tmp_path / "data"), *options], prog_name="tasuki")
+        root(args=["agent", "--data", str(tmp_path / "data"), *options], prog_name="tasuki")
 
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 
 
 def test_beyond_this_machine_a_token_is_not_enough_without_tls(tmp_path: Path, capsys, monkeypatch) -> None:
-    from tasuki.cli.main import make
+    from tasuki.cli.main import root
 
     monkeypatch.setenv("TASUKI_TOKEN", "secret")
     words = ["agent", "--listen", "0.0.0.0:0", "--exec", "x=/bin/true", "--data", str(tmp_path / "data")]
     with pytest.raises(SystemExit):
-        make(words)(args=words, prog_name="tasuki")
+        root(args=words, prog_name="tasuki")
 
     assert "--tls-cert" in capsys.readouterr().err
 

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from tasuki.agent.store_registry import ClaimJournal
-from tasuki.cli.agent_registry import APP, place_of
+from tasuki.cli.agent import REGISTRY_APP as APP
+from tasuki.cli.agent import RegistryOptions
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.registry_records import (
     Stand,
@@ -78,7 +79,7 @@ def test_what_cannot_be_a_registry_is_refused_with_the_way_out(options: dict[str
     given = {"url": "redis://db/1", "results": None, "app": APP, "advertise": None, "lease_ttl_s": 15.0, **options}
 
     with pytest.raises(ConfigError, match=words):
-        place_of(**given)
+        RegistryOptions.of(**given)
 
 
 def _made(folder: Path) -> Path:

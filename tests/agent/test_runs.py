@@ -257,11 +257,11 @@ def test_every_line_of_a_job_has_its_id(stage: AgentStage, job_id: str) -> None:
     import logging
 
     from tasuki.agent.refusals import WithJobId
-    from tasuki.cli.log import _Json
+    from tasuki.cli.process import JsonFormatter
 
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(_Json())
+    handler.setFormatter(JsonFormatter())
     handler.addFilter(WithJobId())
     logger = logging.getLogger("tasuki.agent")
     logger.addHandler(handler)

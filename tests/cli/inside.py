@@ -30,7 +30,7 @@ class Inside:
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys, self._monkeypatch = capsys, monkeypatch
         # Commands set up the log of their process, which is the tests'.
-        monkeypatch.setattr("tasuki.cli.log.configure", lambda level, *, json: None)
+        monkeypatch.setattr("tasuki.cli.process.configure_log", lambda level, *, json: None)
         for name in ("URL", "DATA", "STORE", "APP", "BLOBS", "COORDINATION", "TOKEN"):
             monkeypatch.delenv(f"TASUKI_{name}", raising=False)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli import exit_codes
+from tasuki.cli.output import ExitCode
 from tasuki.core.job import Outcome
 from tasuki.core.lifecycle import ATTEMPT_STEP
 from tasuki.core.protocol import AssignJobs, Ending, GiveCredit, Heartbeat, JobsFinished, JobsRecorded, Message
@@ -100,7 +100,7 @@ def test_a_backup_that_lacks_a_blob_is_made_and_says_so(tmp_path: Path) -> None:
 
     told = operator.run("backup", "backup.tar")
 
-    assert (told.returncode, "1 blobs that jobs refer to are gone" in told.stderr) == (exit_codes.FAILED, True)
+    assert (told.returncode, "1 blobs that jobs refer to are gone" in told.stderr) == (ExitCode.FAILED, True)
     assert operator.json("restore", "--check", "backup.tar", "--json")["missing"] == [gone]
 
 
@@ -110,5 +110,5 @@ def test_a_restore_over_a_running_server_is_refused(server: ServerProcess, tmp_p
 
     told = operator.run("restore", "backup.tar", "--force")
 
-    assert told.returncode == exit_codes.UNAVAILABLE
+    assert told.returncode == ExitCode.UNAVAILABLE
     assert f"in use by another process (pid {server.pid} " in told.stderr

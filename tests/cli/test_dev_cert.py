@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli import exit_codes
-from tasuki.cli.dev_cert import LEAF_DAYS_MAX, all_names, told
+from tasuki.cli.dev_cert import LEAF_DAYS_MAX, all_names, usage_lines
 from tasuki.cli.dev_cert import CertificateFiles as CertFiles
+from tasuki.cli.output import ExitCode
 from tasuki.net.tls import validity_of
 from tests.cli.inside import Inside, inside
 from tests.conftest import Require
@@ -75,7 +75,7 @@ def test_nothing_is_replaced_without_force_and_the_ca_never(inside: Inside, tmp_
     ca, serial = files.ca.read_bytes(), serial_of(files)
 
     refused = inside("dev-cert", "--out", str(files.folder), "other.lab")
-    assert (refused.returncode, serial_of(files)) == (exit_codes.USAGE, serial)
+    assert (refused.returncode, serial_of(files)) == (ExitCode.USAGE, serial)
     assert "say --force" in refused.stderr
 
     forced = inside("dev-cert", "--out", str(files.folder), "--force", "--json", "other.lab").json
@@ -90,7 +90,7 @@ def test_half_a_ca_is_told_of(inside: Inside, tmp_path: Path) -> None:
 
     done = inside("dev-cert", "--out", str(tmp_path))
 
-    assert done.returncode == exit_codes.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert "ca-key.pem is not" in done.stderr
 
 
@@ -112,13 +112,13 @@ def test_a_ca_that_ends_too_soon_signs_nothing(inside: Inside, tmp_path: Path) -
 def test_a_name_that_is_none_is_refused(inside: Inside, tmp_path: Path, name: str) -> None:
     done = inside("dev-cert", "--out", str(tmp_path), "--", name)
 
-    assert done.returncode == exit_codes.USAGE
-    assert "is no host name and no IP address" in done.stderr
+    assert done.returncode == ExitCode.USAGE
+    assert "is not a host name or an IP address" in done.stderr
 
 
 @pytest.mark.parametrize("days", ["0", "826"])
 def test_days_have_limits(inside: Inside, tmp_path: Path, days: str) -> None:
-    assert inside("dev-cert", "--out", str(tmp_path), "--days", days).returncode == exit_codes.USAGE
+    assert inside("dev-cert", "--out", str(tmp_path), "--days", days).returncode == ExitCode.USAGE
 
 
 def test_without_openssl_the_way_out_is_told(inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_without_openssl_the_way_out_is_told(inside: Inside, tmp_path: Path, mon
 
     done = inside("dev-cert", "--out", str(tmp_path / "certs"))
 
-    assert done.returncode == exit_codes.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert "apt-get install openssl" in done.stderr
 
 
@@ -138,7 +138,7 @@ def test_a_folder_with_an_odd_name_works(inside: Inside, tmp_path: Path) -> None
 
 
 def test_the_lines_to_use_name_the_host_that_was_given() -> None:
-    lines = told(CertFiles(Path("a b")), all_names(["*.lab", "control.lab"]), datetime(2030, 1, 1, tzinfo=UTC))
+    lines = usage_lines(CertFiles(Path("a b")), all_names(["*.lab", "control.lab"]), datetime(2030, 1, 1, tzinfo=UTC))
 
     assert "--tls-cert 'a b/cert.pem' --tls-key 'a b/key.pem'" in lines[-2]
     assert "--to https://control.lab:7080 --tls-ca 'a b/ca.pem'" in lines[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasuki.cli import exit_codes
+from tasuki.cli.output import MEANINGS, ExitCode, exit_code_for
 from tasuki.cli.run import exit_code_of
 from tasuki.core.job import Outcome, State
 from tasuki.core.protocol import JobResult
@@ -32,13 +32,11 @@ def test_an_error_has_its_exit_code(code: str, expected: int) -> None:
     kind = BY_CODE[code]
     error: TasukiError = Conflict("a", ["args"]) if kind is Conflict else kind("what was wrong")
 
-    assert exit_codes.exit_code(error) == expected
+    assert exit_code_for(error) == expected
 
 
 def test_every_code_is_explained_in_the_table() -> None:
-    used = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
-
-    assert used == set(exit_codes.MEANINGS)
+    assert set(ExitCode) == set(MEANINGS)
 
 
 @pytest.mark.parametrize(

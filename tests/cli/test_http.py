@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.cli import server_process
+from tasuki.cli import server
 from tasuki.config import Address, DataFolder
 from tasuki.errors import ConfigError
 from tests.cli.commands import Running, User, running
@@ -109,7 +109,7 @@ def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, ht
 )
 def test_a_door_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        server_process.check(server_process.Listen(folder=DataFolder(tmp_path), **fields))
+        server.check(server.Listen(folder=DataFolder(tmp_path), **fields))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_door_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str,
     ids=str,
 )
 def test_links_to_a_bucket_may_be_given_where_nobody_can_read_them(tmp_path: Path, fields: dict[str, Any]) -> None:
-    server_process.check(server_process.Listen(folder=DataFolder(tmp_path), presign=True, http=HERE, **fields))
+    server.check(server.Listen(folder=DataFolder(tmp_path), presign=True, http=HERE, **fields))
 
 
 def test_up_goes_on_without_http_if_its_port_is_taken_and_says_so(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.job import progress_of
+from tasuki.cli.jobs import progress_of
 from tests.cli.commands import DEADLINE_S, Running, User, read_fifo
 
 pytestmark = pytest.mark.e2e

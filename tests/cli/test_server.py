@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tasuki.cli.connect import own_token, owner_of
-from tasuki.cli.local_workers import worker_options
+from tasuki.cli.up import worker_arguments
 from tasuki.config import data_folder
 from tasuki.errors import ConfigError
 from tests.cli.commands import DEADLINE_S, Running, User, read_fifo, running
@@ -154,10 +154,10 @@ SOUND = {"slots": None, "execs": (), "config": None, "drain_timeout": None, "log
     ],
 )
 def test_which_options_of_workers_are_refused(wrong: dict[str, Any]) -> None:
-    worker_options(**SOUND)
+    worker_arguments(**SOUND)
 
     with pytest.raises(ConfigError):
-        worker_options(**{**SOUND, **wrong})
+        worker_arguments(**{**SOUND, **wrong})
 
 
 def workers_of(user: User) -> list[str]:

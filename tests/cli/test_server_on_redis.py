@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.server_process import Listen, check
+from tasuki.cli.server import Listen, check
 from tasuki.config import Address, DataFolder
 from tasuki.errors import ConfigError
 from tests.cli.commands import User

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli import exit_codes
 from tasuki.cli.main import main
+from tasuki.cli.output import ExitCode
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.history import read
 from tasuki.testing.sim.seed_runner import SeedOrder, run_order
@@ -44,7 +44,7 @@ def broken() -> tuple[str, ...]:
 def test_a_good_seed_tells_what_was_drawn_and_how_much_happened(sim: Sim) -> None:
     code, text = sim("--seed", "7")
 
-    assert code == exit_codes.OK
+    assert code == ExitCode.OK
     assert "options: servers=" in text
     assert "seed 7: " in text
     assert text.endswith("no violation\n")
@@ -57,7 +57,7 @@ def test_the_same_seed_is_the_same_run(sim: Sim) -> None:
 def test_a_failing_seed_tells_what_befell_the_job(sim: Sim, broken: tuple[str, ...]) -> None:
     code, text = sim(*broken)
 
-    assert code == exit_codes.FAILED
+    assert code == ExitCode.FAILED
     assert "what befell job-" in text
     assert "\nFAILED: I2: " in text
 
@@ -86,7 +86,7 @@ def test_what_is_left_after_shrinking_can_be_kept_and_run_again(sim: Sim, broken
     code, text = sim(*broken, "--shrink", "--save", str(saved))
     again, story = sim("--case", str(saved), "--without", "body_hash", "--json")
 
-    assert (code, again) == (exit_codes.FAILED, exit_codes.FAILED)
+    assert (code, again) == (ExitCode.FAILED, ExitCode.FAILED)
     assert " still fails with 0 of 5 faults, 2 of " in text
     assert json.loads(story)["failure"]["what"] == "I2"
     assert len(json.loads(saved.read_bytes())["plan"]["operations"]) == 2
@@ -109,7 +109,7 @@ def test_the_history_is_kept_with_the_line_that_broke_something(sim: Sim, broken
 def test_a_seed_runs_on_sqlite(sim: Sim) -> None:
     code, text = sim("--seed", "5", *SMALL, "--store", "sqlite")
 
-    assert code == exit_codes.OK
+    assert code == ExitCode.OK
     assert " store=sqlite " in text
 
 
@@ -126,7 +126,7 @@ def test_many_seeds_as_json(sim: Sim) -> None:
     code, text = sim("--seeds", "3", "--processes", "1", "--without", "body_hash", "--json")
 
     summary = json.loads(text)
-    assert code == exit_codes.FAILED
+    assert code == ExitCode.FAILED
     assert not summary["ok"]
     assert summary["failures"][0]["repeat"].endswith("--without body_hash")
 
@@ -134,7 +134,7 @@ def test_many_seeds_as_json(sim: Sim) -> None:
 def test_a_run_that_must_cover_everything_fails_if_a_kind_of_fault_never_came(sim: Sim) -> None:
     code, text = sim("--seeds", "1", "--processes", "1", "--set", "kinds=crash,pause", "--cover")
 
-    assert code == exit_codes.FAILED
+    assert code == ExitCode.FAILED
     assert "FAILED: not covered: " in text
     assert "fault partition" in text
 
@@ -157,5 +157,5 @@ def test_a_run_that_must_cover_everything_fails_if_a_kind_of_fault_never_came(si
 def test_what_cannot_be_done_is_refused_with_the_reason(sim: Sim, arguments: tuple[str, ...], says: str) -> None:
     code, text = sim(*arguments)
 
-    assert code == exit_codes.USAGE
+    assert code == ExitCode.USAGE
     assert says in text

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tasuki.cli import worker_login
-from tasuki.cli.worker_login import LoginOptions, WorkerLogin, admitted
+from tasuki.cli.worker_login import LoginOptions, WorkerLogin, logged_in
 from tasuki.config import parse_url
 from tasuki.errors import ConfigError, TasukiError, Unauthorized, Unavailable
 from tasuki.worker.credentials import CredentialFile
@@ -46,7 +46,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def come_in(url: str, data: Path, **wish: Any) -> WorkerLogin:
     """As whom the worker would run; it has ended when this returns."""
-    with admitted(parse_url(url), LoginOptions(data, **wish)) as found:
+    with logged_in(parse_url(url), LoginOptions(data, **wish)) as found:
         return found
 
 
@@ -205,7 +205,12 @@ def test_nothing_is_spent_where_nobody_answers(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("given", "why"),
-    [("tsk_w_x", "of kind worker"), ("tsk_c_x", "of kind client"), ("secret", "of kind unknown"), ("tsk_e_\n\u00e9", "is none")],
+    [
+        ("tsk_w_x", "of kind worker"),
+        ("tsk_c_x", "of kind client"),
+        ("secret", "of kind unknown"),
+        ("tsk_e_\n\u00e9", "printable ASCII"),
+    ],
 )
 def test_what_is_no_enrol_token_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, why: str) -> None:
     monkeypatch.setenv("TASUKI_ENROLL", given)
@@ -264,7 +269,7 @@ def test_a_worker_takes_only_what_it_was_enrolled_for(stage: Stage, tmp_path: Pa
 def test_a_second_process_is_told_who_is_this_worker(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enrolled(stage, tmp_path, monkeypatch)
 
-    with admitted([stage.address], LoginOptions(tmp_path)):
+    with logged_in([stage.address], LoginOptions(tmp_path)):
         error = refusal(stage.url, tmp_path)
 
     assert f"pid {os.getpid()}" in error.message
@@ -353,7 +358,7 @@ def test_a_worker_with_a_token_made_by_hand_has_a_lasting_id_and_the_folder_for_
 
     first = come_in(stage.url, tmp_path)
     again = come_in(stage.url, tmp_path)
-    with admitted([stage.address], LoginOptions(tmp_path)):
+    with logged_in([stage.address], LoginOptions(tmp_path)):
         second = refusal(stage.url, tmp_path)
         named = come_in(stage.url, tmp_path, worker_id="another")
 

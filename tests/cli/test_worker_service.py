@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli import exit_codes
-from tasuki.cli.systemd import escaped, quoted, quoted_once
+from tasuki.cli.output import ExitCode
+from tasuki.cli.worker_service import escaped, quoted, quoted_once
 from tasuki.errors import ConfigError
 from tasuki.worker.credentials import read_credential
 from tests.cli.inside import Inside, inside
@@ -210,7 +210,7 @@ def test_a_secret_that_would_have_to_be_written_is_refused(
 
     done = home.install("--exec", "say=echo")
 
-    assert done.returncode == exit_codes.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert words in done.stderr
     assert SECRET not in done.stderr
     assert not home.unit().exists()
@@ -223,7 +223,7 @@ def test_a_token_from_stdin_is_refused(home: Home) -> None:
 def test_a_worker_that_is_new_must_enrol_first(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     done = home.install("--to", "https://control.example", "--app", "zpe", "--exec", "zpe=zpe", "--data", "data")
 
-    assert done.returncode == exit_codes.FORBIDDEN
+    assert done.returncode == ExitCode.FORBIDDEN
     assert "TASUKI_ENROLL" in done.stderr
     assert not home.unit().exists()
 
@@ -285,7 +285,7 @@ def test_what_the_worker_would_refuse_is_refused_before_anything_is_written(
 ) -> None:
     done = home.install(*arguments)
 
-    assert done.returncode == exit_codes.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert words in done.stderr
     assert not home.unit().exists()
     assert home.told_systemd() == []
@@ -306,7 +306,7 @@ def test_another_unit_is_replaced_only_with_force(home: Home) -> None:
 
     assert home.install(*TO).returncode == 0
     refused = home.install(*TO, "--slots", "7")
-    assert (refused.returncode, home.unit().read_text()) == (exit_codes.USAGE, before)
+    assert (refused.returncode, home.unit().read_text()) == (ExitCode.USAGE, before)
     assert "--force" in refused.stderr
     assert home.install(*TO, "--slots", "7", "--force").returncode == 0
     assert "--slots 7" in home.unit().read_text()
@@ -359,7 +359,7 @@ def test_uninstall_stops_and_removes_it(home: Home, inside: Inside) -> None:
 
 
 def test_uninstall_of_what_is_not_there(home: Home, inside: Inside) -> None:
-    assert inside("worker", "uninstall").returncode == exit_codes.NOT_FOUND
+    assert inside("worker", "uninstall").returncode == ExitCode.NOT_FOUND
 
 
 # ---------------------------------------------------------------------------------------------------- the group
@@ -368,7 +368,7 @@ def test_uninstall_of_what_is_not_there(home: Home, inside: Inside) -> None:
 def test_options_before_the_word_are_refused(inside: Inside) -> None:
     done = inside("worker", "--slots", "2", "status")
 
-    assert done.returncode == exit_codes.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert "behind the word" in done.stderr
 
 

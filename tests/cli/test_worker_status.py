@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tasuki.cli import exit_codes
+from tasuki.cli.output import ExitCode
 from tasuki.worker.credentials import Credential, CredentialToken
 from tasuki.worker.status import RunningJob, StatusFile, status_folder
 from tests.cli.inside import Done, Inside, inside
@@ -61,7 +61,7 @@ def test_a_worker_that_runs_and_is_connected(folder: Folder) -> None:
 
     done = folder.asked()
 
-    assert done.returncode == exit_codes.OK
+    assert done.returncode == ExitCode.OK
     assert "w1: running, pid" in done.stdout
     assert "connected to 192.0.2.7:443 since" in done.stdout
     assert "h2-zpe" in done.stdout
@@ -73,7 +73,7 @@ def test_a_worker_that_has_no_server(folder: Folder) -> None:
 
     done = folder.asked()
 
-    assert done.returncode == exit_codes.UNAVAILABLE
+    assert done.returncode == ExitCode.UNAVAILABLE
     assert "w1: not connected" in done.stdout
     assert "Connection refused" in done.stdout
     assert "2 result(s) wait on disk" in done.stdout
@@ -85,7 +85,7 @@ def test_a_worker_whose_process_is_gone(folder: Folder) -> None:
 
     done = folder.asked()
 
-    assert done.returncode == exit_codes.NOT_FOUND
+    assert done.returncode == ExitCode.NOT_FOUND
     assert "w1: not running" in done.stdout
     assert "is gone without a word" in done.stdout
     assert "3 result(s) wait on disk; its next start offers them" in done.stdout
@@ -128,7 +128,7 @@ def test_the_end_of_its_token_is_told_and_never_its_secret(folder: Folder, age_s
 def test_nothing_there(folder: Folder) -> None:
     done = folder.asked()
 
-    assert done.returncode == exit_codes.NOT_FOUND
+    assert done.returncode == ExitCode.NOT_FOUND
     assert "no worker has run on" in done.stdout
 
 
@@ -159,7 +159,7 @@ def test_a_real_worker_while_it_works_and_after_it_was_killed(server: ServerProc
         client.submit(exec="sleep", args=["60"], job_id="long", watch=False)
         until(lambda: asked().get("running") == 1, what="the job is told of")
         assert (asked()["state"], asked()["worker_id"], asked()["pid"]) == ("running", "w7", worker.pid)
-        assert inside("worker", "status", "--data", str(data)).returncode == exit_codes.OK
+        assert inside("worker", "status", "--data", str(data)).returncode == ExitCode.OK
         worker.kill()
         assert asked()["state"] == "not running"
         client.cancel("long")

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tasuki.cli import exit_codes
+from tasuki.cli.output import ExitCode
 from tasuki.client.agents.client import AgentResult, AgentsClient, AsyncAgentsClient
 from tasuki.clocks import now
 from tasuki.core.failover.nodes import BreakerRules, BreakerState
@@ -152,7 +152,7 @@ def test_the_command_prints_the_jobs_output_and_exits_with_its_code(agents: Agen
 def test_the_command_refuses_what_needs_a_server(agents: Agents) -> None:
     told = run_tasuki(agents, "run", "--env", "A=1", "--file", "book.csv", "pricer", "0")
 
-    assert (told.returncode, told.stderr.startswith("tasuki: INVALID: --env needs a server")) == (exit_codes.COULD_NOT_RUN, True)
+    assert (told.returncode, told.stderr.startswith("tasuki: INVALID: --env needs a server")) == (ExitCode.COULD_NOT_RUN, True)
 
 
 def test_the_ranking_is_shown_with_breakers(agents: Agents) -> None:
@@ -161,7 +161,7 @@ def test_the_ranking_is_shown_with_breakers(agents: Agents) -> None:
     lines = json.loads(told.stdout)
     assert {line["node"] for line in lines} == set(agents.urls)
     assert all((line["standing"], line["breaker"], line["limit"]) == ("free", "closed", 4) for line in lines)
-    assert told.returncode == exit_codes.OK
+    assert told.returncode == ExitCode.OK
 
 
 def test_the_ranking_is_watched_until_somebody_has_seen_enough(agents: Agents) -> None:
@@ -174,7 +174,7 @@ def test_the_ranking_is_watched_until_somebody_has_seen_enough(agents: Agents) -
         code = process.wait(DEADLINE_S)
 
     assert [line["node"] for look in looks for line in look] == [agents.urls[0]] * 2
-    assert code == exit_codes.INTERRUPTED
+    assert code == ExitCode.INTERRUPTED
 
 
 def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
@@ -187,7 +187,7 @@ def test_ctrl_c_cancels_the_job_at_its_node(agents: Agents) -> None:
 
     (name,) = agents.started("stopped")
     said = json.loads(told)
-    assert process.returncode == exit_codes.INTERRUPTED
+    assert process.returncode == ExitCode.INTERRUPTED
     assert (said["job_id"], set(said["canceled"])) == ("stopped", set(agents.urls))
     assert sorted(said["canceled"].values()) == ["not known", "removed"]
     assert not (agents.folder / name / "jobs" / "stopped").exists()
@@ -238,7 +238,7 @@ def unsupported(*arguments):
     raise NotImplementedError
 
 asyncio.SelectorEventLoop.add_signal_handler = asyncio.SelectorEventLoop.remove_signal_handler = unsupported
-import tasuki.cli.nodes
+import tasuki.cli.agents
 from tasuki.cli.main import main
 main()
 """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.connect import Destination
-from tasuki.cli.nodes import _nodes
+from tasuki.cli.agents import show_nodes
+from tasuki.cli.command import Destination
 from tasuki.cli.output import Output
 from tasuki.client.agents.client import NOT_KNOWN, REMOVED, STOPPING, AsyncAgentsClient
 from tasuki.client.agents.transfer import DownloadedResult
@@ -177,7 +177,7 @@ def test_the_command_that_shows_nodes_says_which_want_another_token(tmp_path: Pa
         stranger._answer = refusing_the_token(stranger)  # type: ignore[method-assign]
         place = Destination(f"agents:{stranger.url},{ours.url}", tmp_path / "data", None, None)
 
-        assert await _nodes(place, Output(), None) == 0
+        assert await show_nodes(place, Output(), None) == 0
 
         hints = capsys.readouterr().err.splitlines()
         assert hints == [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.dispatcher import _config
-from tasuki.cli.main import make
+from tasuki.cli.main import root
 from tasuki.dispatcher.settings import UPLOAD_MAX_BYTES
 from tests.support.processes import TASUKI, ChildProcess
 
@@ -49,7 +49,7 @@ def test_what_cannot_work_is_refused_at_the_start(
     monkeypatch.delenv("TASUKI_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        make(["dispatcher"])(args=["dispatcher", *options], prog_name="tasuki")
+        root(args=["dispatcher", *options], prog_name="tasuki")
 
     assert ended.value.code == 2
     assert words in capsys.readouterr().err

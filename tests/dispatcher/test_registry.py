@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from tasuki.agent import registry_queries
-from tasuki.cli.agent_registry import APP, RegistryPlace, make_for_dispatcher
+from tasuki.cli.agent import REGISTRY_APP as APP
+from tasuki.cli.agent import RegistryOptions, make_dispatcher_registry
 from tasuki.config import parse_agents
 from tasuki.core.address import Address
 from tasuki.core.failover import registry_records
@@ -80,8 +81,8 @@ class Sharing(DispatcherStage):
 async def sharing(url: str, *agents: StandIn | SharingStage | str, inputs: Path | None, **options: Any) -> AsyncIterator[Sharing]:
     urls = ",".join(agent if isinstance(agent, str) else agent.url for agent in agents)
     config = DispatcherConfig(agents=tuple(parse_agents(urls)), inputs=str(inputs) if inputs is not None else None)
-    place = RegistryPlace(url, "", APP, "", options.get("ttl_s", 15.0))
-    dispatcher = Dispatcher(config, make_for_dispatcher(place))
+    place = RegistryOptions(url, "", APP, "", options.get("ttl_s", 15.0))
+    dispatcher = Dispatcher(config, make_dispatcher_registry(place))
     stage = Sharing(dispatcher, await dispatcher.start(Address("http", "127.0.0.1", 0)), ())
     try:
         yield stage
@@ -444,8 +445,8 @@ def test_a_dispatcher_starts_without_its_registry_and_uses_it_when_it_is_there(
     monkeypatch.setattr(registry, "RETRY_S", 0.05)
     one, _ = nodes
     one.run(job_id, "echo once")
-    here = make_for_dispatcher(RegistryPlace(one.registry_url, "", APP, "", 15.0))._make_share
-    gone = make_for_dispatcher(RegistryPlace("redis://127.0.0.1:1/0", "", APP, "", 15.0))._make_share
+    here = make_dispatcher_registry(RegistryOptions(one.registry_url, "", APP, "", 15.0))._make_share
+    gone = make_dispatcher_registry(RegistryOptions("redis://127.0.0.1:1/0", "", APP, "", 15.0))._make_share
     places = iter([gone, gone])
 
     async def story() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tasuki import Client
-from tasuki.cli import exit_codes
+from tasuki.cli.output import ExitCode
 from tasuki.config import parse_url
 from tasuki.core.access import token_sha256
 from tasuki.server.assembly import make_secret
@@ -297,6 +297,6 @@ def test_a_worker_whose_token_is_revoked_stops_its_jobs_and_says_why(
 
     place.ask("token.revoke", token_id=lab.token_id)
 
-    assert lab.process.wait(SOON_S) == exit_codes.FORBIDDEN
+    assert lab.process.wait(SOON_S) == ExitCode.FORBIDDEN
     assert not Path(f"/proc/{run.pid}").exists()
     assert f"token {lab.token_id} was revoked" in lab.process.output()

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from tasuki.cli import store_client
+from tasuki.cli import connect
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tests.cli.commands import TASUKI, User, environment
 from tests.cli.inside import Inside, inside
@@ -157,10 +157,10 @@ def test_after_a_worker_was_killed_another_one_runs_its_job(
 def test_a_store_that_nobody_leads_is_warned_of_once(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_client, "LEADER_WAIT_S", 0.05)
+    monkeypatch.setattr(connect, "LEADER_WAIT_S", 0.05)
 
     async def take_part() -> None:
-        async with store_client.guest(store_client.StoreAddress(redis_url, "zpe")):
+        async with connect.guest(connect.StoreAddress(redis_url, "zpe")):
             await asyncio.to_thread(until, lambda: "no server leads" in caplog.text)
 
     with caplog.at_level("WARNING", logger="tasuki.direct"):

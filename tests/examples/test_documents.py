@@ -8,12 +8,13 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
-import typer
 
-from tasuki.cli import exit_codes
-from tasuki.cli.main import COMMANDS, make
+from tasuki.cli.main import root
+from tasuki.cli.output import MEANINGS
 from tasuki.core.job import JobSpec
 from tasuki.core.lifecycle import LEASE_MARGIN_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.subject import matches
@@ -99,11 +100,10 @@ def tasuki_lines(text: str) -> Iterator[list[str]]:
 
 def unknown_words(arguments: list[str]) -> list[str]:
     """What the command line of this version does not have: the command, or an option before the job's own words."""
-    group = typer.main.get_command(make(arguments))
     name = arguments[0] if arguments else ""
-    if name not in COMMANDS:
+    command: Any = root.get_command(click.Context(root), name)
+    if command is None:
         return [name]
-    command = group.commands[name]  # type: ignore[attr-defined]
     words = iter(arguments[1:])
     alone = not arguments[1:] or arguments[1].startswith("-")
     if hasattr(command, "commands") and not (command.invoke_without_command and alone):
@@ -163,7 +163,7 @@ def test_the_exit_codes_are_those_of_the_command_line() -> None:
     section = CONCEPTS.partition("\n## Exit codes\n")[2]
     listed = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", section, re.MULTILINE)}
 
-    assert listed == exit_codes.MEANINGS
+    assert listed == MEANINGS
 
 
 def test_the_examples_of_patterns_are_true() -> None:

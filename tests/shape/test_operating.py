@@ -11,10 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 
-from tasuki.cli.main import COMMANDS, make
+from tasuki.cli.command import COMMANDS
+from tasuki.cli.main import root
 from tests.conftest import Require
 
 ROOT = Path(__file__).parents[2]
@@ -68,8 +69,8 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 def accept(words: list[str]) -> None:
     """Parse them as the command does, without running anything; what is wrong is raised."""
-    command: Any = typer.main.get_command(make(words))
-    name = "tasuki"
+    name, *words = words
+    command: Any = root.get_command(click.Context(root), name)
     while hasattr(command, "commands") and not (command.invoke_without_command and words[0].startswith("-")):
         name, *words = words
         command = command.commands[name]
@@ -100,7 +101,7 @@ def test_the_options_in_environment_files_exist(words: list[str]) -> None:
 
 
 def test_an_option_that_does_not_exist_is_found() -> None:
-    with pytest.raises(Exception, match="No such option: --no-such-option"):
+    with pytest.raises(Exception, match="No such option '--no-such-option'"):
         accept(["server", "--no-such-option"])
 
 

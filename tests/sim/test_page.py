@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.main import make
+from tasuki.cli.sim import sim
 from tasuki.testing.sim.checker import INVARIANTS
 from tasuki.testing.sim.faults import KINDS
 
@@ -34,9 +34,7 @@ def test_every_invariant_is_described(invariant: str) -> None:
 
 def test_every_option_that_the_page_uses_exists() -> None:
     used = set(re.findall(r"(?<=\s)--[a-z-]+", " ".join(re.findall(r"tasuki sim [^`\n#]*", PAGE))))
-    [command] = make(["sim"]).registered_commands
-    assert command.callback is not None
-    names = {name for option in command.callback.__annotations__.values() for name in re.findall(r"--[a-z-]+", str(option))}
+    names = {name for parameter in sim.params for name in parameter.opts}
 
     assert used
     assert used <= names

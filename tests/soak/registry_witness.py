@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
-from tasuki.cli.agent_registry import APP
+from tasuki.cli.agent import REGISTRY_APP as APP
 from tasuki.core.failover.registry_records import DISPATCHER, attempt_of, node_of
 from tasuki.core.job import Job, State
 from tasuki.server.assembly import is_redis, open_postgresql_reader, open_redis_reader

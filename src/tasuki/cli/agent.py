@@ -1,4 +1,8 @@
-"""`tasuki agent`: runs programs on this machine for whoever sends files over HTTP. No server, no store."""
+"""`tasuki agent`: runs programs on this machine for clients that send files over HTTP. No server, no store.
+
+With --registry several agents share a store of job records: one of them runs a job, all of them have its result. Dispatchers
+share it too (`RegistryOptions`).
+"""
 
 from __future__ import annotations
 
@@ -6,56 +10,77 @@ import asyncio
 import gc
 import os
 import secrets
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
-from tasuki.cli import agent_registry, options
-from tasuki.cli.command import command
-from tasuki.cli.server import Insecure, TlsCert, TlsKey
+from tasuki.cli import process
+from tasuki.cli.command import (
+    command,
+    data_option,
+    drain_option,
+    exec_options,
+    log_level_option,
+    log_size_options,
+    number,
+    option,
+    options,
+    tls_ca_option,
+    tls_options,
+)
+from tasuki.cli.connect import StoreAddress, guest_places, is_store
+from tasuki.cli.output import ExitCode, Output
+from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 from tasuki.core.address import AGENT_PORT
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.agent.settings import AgentConfig
+    from tasuki.agent.store_registry import StoreRegistry
     from tasuki.config import Address
+    from tasuki.dispatcher.registry import DispatcherRegistry
     from tasuki.doors.tls import ServerCertificate
     from tasuki.worker.execs import Exec
     from tasuki.worker.keeper.client import Keeper
 
 DEFAULT_LISTEN = f"127.0.0.1:{AGENT_PORT}"
+REGISTRY_APP = "tasuki-agents"  # not that of servers, which may use the same Redis
+LEASE_TTL_RANGE_S = (1.0, 3600.0)
 
-Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Listen here; port 0: any.")]
-Slots = Annotated[
-    int | None, typer.Option("--slots", metavar="N", help="Jobs at once. Default: one per core, if each has 1 GiB of memory.")
-]
-DefaultExec = Annotated[
-    str | None,
-    typer.Option("--default-exec", metavar="NAME", help="For requests that name none. Default: the only one, if it is."),
-]
-Tokens = Annotated[
-    str | None,
-    typer.Option("--token-file", metavar="FILE", help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN."),
-]
-Node = Annotated[str | None, typer.Option("--node", metavar="NAME", help="How others call this agent. Default: the host's name.")]
-Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of a job; a request may ask for less, not for more.")
-]
-MaxUpload = Annotated[
-    str | None,
-    typer.Option("--max-upload", metavar="SIZE", help="Largest upload, as 20GB. Default: a quarter of the space that is free."),
-]
-KeepDays = Annotated[float, typer.Option("--keep-days", metavar="DAYS", help="How long results are kept.")]
-Inputs = Annotated[
-    str | None,
-    typer.Option("--inputs", metavar="WHERE", help="Fetch inputs from here: s3://bucket/prefix, a folder, or http://dispatcher."),
-]
-LogFormat = Annotated[str, typer.Option("--log-format", metavar="pretty|json", help="How lines look on stderr.")]
+tokens_option = option("--token-file", metavar="FILE", help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN.")
+log_format_option = option("--log-format", metavar="pretty|json", default="pretty", help="How lines look on stderr.")
+registry_options = options(
+    option(
+        "--registry",
+        metavar="URL",
+        envvar="TASUKI_REGISTRY",
+        help="redis://host:6379/0 or postgresql://user@host/database, which several agents share: one of them runs a job, all of "
+        "them have its result. An address with a password belongs into the variable.",
+    ),
+    option(
+        "--results",
+        metavar="URL",
+        help="With --registry: keep large results here, so that they outlive their node: s3://bucket/prefix[?endpoint=URL], "
+        "or a folder that all share.",
+    ),
+    option(
+        "--registry-app",
+        "app",
+        metavar="NAME",
+        default=REGISTRY_APP,
+        help="With --registry redis://…: the prefix of its keys, as of the others.",
+    ),
+    number(
+        "--lease-ttl",
+        metavar="SECONDS",
+        default=15.0,
+        help="With --registry: how long a node that is silent keeps its jobs.",
+    ),
+)
 
 
-class _Door(NamedTuple):
-    """Where and how it listens."""
+class _Listen(NamedTuple):
+    """Where and how the agent listens, and what it shares with others."""
 
     address: Address
     tls_cert: str | None
@@ -64,77 +89,86 @@ class _Door(NamedTuple):
     inputs: str | None
     tls_ca: str | None
     json: bool
-    registry: agent_registry.RegistryPlace | None = None
+    registry: RegistryOptions | None = None
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "agent",
-        examples=[
-            "tasuki agent --exec pricer='/opt/pricer/run {file}'      # on http://127.0.0.1:7090, without a token",
-            "tasuki agent --listen 0.0.0.0:7090 --tls-cert cert.pem --tls-key key.pem --token-file tokens --slots 4 "
-            "--exec pricer='/opt/pricer/run {file}' --data /var/lib/tasuki",
-            "tasuki agent --config execs.toml --default-exec pricer --timeout 300 --log-format json",
-            "TASUKI_REGISTRY=redis://db:6379/1 tasuki agent --results s3://bucket/results --exec pricer='/opt/pricer/run {file}'",
-        ],
-    )(agent)
-
-
+@command(
+    "agent",
+    examples=[
+        "tasuki agent --exec pricer='/opt/pricer/run {file}'      # on http://127.0.0.1:7090, without a token",
+        "tasuki agent --listen 0.0.0.0:7090 --tls-cert cert.pem --tls-key key.pem --token-file tokens --slots 4 "
+        "--exec pricer='/opt/pricer/run {file}' --data /var/lib/tasuki",
+        "tasuki agent --config execs.toml --default-exec pricer --timeout 300 --log-format json",
+        "TASUKI_REGISTRY=redis://db:6379/1 tasuki agent --results s3://bucket/results --exec pricer='/opt/pricer/run {file}'",
+    ],
+)
+@option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
+@tls_options
+@tokens_option
+@number("--slots", metavar="N", type=int, help="Jobs at once. Default: one per core, if each has 1 GiB of memory.")
+@exec_options
+@option("--default-exec", metavar="NAME", help="For requests that name none. Default: the only one, if it is.")
+@option("--node", metavar="NAME", help="How others call this agent. Default: the host's name.")
+@number("--timeout", metavar="SECONDS", default=1200.0, help="Time limit of a job; a request may ask for less, not for more.")
+@option("--max-upload", metavar="SIZE", help="Largest upload, as 20GB. Default: a quarter of the space that is free.")
+@number("--keep-days", metavar="DAYS", default=7.0, help="How long results are kept.")
+@option("--inputs", metavar="WHERE", help="Fetch inputs from here: s3://bucket/prefix, a folder, or http://dispatcher.")
+@registry_options
+@option("--advertise", metavar="URL", help="With --registry: where other agents reach this one. Default: as --listen.")
+@tls_ca_option
+@drain_option
+@log_size_options
+@log_format_option
+@log_level_option
+@data_option
 def agent(
-    listen: Listen = DEFAULT_LISTEN,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    token_file: Tokens = None,
-    insecure: Insecure = False,
-    slots: Slots = None,
-    exec_: options.Execs = None,
-    config: options.ExecsFile = None,
-    default_exec: DefaultExec = None,
-    node: Node = None,
-    timeout: Timeout = 1200.0,
-    max_upload: MaxUpload = None,
-    keep_days: KeepDays = 7.0,
-    inputs: Inputs = None,
-    registry: agent_registry.RegistryUrl = None,
-    results: agent_registry.Results = None,
-    app: agent_registry.App = agent_registry.APP,
-    advertise: agent_registry.Advertise = None,
-    lease_ttl: agent_registry.LeaseTtl = 15.0,
-    tls_ca: options.TlsCa = None,
-    drain_timeout: options.DrainTimeout = None,
-    log_head: options.LogHead = options.LOG_HEAD,
-    log_tail: options.LogTail = options.LOG_TAIL,
-    log_format: LogFormat = "pretty",
-    log_level: options.LogLevel = "info",
-    data: options.Data = None,
-    json: options.Json = False,
+    output: Output,
+    listen: str,
+    tls_cert: str | None,
+    tls_key: str | None,
+    insecure: bool,
+    token_file: str | None,
+    slots: int | None,
+    exec_: tuple[str, ...],
+    config: Path | None,
+    default_exec: str | None,
+    node: str | None,
+    timeout: float,
+    max_upload: str | None,
+    keep_days: float,
+    inputs: str | None,
+    registry: str | None,
+    results: str | None,
+    app: str,
+    lease_ttl: float,
+    advertise: str | None,
+    tls_ca: str | None,
+    drain_timeout: float | None,
+    log_head: str,
+    log_tail: str,
+    log_format: str,
+    log_level: str,
+    data: Path | None,
 ) -> int:
-    """Run programs for whoever sends files over HTTP.
+    """The first SIGTERM or Ctrl-C drains: no new jobs, running ones finish. The second stops them.
 
-    The first SIGTERM or Ctrl-C drains: no new jobs, running ones finish. The second stops them. SIGHUP makes it read --tls-cert
-    and --tls-key again.
+    SIGHUP makes it read --tls-cert and --tls-key again.
     """
-    from tasuki.cli import log
-    from tasuki.cli.server_process import run_loop
-    from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
     from tasuki.config import data_folder, parse_http, parse_size
 
     check_installed("an agent")
-    from tasuki.agent.refusals import WithJobId
     from tasuki.agent.settings import AgentConfig, choose_default, slots_of_this_machine
 
-    log.configure(log_level, json=json or log_format == "json", tag=WithJobId())
+    configure_log(log_level, log_format, output)
     check_drain_timeout(drain_timeout)
-    _check_values(slots, timeout, keep_days, log_format)
-    execs = _some(allowed_execs(config, exec_ or []))
+    _check_values(slots, timeout, keep_days)
+    execs = _some(allowed_execs(config, exec_))
     tokens = tokens_of(token_file)
     address = parse_http(listen, AGENT_PORT)
-    check_door(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
+    check_listen(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
     agent_config = AgentConfig(
         data=data_folder(data).root,
-        node=_checked(node) if node else _host(),
+        node=_checked_node(node) if node else process.host_name(),
         execs=execs,
         default_exec=choose_default(execs, default_exec),
         slots=slots if slots is not None else slots_of_this_machine(),
@@ -144,57 +178,57 @@ def agent(
         tokens=tokens,
         log_caps=log_caps(log_head, log_tail),
     )
-    shared = agent_registry.place_of(registry, results, app, advertise, lease_ttl)
-    return _run(agent_config, _Door(address, tls_cert, tls_key, drain_timeout, inputs, tls_ca, json, shared), run_loop)
+    shared = RegistryOptions.of(registry, results, app, advertise, lease_ttl)
+    return _run(agent_config, _Listen(address, tls_cert, tls_key, drain_timeout, inputs, tls_ca, output.json, shared))
 
 
-def _run(config: AgentConfig, door: _Door, run_loop: Callable[[Coroutine[Any, Any, int]], int]) -> int:
+def _run(config: AgentConfig, listen: _Listen) -> int:
     from tasuki.doors.tls import ServerCertificate
     from tasuki.worker.commands import check_secrets
     from tasuki.worker.keeper.client import Keeper
 
-    certificate = ServerCertificate(door.tls_cert, door.tls_key) if door.tls_cert and door.tls_key else None
+    certificate = ServerCertificate(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
     check_secrets(config.execs.values())
     incarnation = secrets.token_hex(8)
     keeper = Keeper.start(incarnation)  # before the loop and its threads: a child that inherits a locked lock would hang
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    return run_loop(_main(config, door, certificate, keeper, incarnation))
+    return process.run_loop(_main(config, listen, certificate, keeper, incarnation))
 
 
-async def _main(config: AgentConfig, door: _Door, certificate: ServerCertificate | None, keeper: Keeper, incarnation: str) -> int:
+async def _main(
+    config: AgentConfig, listen: _Listen, certificate: ServerCertificate | None, keeper: Keeper, incarnation: str
+) -> int:
     from tasuki.agent.app import Agent
     from tasuki.agent.input_sources import open_inputs
-    from tasuki.cli import exit_codes
-    from tasuki.cli.server_process import Events, StopSignals, renew_on_hangup
     from tasuki.config import fault_point
 
     lost = asyncio.Event()
-    inputs = open_inputs(door.inputs, config.tokens[0] if config.tokens else "", door.tls_ca) if door.inputs else None
+    inputs = open_inputs(listen.inputs, config.tokens[0] if config.tokens else "", listen.tls_ca) if listen.inputs else None
     fault = _fault(fault_point())
-    registry = agent_registry.make(door.registry, config, incarnation, door.tls_ca) if door.registry else None
+    registry = make_agent_registry(listen.registry, config, incarnation, listen.tls_ca) if listen.registry else None
     agent = Agent(
         config, incarnation, keeper=keeper, registry=registry, inputs=inputs, fault=fault, on_lost=lambda error: lost.set()
     )
-    events, stop = Events(json=door.json), StopSignals(hurry=agent.hurry)
+    events, stop = process.Events(json=listen.json), process.StopSignals(hurry=agent.hurry)
     try:
-        address = await agent.start(door.address, certificate.context if certificate is not None else None)
+        address = await agent.start(listen.address, certificate.context if certificate is not None else None)
         if certificate is not None:
-            renew_on_hangup(certificate)
+            process.renew_on_hangup(certificate)
         events.tell("listening", str(address), address=str(address), pid=os.getpid())
         names, data = sorted(config.execs), str(config.data)
         words = f"{config.slots} slots, execs {', '.join(names)}, data {data}"
         events.tell("ready", words, slots=config.slots, execs=names, data=data)
         await _first_of(stop.wanted, lost)
         events.tell("stopping")
-        await agent.drain(door.drain_timeout_s)
+        await agent.drain(listen.drain_timeout_s)
     finally:
         await agent.close()
-    return exit_codes.FAILED if lost.is_set() else stop.exit_code
+    return ExitCode.FAILED if lost.is_set() else stop.exit_code
 
 
-def _checked(node: str) -> str:
-    """It goes into answers, logs and the registry, where a line is a line."""
+def _checked_node(node: str) -> str:
+    """Return the name if it is one line: it goes into answers, logs and the registry."""
     if not node.isprintable():
         raise ConfigError(f"--node {node[:80]!r} must be one line without control characters, as in n1.example.com")
     return node
@@ -222,6 +256,7 @@ def _some(execs: dict[str, Exec]) -> dict[str, Exec]:
 
 
 def check_installed(who: str) -> None:
+    """Raise ConfigError if FastAPI or uvicorn is missing."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -230,9 +265,16 @@ def check_installed(who: str) -> None:
         raise ConfigError(f"{who} needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'") from None
 
 
-def _check_values(slots: int | None, timeout_s: float, keep_days: float, log_format: str) -> None:
-    if log_format not in ("pretty", "json"):
-        raise ConfigError(f"--log-format must be pretty or json, got {log_format[:40]!r}")
+def configure_log(level: str, format: str, output: Output) -> None:
+    """Log as agents and dispatchers do: every record with the job that it is about."""
+    from tasuki.agent.refusals import WithJobId
+
+    if format not in ("pretty", "json"):
+        raise ConfigError(f"--log-format must be pretty or json, got {format[:40]!r}")
+    process.configure_log(level, json=output.json or format == "json", tag=WithJobId())
+
+
+def _check_values(slots: int | None, timeout_s: float, keep_days: float) -> None:
     if slots is not None and slots < 1:
         raise ConfigError(f"--slots must be 1 or more, got {slots}")
     if not 0 < timeout_s < float("inf"):
@@ -242,6 +284,7 @@ def _check_values(slots: int | None, timeout_s: float, keep_days: float, log_for
 
 
 def tokens_of(token_file: str | None) -> tuple[str, ...]:
+    """Return the tokens of --token-file, else the one of TASUKI_TOKEN, else none."""
     from tasuki.agent.settings import read_tokens
     from tasuki.config import find_token
 
@@ -251,7 +294,8 @@ def tokens_of(token_file: str | None) -> tuple[str, ...]:
     return (token,) if token else ()
 
 
-def check_door(address: Address, tls_cert: str | None, tls_key: str | None, *, tokens: bool, insecure: bool) -> None:
+def check_listen(address: Address, tls_cert: str | None, tls_key: str | None, *, tokens: bool, insecure: bool) -> None:
+    """Raise ConfigError for an address that may not be listened on in this way."""
     from tasuki.doors.listening import check_listener
 
     if (tls_cert is None) != (tls_key is None):
@@ -261,7 +305,88 @@ def check_door(address: Address, tls_cert: str | None, tls_key: str | None, *, t
     check_listener(address, tls=tls_cert is not None, tokens=tokens, insecure=insecure)
 
 
-def _host() -> str:
-    from tasuki.cli.server_process import host_name
+# ---------------------------------------------------------------------------------------------------- the registry
 
-    return host_name()
+
+class RegistryOptions(NamedTuple):
+    """The registry that agents and dispatchers share."""
+
+    url: str
+    results: str
+    app: str
+    advertised: str
+    """Address by which other agents reach this one."""
+    lease_ttl_s: float
+
+    @classmethod
+    def of(
+        cls, url: str | None, results: str | None, app: str, advertise: str | None, lease_ttl_s: float
+    ) -> RegistryOptions | None:
+        """Return the options, checked; None without --registry."""
+        from tasuki.config import check_app, parse_url
+
+        if url is None:
+            if results or advertise:
+                option = "--results" if results else "--advertise"
+                raise ConfigError(f"{option} is for those that share a registry; give --registry URL too")
+            return None
+        if not is_store(url):
+            scheme = url.partition("://")[0][:40]
+            raise ConfigError(
+                f"--registry {scheme}://… is not a registry; use redis://host:6379/0 or postgresql://user@host/database"
+            )
+        check_app(app, "--registry-app")
+        least, most = LEASE_TTL_RANGE_S
+        if not least <= lease_ttl_s <= most:
+            raise ConfigError(f"--lease-ttl must be {least:g} to {most:g} seconds, got {lease_ttl_s:g}")
+        if advertise is not None:
+            places = parse_url(advertise)
+            if len(places) != 1 or not places[0].http:
+                raise ConfigError(f"--advertise {advertise[:80]!r} must be one address of this agent, as in https://n1:7090")
+            advertise = str(places[0])
+        return cls(url, results or "", app, advertise or "", lease_ttl_s)
+
+
+def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnation: str, tls_ca: str | None) -> StoreRegistry:
+    """Return the registry for an agent; nothing is opened yet."""
+    from tasuki.agent.results import Peers
+    from tasuki.agent.store_registry import ClaimJournal, StoreRegistry
+    from tasuki.net.tls import client_tls
+    from tasuki.server.server import ServerConfig
+    from tasuki.server.store_client import StoreClient
+
+    server = ServerConfig(
+        server_id=process.new_server_id(),
+        data=config.data,
+        lease_ttl_s=shared.lease_ttl_s,
+        retention_s=config.keep_days * 86_400.0,
+        host=config.node,
+    )
+    places = guest_places(StoreAddress(shared.url, shared.app, shared.results), config.data / "registry")
+    return StoreRegistry(
+        StoreClient(places, server),
+        ClaimJournal(config.data),
+        node=config.node,
+        incarnation=incarnation,
+        ttl_s=shared.lease_ttl_s,
+        peers=Peers(config.tokens[0] if config.tokens else "", client_tls(tls_ca)),
+        advertised=shared.advertised,
+    )
+
+
+def make_dispatcher_registry(shared: RegistryOptions) -> DispatcherRegistry:
+    """Return the registry for a dispatcher; nothing is opened yet."""
+    from tasuki.dispatcher.registry import DispatcherRegistry
+    from tasuki.server.server import ServerConfig
+    from tasuki.server.store_client import StoreClient
+
+    nowhere = Path()  # a dispatcher has no folder, and without duties nothing is kept in one
+    places = guest_places(StoreAddress(shared.url, shared.app, shared.results), nowhere)
+
+    def connect() -> StoreClient:
+        server = ServerConfig(
+            server_id=process.new_server_id(), data=nowhere, lease_ttl_s=shared.lease_ttl_s, host=process.host_name()
+        )
+        return StoreClient(places, server, duties=False)
+
+    return DispatcherRegistry(connect, name=process.host_name(), ttl_s=shared.lease_ttl_s)

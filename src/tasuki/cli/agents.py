@@ -1,27 +1,31 @@
-"""`tasuki run --to agents:…`: one job on whichever node agent is well, without a server.
+"""Node agents: `tasuki run --to agents:…` runs a job on a node that is well, without a server; `tasuki nodes` lists the nodes.
 
-The job's stdout and stderr are printed from its result when it has ended, and its exit code becomes ours. Ctrl-C cancels it at
-all nodes; a SIGTERM leaves it, and the same --job-id takes it up again. Nothing here needs Linux.
+The job's stdout and stderr are printed from its result when it has ended, and its exit code becomes that of the command. Ctrl-C
+cancels the job at all nodes; SIGTERM leaves it, and the same --job-id resumes it. Nothing here needs Linux.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tasuki.cli import exit_codes
-from tasuki.cli.connect import Destination, read_token
-from tasuki.cli.output import Output
+import click
+
+from tasuki.cli import result
+from tasuki.cli.command import Destination, command, connection_options, flag, number
+from tasuki.cli.connect import read_token
+from tasuki.cli.output import ExitCode, Output, table
 from tasuki.core.address import AGENTS
 from tasuki.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
     from tasuki.client.agents.client import AgentResult, AsyncAgentsClient, RunProgress
+    from tasuki.core.failover.nodes import Ranked
 
 # Fields of a job that need a server, with their options.
 NEEDS_A_SERVER = {
@@ -38,32 +42,35 @@ NEEDS_A_SERVER = {
 USUAL_PRIORITY = 5
 
 
-def address_of(place: Destination) -> str:
-    """--to, else TASUKI_URL."""
+def _address_of(place: Destination) -> str:
+    """Return --to, else TASUKI_URL."""
     from tasuki.config import default_url
 
     return place.to or default_url() or ""
 
 
-def meant(place: Destination, hedge: float | None, give_up_after: float | None) -> bool:
-    """Whether the command goes to node agents; options that are theirs alone go nowhere else."""
-    if address_of(place).startswith(AGENTS):
+def open_client(place: Destination) -> AsyncAgentsClient:
+    """Make a client of the node agents; its breakers are remembered in the data folder."""
+    from tasuki.client.agents.client import AsyncAgentsClient
+    from tasuki.config import data_folder
+
+    where = _address_of(place)
+    if not where.startswith(AGENTS):
+        raise ConfigError(f"--to {where!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
+    return AsyncAgentsClient(where, token=read_token(place.token_file), tls_ca=place.tls_ca, notes=data_folder(place.data).root)
+
+
+# ---------------------------------------------------------------------------------------------------- run
+
+
+def are_meant(place: Destination, hedge: float | None, give_up_after: float | None) -> bool:
+    """Return whether `run` goes to node agents. Raise InvalidInput for options that only they have, if it goes elsewhere."""
+    if _address_of(place).startswith(AGENTS):
         return True
     option = "--hedge" if hedge is not None else "--give-up-after" if give_up_after is not None else ""
     if option:
         raise InvalidInput(f"{option} is for node agents; name them with --to agents:http://n1:7090,http://n2:7090")
     return False
-
-
-def open_client(place: Destination) -> AsyncAgentsClient:
-    """Its breakers are remembered in the data folder."""
-    from tasuki.client.agents.client import AsyncAgentsClient
-    from tasuki.config import data_folder
-
-    where = address_of(place)
-    if not where.startswith(AGENTS):
-        raise ConfigError(f"--to {where!r} names no node agents; write --to agents:http://n1:7090,http://n2:7090")
-    return AsyncAgentsClient(where, token=read_token(place.token_file), tls_ca=place.tls_ca, notes=data_folder(place.data).root)
 
 
 def run_on_agents(
@@ -74,7 +81,7 @@ def run_on_agents(
     hedge_s: float | None,
     limit_s: float | None,
 ) -> int:
-    """The exit code of `tasuki run`."""
+    """Run a job on node agents, and return the exit code of `tasuki run`."""
     _check(fields)
     return asyncio.run(_run(place, fields, output_file, output, hedge_s, limit_s))
 
@@ -96,10 +103,8 @@ async def _run(
     hedge_s: float | None,
     limit_s: float | None,
 ) -> int:
-    from tasuki.cli import archive
-
     with ExitStack() as stack:
-        scratch = stack.enter_context(archive.scratch_file())
+        scratch = stack.enter_context(result.scratch_file())
         stream = None
         if output_file is not None and _is_stream(output_file):
             stream, output_file = stack.enter_context(_open_stream(output_file)), None
@@ -117,26 +122,26 @@ async def _run(
                     timeout_s=fields["timeout_s"],
                     limit_s=limit_s,
                     hedge_s=hedge_s,
-                    on_progress=lambda progress: output.progress(f"job {job_id}: {_words(progress)}"),
+                    on_progress=lambda progress: output.progress(f"job {job_id}: {_describe_progress(progress)}"),
                     on_note=lambda text: output.hint(f"tasuki: job {job_id}: {text}"),
                 )
             except asyncio.CancelledError:
                 await _cancel(client, job_id, output)
-                return exit_codes.INTERRUPTED
+                return ExitCode.INTERRUPTED
             if stream is not None and ended.path is not None:
                 _copy(ended.path, stream)
             return _deliver(ended, output)
 
 
 def _is_stream(path: Path) -> bool:
-    """A device, a FIFO, /dev/stdout: to be written into, and never to be replaced. A folder is neither this nor a file."""
+    """Return whether this is a device, a FIFO or /dev/stdout: to be written into, and never to be replaced."""
     if not path.exists() or path.is_dir():
         return False
     return not path.is_file() or (path.is_symlink() and path.is_relative_to("/dev"))
 
 
 def _open_stream(path: Path) -> BinaryIO:
-    """Before the run: a FIFO that nobody reads shows now, and does not hang us at the end."""
+    """Open a stream before the run: a FIFO without a reader is found now, and does not block at the end."""
     flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     try:
         descriptor = os.open(path, flags)
@@ -174,7 +179,7 @@ async def _cancel(client: AsyncAgentsClient, job_id: str, output: Output) -> Non
         output.hint(f"the job may go on at {'; '.join(unsure)}")
 
 
-def _words(progress: RunProgress) -> str:
+def _describe_progress(progress: RunProgress) -> str:
     if progress.stage == "run":
         done = "" if progress.fraction is None else f" {progress.fraction:.0%}"
         return f"runs at {progress.node}{done} {progress.message}".rstrip()
@@ -183,22 +188,13 @@ def _words(progress: RunProgress) -> str:
 
 
 def _deliver(ended: AgentResult, output: Output) -> int:
-    from tasuki.cli import archive
-
     code = exit_code_of(ended)
-    logs = {"stdout": bytearray(), "stderr": bytearray()}
+    captured = result.CapturedOutput(output)
     output.end_progress()
     if ended.path is not None:
-        stdout, stderr = (sys.stdout.buffer.write, sys.stderr.buffer.write)
-        if output.json:
-            stdout, stderr = logs["stdout"].extend, logs["stderr"].extend
-        with ended.path.open("rb") as source:
-            archive.copy_logs(source, stdout, stderr)
-        sys.stdout.buffer.flush()
-        sys.stderr.buffer.flush()
+        captured.print_result(ended.path, is_command=True)
     if output.json:
-        texts = {name: log.decode("utf-8", "replace") for name, log in logs.items()}
-        output.show({**describe(ended), **texts, "exit": code}, list)
+        captured.show(_describe(ended), code)
     elif ended.path is None:
         output.hint(f"tasuki: job {ended.job_id} {ended.outcome}, and {ended.node} was lost before its result could be fetched")
     elif ended.error_code not in (None, "EXIT_CODE"):
@@ -207,18 +203,16 @@ def _deliver(ended: AgentResult, output: Output) -> int:
 
 
 def exit_code_of(ended: AgentResult) -> int:
-    """The program's own exit code, or the one that says why it has none."""
-    from tasuki.cli.run import ENDED_ITSELF
-
+    """Return the program's own exit code, or the code that says why it has none."""
     if ended.succeeded:
-        return exit_codes.OK
+        return ExitCode.OK
     if ended.outcome == "timed_out":
-        return exit_codes.TIME_LIMIT
-    return ended.exit_code if ended.exit_code and ended.error_code in ENDED_ITSELF else exit_codes.COULD_NOT_RUN
+        return ExitCode.TIME_LIMIT
+    return ended.exit_code if ended.exit_code and ended.error_code in result.ENDED_ITSELF else ExitCode.COULD_NOT_RUN
 
 
-def describe(ended: AgentResult) -> dict[str, Any]:
-    """The end of a job, for programs; the words are those of `tasuki run` with a server."""
+def _describe(ended: AgentResult) -> dict[str, Any]:
+    """Return how a job ended, for programs, with the names of `tasuki run` on a server."""
     return {
         "job_id": ended.job_id,
         "state": ended.outcome.upper(),
@@ -229,3 +223,57 @@ def describe(ended: AgentResult) -> dict[str, Any]:
         "message": ended.message,
         "result_sha256": ended.sha256 or None,
     }
+
+
+# ---------------------------------------------------------------------------------------------------- nodes
+
+
+@command(
+    "nodes",
+    examples=[
+        "tasuki nodes --to agents:http://n1:7090,http://n2:7090",
+        "tasuki nodes --to agents:https://n1:7090,n2:7090 --token-file token --tls-ca ca.pem --watch",
+        "tasuki nodes --to agents:http://n1:7090 --json",
+    ],
+)
+@flag("--watch", help="Again and again, until Ctrl-C.")
+@number("--interval", metavar="SECONDS", type=click.FloatRange(min=0.1), default=2.0, help="With --watch.")
+@connection_options("Node agents: agents:http://n1:7090,http://n2:7090. Default: TASUKI_URL.", "AGENTS")
+def nodes(output: Output, watch: bool, interval: float, place: Destination) -> int:
+    """A node that failed is left out for 30 s, and until three health checks in a row were good.
+
+    Each look of this command is one. Exits with 5 if no node takes jobs.
+    """
+    return asyncio.run(show_nodes(place, output, interval if watch else None))
+
+
+async def show_nodes(place: Destination, output: Output, interval_s: float | None) -> int:
+    """Check all nodes at once and list them, the best first; again and again if there is an interval."""
+    from tasuki.core.failover.events import WAY_IN
+
+    async with open_client(place) as client:
+        while True:
+            ranking = await client.ranking()
+            if interval_s is not None:
+                output.clear_screen()
+            output.show([node.view() for node in ranking], functools.partial(_node_lines, ranking))
+            for node in ranking:
+                if node.refusal is not None and node.refusal.status == 401:
+                    output.hint(f"tasuki: {node.node} does not take the token; {WAY_IN}")
+            if interval_s is None:
+                usable = any(node.standing.name in ("FREE", "FULL") for node in ranking)
+                return ExitCode.OK if usable else ExitCode.UNAVAILABLE
+            await asyncio.sleep(interval_s)
+
+
+def _node_lines(ranking: list[Ranked]) -> list[str]:
+    def cells(node: Ranked) -> tuple[object, ...]:
+        return node.node, node.standing.name.lower(), node.running, node.limit, _breaker(node), node.said
+
+    return table(("NODE", "STANDING", "RUNNING", "LIMIT", "BREAKER", "SAID"), map(cells, ranking))
+
+
+def _breaker(node: Ranked) -> str:
+    if str(node.breaker) == "closed":
+        return "closed"
+    return f"{node.breaker}, {node.left_out_s:.0f} s, {node.good_checks} good"

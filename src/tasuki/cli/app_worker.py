@@ -1,9 +1,9 @@
 """A worker for the jobs of an app, and one that leases straight from the store (`tasuki worker --app`, `--to redis://…`).
 
-Jobs of an app name no exec: whoever works for the app knows what to do. Here it is the exec of the app's own name. Its program
-finds the payload on stdin, and what it leaves in out/ is the app's result: result.json, and if it likes summary.txt, freqs.csv
-and meta.json; if it fails, error.json with error_code, error_message and permanent. Without a result.json a JSON document on
-stdout is the result; without that it is the archive of the run, as of every command.
+Jobs of an app name no exec: they run with the exec of the app's own name. Its program gets the payload on stdin and leaves the
+app's result in out/: result.json, and optionally summary.txt, freqs.csv and meta.json; if it fails, error.json with error_code,
+error_message and permanent. Without a result.json, a JSON document on stdout is the result; without that, the archive of the
+run is, as of every command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tasuki.cli.store_client import StoreAddress, guest
+from tasuki.cli.connect import StoreAddress, guest
 from tasuki.core.apps import outcome_of
 from tasuki.core.job import JobSpec, Outcome
 from tasuki.core.lifecycle import LEASE_TTL_S
@@ -33,7 +33,7 @@ _encode_spec = msgspec.msgpack.Encoder().encode
 
 
 class _Failure(msgspec.Struct):
-    """error.json"""
+    """The contents of error.json."""
 
     error_code: str
     error_message: str = ""
@@ -41,7 +41,7 @@ class _Failure(msgspec.Struct):
 
 
 class AppWorker(Worker):
-    """`app` runs the app's jobs with the exec of that name, if there is one; `store` is leased from without any server's help."""
+    """A worker that runs the jobs of `app` with the exec of that name, and leases from `store` without any server's help."""
 
     def __init__(self, url: str | None, *, app: str | None = None, store: StoreAddress | None = None, **options: Any) -> None:
         super().__init__(url, **options)
@@ -49,19 +49,19 @@ class AppWorker(Worker):
         self._ttl_s = options.get("lease_ttl_s") or LEASE_TTL_S
         self._app = app if app is not None and app in (options.get("execs") or {}) else None
         if self._app is not None:
-            self._take_apps_jobs(app_subject(self._app), tuple(options.get("subjects") or ()))
+            self._take_app_jobs(app_subject(self._app), tuple(options.get("subjects") or ()))
 
-    def _take_apps_jobs(self, subject: str, given: tuple[str, ...]) -> None:
+    def _take_app_jobs(self, subject: str, given: tuple[str, ...]) -> None:
         if set(given) - {subject}:
             raise ConfigError(
                 f"--app {self._app} with an exec of that name takes {subject} and nothing else; "
                 "leave --subject out, and start another worker for the rest"
             )
-        # What makes the server give us jobs that name no exec. `_start` sees to it that none of them comes here.
+        # With a handler the server sends jobs that name no exec; `_start` gives them the exec before a handler would be called.
         self.handler(subject)(_unreached)
 
     async def serve(self, *, signals: bool = False) -> None:
-        """Work until drained; where the store is leased from, its guest lives as long."""
+        """Work until drained; the guest of a store lives as long."""
         if self._store is None:
             await super().serve(signals=signals)
             return
@@ -87,7 +87,7 @@ async def _unreached(job: HandlerJob) -> bytes:
 
 
 def app_result(result: RunResult) -> RunResult:
-    """The same in the shape of the app's contract, if the program left what that takes."""
+    """Return the result in the form of the app's contract, if the program left the files for it."""
     outcome = result.outcome
     source: Any = result.result_file if result.result_file is not None else io.BytesIO(outcome.result or b"")
     if result.result_file is None and not outcome.result:
@@ -95,18 +95,18 @@ def app_result(result: RunResult) -> RunResult:
     with zipfile.ZipFile(source) as archive:
         if outcome.error_code is not None:
             return RunResult(_failed(outcome, _member(archive, "out/error.json")), result.result_file)
-        found = _found(archive)
-    if found is None:
+        documents = _documents(archive)
+    if documents is None:
         return result
     try:
-        told, document = outcome_of(*found)
+        recorded, document = outcome_of(*documents)
     except TooLarge as error:
         return RunResult(Outcome(error_code=error.code, message=error.message, permanent=True))
-    result_bytes = told.result if document is None else document
-    return RunResult(msgspec.structs.replace(told, exit_code=outcome.exit_code, result=result_bytes))
+    result_bytes = recorded.result if document is None else document
+    return RunResult(msgspec.structs.replace(recorded, exit_code=outcome.exit_code, result=result_bytes))
 
 
-def _found(archive: zipfile.ZipFile) -> tuple[Any, str, str, dict[str, Any]] | None:
+def _documents(archive: zipfile.ZipFile) -> tuple[Any, str, str, dict[str, Any]] | None:
     text = _member(archive, "out/result.json") or _member(archive, "stdout.log")
     result = _json(text, dict)
     if result is None:
@@ -126,7 +126,7 @@ def _failed(outcome: Outcome, text: bytes) -> Outcome:
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Empty if there is none, or too much of it."""
+    """Return a file of the archive; empty if it is missing or too large."""
     try:
         info = archive.getinfo(name)
     except KeyError:
@@ -135,7 +135,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _json(text: bytes, kind: Any) -> Any:
-    """None for what is no such document."""
+    """Decode a JSON document; None if it is not one of this type."""
     try:
         return msgspec.json.decode(text, type=kind) if text else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

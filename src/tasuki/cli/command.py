@@ -1,4 +1,8 @@
-"""The frame around every command: its examples at the end of its help, its errors as one line, its exit code.
+"""The words of the command line, the options that commands share, and the frame around every command.
+
+A command is a function with click's options. `command` gives the function an `Output`, turns errors into one line and an exit
+code, and puts the examples at the end of the help. The first line of the help of a word is in `COMMANDS`, because `tasuki
+--help` lists all words and loads none of their modules; a docstring adds the rest.
 
 Imported for `tasuki --help`, so it imports nothing heavy.
 """
@@ -10,108 +14,262 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-import typer
+import click
 
-from tasuki.cli import exit_codes
-from tasuki.cli.output import Output
-from tasuki.cli.parameters import PlainCommand, PlainGroup
+from tasuki.cli.output import ExitCode, Output, exit_code_for
 from tasuki.errors import TasukiError
 
-COMMAND_LINE, ENVIRONMENT = "COMMANDLINE", "ENVIRONMENT"  # typer's names for where a value came from
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("run.run", "Run one job: print its output, exit with its code."),
+    "submit": ("submit.submit", "Submit jobs; return when they are durable."),
+    "status": ("jobs.status", "Show the state of jobs, and how they ended."),
+    "list": ("jobs.list_jobs", "List jobs, newest first."),
+    "explain": ("jobs.explain", "Explain why a job is in its state, and what happened to it."),
+    "result": ("result.result", "Wait for a job's end and save its result."),
+    "logs": ("result.logs", "Print what a command writes, while it runs and afterwards."),
+    "cancel": ("jobs.cancel", "Stop jobs."),
+    "retry": ("jobs.retry", "Run jobs again that have ended."),
+    "dead": ("jobs.dead", "List, show and retry dead letters."),
+    "stats": ("cluster.stats", "Count jobs by group and state, and list the workers."),
+    "servers": ("cluster.servers", "List the servers that are alive on this store."),
+    "workers": ("cluster.workers", "List the workers that are connected to any server."),
+    "nodes": ("agents.nodes", "List node agents, the best first, and those that are left out."),
+    "detach": ("cluster.detach", "Give a worker no more work."),
+    "attach": ("cluster.attach", "Give a detached worker work again."),
+    "up": ("up.up", "Start a server and local workers here."),
+    "server": ("server.server", "Start a server; with --store, one of several."),
+    "worker": ("worker.worker", "Run jobs until a signal."),
+    "agent": ("agent.agent", "Run programs for clients that send files over HTTP."),
+    "dispatcher": ("dispatcher.dispatcher", "Send jobs to node agents that have a free slot."),
+    "duties": ("store.duties", "Do a leader's duties once, for servers that scale to zero."),
+    "token": ("tokens.token", "Make, list and revoke tokens."),
+    "dev-cert": ("dev_cert.dev_cert", "Make a CA and a server's certificate, for development."),
+    "doctor": ("doctor.doctor", "Check Python, SQLite, the data folder, its server and store."),
+    "migrate": ("store.migrate", "Bring the tables of a store up to date."),
+    "backup": ("store.backup", "Save the SQLite store of a data folder."),
+    "restore": ("store.restore", "Restore a backup into a data folder."),
+    "demo": ("demo.demo", "Show jobs surviving the death of a worker and of the server."),
+    "sim": ("sim.sim", "Simulate whole systems under faults, and check the invariants."),
+}
+"""word -> (module and name below tasuki.cli, first line of its help)"""
+
+STDIN = "-"
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+LOG_HEAD, LOG_TAIL = "16320KiB", "64KiB"
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# For `run` and `submit`: everything from the exec's name on belongs to the job, also what looks like an option.
-TAKES_A_COMMAND = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+# ---------------------------------------------------------------------------------------------------- options
 
 
-def make_app(help: str, epilog: str | None = None, *, no_args_is_help: bool = True) -> typer.Typer:
-    """A typer application without colours, completion and decorated tracebacks: each costs start-up time."""
-    return typer.Typer(
-        cls=PlainGroup,
-        help=help,
-        epilog=epilog,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        no_args_is_help=no_args_is_help,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+class _Text(click.types.StringParamType):
+    """A text that can be sent and stored: bytes in another encoding than UTF-8 are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            self.fail(f"{str(value)!a} is not valid UTF-8", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+TEXT = _Text()
+PATH = click.Path(path_type=Path)
+
+
+def option(*names: str, **settings: Any) -> Callable[[Function], Function]:
+    """Declare an option whose help shows its default and its environment variable; a text, if nothing else is said."""
+    if not {"type", "is_flag"} & settings.keys() and isinstance(settings.get("default"), str | None):
+        settings["type"] = TEXT
+    return click.option(*names, show_default=True, show_envvar=True, **settings)
+
+
+def argument(name: str, *, metavar: str, help: str, **settings: Any) -> Callable[[Function], Function]:
+    """Declare an argument; a text, if nothing else is said."""
+    return click.argument(name, metavar=metavar, help=help, type=settings.pop("type", TEXT), **settings)
+
+
+def flag(*names: str, help: str, **settings: Any) -> Callable[[Function], Function]:
+    """Declare an option without a value."""
+    return option(*names, is_flag=True, help=help, **settings)
+
+
+def number(name: str, *, metavar: str, help: str, type: Any = float, **settings: Any) -> Callable[[Function], Function]:
+    """Declare an option whose value is a number."""
+    return option(name, metavar=metavar, help=help, type=type, **settings)
+
+
+def several(*names: str, help: str, **settings: Any) -> Callable[[Function], Function]:
+    """Declare an option that may be given several times."""
+    return option(*names, help=help, type=TEXT, multiple=True, **settings)
+
+
+def options(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Combine options into one decorator; the help shows them in this order."""
+    return lambda function: functools.reduce(lambda made, decorate: decorate(made), reversed(decorators), function)
+
+
+TO_HELP = (
+    "Server: tcp://host:7000[,host2:7000], tls://host:7000, http://host:7080, https://host or unix:///path; "
+    "for run also node agents: agents:http://n1:7090,http://n2:7090. "
+    "Default: TASUKI_URL, else the server of the data folder, else an embedded one for the time of the command."
+)
+data_option = option(
+    "--data",
+    metavar="FOLDER",
+    type=PATH,
+    help="Data folder. Default: TASUKI_DATA, else ./tasuki-data if it exists, else $XDG_DATA_HOME/tasuki.",
+)
+token_file_option = option("--token-file", metavar="FILE", help="File with the token; - for stdin. Default: TASUKI_TOKEN.")
+tls_ca_option = option("--tls-ca", metavar="FILE", help="CA for tls:// and https://. Default: the system's.")
+json_option = flag("--json", help="Answer in JSON, for programs.")
+quiet_option = flag("--quiet", "-q", help="Only ids.")
+limit_option = number("--limit", metavar="N", type=int, default=50, help="How many at most.")
+cursor_option = option("--cursor", metavar="CURSOR", help="Go on where the last list ended.")
+reason_option = option("--reason", metavar="TEXT", default="", help="Kept in the job's story.")
+log_level_option = option("--log-level", metavar="LEVEL", default="info", help="debug, info, warning or error, on stderr.")
+exec_options = options(
+    several("--exec", "exec_", metavar="NAME=TEMPLATE", help="Allow a program: {file}, {files}, {args} are filled in. Several."),
+    option("--config", metavar="FILE", type=PATH, help="TOML file with [exec.NAME] tables."),
+)
+drain_option = number(
+    "--drain-timeout", metavar="SECONDS", help="After SIGTERM, how long running jobs may take. Default: no limit."
+)
+log_size_options = options(
+    option(
+        "--log-head",
+        metavar="SIZE",
+        default=LOG_HEAD,
+        help="How much of the beginning of a long stdout or stderr is kept: 500KB, 4MiB.",
+    ),
+    option("--log-tail", metavar="SIZE", default=LOG_TAIL, help="How much of its end."),
+)
+tls_options = options(
+    option("--tls-cert", metavar="FILE", help="Certificate chain, PEM."),
+    option("--tls-key", metavar="FILE", help="Its private key, PEM."),
+    flag("--insecure", help="Listen beyond this machine without TLS: the network is trusted."),
+)
+
+
+class Destination(NamedTuple):
+    """The server that a command goes to, as its options name it; `tasuki.cli.connect` makes a client of it."""
+
+    to: str | None = None
+    data: Path | None = None
+    token_file: str | None = None
+    tls_ca: str | None = None
+
+
+def connection_options(to_help: str = TO_HELP, to_metavar: str = "URL") -> Callable[[Function], Callable[..., Any]]:
+    """Declare --to, --data, --token-file and --tls-ca; the command gets them as `place`, a Destination."""
+
+    def decorate(function: Function) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def connected(*args: Any, to: str | None, data: Path | None, token_file: str | None, tls_ca: str | None, **given: Any):
+            return function(*args, place=Destination(to, data, token_file, tls_ca), **given)
+
+        to_option = option("--to", metavar=to_metavar, help=to_help)
+        return options(to_option, data_option, token_file_option, tls_ca_option)(connected)
+
+    return decorate
+
+
+# ---------------------------------------------------------------------------------------------------- the frame
 
 
 def command(
-    app: typer.Typer,
-    name: str,
+    words: str,
     *,
     examples: Sequence[str],
-    exit_code: Callable[[TasukiError], int] = exit_codes.exit_code,
-    hidden: bool = False,
+    parent: click.Group | None = None,
+    exit_code: Callable[[TasukiError], int] = exit_code_for,
     settings: dict[str, Any] | None = None,
-) -> Callable[[Function], Function]:
-    """Register a command. An integer that the function returns becomes the exit code."""
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command of a function. `words` are all its words ("token create"), `parent` is the group it is added to.
 
-    def register(function: Function) -> Function:
+    --json is added; an integer that the function returns becomes the exit code.
+    """
+
+    def register(function: Callable[..., Any]) -> click.Command:
         @functools.wraps(function)
-        def framed(*args: Any, **kwargs: Any) -> None:
-            raise typer.Exit(run_framed(lambda: function(*args, **kwargs), bool(kwargs.get("json")), exit_code))
+        def framed(**given: Any) -> None:
+            raise click.exceptions.Exit(run_framed(function, given, exit_code))
 
-        app.command(name, cls=PlainCommand, epilog=epilog_of(examples), hidden=hidden, context_settings=settings)(framed)
-        return function
+        made = click.command(
+            words.rpartition(" ")[2],
+            help=_help_of(words, function),
+            epilog=epilog_of(examples),
+            context_settings={**HELP_NAMES, **(settings or {})},
+        )(json_option(framed))
+        if parent is not None:
+            parent.add_command(made)
+        return made
 
     return register
 
 
-def command_group(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], typer.Typer]:
-    """Register a command that has others below it: `tasuki worker` runs one, `tasuki worker status` looks. Returns where."""
+def command_group(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Group]:
+    """Make a command of a function that has other commands below it, as `tasuki worker` has `tasuki worker status`."""
 
-    def register(function: Function) -> typer.Typer:
-        def framed(context: typer.Context, **given: Any) -> None:
+    def register(function: Callable[..., Any]) -> click.Group:
+        @functools.wraps(function)
+        def framed(**given: Any) -> None:
+            context = click.get_current_context()
             if context.invoked_subcommand is None:
-                raise typer.Exit(run_framed(lambda: function(**given), bool(given.get("json"))))
-            if options_of(context, COMMAND_LINE):
-                context.fail(f"options stand behind the word they are for: {context.command_path} {context.invoked_subcommand} …")
+                raise click.exceptions.Exit(run_framed(function, given))
+            if given_options(context, "COMMANDLINE"):
+                word = context.invoked_subcommand
+                context.fail(f"options stand behind the word they are for: {context.command_path} {word} …")
 
-        take_parameters(framed, function)
-        below = make_app(inspect.getdoc(function) or "", no_args_is_help=False)
-        below.callback(invoke_without_command=True, epilog=epilog_of(examples))(framed)
-        app.add_typer(below, name=name)
-        return below
+        return click.group(
+            name,
+            help=_help_of(name, function),
+            epilog=epilog_of(examples),
+            invoke_without_command=True,
+            context_settings=HELP_NAMES,
+        )(json_option(framed))
 
     return register
 
 
-def take_parameters(taker: Callable[..., Any], *givers: Callable[..., Any]) -> None:
-    """Make typer see the parameters and the help of these functions in one that takes `**options`, beside its own."""
-    own = [one for one in inspect.signature(taker, eval_str=True).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    given = [one for giver in givers for one in inspect.signature(giver, eval_str=True).parameters.values()]
-    every = [one.replace(kind=one.KEYWORD_ONLY) for one in {one.name: one for one in (*own, *given)}.values()]
-    taker.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-    taker.__annotations__ = {one.name: one.annotation for one in every}
-    taker.__doc__ = taker.__doc__ or givers[0].__doc__
+def group(name: str, details: str) -> click.Group:
+    """Make a word that does nothing without a second one."""
+    return click.Group(name, help=f"{COMMANDS[name][1]}\n\n{details}", no_args_is_help=True, context_settings=HELP_NAMES)
 
 
-def options_of(context: typer.Context, *sources: str) -> dict[str, Any]:
-    """What was given there, by parameter: not what is a default."""
+def _help_of(words: str, function: Callable[..., Any]) -> str:
+    _, summary = COMMANDS.get(words, ("", ""))
+    return f"{summary}\n\n{inspect.getdoc(function) or ''}".strip()
+
+
+def given_options(context: click.Context, *sources: str) -> dict[str, Any]:
+    """Return the parameters whose values come from these sources (COMMANDLINE, ENVIRONMENT), without the defaults."""
     found = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in found.items() if source is not None and source.name in sources}
 
 
-def run_framed(work: Callable[[], int | None], json: bool, exit_code: Callable[[TasukiError], int] = exit_codes.exit_code) -> int:
-    """Do the work; an error that tasuki raised on purpose is told in one line, anything else is a bug and shows itself."""
+def run_framed(
+    function: Callable[..., int | None], given: dict[str, Any], exit_code: Callable[[TasukiError], int] = exit_code_for
+) -> int:
+    """Call a command and return its exit code. A TasukiError is shown as one line; any other exception is a bug and is raised."""
+    output = Output(json=given.pop("json"), quiet=given.pop("quiet", False))
     try:
-        return work() or exit_codes.OK
+        return function(output, **given) or ExitCode.OK
     except TasukiError as error:
-        Output(json=json).error(error)
+        output.error(error)
         return exit_code(error)
     except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exit_codes.OK
+        return ExitCode.OK
 
 
 def epilog_of(examples: Sequence[str]) -> str:
-    """Worked commands, line by line as they are (the \\b keeps them from being wrapped)."""
+    """Return the examples as the end of a help text (\\b keeps click from wrapping the lines)."""
     return "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)

@@ -1,52 +1,54 @@
-"""From `--to`, `--data`, `--token-file` and `--tls-ca` to a client. Reads the token, and finds the data folder's own.
+"""Clients for commands: from --to, --data, --token-file and --tls-ca to a connection.
 
-The admin token of a data folder is sent over TCP or HTTP only to the server that owns the folder: it notes where it listens
-in the folder (`listening`), and the note counts only while the folder's owner is alive. Any other listener on this machine
+The admin token of a data folder is sent over TCP or HTTP only to the server that owns the folder. The server notes in the folder
+where it listens (`listening`), and the note counts only while the folder's owner is alive: any other listener on this machine
 may belong to another user.
+
+`--to redis://…` or `postgresql://…` goes straight to a store that servers share. A *guest*, a server inside this process, then
+takes part in the store: it listens only on a unix socket in a private folder, makes no token, and does not stand for election.
+The client connects to that socket as to any server, so all rules of servers hold.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from tasuki.blobs.files import durable_write
+from tasuki.cli.command import STDIN, Destination
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient
     from tasuki.config import Address, DataFolder
+    from tasuki.server.assembly import StorageLocations
+    from tasuki.server.server import Server
 
 T = TypeVar("T")
+logger = logging.getLogger("tasuki.direct")
 
 CONNECT_TIMEOUT_S = 5.0  # a person waits for the answer; a script sees exit code 5 and may try again
 LISTENING_NAME = "listening"
-STDIN = "-"
-
-
-class Destination(NamedTuple):
-    """Where a command goes, as the user said it."""
-
-    to: str | None = None
-    data: Path | None = None
-    token_file: str | None = None
-    tls_ca: str | None = None
+STORE_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "postgresql://", "postgres://")
+GUEST_PREFIX, LOCK_NAME = "tasuki-guest-", "lock"
+LEADER_WAIT_S = 15.0  # longer than a takeover: a new leader may be on its way
 
 
 def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
-    """Connect, do the work, leave."""
-    from tasuki.cli.store_client import guest, is_store, store_of
+    """Connect, await `work(client)`, disconnect, and return its result."""
+    import asyncio
+
     from tasuki.client import AsyncClient
     from tasuki.config import default_url
 
     async def main() -> T:
-        there = place.to or default_url()
-        if there is not None and is_store(there):
-            async with guest(store_of(there)) as near, AsyncClient(near, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+        url = place.to or default_url()
+        if url is not None and is_store(url):
+            async with guest(store_of(url)) as socket, AsyncClient(socket, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
                 return await work(client)
         url, token = find_server(place)
         client = AsyncClient(url, token=token, data=place.data, tls_ca=place.tls_ca, connect_timeout_s=CONNECT_TIMEOUT_S)
@@ -57,7 +59,7 @@ def with_client(place: Destination, work: Callable[[AsyncClient], Awaitable[T]])
 
 
 def find_server(place: Destination) -> tuple[str | None, str]:
-    """The address, if one was given, and the token for it (empty for the unix socket of the same user)."""
+    """Return the address, if one was given, and the token for it (empty for the unix socket of the same user)."""
     from tasuki.config import data_folder, default_url
 
     url = place.to or default_url()
@@ -67,8 +69,11 @@ def find_server(place: Destination) -> tuple[str | None, str]:
     return url, token
 
 
+# ---------------------------------------------------------------------------------------------------- tokens and owners
+
+
 def read_token(token_file: str | None) -> str:
-    """--token-file (- for stdin), else TASUKI_TOKEN, else nothing. Never an argument: those are seen by every user."""
+    """Return the token of --token-file (- for stdin), else of TASUKI_TOKEN, else "". Every user can see arguments."""
     from tasuki.config import TOKEN_MAX_CHARS, find_token
 
     if token_file != STDIN:
@@ -80,28 +85,28 @@ def read_token(token_file: str | None) -> str:
 
 
 def own_token(folder: DataFolder, url: str) -> str:
-    """The folder's token if the address is that of the folder's running server, else nothing."""
+    """Return the folder's token if the address is that of the folder's running server, else ""."""
     from tasuki.config import parse_url
 
     addresses = parse_url(url)
-    if any(address.scheme == "unix" for address in addresses) or not _has_its_owner(folder):
+    if any(address.scheme == "unix" for address in addresses) or not _owner_is_alive(folder):
         return ""
-    ours = listening(folder)
-    if not all(_same_place(address, ours) for address in addresses):
+    noted = listening(folder)
+    if not all(_is_noted(address, noted) for address in addresses):
         return ""
     try:
         return folder.token_file.read_text("utf-8").strip()
-    except OSError:  # another user's folder: then its token is not ours to use
+    except OSError:  # the folder of another user, whose token is not ours to use
         return ""
 
 
-def _same_place(address: Address, ours: list[Address]) -> bool:
-    direct = address.loopback and not address.path  # a path leads on, through something that is not our server
-    return direct and any(address.port == other.port and other.scheme == address.scheme for other in ours)
+def _is_noted(address: Address, noted: list[Address]) -> bool:
+    direct = address.loopback and not address.path  # a path leads on, through something that is not the folder's server
+    return direct and any(address.port == other.port and other.scheme == address.scheme for other in noted)
 
 
 def listening(folder: DataFolder) -> list[Address]:
-    """Where the folder's server said that it listens."""
+    """Return the addresses that the folder's server noted."""
     from tasuki.config import parse_url
 
     try:
@@ -112,7 +117,9 @@ def listening(folder: DataFolder) -> list[Address]:
 
 
 def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
-    """Note in the folder where its server listens; no addresses: it does not any more."""
+    """Note in the folder where its server listens; without addresses, remove the note."""
+    from tasuki.blobs.files import durable_write
+
     path = folder.root / LISTENING_NAME
     if not addresses:
         path.unlink(missing_ok=True)
@@ -121,9 +128,9 @@ def note_listening(folder: DataFolder, addresses: list[Address]) -> None:
 
 
 def owner_of(folder: DataFolder) -> str:
-    """Who owns the folder's database ("pid 12 since 2026-01-31 10:00:00"); empty if nobody does.
+    """Return the owner of the folder's database ("pid 12 since 2026-01-31 10:00:00"), or "" if there is none.
 
-    The lock itself is only ever tried by servers: to try it here, even for a moment, could refuse one that is starting.
+    Only servers try the lock itself: to try it here, even for a moment, could refuse a server that is starting.
     """
     from tasuki.cli.output import when
     from tasuki.client.embedded import read_owner
@@ -132,24 +139,130 @@ def owner_of(folder: DataFolder) -> str:
     return f"pid {owner.pid} since {when(owner.since)}" if owner is not None else ""
 
 
-def _has_its_owner(folder: DataFolder) -> bool:
-    """The owner keeps the owner file open. Its pid alone is no proof: after a crash any process may get the number, and
-    another user's may take the port as well."""
+def _owner_is_alive(folder: DataFolder) -> bool:
+    """Return whether the process in the owner file has that file open.
+
+    Its pid alone is no proof: after a crash any process may get the number, and another user's may take the port as well.
+    """
     from tasuki.client.embedded import owner_files, read_owner
 
     owner = read_owner(folder)
     if owner is None:
         return False
     try:
-        ours = [path.stat() for path in owner_files(folder) if path.exists()]
+        files = [path.stat() for path in owner_files(folder) if path.exists()]
         descriptors = Path(f"/proc/{owner.pid}/fd").iterdir()
-        return any(_same_file(descriptor, file) for descriptor in descriptors for file in ours)
+        return any(_same_file(descriptor, file) for descriptor in descriptors for file in files)
     except OSError:  # gone, or another user's, who has no use for our token
         return False
 
 
-def _same_file(descriptor: Path, ours: os.stat_result) -> bool:
+def _same_file(descriptor: Path, file: os.stat_result) -> bool:
     try:
-        return os.path.samestat(descriptor.stat(), ours)
+        return os.path.samestat(descriptor.stat(), file)
     except OSError:  # closed since it was listed
         return False
+
+
+# ---------------------------------------------------------------------------------------------------- straight to a store
+
+
+class StoreAddress(NamedTuple):
+    """The address of a store, and what servers on it are told besides."""
+
+    url: str
+    app: str | None = None
+    blobs: str = ""
+    coordination: str = ""
+    lead_ttl_s: float = 10.0
+
+
+def is_store(url: str | None) -> bool:
+    """Return whether this is the address of a store, not of a server."""
+    return url is not None and url.startswith(STORE_SCHEMES)
+
+
+def store_of(url: str) -> StoreAddress:
+    """Return the store's address with TASUKI_APP, TASUKI_BLOBS and TASUKI_COORDINATION, for commands without those options."""
+    get = os.environ.get
+    return StoreAddress(url, get("TASUKI_APP"), get("TASUKI_BLOBS", ""), get("TASUKI_COORDINATION", ""))
+
+
+def guest_places(address: StoreAddress, folder: Path) -> StorageLocations:
+    """Return where a guest on this store keeps its data."""
+    from tasuki.config import DataFolder, check_app
+    from tasuki.core.apps import DEFAULT_APP
+    from tasuki.server.assembly import StorageLocations
+
+    if not is_store(address.url):
+        scheme = address.url.partition("://")[0][:40]
+        raise ConfigError(
+            f"{scheme}://… is not a store that servers share; use redis://host:6379/0 or postgresql://user@host/database"
+        )
+    return StorageLocations(
+        DataFolder(folder),
+        address.url,
+        address.blobs,
+        address.lead_ttl_s,
+        coordination=address.coordination,
+        app=check_app(address.app) if address.app else DEFAULT_APP,
+    )
+
+
+@asynccontextmanager
+async def guest(address: StoreAddress, *, lease_ttl_s: float = 15.0) -> AsyncIterator[str]:
+    """Take part in a store while the block lasts; yields the address of the guest's socket."""
+    import asyncio
+
+    from tasuki.cli.process import host_name, new_server_id
+    from tasuki.doors.tcp import TcpDoor
+    from tasuki.server.assembly import make_guest
+    from tasuki.server.server import ServerConfig
+
+    with _private_folder() as folder:
+        config = ServerConfig(server_id=new_server_id(), data=folder, lease_ttl_s=lease_ttl_s, host=host_name())
+        server, _ = make_guest(guest_places(address, folder), config, stands=False)
+        await server.start()
+        door = TcpDoor(server)
+        watching = asyncio.ensure_future(_warn_without_leader(server))
+        try:
+            yield str(await door.listen_unix(folder / "socket"))
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            await door.close()
+            await server.stop()
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """Make a folder for this user only. Folders of processes that were killed are removed: nobody holds their lock."""
+    import fcntl
+    import shutil
+    import tempfile
+
+    for left in Path(tempfile.gettempdir()).glob(f"{GUEST_PREFIX}*/{LOCK_NAME}"):
+        with suppress(OSError), left.open() as lock:  # another user's, or gone meanwhile
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=GUEST_PREFIX) as name:
+        folder = Path(name)
+        with (folder / "lock.new").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "lock.new").rename(folder / LOCK_NAME)
+            yield folder
+
+
+async def _warn_without_leader(server: Server) -> None:
+    """Warn once: without a leader, jobs of dead workers and delayed jobs stay where they are."""
+    import asyncio
+
+    led = True
+    while led:
+        await asyncio.sleep(LEADER_WAIT_S)
+        led = any(info["leads"] for info in server.broker.describe_servers())
+    logger.warning(
+        "no server leads on this store: expired leases and delayed jobs wait until one does; "
+        "start one with tasuki server --store URL, or run tasuki duties --once every minute"
+    )

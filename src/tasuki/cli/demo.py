@@ -1,8 +1,8 @@
-"""`tasuki demo`: real processes, real kills. Exits 0 only if every job has exactly one recorded finish.
+"""`tasuki demo`: jobs on real processes that are killed. Exits 0 only if every job has exactly one recorded finish.
 
 A server on a temporary folder and two workers; a batch of commands; SIGKILL of one worker in mid-job; SIGKILL and restart of the
 server in mid-work; then a finished id is submitted again. Each command appends a line to a file when it starts and when it ends,
-so that what really ran can be compared with what was recorded.
+so that the runs can be compared with the records.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
+
+from tasuki.cli.command import command, option
+from tasuki.cli.output import Output
+from tasuki.errors import DeadlineExceeded, NotFound, Unavailable
 
 JOBS = 24
 SLOTS = 2
@@ -29,19 +33,13 @@ READY_TIMEOUT_S = 30.0
 DEMO_TIMEOUT_S = 120.0
 REFRESH_S = 0.2
 GROUP = "demo.step"
-# What each job does: says that it starts, works for a while, says that it ends, and prints something of its own.
+# The program of each job: note its start, work for a while, note its end, and print a line.
 WORK = 'echo "start $0 $TASUKI_ATTEMPT" >> "$1"; sleep "$2"; echo "end $0 $TASUKI_ATTEMPT" >> "$1"; echo "job $0 done"'
 
 
-def demo(
-    jobs: Annotated[int, typer.Option("--jobs", min=4, max=500, help="How many commands to run.")] = JOBS,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> int:
-    """Show jobs surviving the death of a worker and of the server."""
-    from tasuki.cli.output import Output
-    from tasuki.errors import DeadlineExceeded
-
-    output = Output(json=json)
+@command("demo", examples=["tasuki demo", "tasuki demo --json"])
+@option("--jobs", type=click.IntRange(4, 500), default=JOBS, help="How many commands to run.")
+def demo(output: Output, jobs: int) -> int:
 
     async def main() -> dict[str, Any]:
         try:
@@ -57,9 +55,9 @@ def demo(
 
 
 class _Demo:
-    """The play: its processes, its narrator, its scenes."""
+    """One demonstration: its processes, and its steps in order."""
 
-    def __init__(self, folder: Path, jobs: int, output: Any) -> None:
+    def __init__(self, folder: Path, jobs: int, output: Output) -> None:
         self.data = folder / "data"
         self.ledger = folder / "ledger.txt"
         self.jobs = jobs
@@ -101,15 +99,13 @@ class _Demo:
         )
         self.processes[name] = process
         assert process.stdout is not None
-        said: list[str] = []
+        lines: list[str] = []
         async with asyncio.timeout(READY_TIMEOUT_S):
             while line := (await process.stdout.readline()).decode("utf-8", "replace"):
-                said.append(line)
+                lines.append(line)
                 if ready in line:
                     return
-        from tasuki.errors import Unavailable
-
-        raise Unavailable(f"{name} ended before it was ready: {''.join(said)[-1000:].strip()}")
+        raise Unavailable(f"{name} ended before it was ready: {''.join(lines)[-1000:].strip()}")
 
     async def start_server(self) -> None:
         await self.start("server", "listening", "server", "--data", str(self.data), "--no-tcp", "--lease-ttl", str(LEASE_TTL_S))
@@ -129,7 +125,7 @@ class _Demo:
                 process.send_signal(signal.SIGKILL)
             await process.wait()
 
-    # ------------------------------------------------------------------------------------------------ scenes
+    # ------------------------------------------------------------------------------------------------ steps
 
     def say(self, text: str) -> None:
         self.table.say(f"{time.monotonic() - self.began:5.1f} s  {text}")
@@ -149,14 +145,12 @@ class _Demo:
         return handles
 
     async def until(self, client: Any, condition: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-        from tasuki.errors import DeadlineExceeded
-
         while True:
             statuses = await client.statuses(self.job_ids())
             if condition(statuses):
                 return statuses
             if all(job["state"] == "SUCCEEDED" for job in statuses):
-                raise DeadlineExceeded("all jobs ended before this scene: this machine is too busy for the demo; try --jobs 100")
+                raise DeadlineExceeded("all jobs ended before this step: this machine is too busy for the demo; try --jobs 100")
             await asyncio.sleep(0.05)
 
     async def kill_worker(self, client: Any) -> None:
@@ -214,9 +208,9 @@ class _Demo:
 
 
 class _Table:
-    """A live table on a terminal; plain lines elsewhere."""
+    """A live table on a terminal, plain lines elsewhere."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Output) -> None:
         self._plain = output.json or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
         self._output = output
         self._lines: list[str] = []
@@ -251,8 +245,6 @@ class _Table:
         self._live = None
 
     async def _watch(self, client: Any, job_ids: list[str]) -> None:
-        from tasuki.errors import NotFound
-
         while True:
             with contextlib.suppress(NotFound):  # before they are submitted
                 self._statuses = await client.statuses(job_ids)

@@ -1,8 +1,8 @@
 """`tasuki dev-cert`: a certificate authority for one's own machines, and a server's certificate signed by it.
 
-For development and for a laboratory where everybody is told the CA file. The `openssl` program does the signing: Python has no
-way of its own to make a certificate, and one more library is too much for a command that is used once. Everything is made in a
-temporary folder and then renamed: a file is whole or not there, and keys are never readable by others.
+For development and for laboratories where every machine is given the CA file. The `openssl` program does the signing: the
+standard library cannot make certificates, and one more dependency is too much for a command that is used once. Everything is
+made in a temporary folder and then renamed: a file is whole or not there, and keys are never readable by others.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import typer
-
-from tasuki.cli import options
-from tasuki.cli.command import command
+from tasuki.cli.command import PATH, argument, command, flag, number, option
 from tasuki.cli.output import Output
 from tasuki.errors import ConfigError
 from tasuki.net.tls import validity_of
@@ -71,39 +68,34 @@ subjectAltName = {names}
 """
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "dev-cert",
-        examples=[
-            "tasuki dev-cert      # for localhost and this machine's name, in ./tasuki-dev-cert",
-            "tasuki dev-cert --out ~/certs control.lab 192.168.1.20",
-            "tasuki dev-cert --out ~/certs --force control.lab other.lab      # another certificate of the same CA",
-        ],
-    )(dev_cert)
+@command(
+    "dev-cert",
+    examples=[
+        "tasuki dev-cert      # for localhost and this machine's name, in ./tasuki-dev-cert",
+        "tasuki dev-cert --out ~/certs control.lab 192.168.1.20",
+        "tasuki dev-cert --out ~/certs --force control.lab other.lab      # another certificate of the same CA",
+    ],
+)
+@argument("names", metavar="[NAME…]", help="More names and IP addresses by which the server is reached.", nargs=-1)
+@option(
+    "--out", metavar="FOLDER", type=PATH, default=DEFAULT_FOLDER, help="Where the files go. A CA that is there is used again."
+)
+@number(
+    "--days",
+    metavar="N",
+    type=int,
+    default=LEAF_DAYS_MAX,
+    help=f"How long the certificate is valid, {LEAF_DAYS_MAX} at most.",
+)
+@flag("--force", help="Replace the certificate that is there. The CA stays.")
+def dev_cert(output: Output, names: tuple[str, ...], out: Path, days: int, force: bool) -> None:
+    """Give ca.pem (--tls-ca) to those who are to trust the server.
 
-
-def dev_cert(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME…]", help="More names and IP addresses by which the server is reached.")
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="Where the files go. A CA that is there is used again.")
-    ] = DEFAULT_FOLDER,
-    days: Annotated[
-        int, typer.Option("--days", metavar="N", help=f"How long the certificate is valid, {LEAF_DAYS_MAX} at most.")
-    ] = LEAF_DAYS_MAX,
-    force: Annotated[bool, typer.Option("--force", help="Replace the certificate that is there. The CA stays.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Make a CA and a server's certificate, for development.
-
-    Whoever is to trust the server is given ca.pem (--tls-ca). Keep ca-key.pem to yourself; do not add this CA to a system's own.
+    Keep ca-key.pem to yourself; do not add this CA to a system's own.
     """
     if not 1 <= days <= LEAF_DAYS_MAX:
         raise ConfigError(f"--days must be 1 to {LEAF_DAYS_MAX}, got {days}")
-    wanted = all_names(names or ())
+    wanted = all_names(names)
     files = CertificateFiles(out)
     if not force:
         files.refuse_existing()
@@ -112,7 +104,6 @@ def dev_cert(
     ends = begins + timedelta(days=days)
     authority.check_alive(ends)
     authority.issue(files, wanted, begins, ends)
-    output = Output(json=json)
     output.show(
         {
             "ca": str(files.ca),
@@ -122,13 +113,13 @@ def dev_cert(
             "expires_at": ends.timestamp(),
             "made_ca": authority.new,
         },
-        lambda: told(files, wanted, ends),
+        lambda: usage_lines(files, wanted, ends),
     )
     output.hint("for development: whoever has ca-key.pem can stand for any server, to those who trust ca.pem")
 
 
-def told(files: CertificateFiles, names: Sequence[str], ends: datetime) -> list[str]:
-    """What a person reads: the files, and how they are used."""
+def usage_lines(files: CertificateFiles, names: Sequence[str], ends: datetime) -> list[str]:
+    """Return the lines for a person: the files, and how they are used."""
     ca, cert, key = (shlex.quote(str(path)) for path in (files.ca, files.cert, files.key))
     host = next((name for name in names if name not in OWN_NAMES and "*" not in name), OWN_NAMES[0])
     return [
@@ -142,7 +133,7 @@ def told(files: CertificateFiles, names: Sequence[str], ends: datetime) -> list[
 
 
 class CertificateFiles(NamedTuple):
-    """What lies in the folder."""
+    """The files in the folder."""
 
     folder: Path
 
@@ -163,14 +154,14 @@ class CertificateFiles(NamedTuple):
         return self.folder / "key.pem"
 
     def refuse_existing(self) -> None:
-        """ConfigError if a certificate would be replaced."""
+        """Raise ConfigError if a certificate would be replaced."""
         there = [path.name for path in (self.cert, self.key) if path.exists()]
         if there:
             raise ConfigError(f"{' and '.join(there)} in {self.folder} would be replaced: say --force, or choose another --out")
 
 
 class Authority(NamedTuple):
-    """The CA of a folder. `new`: it was made just now."""
+    """The CA of a folder; `new` if it was just made."""
 
     cert: Path
     key: Path
@@ -178,22 +169,22 @@ class Authority(NamedTuple):
 
     @classmethod
     def of(cls, files: CertificateFiles) -> Authority:
-        """The one that is there, else a new one."""
+        """Return the CA that is there, else a new one."""
         there = [path for path in (files.ca, files.ca_key) if path.exists()]
         if len(there) == 1:
             missing = files.ca_key if there == [files.ca] else files.ca
             raise ConfigError(f"{there[0]} is there, but {missing.name} is not: bring it back, or remove the other for a new CA")
         if there:
             return cls(files.ca, files.ca_key)
-        subject = f"tasuki development CA {host_name()}"[:SUBJECT_MAX_CHARACTERS]
-        with _workshop(files.folder, subject) as place:
+        subject = f"tasuki development CA {_own_name()}"[:SUBJECT_MAX_CHARACTERS]
+        with _openssl_folder(files.folder, subject) as place:
             made = ("-keyout", "key", "-out", "cert", "-days", str(CA_DAYS), "-extensions", "authority")
             _openssl(place, "req", "-x509", *_NEW_KEY, *_CONFIGURED, *made)
             _keep((Path(place, "key"), files.ca_key), (Path(place, "cert"), files.ca))
         return cls(files.ca, files.ca_key, new=True)
 
     def check_alive(self, until: datetime) -> None:
-        """ConfigError if it ends before what it is to sign."""
+        """Raise ConfigError if the CA ends before the certificate that it is to sign."""
         ends = validity_of(str(self.cert)).ends
         if ends < until:
             raise ConfigError(
@@ -203,7 +194,7 @@ class Authority(NamedTuple):
 
     def issue(self, files: CertificateFiles, names: Sequence[str], begins: datetime, ends: datetime) -> None:
         """Sign a new key for these names. Both files are replaced."""
-        with _workshop(files.folder, f"tasuki {names[0]}"[:SUBJECT_MAX_CHARACTERS], names) as place:
+        with _openssl_folder(files.folder, f"tasuki {names[0]}"[:SUBJECT_MAX_CHARACTERS], names) as place:
             Path(place, "issued").touch()
             Path(place, "serial").write_text(f"01{secrets.token_hex(16)}")  # begins with 01: it must not look negative
             _openssl(place, "req", "-new", *_NEW_KEY, *_CONFIGURED, "-keyout", "key", "-out", "request")
@@ -219,12 +210,12 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-pkeyo
 
 
 def all_names(given: Sequence[str]) -> list[str]:
-    """Those that were given first, then those by which every machine knows itself; checked."""
-    return list(dict.fromkeys([*map(_checked, given), *OWN_NAMES, host_name()]))
+    """Return the given names, checked, then those by which every machine knows itself."""
+    return list(dict.fromkeys([*map(_checked, given), *OWN_NAMES, _own_name()]))
 
 
-def host_name() -> str:
-    """This machine's own, if it is one that a certificate can carry."""
+def _own_name() -> str:
+    """Return the host's name, or localhost if a certificate cannot carry it."""
     name = socket.gethostname().lower()
     return name if _dns_name(name) else OWN_NAMES[0]
 
@@ -236,7 +227,7 @@ def _checked(name: str) -> str:
         pass
     ascii_name = name.lower()
     if not _dns_name(ascii_name) or len(ascii_name) > 253:
-        raise ConfigError(f"{name[:80]!r} is no host name and no IP address: write control.lab, *.lab or 192.168.1.20")
+        raise ConfigError(f"{name[:80]!r} is not a host name or an IP address: write control.lab, *.lab or 192.168.1.20")
     return ascii_name
 
 
@@ -247,8 +238,8 @@ def _alternative(name: str) -> str:
         return f"DNS:{name}"
 
 
-def _workshop(folder: Path, subject: str, names: Sequence[str] = OWN_NAMES) -> tempfile.TemporaryDirectory[str]:
-    """A folder in the folder, for this user alone, with the settings of openssl in it."""
+def _openssl_folder(folder: Path, subject: str, names: Sequence[str] = OWN_NAMES) -> tempfile.TemporaryDirectory[str]:
+    """Make a temporary folder inside the folder, for this user alone, with the configuration of openssl."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix=".making-", dir=folder.resolve())
@@ -260,10 +251,10 @@ def _workshop(folder: Path, subject: str, names: Sequence[str] = OWN_NAMES) -> t
 
 
 def _openssl(place: str, *arguments: str) -> None:
-    """Inside the workshop, so that no path has to be quoted for its settings."""
+    """Run openssl inside the temporary folder, so that no path has to be quoted in its configuration."""
     program = shutil.which("openssl")
     if program is None:
-        raise ConfigError("there is no openssl program on PATH, and it makes the certificates: apt-get install openssl")
+        raise ConfigError("there is no openssl program on PATH, which makes the certificates: apt-get install openssl")
     try:
         done = subprocess.run(
             [program, *arguments],
@@ -285,7 +276,7 @@ def _openssl(place: str, *arguments: str) -> None:
 
 
 def _keep(*moves: tuple[Path, Path]) -> None:
-    """The keys come first and are for this user alone; certificates may be read by all."""
+    """Rename new files to their places: the key first, for this user alone, then the certificate, which all may read."""
     for place, (made, kept) in enumerate(moves):
         made.chmod(0o644 if place else 0o600)
         made.replace(kept)

@@ -1,16 +1,25 @@
-"""`tasuki dispatcher`: sends jobs to whichever node agent has a place. Stateless; run as many as you like."""
+"""`tasuki dispatcher`: sends jobs to node agents that have a free slot. Stateless; several may run behind one address."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
-from tasuki.cli import agent_registry, options
-from tasuki.cli.agent import LogFormat, check_door, check_installed, tokens_of
-from tasuki.cli.command import command
-from tasuki.cli.server import Insecure, TlsCert, TlsKey
+from tasuki.cli import process
+from tasuki.cli.agent import (
+    RegistryOptions,
+    check_installed,
+    check_listen,
+    configure_log,
+    log_format_option,
+    make_dispatcher_registry,
+    registry_options,
+    tokens_of,
+    tokens_option,
+)
+from tasuki.cli.command import command, drain_option, log_level_option, number, option, tls_ca_option, tls_options
+from tasuki.cli.output import Output
+from tasuki.cli.worker import check_drain_timeout
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,103 +30,84 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 7091
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
-Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Listen here; port 0: any.")]
-Agents = Annotated[str, typer.Option("--agents", metavar="URLS", help="Node agents: http://n1:7090,http://n2:7090.")]
-How = Annotated[str, typer.Option("--mode", metavar="proxy|redirect", help="Pass jobs through, or tell clients where to go.")]
-Inputs = Annotated[
-    str | None,
-    typer.Option("--inputs", metavar="WHERE", help="Keep uploads here first: s3://bucket/prefix, or a folder that all share."),
-]
-Tokens = Annotated[
-    str | None,
-    typer.Option("--token-file", metavar="FILE", help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN."),
-]
-AgentToken = Annotated[
-    str | None,
-    typer.Option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file."),
-]
-MaxUpload = Annotated[
-    str | None, typer.Option("--max-upload", metavar="SIZE", help="With --inputs: largest upload. Default: 64GB.")
-]
-KeepInputs = Annotated[
-    float, typer.Option("--keep-inputs", metavar="DAYS", help="With --inputs: remove those unused for so long; 0: never.")
-]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long an agent may take to answer.")]
 
-
-class _Door(NamedTuple):
-    """Where and how it listens."""
+class _Listen(NamedTuple):
+    """Where and how the dispatcher listens."""
 
     address: Address
     certificate: ServerCertificate | None
     drain_timeout_s: float | None
-    registry: agent_registry.RegistryPlace | None
+    registry: RegistryOptions | None
     json: bool
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "dispatcher",
-        examples=[
-            "tasuki dispatcher --agents http://n1:7090,http://n2:7090      # on http://127.0.0.1:7091, without a token",
-            "tasuki dispatcher --listen 0.0.0.0:7091 --tls-cert cert.pem --tls-key key.pem --token-file tokens "
-            "--agents https://n1:7090,https://n2:7090 --inputs s3://bucket/prefix",
-            "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --mode redirect --log-format json",
-            "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --inputs s3://bucket/prefix --registry redis://db:6379/1",
-        ],
-    )(dispatcher)
-
-
+@command(
+    "dispatcher",
+    examples=[
+        "tasuki dispatcher --agents http://n1:7090,http://n2:7090      # on http://127.0.0.1:7091, without a token",
+        "tasuki dispatcher --listen 0.0.0.0:7091 --tls-cert cert.pem --tls-key key.pem --token-file tokens "
+        "--agents https://n1:7090,https://n2:7090 --inputs s3://bucket/prefix",
+        "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --mode redirect --log-format json",
+        "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --inputs s3://bucket/prefix --registry redis://db:6379/1",
+    ],
+)
+@option("--agents", metavar="URLS", required=True, help="Node agents: http://n1:7090,http://n2:7090.")
+@option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
+@option("--mode", metavar="proxy|redirect", default="proxy", help="Pass jobs through, or tell clients where to go.")
+@option("--inputs", metavar="WHERE", help="Keep uploads here first: s3://bucket/prefix, or a folder that all share.")
+@tokens_option
+@option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file.")
+@tls_options
+@tls_ca_option
+@option("--max-upload", metavar="SIZE", help="With --inputs: largest upload. Default: 64GB.")
+@number("--keep-inputs", metavar="DAYS", default=7.0, help="With --inputs: remove those unused for so long; 0: never.")
+@registry_options
+@number("--timeout", metavar="SECONDS", default=1260.0, help="How long an agent may take to answer.")
+@drain_option
+@log_format_option
+@log_level_option
 def dispatcher(
-    agents: Agents,
-    listen: Listen = DEFAULT_LISTEN,
-    mode: How = "proxy",
-    inputs: Inputs = None,
-    token_file: Tokens = None,
-    agent_token_file: AgentToken = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: options.TlsCa = None,
-    insecure: Insecure = False,
-    max_upload: MaxUpload = None,
-    keep_inputs: KeepInputs = 7.0,
-    registry: agent_registry.RegistryUrl = None,
-    results: agent_registry.Results = None,
-    app: agent_registry.App = agent_registry.APP,
-    lease_ttl: agent_registry.LeaseTtl = 15.0,
-    timeout: Timeout = 1260.0,
-    drain_timeout: options.DrainTimeout = None,
-    log_format: LogFormat = "pretty",
-    log_level: options.LogLevel = "info",
-    json: options.Json = False,
+    output: Output,
+    agents: str,
+    listen: str,
+    mode: str,
+    inputs: str | None,
+    token_file: str | None,
+    agent_token_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    insecure: bool,
+    tls_ca: str | None,
+    max_upload: str | None,
+    keep_inputs: float,
+    registry: str | None,
+    results: str | None,
+    app: str,
+    lease_ttl: float,
+    timeout: float,
+    drain_timeout: float | None,
+    log_format: str,
+    log_level: str,
 ) -> int:
-    """Send jobs to whichever node agent has a place.
+    """A dispatcher keeps no state: run two or more behind one address.
 
-    It keeps no state: run two or more behind one address. The first SIGTERM or Ctrl-C lets what is under way end, the second
-    cuts it off; jobs go on at their nodes in any case. SIGHUP makes it read --tls-cert and --tls-key again.
+    The first SIGTERM or Ctrl-C lets what is under way end, the second cuts it off; jobs go on at their nodes in any case. SIGHUP
+    makes it read --tls-cert and --tls-key again.
     """
-    from tasuki.cli import log
-    from tasuki.cli.server_process import run_loop
-    from tasuki.cli.worker import check_drain_timeout
     from tasuki.config import parse_http
 
     check_installed("a dispatcher")
-    from tasuki.agent.refusals import WithJobId
     from tasuki.doors.tls import ServerCertificate
 
-    if log_format not in ("pretty", "json"):
-        raise ConfigError(f"--log-format must be pretty or json, got {log_format[:40]!r}")
-    log.configure(log_level, json=json or log_format == "json", tag=WithJobId())
+    configure_log(log_level, log_format, output)
     check_drain_timeout(drain_timeout)
     tokens = tokens_of(token_file)
     address = parse_http(listen, DEFAULT_PORT)
-    check_door(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
+    check_listen(address, tls_cert, tls_key, tokens=bool(tokens), insecure=insecure)
     config = _config(agents, mode, inputs, tokens, agent_token_file, tls_ca, max_upload, keep_inputs, timeout)
     certificate = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
-    shared = agent_registry.place_of(registry, results, app, None, lease_ttl)
-    return run_loop(_main(config, _Door(address, certificate, drain_timeout, shared, json)))
+    shared = RegistryOptions.of(registry, results, app, None, lease_ttl)
+    return process.run_loop(_main(config, _Listen(address, certificate, drain_timeout, shared, output.json)))
 
 
 def _config(
@@ -155,18 +145,17 @@ def _config(
     )
 
 
-async def _main(config: DispatcherConfig, door: _Door) -> int:
-    from tasuki.cli.server_process import Events, StopSignals, renew_on_hangup
+async def _main(config: DispatcherConfig, listen: _Listen) -> int:
     from tasuki.dispatcher.app import Dispatcher
 
-    certificate = door.certificate
-    registry = agent_registry.make_for_dispatcher(door.registry) if door.registry is not None else None
+    certificate = listen.certificate
+    registry = make_dispatcher_registry(listen.registry) if listen.registry is not None else None
     dispatcher = Dispatcher(config, registry)
-    events, stop = Events(json=door.json), StopSignals(hurry=dispatcher.hurry)
+    events, stop = process.Events(json=listen.json), process.StopSignals(hurry=dispatcher.hurry)
     try:
-        address = await dispatcher.start(door.address, certificate.context if certificate is not None else None)
+        address = await dispatcher.start(listen.address, certificate.context if certificate is not None else None)
         if certificate is not None:
-            renew_on_hangup(certificate)
+            process.renew_on_hangup(certificate)
         events.tell("listening", str(address), address=str(address), pid=os.getpid())
         nodes = [str(agent) for agent in config.agents]
         inputs = config.inputs.partition("?")[0] if config.inputs else None
@@ -176,7 +165,7 @@ async def _main(config: DispatcherConfig, door: _Door) -> int:
         )
         await stop.wanted.wait()
         events.tell("stopping")
-        await dispatcher.drain(door.drain_timeout_s)
+        await dispatcher.drain(listen.drain_timeout_s)
     finally:
         await dispatcher.close()
     return stop.exit_code

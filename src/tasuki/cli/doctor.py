@@ -1,4 +1,4 @@
-"""`tasuki doctor`: looks at everything that tasuki stands on here, and says for each what is wrong and the way out."""
+"""`tasuki doctor`: checks everything that tasuki needs on this machine, and says what to do about each problem."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
-from tasuki.cli import exit_codes, options
-from tasuki.cli.command import command
-from tasuki.cli.connect import Destination, find_server, listening, owner_of
-from tasuki.cli.output import Output, table
+from tasuki.cli.command import Destination, command, connection_options, option
+from tasuki.cli.connect import find_server, listening, owner_of
+from tasuki.cli.output import ExitCode, Output, table
 from tasuki.errors import TasukiError
 
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     state: str
@@ -41,49 +38,27 @@ class Finding(NamedTuple):
         return {**self._asdict(), "way_out": "" if self.state == OK else self.way_out}
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "doctor",
-        examples=[
-            "tasuki doctor",
-            "tasuki doctor --data /srv/tasuki",
-            "tasuki doctor --to tcp://host:7000 --json",
-            "tasuki doctor --store redis://127.0.0.1:6379/0      # would it keep what it is given?",
-        ],
-    )(doctor)
-
-
-def doctor(
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to", metavar="URL", help="Server to look at. Default: TASUKI_URL, else the one that runs on the data folder."
-        ),
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            "--store",
-            metavar="URL",
-            envvar="TASUKI_STORE",
-            help="Look at this store too: redis://… and its settings, or postgresql://….",
-        ),
-    ] = None,
-    data: options.Data = None,
-    token_file: options.TokenFile = None,
-    tls_ca: options.TlsCa = None,
-    json: options.Json = False,
-) -> int:
-    """Check Python, SQLite, the data folder, its server and token, and a shared store.
-
-    Starts nothing; exit 1 if a check fails.
-    """
+@command(
+    "doctor",
+    examples=[
+        "tasuki doctor",
+        "tasuki doctor --data /srv/tasuki",
+        "tasuki doctor --to tcp://host:7000 --json",
+        "tasuki doctor --store redis://127.0.0.1:6379/0      # would it keep what it is given?",
+    ],
+)
+@connection_options("Server to look at. Default: TASUKI_URL, else the one that runs on the data folder.")
+@option(
+    "--store",
+    metavar="URL",
+    envvar="TASUKI_STORE",
+    help="Look at this store too: redis://… and its settings, or postgresql://….",
+)
+def doctor(output: Output, place: Destination, store: str | None) -> int:
+    """The token is checked too, and a shared store if one is named. Starts nothing; exit 1 if a check fails."""
     from tasuki.config import data_folder
 
-    folder = data_folder(data)
-    place = Destination(to, data, token_file, tls_ca)
+    folder = data_folder(place.data)
     checks: list[Callable[[], Finding]] = [
         _python,
         _sqlite,
@@ -107,8 +82,8 @@ def doctor(
             if found.way_out and found.state != OK:
                 yield f"  {found.check}: {found.way_out}"
 
-    Output(json=json).show([found.described() for found in findings], human)
-    return exit_codes.FAILED if any(found.state == FAIL for found in findings) else exit_codes.OK
+    output.show([found.described() for found in findings], human)
+    return ExitCode.FAILED if any(found.state == FAIL for found in findings) else ExitCode.OK
 
 
 def _python() -> Finding:
@@ -127,7 +102,7 @@ def _keeper() -> Finding:
 
 
 def _limits() -> Finding:
-    """How `memory_mb` and `processes` of an exec would be kept here; the worker logs at its start how they are."""
+    """Check how `memory_mb` and `processes` of an exec would be kept here; the worker logs at its start how they are."""
     if sys.platform != "linux":
         message = "memory_mb and processes are not kept for a job as a whole: this is not Linux"
         return Finding("limits", WARN, message, "run workers on Linux")
@@ -176,12 +151,12 @@ def _folder(folder: DataFolder) -> Finding:
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself, or the folder that is there and would hold it."""
+    """Return the path itself, or its nearest parent that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _write_problem(folder: Path) -> str:
-    """Why nothing can be written there; empty if it can. Tried, because rights alone do not tell of a read-only disk."""
+    """Return why nothing can be written there, or "". A file is made, because rights alone do not show a read-only disk."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
@@ -273,7 +248,7 @@ def _server(place: Destination, folder: DataFolder) -> Finding:
 
 
 def _store(url: str) -> Finding:
-    """Reads only, and makes nothing."""
+    """Check a shared store; reads only, and makes nothing."""
     from tasuki.server.assembly import check_store, is_redis, open_postgresql_reader
 
     try:
@@ -291,7 +266,7 @@ def _store(url: str) -> Finding:
 
 
 def _redis(url: str) -> Finding:
-    """What a server says of its settings when it starts."""
+    """Check the settings of Redis, as a server does when it starts."""
     import redis
 
     from tasuki.stores.redis.connection import connect, look_at_settings, name_of, translate
@@ -307,5 +282,5 @@ def _redis(url: str) -> Finding:
     if found.problems:
         return Finding("store", WARN, f"{where}: {'; '.join(found.problems)}", "docs/operate/redis.md has the settings")
     if found.unknown:
-        return Finding("store", WARN, f"{where}: could not check {', '.join(found.unknown)}", "ask whoever runs it")
+        return Finding("store", WARN, f"{where}: could not check {', '.join(found.unknown)}", "ask its operator")
     return Finding("store", OK, f"{where} answers, and keeps what it is given")

@@ -1,62 +1,117 @@
-"""From the words of `run` and `submit` to the fields of a job, and to the many jobs of an array or a file of lines."""
+"""What `run` and `submit` share: the options that describe a job, its fields, and what a person is told while it waits."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tasuki.errors import InvalidInput, TooLarge
+import click
+
+from tasuki.cli.command import STDIN, argument, number, option, options, several
+from tasuki.errors import InvalidInput, TasukiError, TooLarge
+
+if TYPE_CHECKING:
+    from tasuki.cli.output import Output
+    from tasuki.client import AsyncClient
 
 INDEX, LINE = "{i}", "{line}"
 ARRAY_MAX = 1_000_000
 PIPE_S = 0.2
+PENDING_S = 3.0  # a job that waits longer than this has a reason that its user should know
 _NUMBER = re.compile(r"\d+(\.\d*)?")
 _RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12})(?::(\d{1,12}))?)?")
 
+# Everything from the exec's name on belongs to the job, also what looks like an option.
+TAKES_A_COMMAND = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
-def job_fields(
-    exec_: str,
-    args: Sequence[str],
-    *,
-    subject: str | None,
-    env: Sequence[str] | None,
-    timeout: float | None,
-    retries: int,
-    priority: int,
-    payload_file: str | None,
-    not_before: str | None = None,
-    not_after: str | None = None,
-    permanent_exit: str | None = None,
-    retry_exit: str | None = None,
-) -> dict[str, Any]:
-    """The fields that all jobs of one command have in common, named as in JobSpec. `-` as exec: a handler's job."""
-    fields: dict[str, Any] = {
-        "exec": "" if exec_ == "-" else exec_,
-        "args": tuple(args),
-        "env": parse_env(env or ()),
-        "timeout_s": timeout,
-        "max_retries": retries,
-        "priority": priority,
-        "payload": read_payload(payload_file),
-        "not_before": parse_time("--not-before", not_before),
-        "not_after": parse_time("--not-after", not_after),
-        "permanent_exit_codes": parse_codes("--permanent-exit", permanent_exit),
-        "retry_exit_codes": parse_codes("--retry-exit", retry_exit),
-    }
-    if subject:
-        fields["subject"] = subject
-    return fields
+
+def _check_exec(context: click.Context, parameter: click.Parameter, exec_: str) -> str:
+    """Refuse an empty name: it would be a handler's job, and is more likely a variable that was not set."""
+    if not exec_.strip():
+        raise click.BadParameter("it is empty; name a program, or write - for a handler's job")
+    return exec_
+
+
+def job_options(*, retries: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare EXEC, ARGS and the options that describe a job; the command gets `fields` and `payload_file`.
+
+    `fields` has what all jobs of one command have in common, named as in JobSpec, with `job_id` and `files`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def described(
+            *positional: Any,
+            exec_: str,
+            args: tuple[str, ...],
+            subject: str | None,
+            job_id: str | None,
+            files: tuple[str, ...],
+            env: tuple[str, ...],
+            payload_file: str | None,
+            timeout: float | None,
+            retries: int,
+            priority: int,
+            not_before: str | None,
+            not_after: str | None,
+            permanent_exit: str | None,
+            retry_exit: str | None,
+            **given: Any,
+        ) -> Any:
+            fields: dict[str, Any] = {
+                "exec": "" if exec_ == "-" else exec_,
+                "args": args,
+                "env": parse_env(env),
+                "timeout_s": timeout,
+                "max_retries": retries,
+                "priority": priority,
+                "payload": read_payload(payload_file),
+                "not_before": parse_time("--not-before", not_before),
+                "not_after": parse_time("--not-after", not_after),
+                "permanent_exit_codes": parse_codes("--permanent-exit", permanent_exit),
+                "retry_exit_codes": parse_codes("--retry-exit", retry_exit),
+                "job_id": job_id,
+                "files": check_files(files),
+                **({"subject": subject} if subject else {}),
+            }
+            return function(*positional, fields=fields, payload_file=payload_file, **given)
+
+        return _declared_options(retries)(described)
+
+    return decorate
+
+
+def _declared_options(retries: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return options(
+        argument(
+            "exec_", metavar="EXEC", help="Name of a program that the worker allows; - for a handler.", callback=_check_exec
+        ),
+        argument("args", metavar="[ARGS]...", help="All of it belongs to the job.", nargs=-1),
+        option("--subject", metavar="SUBJECT", help="Routing key. Default: job.assign.default."),
+        option("--job-id", metavar="ID", help="Your own id: asking again with it gives the same job. Default: a new one."),
+        several("--file", "files", metavar="PATH", help="Input file, found by the job as in/NAME. Can be given several times."),
+        several("--env", metavar="NAME=VALUE", help="For the job; the exec must allow the name. Several times."),
+        option("--payload-file", metavar="FILE", help="Standard input of the job, or a handler's payload; - for stdin."),
+        number("--timeout", metavar="SECONDS", help="Time limit of one attempt."),
+        number("--retries", metavar="N", type=int, default=retries, help="How often a failure is tried again."),
+        number("--priority", metavar="0-9", type=int, default=5, help="Higher first."),
+        option("--not-before", metavar="TIME", help="Do not start before: +SECONDS, 2026-01-31T06:00, or a Unix time."),
+        option("--not-after", metavar="TIME", help="Do not start after: a job that still waits then is SKIPPED."),
+        option("--permanent-exit", metavar="CODES", help="Exit codes not worth a retry, as in 3,4. Default: the exec's own."),
+        option("--retry-exit", metavar="CODES", help="The only exit codes worth a retry. Default: the exec's own."),
+    )
 
 
 def parse_env(pairs: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE, several."""
+    """Return the variables of a sequence of NAME=VALUE."""
     found = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
@@ -67,7 +122,7 @@ def parse_env(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def parse_time(option: str, text: str | None) -> float | None:
-    """`+90` seconds from now, a Unix time, or a date and time as in 2026-01-31T06:00 (local, unless it names its zone)."""
+    """Return the Unix time of `+90` (seconds from now), a Unix time, or 2026-01-31T06:00 (local, unless it names its zone)."""
     if text is None:
         return None
     try:
@@ -75,11 +130,11 @@ def parse_time(option: str, text: str | None) -> float | None:
             return time.time() + float(text[1:])
         return float(text) if _NUMBER.fullmatch(text) else datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise InvalidInput(f"{option} {text[:40]!r} is no time; write +SECONDS, 2026-01-31T06:00, or a Unix time") from None
+        raise InvalidInput(f"{option} {text[:40]!r} is not a time; write +SECONDS, 2026-01-31T06:00, or a Unix time") from None
 
 
 def parse_codes(option: str, text: str | None) -> tuple[int, ...]:
-    """Exit codes with commas between."""
+    """Return the exit codes of a text like 3,4."""
     try:
         return tuple(dict.fromkeys(int(code) for code in text.split(","))) if text is not None else ()
     except ValueError:
@@ -87,11 +142,11 @@ def parse_codes(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def read_payload(path: str | None) -> bytes:
-    """The whole file, or stdin for `-`; it travels inside the job, so it has the limit of a job's body."""
+    """Return the whole file, or stdin for `-`. The payload is sent inside the job, so it has the limit of a job's body."""
     if path is None:
         return b""
     try:
-        if path == "-":
+        if path == STDIN:
             return _limited(sys.stdin.buffer, "on stdin")
         with Path(path).open("rb") as file:
             return _limited(file, repr(path))
@@ -112,15 +167,15 @@ def _limited(source: BinaryIO, where: str) -> bytes:
 
 
 def piped_payload(hint: Callable[[str], None]) -> bytes:
-    """What was piped into the command, if anything was; never waits for a pipe that somebody only left open.
+    """Return what was piped into the command, if anything was, without waiting for a pipe that somebody only left open.
 
-    Under cron, CI and ssh, stdin is often a pipe that nobody writes to or closes, so one that says nothing for PIPE_S is not
-    waited for. That could also be a slow writer, whose words must not be lost without one of ours.
+    Under cron, CI and ssh, stdin is often a pipe that nobody writes to or closes, so after PIPE_S without data it is not waited
+    for. There could be a slow writer at its other end, so a hint says that its data is not read.
     """
     import select
     import stat
 
-    if sys.stdin is None:  # closed by whoever started us
+    if sys.stdin is None:  # closed by the process that started us
         return b""
     try:
         descriptor = sys.stdin.fileno()
@@ -131,25 +186,25 @@ def piped_payload(hint: Callable[[str], None]) -> bytes:
             return b""
         if select.select([descriptor], [], [], PIPE_S)[0]:
             return _limited(sys.stdin.buffer, "on stdin")
-    except (OSError, ValueError):  # not a stdin that can be read, so there is nothing to hand on
+    except (OSError, ValueError):  # not a stdin that can be read, so there is nothing to pass on
         return b""
     hint("stdin is a pipe with nothing in it yet: the job gets no input (--payload-file - waits for it, < /dev/null is silent)")
     return b""
 
 
-def check_files(files: Sequence[str] | None) -> tuple[str, ...]:
-    """Input files that can be read, before anything is started for them."""
-    for file in files or ():
+def check_files(files: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths of input files, or raise InvalidInput if one cannot be read."""
+    for file in files:
         try:
             with Path(file).open("rb"):
                 pass
         except OSError as error:
             raise InvalidInput(f"the input file {file!r} cannot be read: {error.strerror or error}") from None
-    return tuple(files or ())
+    return tuple(files)
 
 
 def parse_array(text: str) -> list[int]:
-    """`1-1000`, `0-100:10`, `3,7,9-12`: the indexes, in order, each once."""
+    """Return the indexes of `1-1000`, `0-100:10` or `3,7,9-12`, in order, each once."""
     indexes: dict[int, None] = {}
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -168,24 +223,24 @@ def parse_array(text: str) -> list[int]:
 
 
 def array_elements(indexes: Iterable[int], args: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(index, arguments) with {i} replaced."""
+    """Yield (index, arguments) with {i} replaced."""
     for index in indexes:
         yield index, tuple(argument.replace(INDEX, str(index)) for argument in args)
 
 
 def line_elements(lines: Iterable[str], args: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(line number, arguments): {line} replaced, or the line as the last argument. Empty lines make no job."""
+    """Yield (line number, arguments) with {line} replaced, or the line as the last argument. Empty lines make no job."""
     named = any(LINE in argument for argument in args)
-    for number, raw in enumerate(lines, 1):
+    for line_number, raw in enumerate(lines, 1):
         line = raw.rstrip("\r\n")
         if line.strip():
-            yield number, tuple(argument.replace(LINE, line) for argument in args) if named else (*args, line)
+            yield line_number, tuple(argument.replace(LINE, line) for argument in args) if named else (*args, line)
 
 
 @contextmanager
 def open_lines(path: str) -> Iterator[Iterable[str]]:
-    """The lines of a file, or of stdin for `-`."""
-    if path == "-":
+    """Open a file of lines, or stdin for `-`."""
+    if path == STDIN:
         yield sys.stdin
         return
     try:
@@ -194,3 +249,49 @@ def open_lines(path: str) -> Iterator[Iterable[str]]:
         raise InvalidInput(f"--each-line {path!r} cannot be read: {error.strerror or error}") from None
     with file:
         yield file
+
+
+# ---------------------------------------------------------------------------------------------------- while a job waits
+
+
+@contextmanager
+def explaining_pending(client: AsyncClient, waited_for: Callable[[], str | None], output: Output) -> Iterator[None]:
+    """Hint once why a job still waits for a worker; `waited_for` returns the id of a job that has not ended."""
+    import asyncio
+
+    if output.json or output.quiet:
+        yield
+        return
+    task = asyncio.ensure_future(_explain_pending(client, waited_for, output))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _explain_pending(client: AsyncClient, waited_for: Callable[[], str | None], output: Output) -> None:
+    import asyncio
+
+    await asyncio.sleep(PENDING_S)
+    job_id = waited_for()
+    if job_id is None:
+        return
+    with suppress(TasukiError):  # only a hint: a user who may not ask why still gets the result
+        explanation = await client.explain(job_id)
+        if explanation["state"] == "PENDING" and explanation["because"]:
+            output.hint(f"job {job_id} is PENDING: {explanation['because'][0]}")
+
+
+class ConnectionNotice:
+    """Hints once that the connection was lost."""
+
+    def __init__(self, client: AsyncClient, output: Output) -> None:
+        self._client = client
+        self._output = output
+        self._given = False
+
+    def check(self) -> None:
+        """Hint if the client is not connected now."""
+        if not self._client.connected and not self._given:
+            self._given = True
+            self._output.hint("connection lost; trying again …")

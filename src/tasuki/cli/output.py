@@ -1,22 +1,92 @@
-"""How a command speaks: to a person, to a program (`--json`), or only the ids (`--quiet`).
+"""What a command prints, and the code it exits with.
 
-Answers go to stdout; errors, hints and progress to stderr, progress only on a terminal. A command hands over its data and
-the lines a person reads, and never asks which of them is shown.
+Answers go to stdout; errors, hints and progress go to stderr, progress only on a terminal. A command passes its data and the
+lines for a person to an `Output`, which shows one of them: the lines, the data as JSON (`--json`), or only the ids (`--quiet`).
+
+`run` exits with the code of its job. Errors of tasuki itself are 124 and 125 there, as with `timeout` and `env`, so that a
+script can tell the two apart.
+
+Imported for `tasuki --help`, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tasuki.errors import TasukiError
+from tasuki.errors import (
+    ConfigError,
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    TasukiError,
+    Unauthorized,
+    Unavailable,
+)
 
 CLEAR_LINE = "\r\033[K"
+CLEAR_SCREEN = "\033[H\033[2J"
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of `tasuki`; `MEANINGS` explains them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    FORBIDDEN = 4
+    UNAVAILABLE = 5
+    CONFLICT = 6
+    TIME_LIMIT = 124
+    COULD_NOT_RUN = 125
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+
+
+MEANINGS: dict[int, str] = {
+    ExitCode.OK: "done",
+    ExitCode.FAILED: "a job did not succeed, or another error",
+    ExitCode.USAGE: "wrong options, or input that can never work",
+    ExitCode.NOT_FOUND: "no such job or token, or it is not yours",
+    ExitCode.FORBIDDEN: "no valid token, or one that may not do this",
+    ExitCode.UNAVAILABLE: "no server, too busy, disk full, or out of time: try again",
+    ExitCode.CONFLICT: "the job id exists with another body",
+    ExitCode.TIME_LIMIT: "run: the job passed its time limit",
+    ExitCode.COULD_NOT_RUN: "run: an error of tasuki's own, instead of 1 and 3 to 6; see stderr",
+    ExitCode.INTERRUPTED: "Ctrl-C; 128+n: ended by signal n",
+    ExitCode.BROKEN_PIPE: "run: nobody reads the output any more; the job is canceled",
+}
+
+# The first match counts; a subclass stands before its base.
+_BY_ERROR: tuple[tuple[type[TasukiError], ExitCode], ...] = (
+    (NotFound, ExitCode.NOT_FOUND),
+    (Unauthorized, ExitCode.FORBIDDEN),
+    (Forbidden, ExitCode.FORBIDDEN),
+    (Conflict, ExitCode.CONFLICT),
+    (Unavailable, ExitCode.UNAVAILABLE),
+    (DeadlineExceeded, ExitCode.UNAVAILABLE),
+    (InvalidInput, ExitCode.USAGE),
+    (ConfigError, ExitCode.USAGE),
+)
+
+
+def exit_code_for(error: TasukiError) -> ExitCode:
+    """Return the exit code for an error that ended a command."""
+    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)
+
+
+def exit_code_table() -> str:
+    """Return the table of exit codes, as `tasuki --help` shows it."""
+    return "\n".join(f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
 
 
 class Output:
-    """Where everything that a command has to say goes."""
+    """Writes answers, hints, progress and errors in the form that the user chose."""
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
         self.json = json
@@ -24,7 +94,7 @@ class Output:
         self._progress = False
 
     def show(self, data: Any, human: Callable[[], Iterable[str]], quiet: Iterable[str] = ()) -> None:
-        """The command's answer: `data` for programs, the lines of `human` for people, those of `quiet` with --quiet."""
+        """Print the command's answer: `data` with --json, the lines of `quiet` with --quiet, else the lines of `human`."""
         self.end_progress()
         if self.json:
             write_line(encode_json(data))
@@ -33,24 +103,30 @@ class Output:
             write_line(line)
 
     def hint(self, text: str) -> None:
-        """A word for people, beside the answer."""
+        """Print a remark for people to stderr."""
         if not self.json and not self.quiet:
             self.end_progress()
             print(text, file=sys.stderr)
 
     def progress(self, text: str) -> None:
-        """What is going on; each replaces the one before. Nothing unless a person looks at a terminal."""
+        """Replace the line of progress, if stderr is a terminal that a person looks at."""
         if not self.json and not self.quiet and sys.stderr.isatty():
             self._progress = True
             print(f"{CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
 
     def end_progress(self) -> None:
+        """Remove the line of progress."""
         if self._progress:
             self._progress = False
             print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
+    def clear_screen(self) -> None:
+        """Clear the terminal before the next answer of a command that repeats itself."""
+        if not self.json and sys.stdout.isatty():
+            print(CLEAR_SCREEN, end="")
+
     def error(self, error: TasukiError) -> None:
-        """One line on stderr; with --json an object with the code, the message and the details."""
+        """Print an error to stderr: a line, or with --json an object with code, message and details."""
         self.end_progress()
         if self.json:
             body = {"error": {"code": error.code, "message": error.message, "details": error.details()}}
@@ -60,32 +136,32 @@ class Output:
 
 
 def encode_json(data: Any) -> str:
-    """One line of JSON; bytes become base64."""
+    """Return the data as one line of JSON; bytes become base64."""
     import msgspec
 
     return msgspec.json.encode(data).decode()
 
 
 def write_line(line: str) -> None:
-    """Out at once: whoever reads a pipe sees a line when it is true, not when a buffer is full."""
+    """Print a line and flush it, so that the reader of a pipe gets each line at once."""
     print(line, flush=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Columns as wide as their contents; the last one is not padded."""
+    """Return the lines of a table whose columns are as wide as their contents; the last column is not padded."""
     texts = [list(head), *([plain(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in texts) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts]
 
 
 def plain(value: object) -> str:
-    """A cell: `-` for nothing; control characters, which could fool a terminal, are shown as escapes."""
+    """Return the text of a cell: `-` for an empty value, control characters as escapes, since they could fool a terminal."""
     text = "-" if value is None or value == "" else str(value)
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def when(unix_time: float | None) -> str:
-    """Local time, to the second."""
+    """Return the local time, to the second."""
     if unix_time is None:
         return "-"
     from datetime import UTC, datetime

@@ -1,68 +1,72 @@
-"""`tasuki result`: what a job left behind."""
+"""`tasuki result` and `tasuki logs`: what a job leaves behind, and what a command writes while it runs.
+
+The result of a command is a ZIP with its logs and output files. It came from a worker and is not trusted: it lies in a temporary
+file, never whole in memory, and is read with all the checks of `tasuki.blobs.zip`. `run` prints logs and results from here, too.
+"""
 
 from __future__ import annotations
 
-import shutil
+import functools
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import typer
-
-from tasuki.cli import exit_codes, options
-from tasuki.cli.command import command
-from tasuki.cli.connect import Destination, with_client
-from tasuki.cli.output import Output
+from tasuki.cli.command import PATH, Destination, argument, command, connection_options, flag, number, option
+from tasuki.cli.connect import with_client
+from tasuki.cli.output import ExitCode, Output, encode_json, write_line
 from tasuki.errors import InvalidInput
 
 if TYPE_CHECKING:
     from tasuki.client import AsyncClient
+    from tasuki.client.logs import LogFollower, LogPart
+    from tasuki.core.protocol import JobResult
+
+PIECE_BYTES = 64 * 1024
+STREAMS = ("stdout", "stderr")
+# Errors of a program that ran: the exit code is its own, or that of the signal with which a limit ended it.
+ENDED_ITSELF = frozenset({"EXIT_CODE", "SIGNAL", "OOM", "PROCESS_LIMIT", "CPU_LIMIT", "FILE_SIZE_LIMIT"})
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "result",
-        examples=[
-            "tasuki result JOB                          # waits for the end, saves JOB.zip (of a handler: JOB.bin)",
-            "tasuki result JOB -o out.zip --timeout 60",
-            "tasuki result JOB --extract ./out          # a new folder with logs and output files",
-            "tasuki result --stdout JOB | wc -c",
-        ],
-    )(result)
+# ---------------------------------------------------------------------------------------------------- result
 
 
+@command(
+    "result",
+    examples=[
+        "tasuki result JOB                          # waits for the end, saves JOB.zip (of a handler: JOB.bin)",
+        "tasuki result JOB -o out.zip --timeout 60",
+        "tasuki result JOB --extract ./out          # a new folder with logs and output files",
+        "tasuki result --stdout JOB | wc -c",
+    ],
+)
+@argument("job_id", metavar="JOB", help="Job id.")
+@option("--output", "-o", "output_file", metavar="FILE", type=PATH, help="Save it here; - for stdout.")
+@option("--extract", metavar="FOLDER", type=PATH, help="Unpack the ZIP into this new folder.")
+@flag("--stdout", help="Write the bytes to stdout.")
+@number("--timeout", metavar="SECONDS", help="How long to wait for the job's end. Default: no limit.")
+@connection_options()
 def result(
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id.")],
-    output_file: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save it here; - for stdout.")
-    ] = None,
-    extract: Annotated[
-        Path | None, typer.Option("--extract", metavar="FOLDER", help="Unpack the ZIP into this new folder.")
-    ] = None,
-    stdout: Annotated[bool, typer.Option("--stdout", help="Write the bytes to stdout.")] = False,
-    timeout: Annotated[
-        float | None, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for the job's end. Default: no limit.")
-    ] = None,
-    to: options.To = None,
-    data: options.Data = None,
-    token_file: options.TokenFile = None,
-    tls_ca: options.TlsCa = None,
-    json: options.Json = False,
+    output: Output,
+    job_id: str,
+    output_file: Path | None,
+    extract: Path | None,
+    stdout: bool,
+    timeout: float | None,
+    place: Destination,
 ) -> int:
-    """Wait for a job's end and save its result.
+    """The result of a command is a ZIP with its logs and output files, of a handler the bytes it returned.
 
-    Of a command it is a ZIP with its logs and output files, of a handler the bytes it returned. Exit 1 if it did not succeed.
+    Exit 1 if the job did not succeed.
     """
     if output_file == Path("-"):
         output_file, stdout = None, True
     if sum((output_file is not None, extract is not None, stdout)) > 1:
         raise InvalidInput("choose one of --output, --extract and --stdout")
-    if stdout and json:
+    if stdout and output.json:
         raise InvalidInput("--stdout writes the result itself; it cannot stand with --json")
-    output = Output(json=json)
-    place = Destination(to, data, token_file, tls_ca)
     return with_client(place, lambda client: _result(client, job_id, output_file, extract, stdout, timeout, output))
 
 
@@ -76,24 +80,22 @@ async def _result(
     output: Output,
 ) -> int:
     from tasuki.blobs.zip.writer import extract_zip
-    from tasuki.cli import archive
-    from tasuki.cli.run import describe
 
     output.progress(f"waiting for job {job_id} …")
     ended = await client.job(job_id).outcome(timeout)
     saved: Path | None = None
     size = 0
-    with archive.scratch_file() as scratch:
-        if archive.has_result(ended):
+    with scratch_file() as scratch:
+        if has_result(ended):
             suffix = "zip" if (await client.status(job_id))["exec"] else "bin"
             saved = output_file or Path(f"{job_id}.{suffix}")
-            size = await archive.fetch(client, ended, scratch if stdout or extract else saved)
+            size = await fetch(client, ended, scratch if stdout or extract else saved)
         if saved is not None and (stdout or extract):
             with scratch.open("rb") as source:
                 if extract is not None:
                     extract_zip(source, extract)
                 else:
-                    shutil.copyfileobj(source, sys.stdout.buffer)
+                    copy_all(source, sys.stdout.buffer.write)
                     sys.stdout.buffer.flush()
             saved = extract
     succeeded = ended.state == "SUCCEEDED"
@@ -103,4 +105,196 @@ async def _result(
         output.show(answer, lambda: [where])
     if not succeeded:
         output.hint(f"job {job_id} is {ended.state}: {ended.outcome.message or ended.outcome.error_code}")
-    return exit_codes.OK if succeeded else exit_codes.FAILED
+    return ExitCode.OK if succeeded else ExitCode.FAILED
+
+
+@contextmanager
+def scratch_file() -> Iterator[Path]:
+    """Make a private folder for a result, and remove it afterwards; yields a path in it."""
+    with tempfile.TemporaryDirectory(prefix="tasuki-result-") as folder:
+        yield Path(folder) / "result.zip"
+
+
+def has_result(ended: JobResult) -> bool:
+    """Return whether the attempt left a result (a job that never started has none)."""
+    return ended.outcome.result_ref is not None or ended.outcome.result is not None
+
+
+async def fetch(client: AsyncClient, ended: JobResult, path: Path) -> int:
+    """Save the result in a folder that exists, and return its size in bytes."""
+    if not path.parent.is_dir():
+        raise InvalidInput(f"the folder of {str(path)!r} does not exist; make it first, or choose another file")
+    return await client.save_result(ended, path)
+
+
+def copy_logs(source: BinaryIO, stdout: Callable[[bytes], Any], stderr: Callable[[bytes], Any]) -> None:
+    """Pass the two logs in a result to their functions, in pieces."""
+    from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
+
+    limits = ZipLimits()
+    meter = Meter(limits)
+    takers = {"stdout.log": stdout, "stderr.log": stderr}
+    for entry in read_directory(source, limits):
+        if entry.name in takers:
+            unpack_entry(source, entry, meter, takers[entry.name])
+
+
+def copy_all(source: BinaryIO, write: Callable[[bytes], Any]) -> None:
+    """Pass a file to a function, in pieces."""
+    while piece := source.read(PIECE_BYTES):
+        write(piece)
+
+
+class CapturedOutput:
+    """The stdout and stderr of an ended job: written to ours, or with --json collected for the answer."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._logs = {name: bytearray() for name in STREAMS}
+
+    def print_result(self, path: Path, *, is_command: bool) -> None:
+        """Print the logs of a command's result, or all bytes of a handler's."""
+        stdout: Callable[[bytes], Any] = sys.stdout.buffer.write
+        stderr: Callable[[bytes], Any] = sys.stderr.buffer.write
+        if self._output.json:
+            stdout, stderr = self._logs["stdout"].extend, self._logs["stderr"].extend
+        with path.open("rb") as source:
+            if is_command:
+                copy_logs(source, stdout, stderr)
+            else:
+                copy_all(source, stdout)
+        sys.stdout.buffer.flush()
+        sys.stderr.buffer.flush()
+
+    def show(self, facts: dict[str, Any], code: int) -> None:
+        """Print the answer for programs."""
+        texts = {name: log.decode("utf-8", "replace") for name, log in self._logs.items()}
+        self._output.show({**facts, **texts, "exit": code}, list)
+
+
+def describe(ended: JobResult) -> dict[str, Any]:
+    """Return how a job ended, for programs."""
+    outcome = ended.outcome
+    return {
+        "job_id": ended.job_id,
+        "state": str(ended.state),
+        "attempt": ended.attempt,
+        "exit_code": outcome.exit_code,
+        "error_code": outcome.error_code,
+        "message": outcome.message,
+        "result_sha256": outcome.result_sha256,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- logs
+
+
+@command(
+    "logs",
+    examples=[
+        "tasuki logs JOB                            # what it has written so far",
+        "tasuki logs -f JOB                         # and what it writes, to its end",
+        "tasuki logs --stream stderr JOB 2> errors.txt",
+        "tasuki logs -f --tail 4096 --stream stdout JOB | grep ERROR",
+    ],
+)
+@argument("job_id", metavar="JOB", help="Job id.")
+@flag("--follow", "-f", help="Go on to the job's end.")
+@option("--stream", metavar="stdout|stderr|both", default="both", help="Which of the two.")
+@number("--offset", metavar="BYTES", type=int, help="Begin at this byte.")
+@number("--tail", metavar="BYTES", type=int, help="Begin so much before the end.")
+@connection_options()
+def logs(
+    output: Output, job_id: str, follow: bool, stream: str, offset: int | None, tail: int | None, place: Destination
+) -> None:
+    """The job's stdout goes to stdout, its stderr to stderr. Where a long log was cut in its middle, a line says so.
+
+    Exits with 0 however the job ends: see tasuki status. With --json a line per piece (-f), else one object with both texts.
+    """
+    if stream not in (*STREAMS, "both"):
+        raise InvalidInput(f"--stream must be stdout, stderr or both, got {stream!r}")
+    if offset is not None and tail is not None:
+        raise InvalidInput("choose one of --offset and --tail")
+    if min(offset or 0, tail or 0) < 0:
+        raise InvalidInput(f"--offset and --tail must be 0 or more, got {min(offset or 0, tail or 0)}")
+    streams = STREAMS if stream == "both" else (stream,)
+    show = _show_texts if output.json and not follow else _show_parts
+
+    async def work(client: AsyncClient) -> None:
+        from tasuki.client.logs import LogFollower
+
+        printer = LogPrinter(output)
+        make = functools.partial(LogFollower, offset=offset or 0, tail_bytes=tail, on_progress=printer.progress)
+        await show([make(client, job_id, name) for name in streams], follow, printer)
+
+    with_client(place, work)
+
+
+class LogPrinter:
+    """Prints parts of logs to stdout and stderr, and hints where a new attempt begins."""
+
+    def __init__(self, output: Output) -> None:
+        self.output = output
+        self._attempt = 0
+        self._progress = ""
+
+    async def part(self, part: LogPart) -> None:
+        """Print a part at once; in a thread, so that a slow reader does not keep us from answering the server."""
+        import asyncio
+
+        self._note_attempt(part.attempt)
+        self.output.end_progress()
+        await asyncio.to_thread(_write, part.stream, part.text)
+
+    def _note_attempt(self, attempt: int) -> None:
+        if self._attempt and attempt > self._attempt:
+            self.output.hint(f"tasuki: attempt {attempt} begins")
+        self._attempt = max(self._attempt, attempt)
+
+    def progress(self, fraction: float, text: str) -> None:
+        """Print how far the job is, on a terminal; both streams report it."""
+        line = f"tasuki: {fraction:.0%} {text}".rstrip()
+        if line != self._progress and sys.stderr.isatty():
+            self.output.hint(line)
+        self._progress = line
+
+
+def _write(stream: str, data: bytes) -> None:
+    target = sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer
+    target.write(data)
+    target.flush()
+
+
+async def _show_parts(followers: list[LogFollower], follow: bool, printer: LogPrinter) -> None:
+    import asyncio
+
+    async def one(follower: LogFollower) -> None:
+        async for part in follower.parts(follow=follow):
+            if printer.output.json:
+                write_line(encode_json(_describe_part(follower.job_id, part)))
+            else:
+                await printer.part(part)
+
+    if follow:
+        tasks = [asyncio.ensure_future(one(follower)) for follower in followers]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+    else:
+        for follower in followers:
+            await one(follower)
+
+
+async def _show_texts(followers: list[LogFollower], follow: bool, printer: LogPrinter) -> None:
+    texts: dict[str, str] = dict.fromkeys(STREAMS, "")
+    for follower in followers:
+        pieces = [part.text async for part in follower.parts(follow=follow)]
+        texts[follower.stream] = b"".join(pieces).decode("utf-8", "replace")
+    printer.output.show({"job_id": followers[0].job_id, **texts}, list)
+
+
+def _describe_part(job_id: str, part: LogPart) -> dict[str, Any]:
+    where = {"job_id": job_id, "stream": part.stream, "attempt": part.attempt, "offset": part.offset}
+    return {**where, "cut_bytes": part.cut_bytes, "data": part.data.decode("utf-8", "replace")}

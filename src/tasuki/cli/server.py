@@ -1,163 +1,138 @@
-"""`tasuki server`: a server without workers, on a data folder, or one of several on PostgreSQL or Redis."""
+"""`tasuki server`: a server without workers, on a data folder, or one of several on PostgreSQL or Redis.
+
+The life of a server process is here too, for `server` and `up`: check the options, open the store, listen, print where, wait for
+a signal, end in order.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import asyncio
+import gc
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
-from tasuki.cli import options
-from tasuki.cli.command import command
+from tasuki.cli import process
+from tasuki.cli.command import command, data_option, flag, log_level_option, number, option, several, tls_options
+from tasuki.cli.connect import note_listening
+from tasuki.cli.output import Output
+from tasuki.core.apps import DEFAULT_APP
+from tasuki.core.election import LOCK_TTL_S
+from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.cli.server_process import Listen
+    from tasuki.config import Address, DataFolder
+    from tasuki.doors.http.door import HttpDoor
+    from tasuki.doors.tls import ServerCertificate
+    from tasuki.server.presigned import PresignedTransfers
+    from tasuki.server.server import Server
 
+logger = logging.getLogger("tasuki.server")
 DEFAULT_TCP = "127.0.0.1:7000"
 
-
-Tcp = Annotated[
-    list[str] | None,
-    typer.Option("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}."),
-]
-NoTcp = Annotated[bool, typer.Option("--no-tcp", help="Listen on the unix socket only.")]
-Unix = Annotated[bool, typer.Option("--unix/--no-unix", help="Listen on the data folder's unix socket.")]
-TlsCert = Annotated[str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")]
-TlsKey = Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without TLS: the network is trusted.")]
-StoreUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--store",
-        metavar="URL",
-        envvar="TASUKI_STORE",
-        show_envvar=True,
-        help="postgresql://user@host/database or redis://host:6379/0 (rediss://, redis+sentinel://), which several servers may "
-        "share. An address with a password belongs into the variable: others can read the command line. "
-        "Default: SQLite in the data folder.",
-    ),
-]
-Coordination = Annotated[
-    str | None,
-    typer.Option(
-        "--coordination",
-        metavar="URL",
-        envvar="TASUKI_COORDINATION",
-        help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
-    ),
-]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
-]
-BlobsUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--blobs",
-        metavar="URL",
-        envvar="TASUKI_BLOBS",
-        help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
-    ),
-]
-Presign = Annotated[
-    bool,
-    typer.Option(
-        "--presign",
-        help="With --blobs s3://… and --http: peers over HTTP move large blobs straight to and from the bucket, by links "
-        "that are good for some minutes. Those who cannot reach it go on through the server.",
-    ),
-]
-PresignEndpoint = Annotated[
-    str | None,
-    typer.Option("--presign-endpoint", metavar="URL", help="Where peers reach the bucket, if not where this server does."),
-]
-Advertise = Annotated[
-    list[str] | None,
-    typer.Option("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp."),
-]
-LeaseTtl = Annotated[float, typer.Option("--lease-ttl", metavar="SECONDS", help="How long a silent worker keeps its jobs.")]
-RetentionDays = Annotated[
-    float, typer.Option("--retention-days", metavar="DAYS", help="How long finished jobs and results are kept.")
-]
-BlobGrace = Annotated[
-    float,
-    typer.Option("--blob-grace", metavar="SECONDS", help="How long a blob that no job needs is kept after its last use."),
-]
-BlobBudget = Annotated[
-    str | None,
-    typer.Option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner."),
-]
-Http = Annotated[
-    str | None,
-    typer.Option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none."),
-]
-App = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--app",
-        metavar="NAME",
-        help="With --http: serve /calc/NAME, its jobs and workers. Several times; on Redis once, it is the prefix of the keys.",
-    ),
-]
-HttpLeaseTtl = Annotated[
-    float, typer.Option("--http-lease-ttl", metavar="SECONDS", help="How long a silent worker over HTTP keeps its jobs.")
-]
-LeadTtl = Annotated[
-    float,
-    typer.Option("--lead-ttl", metavar="SECONDS", help="With --store: how soon another server takes over the duties."),
-]
+tcp_option = several("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}.")
+no_tcp_option = flag("--no-tcp", help="Listen on the unix socket only.")
+store_option = option(
+    "--store",
+    metavar="URL",
+    envvar="TASUKI_STORE",
+    help="postgresql://user@host/database or redis://host:6379/0 (rediss://, redis+sentinel://), which several servers may "
+    "share. An address with a password belongs into the variable: others can read the command line. "
+    "Default: SQLite in the data folder.",
+)
+coordination_option = option(
+    "--coordination",
+    metavar="URL",
+    envvar="TASUKI_COORDINATION",
+    help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
+)
+blobs_option = option(
+    "--blobs",
+    metavar="URL",
+    envvar="TASUKI_BLOBS",
+    help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
+)
+retention_option = number("--retention-days", metavar="DAYS", default=30.0, help="How long finished jobs and results are kept.")
+lead_ttl_option = number(
+    "--lead-ttl", metavar="SECONDS", default=LOCK_TTL_S, help="With --store: how soon another server takes over the duties."
+)
+app_option = several(
+    "--app",
+    metavar="NAME",
+    help="With --http: serve /calc/NAME, its jobs and workers. Several times; on Redis once, it is the prefix of the keys.",
+)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "server",
-        examples=[
-            "tasuki server --data /srv/tasuki",
-            "tasuki server --data /srv/tasuki --tcp 0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem",
-            "tasuki server --store postgresql://tasuki@db/tasuki --blobs s3://bucket/tasuki --tcp 10.0.0.1:7000 "
-            "--tls-cert cert.pem --tls-key key.pem      # one of several",
-            "tasuki server --http 0.0.0.0:7080 --tls-cert cert.pem --tls-key key.pem --app zpe      # workers behind NAT",
-            "tasuki server --store redis://127.0.0.1:6379/0 --http 127.0.0.1:7080 --app zpe      # one of several",
-            'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
-        ],
-    )(server)
-
-
+@command(
+    "server",
+    examples=[
+        "tasuki server --data /srv/tasuki",
+        "tasuki server --data /srv/tasuki --tcp 0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem",
+        "tasuki server --store postgresql://tasuki@db/tasuki --blobs s3://bucket/tasuki --tcp 10.0.0.1:7000 "
+        "--tls-cert cert.pem --tls-key key.pem      # one of several",
+        "tasuki server --http 0.0.0.0:7080 --tls-cert cert.pem --tls-key key.pem --app zpe      # workers behind NAT",
+        "tasuki server --store redis://127.0.0.1:6379/0 --http 127.0.0.1:7080 --app zpe      # one of several",
+        'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
+    ],
+)
+@data_option
+@tcp_option
+@no_tcp_option
+@option("--unix/--no-unix", default=True, help="Listen on the data folder's unix socket.")
+@tls_options
+@store_option
+@blobs_option
+@several("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp.")
+@number("--lease-ttl", metavar="SECONDS", default=15.0, help="How long a silent worker keeps its jobs.")
+@retention_option
+@number("--blob-grace", metavar="SECONDS", default=3600.0, help="How long a blob that no job needs is kept after its last use.")
+@option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner.")
+@lead_ttl_option
+@option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
+@app_option
+@number("--http-lease-ttl", metavar="SECONDS", default=60.0, help="How long a silent worker over HTTP keeps its jobs.")
+@coordination_option
+@flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
+@flag(
+    "--presign",
+    help="With --blobs s3://… and --http: peers over HTTP move large blobs straight to and from the bucket, by links "
+    "that are good for some minutes. Those who cannot reach it go on through the server.",
+)
+@option("--presign-endpoint", metavar="URL", help="Where peers reach the bucket, if not where this server does.")
+@log_level_option
 def server(
-    data: options.Data = None,
-    tcp: Tcp = None,
-    no_tcp: NoTcp = False,
-    unix: Unix = True,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    insecure: Insecure = False,
-    store: StoreUrl = None,
-    blobs: BlobsUrl = None,
-    advertise: Advertise = None,
-    lease_ttl: LeaseTtl = 15.0,
-    retention_days: RetentionDays = 30.0,
-    blob_grace: BlobGrace = 3600.0,
-    blob_budget: BlobBudget = None,
-    lead_ttl: LeadTtl = 10.0,
-    http: Http = None,
-    app: App = None,
-    http_lease_ttl: HttpLeaseTtl = 60.0,
-    coordination: Coordination = None,
-    strict: Strict = False,
-    presign: Presign = False,
-    presign_endpoint: PresignEndpoint = None,
-    log_level: options.LogLevel = "info",
-    json: options.Json = False,
+    output: Output,
+    data: Path | None,
+    tcp: tuple[str, ...],
+    no_tcp: bool,
+    unix: bool,
+    tls_cert: str | None,
+    tls_key: str | None,
+    insecure: bool,
+    store: str | None,
+    blobs: str | None,
+    advertise: tuple[str, ...],
+    lease_ttl: float,
+    retention_days: float,
+    blob_grace: float,
+    blob_budget: str | None,
+    lead_ttl: float,
+    http: str | None,
+    app: tuple[str, ...],
+    http_lease_ttl: float,
+    coordination: str | None,
+    strict: bool,
+    presign: bool,
+    presign_endpoint: str | None,
+    log_level: str,
 ) -> int:
-    """Start a server; with --store, one of several.
-
-    SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again.
-    """
-    from tasuki.cli import log, server_process
+    """SIGTERM or Ctrl-C ends it in order, a second one at once. SIGHUP makes it read --tls-cert and --tls-key again."""
     from tasuki.config import data_folder, parse_http, parse_listen, parse_size, parse_url
 
-    log.configure(log_level, json=json)
-    listen = server_process.Listen(
+    process.configure_log(log_level, json=output.json)
+    listen = Listen(
         folder=data_folder(data),
         tcp=() if no_tcp else tuple(parse_listen(text) for text in tcp or [DEFAULT_TCP]),
         unix=unix,
@@ -166,28 +141,26 @@ def server(
         insecure=insecure,
         lease_ttl_s=lease_ttl,
         retention_days=retention_days,
-        json=json,
+        json=output.json,
         store=store or "",
         blobs=blobs or "",
-        advertise=tuple(address for url in advertise or () for address in parse_url(url)),
+        advertise=tuple(address for url in advertise for address in parse_url(url)),
         blob_grace_s=blob_grace,
         blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
         lead_ttl_s=lead_ttl,
         http=parse_http(http) if http else None,
-        apps=tuple(dict.fromkeys(app or ())),
+        apps=tuple(dict.fromkeys(app)),
         http_lease_ttl_s=http_lease_ttl,
         coordination=coordination or "",
         strict=strict,
         presign=presign,
         presign_endpoint=presign_endpoint or "",
     )
-    return server_process.run_loop(_main(listen))
+    return process.run_loop(_main(listen))
 
 
 async def _main(listen: Listen) -> int:
-    from tasuki.cli.server_process import Events, RunningServer, StopSignals, hosted
-
-    events, stop = Events(json=listen.json), StopSignals()
+    events, stop = process.Events(json=listen.json), process.StopSignals()
 
     async def until_stopped(opened: RunningServer) -> None:
         opened.renew_on_hangup()
@@ -196,5 +169,256 @@ async def _main(listen: Listen) -> int:
         await stop.wanted.wait()
         events.tell("stopping")
 
-    await hosted(listen, events, until_stopped)
+    await serve(listen, events, until_stopped)
     return 0
+
+
+# ---------------------------------------------------------------------------------------------------- options, checked
+
+
+class Listen(NamedTuple):
+    """The options of a server process."""
+
+    folder: DataFolder
+    tcp: tuple[Address, ...] = ()
+    unix: bool = True
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+    lease_ttl_s: float = 15.0
+    retention_days: float = 30.0
+    json: bool = False
+    store: str = ""
+    blobs: str = ""
+    advertise: tuple[Address, ...] = ()
+    """Addresses by which others reach this server, if not those it listens on."""
+    blob_grace_s: float = 3600.0
+    blob_budget_bytes: int | None = None
+    lead_ttl_s: float = LOCK_TTL_S
+    http: Address | None = None
+    http_if_free: bool = False
+    """Start without HTTP if its port is taken or FastAPI is not installed."""
+    apps: tuple[str, ...] = ()
+    http_lease_ttl_s: float = 60.0
+    coordination: str = ""
+    strict: bool = False
+    presign: bool = False
+    """Let peers over HTTP move large blobs to and from the bucket themselves."""
+    presign_endpoint: str = ""
+    """Address by which peers reach the bucket, if not that of the server."""
+
+
+def check(listen: Listen) -> None:
+    """Raise ConfigError for options that cannot work, before anything is opened."""
+    from tasuki.config import check_app
+    from tasuki.doors.listening import check_listener
+
+    if (listen.tls_cert is None) != (listen.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
+    for address in (*listen.tcp, *([listen.http] if listen.http is not None else ())):
+        check_listener(address, tls=listen.tls_cert is not None, tokens=True, insecure=listen.insecure)
+    if not listen.tcp and not listen.unix and listen.http is None:
+        raise ConfigError("nothing to listen on: give --tcp HOST:PORT or --http HOST:PORT, or leave --no-unix out")
+    for app in listen.apps:
+        check_app(app)
+    _check_places(listen)
+    _check_presign(listen)
+
+
+def _check_presign(listen: Listen) -> None:
+    from urllib.parse import urlsplit
+
+    from tasuki.blobs.s3.requests import parse_s3_url
+    from tasuki.config import Address
+
+    if not listen.presign:
+        if listen.presign_endpoint:
+            raise ConfigError("--presign-endpoint names the bucket that peers reach: give --presign too")
+        return
+    if not listen.blobs.startswith("s3://") or listen.http is None:
+        raise ConfigError("--presign is for blobs in S3 and peers over HTTP: give --blobs s3://… and --http HOST:PORT too")
+    endpoint = listen.presign_endpoint or parse_s3_url(listen.blobs).endpoint or "https://"
+    parts = urlsplit(endpoint)
+    if listen.presign_endpoint and (parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc):
+        raise ConfigError("--presign-endpoint must be https://host or https://host:port, without credentials")
+    if parts.scheme == "http" and not listen.insecure and not Address("http", parts.hostname or "", 0).loopback:
+        raise ConfigError(
+            f"--presign: links to http://{parts.hostname} would be secrets that anybody on the way can read; use an https "
+            "endpoint (--presign-endpoint), or say --insecure if the network is trusted"
+        )
+
+
+def _check_places(listen: Listen) -> None:
+    from tasuki.server.assembly import check_redis_driver, check_store, is_redis
+
+    if listen.store:
+        check_store(listen.store)
+    if is_redis(listen.store):
+        if len(listen.apps) > 1:
+            raise ConfigError(
+                f"--app {' --app '.join(listen.apps)}: on Redis an app has keys of its own, so a server serves one; "
+                "start one server for each app"
+            )
+    elif listen.apps and listen.http is None:
+        raise ConfigError(f"--app {listen.apps[0]} is served over HTTP: give --http HOST:PORT too")
+    elif listen.strict:
+        raise ConfigError("--strict is about the settings of Redis: give --store redis://…, or leave it out")
+    if listen.coordination:
+        if not listen.store or is_redis(listen.store):
+            raise ConfigError(
+                "--coordination is for servers on PostgreSQL; on Redis it is in the store, a data folder has one server"
+            )
+        if not is_redis(listen.coordination):
+            raise ConfigError(f"--coordination {listen.coordination.partition('://')[0][:40]}://…: use redis://host:6379/0")
+        check_redis_driver()
+
+
+# ---------------------------------------------------------------------------------------------------- the process
+
+
+class RunningServer:
+    """A server with its listeners."""
+
+    def __init__(
+        self, server: Server, listen: Listen, certificate: ServerCertificate | None, direct: PresignedTransfers | None = None
+    ) -> None:
+        from tasuki.doors.tcp import TcpDoor
+
+        self.server = server
+        self.addresses: list[Address] = []
+        self._listen = listen
+        self._certificate = certificate
+        self._tls = certificate.context if certificate is not None else None
+        self._door = TcpDoor(server)
+        self._http = _http_door(server, listen, direct) if listen.http is not None else None
+        self.http_address: Address | None = None
+        self.http_problem = "FastAPI is not installed" if listen.http is not None and self._http is None else ""
+
+    async def reopen(self) -> None:
+        """Open all listeners, and note their addresses in the folder."""
+        listen = self._listen
+        await self._reopen_http()
+        self.addresses = [await self._door.listen_tcp(address, self._tls) for address in listen.tcp]
+        if listen.unix:
+            self.addresses.append(await self._door.listen_unix(listen.folder.socket))
+        note_listening(listen.folder, [*self.addresses, *([self.http_address] if self.http_address is not None else ())])
+        reachable = [address for address in self.addresses if address.reachable]
+        if listen.store and not (listen.advertise or reachable):
+            logger.warning("other servers cannot tell peers the address of this one; give --advertise tls://HOST:PORT")
+        self.server.reachable_at(tuple(map(str, listen.advertise or reachable)))
+
+    async def _reopen_http(self) -> None:
+
+        self.http_address = None
+        if self._http is None or self._listen.http is None:
+            return
+        try:
+            self.http_address = await self._http.listen(self._listen.http, self._tls)
+        except ConfigError as error:
+            if not self._listen.http_if_free:
+                raise
+            self.http_problem = error.message
+
+    def renew_on_hangup(self) -> None:
+        """Read the certificate again at each SIGHUP from now on. Without a certificate SIGHUP ends the process, as usual."""
+        if self._certificate is not None:
+            process.renew_on_hangup(self._certificate)
+
+    async def shut(self) -> None:
+        """Accept no more connections; open ones stay, except those over HTTP."""
+        note_listening(self._listen.folder, [])
+        await self._door.close()
+        if self._http is not None:
+            await self._http.close()
+
+
+def _http_door(server: Server, listen: Listen, direct: PresignedTransfers | None) -> HttpDoor | None:
+    """Return the HTTP door. FastAPI is imported here, not before: its import takes longer than all the rest."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        if listen.http_if_free:
+            return None
+        raise ConfigError("--http needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'") from None
+    from tasuki.doors.http.context import HttpConfig
+    from tasuki.doors.http.door import HttpDoor
+
+    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, presigned=direct))
+
+
+async def _check_ports(addresses: tuple[Address, ...]) -> None:
+    """Raise ConfigError for a port that is taken, before a folder is made for nothing. Binds, but never listens."""
+
+    for address in addresses:
+        try:
+            probe = await asyncio.get_running_loop().create_server(
+                asyncio.Protocol, address.host, address.port, start_serving=False
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error.strerror or error}; is another server running there?"
+            ) from None
+        probe.close()
+        await probe.wait_closed()
+
+
+async def serve(listen: Listen, events: process.Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:
+    """Run a server while `while_open(server)` lasts."""
+    from tasuki.config import fault_point
+    from tasuki.doors.tls import ServerCertificate
+    from tasuki.server.assembly import StorageLocations, kill_at, make_server, open_direct, prepare_folder
+    from tasuki.server.server import ServerConfig
+
+    check(listen)
+    certificate = ServerCertificate(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
+    if not listen.folder.root.exists():
+        await _check_ports((*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else ())))
+    prepare_folder(listen.folder)
+    config = ServerConfig(
+        server_id=process.new_server_id(),
+        data=listen.folder.root,
+        lease_ttl_s=listen.lease_ttl_s,
+        retention_s=listen.retention_days * 86400.0,
+        blob_grace_s=listen.blob_grace_s,
+        blob_budget_bytes=listen.blob_budget_bytes,
+        host=process.host_name(),
+    )
+    places = StorageLocations(
+        listen.folder,
+        listen.store,
+        listen.blobs,
+        listen.lead_ttl_s,
+        coordination=listen.coordination,
+        app=listen.apps[0] if listen.apps else DEFAULT_APP,
+        strict=listen.strict,
+    )
+    try:
+        server = make_server(places, config, kill_at(fault_point()))
+    except OSError as error:
+        raise ConfigError(f"the data folder {listen.folder.root} cannot be written to: {error.strerror or error}") from None
+    direct = open_direct(listen.blobs, listen.presign_endpoint) if listen.presign else None
+    await server.start()
+    # The objects that exist now stay for the life of the process: the collector need not look at them again, nor run after
+    # every 700 new containers. It took 6 % of the time under load.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    opened = None
+    try:
+        if direct is not None:
+            await direct.check()
+        opened = RunningServer(server, listen, certificate, direct)
+        await opened.reopen()
+        for address in (*opened.addresses, *([opened.http_address] if opened.http_address is not None else ())):
+            events.tell("listening", str(address), address=str(address), pid=os.getpid())
+        if opened.http_problem:
+            events.tell("without", f"HTTP: {opened.http_problem}", door="http", problem=opened.http_problem)
+        await while_open(opened)
+    finally:
+        if opened is not None:
+            await opened.shut()
+        if direct is not None:
+            direct.close()
+        await server.stop()

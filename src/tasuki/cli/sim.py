@@ -1,18 +1,17 @@
-"""`tasuki sim`: one seed of the simulator from close up, or many of them on all cores.
+"""`tasuki sim`: runs one seed of the simulator in detail, or many seeds on all cores.
 
-Everything happens in `tasuki.testing.sim`; here it is asked for and shown. docs/simulator.md says how to read it.
+The simulator is `tasuki.testing.sim`; docs/simulator.md explains its output.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from tasuki.cli import exit_codes, options
-from tasuki.cli.command import command
-from tasuki.cli.output import Output
+from tasuki.cli.command import PATH, command, flag, number, option, several
+from tasuki.cli.output import ExitCode, Output
 from tasuki.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -25,58 +24,53 @@ STORES = ("memory", "sqlite", "mixed")
 SQLITE_EVERY = 10  # of mixed seeds
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "sim",
-        examples=[
-            "tasuki sim --seeds 2000                    # on all cores; lists what failed, with the command that repeats it",
-            "tasuki sim --seeds 500 --from 2001 --store mixed --json",
-            "tasuki sim --seed 7                        # once more, the same to the last event",
-            "tasuki sim --seed 7 --trace | less         # who did what when; the last lines before a violation are marked",
-            "tasuki sim --seed 7 --shrink --save 7.json # the least of it that fails alike",
-            "tasuki sim --case 7.json --trace",
-            "tasuki sim --seed 7 --set servers=1 --set kinds=crash,pause",
-        ],
-    )(sim)
-
-
+@command(
+    "sim",
+    examples=[
+        "tasuki sim --seeds 2000                    # on all cores; lists what failed, with the command that repeats it",
+        "tasuki sim --seeds 500 --from 2001 --store mixed --json",
+        "tasuki sim --seed 7                        # once more, the same to the last event",
+        "tasuki sim --seed 7 --trace | less         # who did what when; the last lines before a violation are marked",
+        "tasuki sim --seed 7 --shrink --save 7.json # the least of it that fails alike",
+        "tasuki sim --case 7.json --trace",
+        "tasuki sim --seed 7 --set servers=1 --set kinds=crash,pause",
+    ],
+)
+@number("--seed", metavar="N", type=int, help="Run this one.")
+@option("--case", metavar="FILE", type=PATH, help="Run a case that --save has kept.")
+@flag("--trace", help="Tell everything that happens.")
+@flag("--shrink", help="Look for the least of it that fails alike.")
+@option("--history", metavar="FILE", type=PATH, help="Keep what the checker saw, as JSONL.")
+@option("--save", metavar="FILE", type=PATH, help="Keep the case (after --shrink) for --case.")
+@number("--seeds", metavar="N", type=click.IntRange(min=1), help="Run so many that count.")
+@option("--from", "from_", metavar="N", type=click.IntRange(min=0), default=1, help="The first of them.")
+@number("--processes", metavar="P", type=click.IntRange(min=1), help="Default: one per core.")
+@flag("--cover", help="Fail also if a kind of fault or a rare branch never came.")
+@option("--store", metavar="STORE", default="memory", help="memory, sqlite, or mixed: every tenth seed on SQLite.")
+@several("--set", "set_", metavar="NAME=VALUE", help="An option of the world that the seed would choose. Several times.")
+@option("--without", metavar="SAFEGUARD", default="", help="Switch a safeguard off, to see what the checker finds.")
 def sim(
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Run this one.")] = None,
-    case: Annotated[Path | None, typer.Option("--case", metavar="FILE", help="Run a case that --save has kept.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Tell everything that happens.")] = False,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Look for the least of it that fails alike.")] = False,
-    history: Annotated[
-        Path | None, typer.Option("--history", metavar="FILE", help="Keep what the checker saw, as JSONL.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Keep the case (after --shrink) for --case.")
-    ] = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", min=1, help="Run so many that count.")] = None,
-    from_: Annotated[int, typer.Option("--from", metavar="N", min=0, help="The first of them.")] = 1,
-    processes: Annotated[int | None, typer.Option("--processes", metavar="P", min=1, help="Default: one per core.")] = None,
-    cover: Annotated[bool, typer.Option("--cover", help="Fail also if a kind of fault or a rare branch never came.")] = False,
-    store: Annotated[
-        str, typer.Option("--store", metavar="STORE", help="memory, sqlite, or mixed: every tenth seed on SQLite.")
-    ] = "memory",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="An option of the world that the seed would choose. Several times."),
-    ] = None,
-    without: Annotated[
-        str, typer.Option("--without", metavar="SAFEGUARD", help="Switch a safeguard off, to see what the checker finds.")
-    ] = "",
-    json: options.Json = False,
+    output: Output,
+    seed: int | None,
+    case: Path | None,
+    trace: bool,
+    shrink: bool,
+    history: Path | None,
+    save: Path | None,
+    seeds: int | None,
+    from_: int,
+    processes: int | None,
+    cover: bool,
+    store: str,
+    set_: tuple[str, ...],
+    without: str,
 ) -> int:
-    """Whole systems under faults, simulated and judged."""
     from tasuki.testing.sim.cases import switched_off
     from tasuki.testing.sim.seed_runner import SeedRunner
 
     if [seed is None, seeds is None, case is None].count(False) != 1:
         raise InvalidInput("give --seed N for one seed, --seeds N for many, or --case FILE for a saved one")
-    chosen = _options(store, set_ or [], without)
-    output = Output(json=json)
+    chosen = _options(store, set_, without)
     if seeds is not None:
         if trace or shrink or history or save:
             raise InvalidInput("--trace, --shrink, --history and --save are for one seed: use --seed or --case")
@@ -91,7 +85,7 @@ def sim(
 # ---------------------------------------------------------------------------------------------------- what to run
 
 
-def _options(store: str, settings: list[str], without: str) -> SimOptions:
+def _options(store: str, settings: tuple[str, ...], without: str) -> SimOptions:
     import msgspec
 
     from tasuki.testing.sim.faults import KINDS
@@ -116,7 +110,7 @@ def _options(store: str, settings: list[str], without: str) -> SimOptions:
 
 
 def _made_for(without: str) -> dict[str, Any]:
-    """What makes it likely that the safeguard is needed."""
+    """Return options with which the safeguard is likely to be needed."""
     if not without:
         return {}
     import msgspec
@@ -143,7 +137,7 @@ def _case(seed: int | None, saved: Path | None, chosen: SimOptions, *, mixed: bo
 
 
 class _One:
-    """One case: run, told, and made smaller if that is wanted."""
+    """One case: run, shown, and shrunk if that is wanted."""
 
     def __init__(self, case: Case, output: Output, *, trace: bool) -> None:
         from tasuki.testing.sim.cases import Story
@@ -164,7 +158,7 @@ class _One:
         self.output.show(self._data(tried, shrunk), lambda: self._human(tried, shrunk))
         if shrink and tried.failure is None:
             self.output.hint("nothing failed: there is nothing to make smaller")
-        return exit_codes.FAILED if tried.failure is not None else exit_codes.OK
+        return ExitCode.FAILED if tried.failure is not None else ExitCode.OK
 
     def _try(self, *, keep: bool) -> Tried:
         from tasuki.testing.sim.cases import try_case
@@ -265,8 +259,8 @@ def _many(wanted: SeedRunner, processes: int | None, output: Output) -> int:
     lacking = summary.lacking if wanted.cover else []
     output.show(_many_data(summary, lacking), lambda: _many_lines(summary, lacking))
     if summary.is_interrupted:
-        return exit_codes.INTERRUPTED
-    return exit_codes.OK if summary.good and not lacking else exit_codes.FAILED
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK if summary.good and not lacking else ExitCode.FAILED
 
 
 def _many_lines(summary: Summary, lacking: list[str]) -> list[str]:

@@ -1,130 +1,139 @@
 """`tasuki up`: a server and local workers on this machine, with one command.
 
-`--until-idle` is what an embedded server is: it serves the unix socket of the data folder, works while there is a client or
-a running job, and leaves a second later.
+With `--until-idle` this is an embedded server: it serves the unix socket of the data folder while there is a client or a running
+job, and leaves a second later. The workers are child processes, restarted with growing pauses if they die, drained at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
+import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from tasuki.cli import options
-from tasuki.cli.command import command
-from tasuki.cli.server import DEFAULT_TCP, App, Insecure, NoTcp, Tcp, TlsCert, TlsKey
+from tasuki.cli import process
+from tasuki.cli.command import (
+    PATH,
+    command,
+    drain_option,
+    exec_options,
+    flag,
+    log_level_option,
+    log_size_options,
+    number,
+    option,
+    tls_options,
+)
+from tasuki.cli.connect import owner_of
+from tasuki.cli.output import Output
+from tasuki.cli.server import DEFAULT_TCP, Listen, RunningServer, app_option, no_tcp_option, serve, tcp_option
+from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
+from tasuki.core.backoff import Backoff
 from tasuki.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from tasuki.cli.local_workers import LocalWorkers
-    from tasuki.cli.server_process import Events, Listen, RunningServer, StopSignals
     from tasuki.config import DataFolder
     from tasuki.server.server import Server
 
 DEFAULT_FOLDER = Path("tasuki-data")
 DEFAULT_HTTP = "127.0.0.1:7080"
 IDLE_S = 1.0
-FIRST_CLIENT_S = 10.0  # whoever started an embedded server gets this long to connect
+FIRST_CLIENT_S = 10.0  # how long the process that started an embedded server has to connect
 OWNER_WAIT_S = 15.0  # an embedded server that is just leaving holds the folder a moment longer
 OWNER_POLL_S = 0.05
+RESTART_FIRST_S = 0.5
+RESTART_MAX_S = 30.0
+SOUND_AFTER_S = 60.0  # a worker that lived this long did not fail at its start: the pauses begin anew
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    command(
-        app,
-        "up",
-        examples=[
-            "tasuki up                                   # ./tasuki-data, 127.0.0.1:7000, one worker with a slot per core",
-            "tasuki up --data /srv/tasuki --workers 2 --slots 8",
-            "tasuki up --config execs.toml               # and programs that the workers run for others, with their limits",
-            "tasuki up --no-tcp --workers 0              # only the unix socket; start workers yourself",
-        ],
-    )(up)
-
-
+@command(
+    "up",
+    examples=[
+        "tasuki up                                   # ./tasuki-data, 127.0.0.1:7000, one worker with a slot per core",
+        "tasuki up --data /srv/tasuki --workers 2 --slots 8",
+        "tasuki up --config execs.toml               # and programs that the workers run for others, with their limits",
+        "tasuki up --no-tcp --workers 0              # only the unix socket; start workers yourself",
+    ],
+)
+@option("--data", metavar="FOLDER", type=PATH, help="Data folder, made if missing. Default: TASUKI_DATA, else ./tasuki-data.")
+@tcp_option
+@no_tcp_option
+@option("--http", metavar="HOST:PORT", help=f"Serve HTTP here. Default: {DEFAULT_HTTP}, if that is free.")
+@flag("--no-http", help="No HTTP.")
+@app_option
+@tls_options
+@number("--workers", metavar="N", type=int, default=1, help="Local worker processes.")
+@number("--slots", metavar="N", type=int, help="Jobs at once in each. Default: one per core.")
+@exec_options
+@drain_option
+@log_size_options
+@flag("--until-idle", help="Leave a second after the last client and the last running job.")
+@log_level_option
 def up(
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="FOLDER", help="Data folder, made if missing. Default: TASUKI_DATA, else ./tasuki-data."),
-    ] = None,
-    tcp: Tcp = None,
-    no_tcp: NoTcp = False,
-    http: Annotated[
-        str | None,
-        typer.Option("--http", metavar="HOST:PORT", help=f"Serve HTTP here. Default: {DEFAULT_HTTP}, if that is free."),
-    ] = None,
-    no_http: Annotated[bool, typer.Option("--no-http", help="No HTTP.")] = False,
-    app: App = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    insecure: Insecure = False,
-    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Local worker processes.")] = 1,
-    slots: Annotated[
-        int | None, typer.Option("--slots", metavar="N", help="Jobs at once in each. Default: one per core.")
-    ] = None,
-    exec_: options.Execs = None,
-    config: options.ExecsFile = None,
-    drain_timeout: options.DrainTimeout = None,
-    log_head: options.LogHead = options.LOG_HEAD,
-    log_tail: options.LogTail = options.LOG_TAIL,
-    until_idle: Annotated[
-        bool, typer.Option("--until-idle", help="Leave a second after the last client and the last running job.")
-    ] = False,
-    log_level: options.LogLevel = "info",
-    json: options.Json = False,
+    output: Output,
+    data: Path | None,
+    tcp: tuple[str, ...],
+    no_tcp: bool,
+    http: str | None,
+    no_http: bool,
+    app: tuple[str, ...],
+    tls_cert: str | None,
+    tls_key: str | None,
+    insecure: bool,
+    workers: int,
+    slots: int | None,
+    exec_: tuple[str, ...],
+    config: Path | None,
+    drain_timeout: float | None,
+    log_head: str,
+    log_tail: str,
+    until_idle: bool,
+    log_level: str,
 ) -> int:
-    """Start a server and local workers here.
-
-    Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once.
-    """
-    from tasuki.cli import log, server_process
-    from tasuki.cli.local_workers import worker_options
+    """Ctrl-C or SIGTERM: running jobs finish, then all ends; a second one: at once."""
     from tasuki.config import data_folder, parse_http, parse_listen
 
-    log.configure(log_level, json=json)
+    process.configure_log(log_level, json=output.json)
     if workers < 0:
         raise ConfigError(f"--workers must be 0 or more, got {workers}")
     folder = data_folder(data or os.environ.get("TASUKI_DATA") or DEFAULT_FOLDER)
-    given = tuple(parse_listen(text) for text in tcp or ())
+    given = tuple(parse_listen(text) for text in tcp)
     default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
-    quiet = no_http or no_tcp or until_idle
-    listen = server_process.Listen(
+    without_http = no_http or no_tcp or until_idle
+    listen = Listen(
         folder=folder,
         tcp=() if no_tcp else given or default,
         tls_cert=tls_cert,
         tls_key=tls_key,
         insecure=insecure,
-        json=json,
-        http=parse_http(http) if http else None if quiet else parse_http(DEFAULT_HTTP),
+        json=output.json,
+        http=parse_http(http) if http else None if without_http else parse_http(DEFAULT_HTTP),
         http_if_free=not http,
-        apps=tuple(dict.fromkeys(app or ())),
+        apps=tuple(dict.fromkeys(app)),
     )
-    words = worker_options(slots, exec_ or [], config, drain_timeout, log_head, log_tail)
-    return server_process.run_loop(_main(listen, workers, words, until_idle))
+    arguments = worker_arguments(slots, exec_, config, drain_timeout, log_head, log_tail)
+    return process.run_loop(_main(listen, workers, arguments, until_idle))
 
 
-async def _main(listen: Listen, workers: int, words: tuple[str, ...], until_idle: bool) -> int:
-    from tasuki.cli.local_workers import LocalWorkers
-    from tasuki.cli.server_process import Events, StopSignals, hosted
-
-    events = Events(json=listen.json)
+async def _main(listen: Listen, workers: int, arguments: tuple[str, ...], until_idle: bool) -> int:
+    events = process.Events(json=listen.json)
     socket = f"unix://{listen.folder.socket}"
     place = ("--to", socket, "--data", str(listen.folder.root), "--log-level", "warning")
-    workforce = LocalWorkers(workers, (*place, "--subject", ">", "--any-program", *words), events)
-    stop = StopSignals(hurry=workforce.hurry)
+    local = LocalWorkers(workers, (*place, "--subject", ">", "--any-program", *arguments), events)
+    stop = process.StopSignals(hurry=local.hurry)
 
     async def work(opened: RunningServer) -> None:
-        await _work(opened, listen.folder, workforce, stop, events, until_idle)
+        await _work(opened, listen.folder, local, stop, events, until_idle)
 
     deadline = asyncio.get_running_loop().time() + (OWNER_WAIT_S if until_idle else 0.0)
     while True:
         try:
-            await hosted(listen, events, work)
+            await serve(listen, events, work)
             return stop.exit_code
         except Unavailable:
             if not await _may_try_again(listen.folder, deadline):
@@ -132,8 +141,7 @@ async def _main(listen: Listen, workers: int, words: tuple[str, ...], until_idle
 
 
 async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
-    """Wait until the folder is free. No: its time is over, or its owner serves clients and no second one is needed."""
-    from tasuki.cli.connect import owner_of
+    """Wait until the folder is free. Return False at the deadline, or if its owner serves clients and no second one is needed."""
     from tasuki.client.embedded import answers
 
     loop = asyncio.get_running_loop()
@@ -147,11 +155,16 @@ async def _may_try_again(folder: DataFolder, deadline: float) -> bool:
 
 
 async def _work(
-    opened: RunningServer, folder: DataFolder, workforce: LocalWorkers, stop: StopSignals, events: Events, until_idle: bool
+    opened: RunningServer,
+    folder: DataFolder,
+    local: LocalWorkers,
+    stop: process.StopSignals,
+    events: process.Events,
+    until_idle: bool,
 ) -> None:
-    """Between the moment when all listeners are open and the moment when the server may close."""
-    workforce.start()
-    _greet(events, folder, opened, until_idle)
+    """Run the workers from the moment when all listeners are open until the server may close."""
+    local.start()
+    _announce(events, folder, opened, until_idle)
     stopped = asyncio.ensure_future(stop.wanted.wait())
     idle = asyncio.ensure_future(_idle(opened)) if until_idle else None
     try:
@@ -162,13 +175,13 @@ async def _work(
             idle.cancel()
     reason = "signal" if stop.wanted.is_set() else "idle"
     events.tell("stopping", "(running jobs finish; a second signal ends them)", reason=reason)
-    await workforce.drain()
+    await local.drain()
 
 
 async def _idle(opened: RunningServer) -> None:
-    """Returns when there has been neither a client nor a running job for IDLE_S, with the door shut.
+    """Return when there has been neither a client nor a running job for IDLE_S, with all listeners closed.
 
-    Who comes later finds no socket and starts a server of their own, which waits until we have left the folder.
+    A later client finds no socket and starts a server of its own, which waits until this one has left the folder.
     """
     loop = asyncio.get_running_loop()
     last_seen = loop.time() + FIRST_CLIENT_S - IDLE_S
@@ -198,7 +211,7 @@ def _busy(server: Server) -> bool:
     return any(not isinstance(session, WorkerSession) or session.account.running for session in sessions)
 
 
-def _greet(events: Events, folder: DataFolder, opened: RunningServer, until_idle: bool) -> None:
+def _announce(events: process.Events, folder: DataFolder, opened: RunningServer, until_idle: bool) -> None:
     events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
     if until_idle:
         return
@@ -217,3 +230,87 @@ def _greet(events: Events, folder: DataFolder, opened: RunningServer, until_idle
         events.say("Over HTTP:")
         events.say(f'  curl -H "Authorization: Bearer $(cat {token})" {opened.http_address}/v1/jobs')
     events.say("")
+
+
+# ---------------------------------------------------------------------------------------------------- local workers
+
+
+def worker_arguments(
+    slots: int | None, execs: Sequence[str], config: Path | None, drain_timeout: float | None, log_head: str, log_tail: str
+) -> tuple[str, ...]:
+    """Return the arguments of each worker. Raise ConfigError for what a worker would refuse: it would be restarted for ever."""
+    from tasuki.worker.commands import check_secrets
+    from tasuki.worker.worker import check_slots
+
+    check_slots(slots)
+    check_drain_timeout(drain_timeout)
+    log_caps(log_head, log_tail)
+    check_secrets(allowed_execs(config, list(execs)).values())
+    return (
+        *("--slots", str(slots or os.cpu_count() or 1)),
+        *("--log-head", log_head, "--log-tail", log_tail),
+        *(() if drain_timeout is None else ("--drain-timeout", str(drain_timeout))),
+        *(() if config is None else ("--config", str(config))),
+        *(word for exec_ in execs for word in ("--exec", exec_)),
+    )
+
+
+class LocalWorkers:
+    """Worker processes that are kept alive between `start` and `drain`."""
+
+    def __init__(self, count: int, options: Sequence[str], events: process.Events) -> None:
+        self._command = (sys.executable, "-m", "tasuki", "worker", "--until-stdin-ends", *options)
+        self._count = count
+        self._events = events
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending = asyncio.Event()
+
+    def start(self) -> None:
+        """Start the workers."""
+        self._tasks = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
+
+    async def drain(self) -> None:
+        """Let all workers finish their jobs and end, and wait for that."""
+        self._ending.set()
+        self._signal_all(signal.SIGTERM)
+        await asyncio.gather(*self._tasks)
+
+    def hurry(self) -> None:
+        """Send a second signal, which makes a worker stop its jobs; a killed worker would leave them running."""
+        self._signal_all(signal.SIGTERM)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for child in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+
+    async def _keep(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(RESTART_FIRST_S, RESTART_MAX_S)
+        while not self._ending.is_set():
+            began = loop.time()
+            # The pipe is never written to: it ends when this process does, even by SIGKILL, and the child with it. In a session
+            # of its own the child does not get a terminal's Ctrl-C, which is passed on in order.
+            child = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+            self._processes.add(child)
+            if self._ending.is_set():  # asked to end while this one was being started
+                self._signal_all(signal.SIGTERM)
+            code = await child.wait()
+            self._processes.discard(child)
+            if self._ending.is_set():
+                return
+            if loop.time() - began > SOUND_AFTER_S:
+                backoff.reset()
+            wait_s = backoff.next_s()
+            self._events.tell(
+                "worker-ended",
+                f"{number} (exit {code}); started again in {wait_s:g} s",
+                number=number,
+                exit_code=code,
+                restart_in_s=wait_s,
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), wait_s)

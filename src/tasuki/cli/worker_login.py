@@ -1,7 +1,7 @@
-"""How `tasuki worker` gets in: with a token that was given to it, with the credential that it keeps, or by enrolling first.
+"""The login of `tasuki worker`: with a token that it is given, with the credential that it keeps, or by enrolling first.
 
-Reads the enrol token, registers over HTTP, and keeps what it gets in the data folder before anything else is done with it. No
-secret is ever an argument, a part of a message or of the log.
+To enrol, a worker registers over HTTP with an enrol token. The credential that it gets is saved in the data folder before
+anything else is done with it. No secret is ever an argument, a part of a message or of the log.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tasuki.cli.connect import STDIN, read_token
+from tasuki.cli.command import STDIN
+from tasuki.cli.connect import read_token
 from tasuki.config import enrol_variable
 from tasuki.core.access import TOKEN_PREFIXES, PeerKind, covers
 from tasuki.core.address import Address
 from tasuki.core.subject import app_subject
 from tasuki.errors import ConfigError, Unauthorized, Unavailable
 from tasuki.worker.credentials import Credential, CredentialFile, CredentialToken
-from tasuki.worker.outbox import OUTBOX_FOLDER as ENDINGS_FOLDER
+from tasuki.worker.outbox import OUTBOX_FOLDER
 
 SECRET_MAX_CHARS = 512
 HOST_MAX_CHARS = 40
@@ -35,7 +36,7 @@ logger = logging.getLogger("tasuki.worker")
 
 
 class LoginOptions(NamedTuple):
-    """What the command line says of who the worker is."""
+    """The options of a worker that say who it is."""
 
     data: Path
     token_file: str | None = None
@@ -43,29 +44,38 @@ class LoginOptions(NamedTuple):
     worker_id: str | None = None
     tls_ca: str | None = None
     patterns: tuple[str, ...] = ()
-    """What it is to take; none: whatever its credential is for."""
+    """Subjects that it is to take; none: those of its credential."""
 
 
 class WorkerLogin(NamedTuple):
-    """As whom it comes in. With a `seat` that has a credential, the token is renewed in time."""
+    """The identity of a worker. With a `credential_file` that has a credential, the token is renewed in time."""
 
     token: str = ""
     worker_id: str | None = None
-    seat: CredentialFile | None = None
+    credential_file: CredentialFile | None = None
     patterns: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Admission({self.worker_id})"
+        return f"WorkerLogin({self.worker_id})"
+
+    def worker_arguments(self) -> dict[str, Any]:
+        """Return the login as arguments of `Worker`."""
+        return {
+            "token": self.token,
+            "worker_id": self.worker_id,
+            "credential_file": self.credential_file,
+            "subjects": self.patterns,
+        }
 
     @contextmanager
-    def way_back(self) -> Iterator[None]:
-        """If the worker is sent away while it works: what somebody has to do so that it is let in again."""
+    def explaining_refusal(self) -> Iterator[None]:
+        """Add to an Unauthorized error of the running worker what has to be done so that it is accepted again."""
         try:
             yield
         except Unauthorized as error:
-            if self.seat is None:
+            if self.credential_file is None:
                 raise
-            credential = self.seat.credential
+            credential = self.credential_file.credential
             if credential is None:
                 way = "make another token at the server with: tasuki token create --kind worker"
             else:
@@ -81,40 +91,40 @@ def _scope_flags(scope: Sequence[str]) -> str:
 
 
 @contextmanager
-def admitted(addresses: Sequence[Address], wish: LoginOptions) -> Iterator[WorkerLogin]:
-    """For as long as the worker runs: nobody else on this data folder is the same worker meanwhile."""
+def logged_in(addresses: Sequence[Address], chosen: LoginOptions) -> Iterator[WorkerLogin]:
+    """Log in while the worker runs; no other process on this data folder is the same worker meanwhile."""
     with ExitStack() as stack:
         if not addresses:  # straight from a store, which asks for no token
-            yield WorkerLogin("", wish.worker_id, None, wish.patterns)
+            yield WorkerLogin("", chosen.worker_id, None, chosen.patterns)
             return
-        token = read_token(wish.token_file)
+        token = read_token(chosen.token_file)
         if not addresses[0].http:
             by_variable = enrol_variable() and not token and addresses[0].scheme != "unix"  # there nobody needs a token
-            if wish.enroll_file is not None or by_variable:
+            if chosen.enroll_file is not None or by_variable:
                 raise ConfigError(f"a worker enrols over http:// or https://, not over {addresses[0].scheme}://; use {WAYS}")
-            yield WorkerLogin(token, wish.worker_id, None, wish.patterns)
+            yield WorkerLogin(token, chosen.worker_id, None, chosen.patterns)
             return
-        enrol_token = _enrol_token(wish.enroll_file)
+        enrol_token = _enrol_token(chosen.enroll_file)
         if token and enrol_token:
             raise ConfigError("there are an enrol token and a worker token; give one: an enrolled worker gets a token of its own")
-        if token and wish.worker_id:
-            yield WorkerLogin(token, wish.worker_id, None, wish.patterns)
+        if token and chosen.worker_id:
+            yield WorkerLogin(token, chosen.worker_id, None, chosen.patterns)
             return
-        seat = stack.enter_context(CredentialFile(wish.data, addresses[0]))
-        yield _by_hand(seat, token, wish) if token else _enrolled(seat, enrol_token, addresses, wish)
+        file = stack.enter_context(CredentialFile(chosen.data, addresses[0]))
+        yield _with_token(file, token, chosen) if token else _with_credential(file, enrol_token, addresses, chosen)
 
 
 @contextmanager
-def unadmitted(wish: LoginOptions) -> Iterator[WorkerLogin]:
-    """For a worker that is not going to run: no token is looked for, and none is spent."""
-    yield WorkerLogin("", wish.worker_id, None, wish.patterns)
+def not_logged_in(chosen: LoginOptions) -> Iterator[WorkerLogin]:
+    """Yield a login for a worker that is not going to run: no token is read, and none is spent."""
+    yield WorkerLogin("", chosen.worker_id, None, chosen.patterns)
 
 
-def _by_hand(seat: CredentialFile, token: str, wish: LoginOptions) -> WorkerLogin:
-    """Its results that wait on disk are offered by its next start: so its id lasts, though nobody has chosen one."""
-    if seat.path.exists():
-        logger.warning("the token of TASUKI_TOKEN or --token-file is used, and not the credential in %s", seat.path)
-    return WorkerLogin(token, seat.worker_id(_host()), seat, wish.patterns)
+def _with_token(file: CredentialFile, token: str, chosen: LoginOptions) -> WorkerLogin:
+    """Log in with a token. The worker's id is kept, so that its next start offers the results that wait on disk."""
+    if file.path.exists():
+        logger.warning("the token of TASUKI_TOKEN or --token-file is used, and not the credential in %s", file.path)
+    return WorkerLogin(token, file.worker_id(_host()), file, chosen.patterns)
 
 
 def _host() -> str:
@@ -124,54 +134,54 @@ def _host() -> str:
 # ---------------------------------------------------------------------------------------------------- enrolled
 
 
-def _enrolled(seat: CredentialFile, enrol_token: str, addresses: Sequence[Address], wish: LoginOptions) -> WorkerLogin:
-    credential = seat.load()
+def _with_credential(file: CredentialFile, enrol_token: str, addresses: Sequence[Address], chosen: LoginOptions) -> WorkerLogin:
+    credential = file.load()
     if credential is None:
-        credential = _enrol(seat, enrol_token or _asked(addresses[0]), addresses, wish)
-    elif enrol_token and _is_over(credential, addresses, wish):
-        _miss_results(wish.data, credential.worker_id)
-        credential = _enrol(seat, enrol_token, addresses, wish)
+        credential = _enrol(file, enrol_token or _ask_enrol_token(addresses[0]), addresses, chosen)
+    elif enrol_token and _is_expired(credential, addresses, chosen):
+        _warn_of_results(chosen.data, credential.worker_id)
+        credential = _enrol(file, enrol_token, addresses, chosen)
     elif enrol_token:
         logger.warning("the enrol token is not used: this worker is enrolled already, as %s", credential.worker_id)
-    if wish.worker_id not in (None, credential.worker_id):
+    if chosen.worker_id not in (None, credential.worker_id):
         raise ConfigError(
-            f"--worker-id {wish.worker_id} is not the worker of {seat.path}, which is {credential.worker_id}; "
+            f"--worker-id {chosen.worker_id} is not the worker of {file.path}, which is {credential.worker_id}; "
             "leave --worker-id out, or give that worker a folder of its own with --data"
         )
-    _check_scope(seat, credential, wish.patterns)
-    return WorkerLogin(credential.token.secret, credential.worker_id, seat, wish.patterns or credential.scope)
+    _check_scope(file, credential, chosen.patterns)
+    return WorkerLogin(credential.token.secret, credential.worker_id, file, chosen.patterns or credential.scope)
 
 
-def _enrol(seat: CredentialFile, enrol_token: str, addresses: Sequence[Address], wish: LoginOptions) -> Credential:
-    """Spend the enrol token; what comes of it is on disk when this returns."""
+def _enrol(file: CredentialFile, enrol_token: str, addresses: Sequence[Address], chosen: LoginOptions) -> Credential:
+    """Register with the enrol token; the credential is on disk when this returns."""
     from tasuki.net import client_tls
     from tasuki.net.enrol import register
 
     _check_kind(enrol_token)
     asked_at = time.time()
-    told = asyncio.run(register(addresses, client_tls(wish.tls_ca), enrol_token, socket.gethostname()[:200]))
-    expires_at = asked_at + told.ttl_seconds
-    token = CredentialToken(secret=told.worker_token, token_id=told.token_id, issued_at=asked_at, expires_at=expires_at)
-    credential = Credential(server=str(seat.address), worker_id=told.worker_id, scope=told.scope, token=token)
+    answer = asyncio.run(register(addresses, client_tls(chosen.tls_ca), enrol_token, socket.gethostname()[:200]))
+    expires_at = asked_at + answer.ttl_seconds
+    token = CredentialToken(secret=answer.worker_token, token_id=answer.token_id, issued_at=asked_at, expires_at=expires_at)
+    credential = Credential(server=str(file.address), worker_id=answer.worker_id, scope=answer.scope, token=token)
     try:
-        seat.save(credential)
+        file.save(credential)
     except OSError as error:
         raise ConfigError(
-            f"the token of worker {told.worker_id} cannot be kept in {seat.path}: {error.strerror}; "
-            f"the enrol token is spent: ask for another one, with tasuki token enroll --worker-id {told.worker_id}"
+            f"the token of worker {answer.worker_id} cannot be kept in {file.path}: {error.strerror}; "
+            f"the enrol token is spent: ask for another one, with tasuki token enroll --worker-id {answer.worker_id}"
         ) from None
-    logger.info("enrolled at %s as %s; the credential is in %s", seat.address, told.worker_id, seat.path)
+    logger.info("enrolled at %s as %s; the credential is in %s", file.address, answer.worker_id, file.path)
     return credential
 
 
-def _is_over(credential: Credential, addresses: Sequence[Address], wish: LoginOptions) -> bool:
-    """Whether none of its tokens is good any more. If nobody can be asked, it stays what it is."""
+def _is_expired(credential: Credential, addresses: Sequence[Address], chosen: LoginOptions) -> bool:
+    """Return whether no token of the credential is valid any more; False if no server can be reached."""
     from tasuki.net import client_tls
     from tasuki.net.enrol import is_good
 
     async def any_good() -> bool:
         for token in credential.candidates:
-            if await is_good(addresses, client_tls(wish.tls_ca), token.secret):
+            if await is_good(addresses, client_tls(chosen.tls_ca), token.secret):
                 return True
         return False
 
@@ -182,8 +192,8 @@ def _is_over(credential: Credential, addresses: Sequence[Address], wish: LoginOp
         return False
 
 
-def _miss_results(data: Path, worker_id: str) -> None:
-    folder = data / ENDINGS_FOLDER / worker_id
+def _warn_of_results(data: Path, worker_id: str) -> None:
+    folder = data / OUTBOX_FOLDER / worker_id
     if folder.is_dir() and any(folder.iterdir()):
         logger.warning(
             "results of %s wait in %s, and only that worker can bring them: enrol it again as the same, "
@@ -194,12 +204,12 @@ def _miss_results(data: Path, worker_id: str) -> None:
         )
 
 
-def _check_scope(seat: CredentialFile, credential: Credential, patterns: Sequence[str]) -> None:
+def _check_scope(file: CredentialFile, credential: Credential, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if credential.scope and not any(covers(allowed, pattern) for allowed in credential.scope):
             raise ConfigError(
                 f"worker {credential.worker_id} was enrolled for {', '.join(credential.scope)}, not for {pattern}; "
-                f"for that, enrol another worker with a folder of its own (--data), or remove {seat.path} and enrol again"
+                f"for that, enrol another worker with a folder of its own (--data), or remove {file.path} and enrol again"
             )
 
 
@@ -207,7 +217,7 @@ def _check_scope(seat: CredentialFile, credential: Credential, patterns: Sequenc
 
 
 def _enrol_token(enroll_file: str | None) -> str:
-    """--enroll-file (- for stdin), else TASUKI_ENROLL, else nothing."""
+    """Return the enrol token of --enroll-file (- for stdin), else of TASUKI_ENROLL, else ""."""
     if enroll_file is None:
         return enrol_variable()
     try:
@@ -220,8 +230,8 @@ def _enrol_token(enroll_file: str | None) -> str:
     return token
 
 
-def _asked(address: Address) -> str:
-    """From a person at a terminal; the answer is not shown."""
+def _ask_enrol_token(address: Address) -> str:
+    """Ask a person at a terminal for the enrol token; the answer is not shown."""
     if not sys.stdin.isatty():
         raise Unauthorized(f"this worker has no token for {address}; give one: {WAYS}")
     try:
@@ -232,7 +242,7 @@ def _asked(address: Address) -> str:
 
 def _check_kind(enrol_token: str) -> None:
     if len(enrol_token) > SECRET_MAX_CHARS or not enrol_token.isascii() or not enrol_token.isprintable():
-        raise ConfigError("what was given as an enrol token is none; make one at the server with: tasuki token enroll")
+        raise ConfigError("the enrol token must be one line of printable ASCII; make one at the server with: tasuki token enroll")
     prefix = TOKEN_PREFIXES[PeerKind.ENROL]
     if not enrol_token.startswith(prefix):
         other = next((kind for kind, start in TOKEN_PREFIXES.items() if enrol_token.startswith(start)), "unknown")

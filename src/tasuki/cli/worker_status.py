@@ -1,6 +1,6 @@
-"""`tasuki worker status`: how the workers of a data folder are, from what they say of themselves and from what lies on disk.
+"""`tasuki worker status`: the workers of a data folder, from their status files and the results that wait on disk.
 
-Asks no server: it works when there is none to be reached, which is when somebody asks.
+Asks no server: people ask when none can be reached.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
-
-from tasuki.cli import exit_codes, options
-from tasuki.cli.command import command
-from tasuki.cli.output import Output, plain, table, when
-from tasuki.cli.systemd import systemctl
+from tasuki.cli.command import command, data_option
+from tasuki.cli.output import ExitCode, Output, plain, table, when
+from tasuki.cli.worker_service import systemctl
 
 if TYPE_CHECKING:
     from tasuki.worker.status import Status
@@ -24,59 +21,53 @@ RUNNING, DRAINING, ALONE, GONE = "running", "draining", "not connected", "not ru
 UNITS = "tasuki-worker*.service"
 
 
-def add_to(below: typer.Typer) -> None:
-    """Register the command."""
-    examples = ["tasuki worker status", "tasuki worker status --data ~/render --json"]
-    command(below, "status", examples=examples)(status)
-
-
 class WorkerReport(NamedTuple):
-    """One worker. `said` is None if only its results are left."""
+    """One worker; without a status if only its results are left."""
 
     worker_id: str
-    said: Status | None
+    status: Status | None
     results_waiting: int
 
     @property
     def state(self) -> str:
-        if self.said is None or not self.said.alive:
+        """Return one of RUNNING, DRAINING, ALONE and GONE."""
+        if self.status is None or not self.status.alive:
             return GONE
-        if self.said.connection.connected_since is None:
+        if self.status.connection.connected_since is None:
             return ALONE
-        return DRAINING if self.said.draining else RUNNING
+        return DRAINING if self.status.draining else RUNNING
 
 
-def status(data: options.Data = None, json: options.Json = False) -> int:
-    """How the workers of this data folder are.
+@command("worker status", examples=["tasuki worker status", "tasuki worker status --data ~/render --json"])
+@data_option
+def status(output: Output, data: Path | None) -> int:
+    """Show how the workers of this data folder are.
 
     Exit code 0: one runs and is connected, and none is not; 5: one is not connected; 3: none runs.
     """
     from tasuki.config import data_folder
 
     root = data_folder(data).root
-    found, aside, tokens, services = workers_of(root), kept_aside(root), list(tokens_of(root)), list(services_here())
+    found, rejected, tokens, services = workers_of(root), count_rejected(root), list(tokens_of(root)), list(services_here())
     described = {
         "data": str(root),
         "workers": [_described(one) for one in found],
-        "results_kept_aside": aside,
+        "results_kept_aside": rejected,
         "tokens": tokens,
         "services": services,
     }
-    Output(json=json).show(described, lambda: _told(root, found, aside, tokens, services))
+    output.show(described, lambda: _lines(root, found, rejected, tokens, services))
     states = {one.state for one in found} - {GONE}
-    return exit_codes.NOT_FOUND if not states else exit_codes.UNAVAILABLE if ALONE in states else exit_codes.OK
-
-
-# ---------------------------------------------------------------------------------------------------- what there is
+    return ExitCode.NOT_FOUND if not states else ExitCode.UNAVAILABLE if ALONE in states else ExitCode.OK
 
 
 def workers_of(root: Path) -> list[WorkerReport]:
-    """Those that have said something, and those whose results wait."""
+    """Return the workers that have a status, and those whose results wait."""
     from tasuki.worker.status import read_all
 
     waiting = _results_waiting(root)
-    said = [WorkerReport(one.worker_id, one, waiting.pop(one.worker_id, 0)) for one in read_all(root)]
-    return [*said, *(WorkerReport(worker_id, None, count) for worker_id, count in waiting.items() if count)]
+    found = [WorkerReport(one.worker_id, one, waiting.pop(one.worker_id, 0)) for one in read_all(root)]
+    return [*found, *(WorkerReport(worker_id, None, count) for worker_id, count in waiting.items() if count)]
 
 
 def _results_waiting(root: Path) -> dict[str, int]:
@@ -88,8 +79,8 @@ def _results_waiting(root: Path) -> dict[str, int]:
     return {one.name: sum(1 for _ in one.glob("*.ending")) for one in sorted(folder.iterdir()) if one.is_dir()}
 
 
-def kept_aside(root: Path) -> int:
-    """Results that were refused, and are kept for people."""
+def count_rejected(root: Path) -> int:
+    """Return how many results were refused, and are kept for people."""
     from tasuki.worker.outbox import REJECTED_FOLDER
 
     folder = root / REJECTED_FOLDER
@@ -97,7 +88,7 @@ def kept_aside(root: Path) -> int:
 
 
 def tokens_of(root: Path) -> Iterator[dict[str, Any]]:
-    """Of the workers that are enrolled; without the secrets."""
+    """Yield the tokens of the enrolled workers, without the secrets."""
     from tasuki.errors import ConfigError
     from tasuki.worker.credentials import FOLDER, read_credential
 
@@ -119,33 +110,30 @@ def tokens_of(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def services_here() -> Iterator[dict[str, str]]:
-    """Units of `tasuki worker install`, as systemd sees them; of which data folder they are, it does not know."""
-    said = systemctl("list-units", "--all", "--plain", "--no-legend", "--no-pager", UNITS)
-    for line in said.text.splitlines() if said is not None and said.code == 0 else ():
+    """Yield the units of `tasuki worker install`, of all data folders, as systemd sees them."""
+    answer = systemctl("list-units", "--all", "--plain", "--no-legend", "--no-pager", UNITS)
+    for line in answer.text.splitlines() if answer is not None and answer.code == 0 else ():
         words = line.split(None, 4)
         if len(words) >= 4:
             yield {"unit": words[0], "active": words[2], "sub": words[3]}
 
 
-# ---------------------------------------------------------------------------------------------------- how it is told
-
-
 def _described(found: WorkerReport) -> dict[str, Any]:
     import msgspec
 
-    said: dict[str, Any] = {} if found.said is None else msgspec.to_builtins(found.said)
-    return {**said, "worker_id": found.worker_id, "state": found.state, "results_waiting": found.results_waiting}
+    reported: dict[str, Any] = {} if found.status is None else msgspec.to_builtins(found.status)
+    return {**reported, "worker_id": found.worker_id, "state": found.state, "results_waiting": found.results_waiting}
 
 
-def _told(
-    root: Path, found: list[WorkerReport], aside: int, tokens: list[dict[str, Any]], services: list[dict[str, str]]
+def _lines(
+    root: Path, found: list[WorkerReport], rejected: int, tokens: list[dict[str, Any]], services: list[dict[str, str]]
 ) -> Iterator[str]:
     if not found:
         yield f"no worker has run on {root}; --data says another folder"
     for one in found:
         yield from _worker_lines(one)
-    if aside:
-        yield f"{aside} result(s) that were refused are kept in {root / 'kept-aside'}"
+    if rejected:
+        yield f"{rejected} result(s) that were refused are kept in {root / 'kept-aside'}"
     for token in tokens:
         named = f"token {token['token_id']} for {token['server']}: " if token["token_id"] else ""
         yield f"{named}{token['problem'] or 'valid until ' + when(token['expires_at']) + ', renewed before'}"
@@ -154,23 +142,19 @@ def _told(
 
 
 def _worker_lines(found: WorkerReport) -> Iterator[str]:
-    said = found.said
+    reported = found.status
     wait = f"{found.results_waiting} result(s) wait on disk"
-    if said is None or found.state == GONE:
-        ended = (
-            ""
-            if said is None
-            else f" since {when(said.ended_at)}"
-            if said.ended_at
-            else f" (pid {said.pid} is gone without a word)"
-        )
+    if reported is None or found.state == GONE:
+        ended = ""
+        if reported is not None:
+            ended = f" since {when(reported.ended_at)}" if reported.ended_at else f" (pid {reported.pid} is gone without a word)"
         offered = "; its next start offers them" if found.results_waiting else ""
         yield f"{found.worker_id}: not running{ended}; {wait}{offered}"
-        if said is not None and said.error:
-            yield f"  it ended with: {plain(said.error)}"
+        if reported is not None and reported.error:
+            yield f"  it ended with: {plain(reported.error)}"
         return
-    connection = said.connection
-    yield f"{found.worker_id}: {found.state}, pid {said.pid}, since {when(said.since)}"
+    connection = reported.connection
+    yield f"{found.worker_id}: {found.state}, pid {reported.pid}, since {when(reported.since)}"
     if connection.connected_since is not None:
         yield f"  connected to {connection.address or connection.server} since {when(connection.connected_since)}"
     elif connection.error_at is not None:
@@ -178,7 +162,7 @@ def _worker_lines(found: WorkerReport) -> Iterator[str]:
         yield f"  no connection to {connection.server}, {tried}: {plain(connection.error)}"
     else:
         yield f"  connecting to {connection.server}"
-    yield f"  {said.running} job(s) run; {wait}"
-    if said.jobs:
-        rows = ((job.job_id, job.attempt, job.subject, when(job.since)) for job in said.jobs)
+    yield f"  {reported.running} job(s) run; {wait}"
+    if reported.jobs:
+        rows = ((job.job_id, job.attempt, job.subject, when(job.since)) for job in reported.jobs)
         yield from (f"  {line}" for line in table(("JOB", "ATTEMPT", "SUBJECT", "SINCE"), rows))

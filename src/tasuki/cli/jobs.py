@@ -1,0 +1,426 @@
+"""`tasuki status`, `list`, `cancel`, `explain`, `retry`: jobs that were submitted before; `tasuki dead`: those that failed.
+
+A dead letter is a job whose last attempt failed and that has no retry left. It stays, with its reason, until somebody retries it
+or its retention ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING, Any
+
+from tasuki.cli.command import (
+    Destination,
+    argument,
+    command,
+    connection_options,
+    cursor_option,
+    flag,
+    group,
+    limit_option,
+    option,
+    quiet_option,
+    reason_option,
+    several,
+)
+from tasuki.cli.connect import with_client
+from tasuki.cli.output import ExitCode, Output, plain, table, when
+from tasuki.errors import InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from tasuki.client import AsyncClient
+
+PAGE = 1000
+ASK_MAX = 1000  # ids in one request
+ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED")
+UNSUCCESSFUL = ("FAILED", "TIMED_OUT")
+REASON_SHOWN_MAX = 100  # characters in the list of dead letters; `show` has all of it
+
+job_id_argument = argument("job_id", metavar="JOB", help="Job id.")
+job_ids_argument = argument("job_ids", metavar="JOB...", help="Job ids.", nargs=-1, required=True)
+any_job_ids_argument = argument("job_ids", metavar="[JOB]...", help="Job ids.", nargs=-1)
+
+
+# ---------------------------------------------------------------------------------------------------- status and list
+
+
+@command("status", examples=["tasuki status nightly-2026-01-31", "tasuki status --json JOB | jq .[0].state"])
+@job_ids_argument
+@connection_options()
+def status(output: Output, job_ids: tuple[str, ...], place: Destination) -> int:
+    """Jobs that are found are shown; exit 3 if others are not."""
+    views, unknown = with_client(place, lambda client: _statuses(client, job_ids))
+    output.show(views, lambda: [line for view in views for line in _view_lines(view)])
+    for error in unknown:
+        output.error(error)
+    return ExitCode.NOT_FOUND if unknown else ExitCode.OK
+
+
+async def _statuses(client: AsyncClient, job_ids: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[NotFound]]:
+    """Return the jobs that exist, and an error for each unknown id. The error for a single id is raised."""
+    try:
+        return await client.statuses(list(job_ids)), []
+    except NotFound:
+        if len(job_ids) == 1:
+            raise
+    views: list[dict[str, Any]] = []
+    unknown: list[NotFound] = []
+    for job_id in job_ids:
+        try:
+            views.append(await client.status(job_id))
+        except NotFound as error:
+            unknown.append(error)
+    return views, unknown
+
+
+def _view_lines(view: dict[str, Any]) -> Iterable[str]:
+    what = " ".join([view["exec"] or "(handler)", *view["args"]])
+    yield f"{view['job_id']}  {view['state']}"
+    yield f"  {plain(what)[:200]}  on {view['subject']}"
+    worker = plain(view["assigned_worker_id"])
+    yield f"  attempt {view['attempt']}, {view['failures']} failed, {view['losses']} lost; worker {worker}"
+    yield f"  created {when(view['created_at'])}, started {when(view['started_at'])}, finished {when(view['finished_at'])}"
+    if (progress := progress_of(view)) is not None:
+        yield f"  progress {progress}" + (f" {plain(view['progress_text'])}" if view["progress_text"] else "")
+    outcome = view["outcome"]
+    if outcome is not None:
+        how = outcome["error_code"] or "success"
+        yield f"  {how}, exit code {plain(outcome['exit_code'])}, result {outcome['result_bytes']} bytes"
+        if outcome["message"]:
+            yield f"  {plain(outcome['message'])}"
+
+
+@command(
+    "list",
+    examples=[
+        "tasuki list --state FAILED --limit 20",
+        "tasuki list --subject 'render.>' --array ARRAY",
+        "tasuki list --text 'exit code 3' --quiet | xargs tasuki retry",
+    ],
+)
+@several("--state", metavar="STATE", help="PENDING, RUNNING, FAILED, …; several times.")
+@option("--subject", metavar="PATTERN", help="* and > allowed.")
+@option("--array", metavar="ID", help="Only elements of this array.")
+@option("--worker", metavar="ID", help="Only jobs that this worker had last.")
+@option("--text", metavar="TEXT", help="Part of the id or of the error.")
+@limit_option
+@cursor_option
+@connection_options()
+@quiet_option
+def list_jobs(
+    output: Output,
+    state: tuple[str, ...],
+    subject: str | None,
+    array: str | None,
+    worker: str | None,
+    text: str | None,
+    limit: int,
+    cursor: str | None,
+    place: Destination,
+) -> None:
+    _check_limit(limit)
+    chosen = {"states": _states(state), "subject": subject, "array_id": array, "worker_id": worker, "text": text}
+    filter = {name: value for name, value in chosen.items() if value}
+    jobs, following = with_client(place, lambda client: find_all(client, filter, limit=limit, cursor=cursor))
+    head = ("JOB", "STATE", "SUBJECT", "EXEC", "ATTEMPT", "PROGRESS", "CREATED", "ERROR")
+    _show_page(output, jobs, following, lambda: table(head, map(_row, jobs)))
+
+
+def _check_limit(limit: int) -> None:
+    if limit < 1:
+        raise InvalidInput(f"--limit must be at least 1, got {limit}")
+
+
+def _show_page(output: Output, jobs: list[dict[str, Any]], cursor: str | None, human: Any) -> None:
+    output.show({"jobs": jobs, "cursor": cursor}, human, [job["job_id"] for job in jobs])
+    if cursor is not None:
+        output.hint(f"there are more; go on with: --cursor {cursor}")
+
+
+def _row(view: dict[str, Any]) -> tuple[object, ...]:
+    error = (view["outcome"] or {}).get("error_code")
+    what = (view["job_id"], view["state"], view["subject"], view["exec"], view["attempt"])
+    return (*what, progress_of(view), when(view["created_at"]), error)
+
+
+def progress_of(view: dict[str, Any]) -> str | None:
+    """Return how far a job is, in percent; None if it did not report that, or has succeeded."""
+    if view["progress"] is None or view["state"] == "SUCCEEDED":
+        return None
+    return f"{view['progress']:.0%}"
+
+
+def _states(given: tuple[str, ...]) -> list[str]:
+    from tasuki.core.job import State
+
+    for text in given:
+        if text.upper() not in State.__members__:
+            raise InvalidInput(f"--state {text[:40]!r} is not one of {', '.join(State.__members__)}")
+    return [text.upper() for text in given]
+
+
+async def find_all(
+    client: AsyncClient, filter: dict[str, Any], *, limit: int | None = None, cursor: str | None = None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return up to `limit` jobs (None: all), from as many pages as needed, and the cursor of the next page."""
+    jobs: list[dict[str, Any]] = []
+    while limit is None or len(jobs) < limit:
+        page = await client.find(limit=PAGE if limit is None else min(PAGE, limit - len(jobs)), cursor=cursor, **filter)
+        jobs += page["jobs"]
+        cursor = page["cursor"]
+        if cursor is None:
+            break
+    return jobs, cursor
+
+
+# ---------------------------------------------------------------------------------------------------- cancel, explain, retry
+
+
+@command("cancel", examples=["tasuki cancel JOB --reason 'wrong input'", "tasuki cancel JOB1 JOB2"])
+@job_ids_argument
+@reason_option
+@connection_options()
+def cancel(output: Output, job_ids: tuple[str, ...], reason: str, place: Destination) -> None:
+    """Waiting jobs are canceled at once, running ones when their worker has stopped them; a job that has ended stays as it is."""
+    answer = with_client(place, lambda client: client.cancel(list(job_ids), reason))
+    output.show(answer, lambda: [f"{job_id}  {_cancel_words(what)}" for job_id, what in answer.items()])
+
+
+def _cancel_words(what: dict[str, Any]) -> str:
+    if what["requested"]:
+        return f"{what['state']}  (its worker was asked to stop it)"
+    ended_otherwise = what["state"] in ENDED and what["state"] != "CANCELED"
+    return f"had already ended: {what['state']}" if ended_otherwise else str(what["state"])
+
+
+@command("explain", examples=["tasuki explain JOB      # why it waits, why it failed, what happened to it"])
+@job_id_argument
+@connection_options()
+def explain(output: Output, job_id: str, place: Destination) -> None:
+    explanation = with_client(place, lambda client: client.explain(job_id))
+    output.show(explanation, lambda: explain_lines(explanation))
+
+
+def explain_lines(explanation: dict[str, Any]) -> Iterable[str]:
+    """Yield why a job is in its state, then its story, oldest first."""
+    yield f"{explanation['job_id']}  {explanation['state']}  ({explanation['subject']})"
+    for sentence in explanation["because"]:
+        yield f"  {plain(sentence)}"
+    for incident in explanation["story"]:
+        details = " ".join(plain(incident[name]) for name in ("worker_id", "actor", "reason") if incident.get(name))
+        yield f"  {when(incident['at'])}  {incident['kind']}, attempt {incident['attempt']}  {details}".rstrip()
+
+
+@command(
+    "retry",
+    examples=[
+        "tasuki retry JOB",
+        "tasuki retry --array ARRAY --only-failed",
+        "tasuki retry JOB1 JOB2 --reason 'disk replaced'",
+    ],
+)
+@any_job_ids_argument
+@option("--array", metavar="ID", help="All elements of this array that have ended.")
+@flag("--only-failed", help="Leave out what succeeded or was canceled.")
+@reason_option
+@connection_options()
+@quiet_option
+def retry(output: Output, job_ids: tuple[str, ...], array: str | None, only_failed: bool, reason: str, place: Destination) -> int:
+    """Jobs start with fresh budgets of retries and losses; the attempt number goes on."""
+    if bool(job_ids) == bool(array):
+        raise InvalidInput("give either job ids or --array ID, as in: tasuki retry --array ID --only-failed")
+    wanted = UNSUCCESSFUL if only_failed else ENDED
+
+    async def work(client: AsyncClient) -> dict[str, Any]:
+        if array:
+            views, _ = await find_all(client, {"array_id": array, "states": list(wanted)})
+            if not views and not (await client.find(limit=1, array_id=array))["jobs"]:
+                raise NotFound(f"there is no array {array[:128]!r}, or it is not yours")
+        else:
+            views = await client.statuses(list(job_ids))
+        chosen = [view["job_id"] for view in views if view["state"] in wanted or not only_failed]
+        answers: dict[str, Any] = {}
+        for start in range(0, len(chosen), ASK_MAX):
+            answers.update(await client.requeue(chosen[start : start + ASK_MAX], reason))
+            output.progress(f"{len(answers)} of {len(chosen)} jobs queued again")
+        return answers
+
+    answers = with_client(place, work)
+    done = [job_id for job_id, what in answers.items() if what["done"]]
+
+    def human() -> Iterable[str]:
+        for job_id, what in answers.items():
+            if not what["done"]:
+                yield f"{job_id}  {what['state']}: not changed, only jobs that have ended can be set going again"
+        yield f"{len(done)} job(s) set going again"
+
+    output.show(answers, human, done)
+    return ExitCode.OK if len(done) == len(answers) else ExitCode.FAILED
+
+
+# ---------------------------------------------------------------------------------------------------- dead letters
+
+dead = group("dead", "Those are jobs that failed for good: no retry is left.")
+subject_option = option("--subject", metavar="PATTERN", help="Only these subjects, * and > allowed.")
+app_option = option("--app", metavar="NAME", help="Only jobs of this app.")
+
+
+@command(
+    "dead list",
+    parent=dead,
+    examples=["tasuki dead list", "tasuki dead list --app zpe --limit 20", "tasuki dead list --subject 'render.>' --json"],
+)
+@subject_option
+@app_option
+@limit_option
+@cursor_option
+@connection_options()
+@quiet_option
+def list_dead(output: Output, subject: str | None, app: str | None, limit: int, cursor: str | None, place: Destination) -> None:
+    """List dead letters, the newest job first."""
+    _check_limit(limit)
+    filter = _dead_filter(subject, app)
+    views, following = with_client(place, lambda client: find_all(client, filter, limit=limit, cursor=cursor))
+    letters = [_letter(view) for view in views]
+    _show_page(output, letters, following, lambda: _letter_lines(letters))
+
+
+@command("dead show", parent=dead, examples=["tasuki dead show JOB      # its reason, and what became of each attempt"])
+@job_id_argument
+@connection_options()
+def show_dead(output: Output, job_id: str, place: Destination) -> None:
+    """Show why a job failed for good, and what became of each attempt."""
+
+    async def work(client: AsyncClient) -> dict[str, Any]:
+        view = await client.status(job_id)
+        if view["state"] not in UNSUCCESSFUL:
+            raise NotFound(f"job {job_id[:128]!r} is {view['state']}, not a dead letter; see: tasuki explain {job_id[:128]}")
+        return _letter(view) | await client.explain(job_id)
+
+    letter = with_client(place, work)
+
+    def human() -> Iterable[str]:
+        head, *rest = explain_lines(letter)
+        yield head
+        yield f"  {plain(letter['reason'])}"
+        counted = f"attempts {letter['attempts']}, {letter['failures']} failed, {letter['losses']} lost"
+        yield f"  {counted}; ended {when(letter['finished_at'])}"
+        yield from rest
+
+    output.show(letter, human)
+    output.hint(f"set it going again with: tasuki dead retry {job_id}")
+
+
+@command(
+    "dead retry",
+    parent=dead,
+    examples=[
+        "tasuki dead retry JOB1 JOB2 --reason 'disk replaced'",
+        "tasuki dead retry --all --app zpe --dry-run      # how many, and which",
+        "tasuki dead retry --all --subject 'render.>'",
+    ],
+)
+@any_job_ids_argument
+@flag("--all", "every", help="All dead letters, or those of --subject or --app.")
+@subject_option
+@app_option
+@flag("--dry-run", help="Only tell which they are.")
+@reason_option
+@connection_options()
+@quiet_option
+def retry_dead(
+    output: Output,
+    job_ids: tuple[str, ...],
+    every: bool,
+    subject: str | None,
+    app: str | None,
+    dry_run: bool,
+    reason: str,
+    place: Destination,
+) -> int:
+    """Set dead letters going again, with fresh budgets of retries and losses.
+
+    Asks nothing; --dry-run tells what it would do. Exit 1 if a job that was named is not a dead letter.
+    """
+    if bool(job_ids) == every:
+        raise InvalidInput("give either job ids or --all, as in: tasuki dead retry --all --subject 'render.>'")
+    if job_ids and (subject or app):
+        raise InvalidInput("--subject and --app choose among --all; leave them out where jobs are named")
+    filter = _dead_filter(subject, app)
+
+    async def work(client: AsyncClient) -> tuple[list[str], dict[str, str]]:
+        done: list[str] = []
+        left: dict[str, str] = {}
+        async for views in _named(client, job_ids) if job_ids else _pages(client, filter):
+            left |= {view["job_id"]: view["state"] for view in views if view["state"] not in UNSUCCESSFUL}
+            chosen = [view["job_id"] for view in views if view["state"] in UNSUCCESSFUL]
+            answers = await client.requeue(chosen, reason) if chosen and not dry_run else {}
+            done += [job_id for job_id in chosen if dry_run or answers[job_id]["done"]]
+            left |= {job_id: what["state"] for job_id, what in answers.items() if not what["done"]}
+            output.progress(f"{len(done)} job(s)")
+        return done, left
+
+    done, left = with_client(place, work)
+
+    def human() -> Iterable[str]:
+        yield from done if dry_run else ()
+        for job_id, state in left.items():
+            why = "its payload is gone" if state in UNSUCCESSFUL else "it is not a dead letter"
+            yield f"{job_id}  {state}: not changed, {why}"
+        yield f"{len(done)} job(s) would be set going again" if dry_run else f"{len(done)} job(s) set going again"
+
+    output.show({"jobs": done, "count": len(done), "dry_run": dry_run, "left": left}, human, done)
+    return ExitCode.FAILED if left and job_ids else ExitCode.OK
+
+
+def _dead_filter(subject: str | None, app: str | None) -> dict[str, Any]:
+    from tasuki.config import check_app
+    from tasuki.core.subject import app_subject, check_pattern
+
+    if subject and app:
+        raise InvalidInput(f"--app {app} stands for its subject; leave --subject out")
+    if app:
+        subject = app_subject(check_app(app))
+    if subject:
+        check_pattern(subject)
+    return {"states": list(UNSUCCESSFUL)} | ({"subject": subject} if subject else {})
+
+
+async def _pages(client: AsyncClient, filter: dict[str, Any]) -> AsyncIterator[list[dict[str, Any]]]:
+    """Yield the jobs page by page, newest first: a job that fails again meanwhile is not met twice."""
+    cursor = None
+    while True:
+        page = await client.find(limit=PAGE, cursor=cursor, **filter)
+        yield page["jobs"]
+        cursor = page["cursor"]
+        if cursor is None:
+            return
+
+
+async def _named(client: AsyncClient, job_ids: Iterable[str]) -> AsyncIterator[list[dict[str, Any]]]:
+    unique = list(dict.fromkeys(job_ids))
+    for start in range(0, len(unique), ASK_MAX):
+        yield await client.statuses(unique[start : start + ASK_MAX])
+
+
+def _letter(view: dict[str, Any]) -> dict[str, Any]:
+    """Return a job as a dead letter."""
+    outcome = view["outcome"] or {}
+    words = (outcome.get("error_code"), outcome.get("message"))
+    copied = ("job_id", "subject", "state", "failures", "losses", "created_at", "finished_at")
+    return {
+        **{name: view[name] for name in copied},
+        "reason": ": ".join(word for word in words if word) or view["state"],
+        "attempts": view["attempt"],
+    }
+
+
+def _letter_lines(letters: list[dict[str, Any]]) -> list[str]:
+    if not letters:
+        return ["no dead letters"]
+
+    def row(letter: dict[str, Any]) -> tuple[object, ...]:
+        reason = letter["reason"].partition("\n")[0][:REASON_SHOWN_MAX]
+        return letter["job_id"], letter["subject"], reason, letter["attempts"], when(letter["finished_at"])
+
+    return table(("JOB", "SUBJECT", "REASON", "ATTEMPTS", "WHEN"), map(row, letters))

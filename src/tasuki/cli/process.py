@@ -1,0 +1,151 @@
+"""What the long-running commands share: the log on stderr, events on stdout, signals, the event loop, the name of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from tasuki.cli.output import ExitCode, encode_json, write_line
+from tasuki.errors import ConfigError
+from tasuki.event_loop import loop_factory
+
+if TYPE_CHECKING:
+    from tasuki.doors.tls import ServerCertificate
+
+logger = logging.getLogger("tasuki.server")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HURRY_S = 10.0
+
+
+# ---------------------------------------------------------------------------------------------------- log and events
+
+
+class _PlainFormatter(logging.Formatter):
+    converter = staticmethod(time.gmtime)
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        job_id = getattr(record, "job_id", "")
+        if job_id and job_id not in record.message:  # most messages about a job name it themselves
+            record.message = f"job {job_id}: {record.message}"
+        return super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes each log record as a line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        if job_id := getattr(record, "job_id", ""):
+            entry["job_id"] = job_id
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return encode_json(entry)
+
+
+def configure_log(level: str, *, json: bool, tag: logging.Filter | None = None) -> None:
+    """Log to stderr: tasuki's own loggers from `level` up, others from warnings up. `tag` adds a `job_id` to records."""
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {level[:40]!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if json else _PlainFormatter())
+    if tag is not None:
+        handler.addFilter(tag)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("tasuki").setLevel(level.upper())
+
+
+class Events:
+    """Prints what happens to a process, one line each on stdout: plain, or JSON for programs."""
+
+    def __init__(self, *, json: bool) -> None:
+        self._json = json
+
+    def tell(self, event: str, text: str = "", **facts: Any) -> None:
+        """Print an event: its name with `text` for people, with `facts` for programs."""
+        if self._json:
+            write_line(encode_json({"event": event, **facts}))
+        else:
+            write_line(f"{event} {text}".rstrip())
+
+    def say(self, text: str) -> None:
+        """Print a line for people only."""
+        if not self._json:
+            write_line(text)
+
+
+# ---------------------------------------------------------------------------------------------------- signals and loop
+
+
+class StopSignals:
+    """Handles SIGTERM and SIGINT.
+
+    The first asks for an orderly end. The second calls `hurry`, or ends the process at once if there is none. After HURRY_S, or
+    at a third signal, the process ends in any case.
+    """
+
+    def __init__(self, hurry: Callable[[], None] | None = None) -> None:
+        self.wanted = asyncio.Event()
+        self.exit_code: int = ExitCode.OK
+        self._hurry = hurry
+        self._loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self._signal, number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self.wanted.is_set():
+            self.wanted.set()
+        elif self._hurry is None:
+            self._leave(128 + number)
+        else:
+            self.exit_code = 128 + number
+            self._hurry()
+            self._hurry = None
+            self._loop.call_later(HURRY_S, self._leave, self.exit_code)
+
+    def _leave(self, code: int) -> None:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def renew_on_hangup(certificate: ServerCertificate) -> None:
+    """Read the certificate again at each SIGHUP from now on."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _renew, certificate)
+
+
+def _renew(certificate: ServerCertificate) -> None:
+    try:
+        logger.info("the certificate was read again; it is valid until %s", certificate.renew().isoformat())
+    except ConfigError as error:
+        logger.error("the certificate stays as it was: %s", error.message)
+
+
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """Run a coroutine to its end on uvloop, or on asyncio's own loop where uvloop is not installed."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(main)
+
+
+# ---------------------------------------------------------------------------------------------------- names
+
+
+def host_name() -> str:
+    """Return the first part of the host's name, without characters that an id may not have."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
+
+
+def new_server_id() -> str:
+    """Return an id for this start; host and pid alone are often the same in containers."""
+    return f"{host_name()}-{os.getpid()}-{secrets.token_hex(3)}"
