@@ -60,12 +60,8 @@ class WorkerLogin(NamedTuple):
 
     def worker_arguments(self) -> dict[str, Any]:
         """Return the login as arguments of `Worker`."""
-        return {
-            "token": self.token,
-            "worker_id": self.worker_id,
-            "credential_file": self.credential_file,
-            "subjects": self.patterns,
-        }
+        login = {"token": self.token, "worker_id": self.worker_id, "subjects": self.patterns}
+        return {**login, "credential_file": self.credential_file}
 
     @contextmanager
     def explaining_refusal(self) -> Iterator[None]:

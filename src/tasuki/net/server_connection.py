@@ -32,7 +32,7 @@ class ServerConnection:
         self._tell = tell
         self._tls = tls
         self._http = (
-            ("tasuki.net.http.worker_link", "HttpWorkerLink") if is_worker else ("tasuki.net.http.client_link", "HttpLink")
+            ("tasuki.net.http.worker_link", "HttpWorkerLink") if is_worker else ("tasuki.net.http.client_link", "HttpClientLink")
         )
         self._numbers = itertools.count(1)
         self._dialing: asyncio.Task[None] | None = None
