@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.coords.coordination import Coordination
-from tasuki.coords.memory import MemoryCoordination
+from tasuki.coords.coordination import Coordination, MemoryCoordination
 from tasuki.coords.redis import RedisCoordination
 from tasuki.coords.sql import SqlCoordination
 from tasuki.stores.redis.connection import connect

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.coords.memory import MemoryCoordination
+from tasuki.coords.coordination import MemoryCoordination
 from tasuki.core.election import (
     ASK_MAX_S,
     ASK_MIN_S,

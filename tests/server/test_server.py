@@ -31,9 +31,8 @@ from tasuki.core.store_messages import Submission, Submitted
 from tasuki.errors import Conflict, InterruptCause, TurnInterrupted, Unauthorized
 from tasuki.server import server as server_module
 from tasuki.server.server import Server, ServerConfig
-from tasuki.stores.common import SystemClock
+from tasuki.stores.common import RETRY_S, SystemClock
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.retrying import RETRY_S
 from tests.server.peers import PATIENCE_S, FakeConnection, client, worker
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.django import schema, standalone
+from tasuki.django import standalone
 from tasuki.errors import ConfigError
 from tasuki.stores.sql.postgres import connection_parameters
 from tasuki.stores.sql.store import SqlStore
@@ -110,7 +110,7 @@ def test_a_fresh_schema_equals_a_migrated_one(postgres: PostgresService, empty_u
     from django.apps import apps
     from django.db import connections
 
-    from tasuki.django.tables import set_storage
+    from tasuki.django.fields import set_storage
 
     standalone.configure()
     alias = standalone.register_postgresql(connection_parameters(empty_url))
@@ -134,12 +134,12 @@ def test_an_open_of_tables_that_are_up_to_date_changes_nothing(postgres: Postgre
 
     assert described(postgres, url) == before
     assert postgres.execute("SELECT version, oldest_code FROM tasuki_schema", url=url) == [
-        (schema.SCHEMA_VERSION, schema.OLDEST_CODE)
+        (standalone.SCHEMA_VERSION, standalone.OLDEST_CODE)
     ]
 
 
 def test_tables_of_a_newer_tasuki_that_this_one_cannot_read_are_refused(postgres: PostgresService, url: str) -> None:
-    newer = schema.SCHEMA_VERSION + 2
+    newer = standalone.SCHEMA_VERSION + 2
     postgres.execute("UPDATE tasuki_schema SET version = %s, oldest_code = %s", (newer, newer), url=url)
 
     with pytest.raises(ConfigError, match=r"made for a newer tasuki .*upgrade this one"):
@@ -149,7 +149,7 @@ def test_tables_of_a_newer_tasuki_that_this_one_cannot_read_are_refused(postgres
 def test_tables_of_a_newer_tasuki_that_this_one_can_read_are_used_and_stay_as_they_are(
     postgres: PostgresService, url: str
 ) -> None:
-    newer = schema.SCHEMA_VERSION + 2
+    newer = standalone.SCHEMA_VERSION + 2
     postgres.execute("UPDATE tasuki_schema SET version = %s", (newer,), url=url)
     postgres.execute("ALTER TABLE tasuki_jobrun ADD COLUMN something_new integer DEFAULT 0", url=url)
 
@@ -163,12 +163,12 @@ def test_tables_of_a_newer_tasuki_that_this_one_can_read_are_used_and_stay_as_th
 def test_a_migration_that_a_live_server_could_not_live_with_is_refused_and_names_it(
     postgres: PostgresService, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", 3)
-    monkeypatch.setattr(schema, "OLDEST_CODE", 3)
+    monkeypatch.setattr(standalone, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(standalone, "OLDEST_CODE", 3)
     forget_migrations(postgres, url)
     add_server(postgres, url, "server-old", schema_version=2)
     add_server(postgres, url, "server-new", schema_version=3)
-    add_server(postgres, url, "server-gone", schema_version=1, beat_s_ago=schema.MEMBER_ALIVE_S + 5)
+    add_server(postgres, url, "server-gone", schema_version=1, beat_s_ago=standalone.MEMBER_ALIVE_S + 5)
     before = described(postgres, url)
 
     with pytest.raises(ConfigError, match=r"server-old \(version 2\); stop them first") as caught:
@@ -182,9 +182,9 @@ def test_a_migration_that_a_live_server_could_not_live_with_is_refused_and_names
 def test_a_migration_that_older_servers_can_live_with_runs_while_they_are_up(
     postgres: PostgresService, url: str, alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_server(postgres, url, "server-old", schema_version=schema.SCHEMA_VERSION)
+    add_server(postgres, url, "server-old", schema_version=standalone.SCHEMA_VERSION)
     running = SqlStore.open_postgresql(url)
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", schema.SCHEMA_VERSION + 1)
+    monkeypatch.setattr(standalone, "SCHEMA_VERSION", standalone.SCHEMA_VERSION + 1)
     done: list[str] = []
     monkeypatch.setattr(standalone, "_plan", lambda connection: [] if done else ["0002_a_new_column"])
 
@@ -201,7 +201,7 @@ def test_a_migration_that_older_servers_can_live_with_runs_while_they_are_up(
     assert running.counts() == {}
     running.close()
     assert postgres.execute("SELECT version, oldest_code FROM tasuki_schema", url=url) == [
-        (schema.SCHEMA_VERSION, schema.OLDEST_CODE)
+        (standalone.SCHEMA_VERSION, standalone.OLDEST_CODE)
     ]
 
 

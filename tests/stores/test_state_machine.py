@@ -172,7 +172,7 @@ class FencesARepeatAfterARequeue(MemoryStore):
     def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
         kinds = iter(incident.kind for incident in record.incidents)
         if all(kind in kinds for kind in ("failed", "canceled", "requeued")):
-            record = msgspec.structs.replace(record, said=None)
+            record = msgspec.structs.replace(record, last_report=None)
         return super()._repeated_or_fenced(record, report, verb)
 
 

@@ -1,19 +1,19 @@
-"""The coordination: who is alive, who may try to lead, and which workers are to be left alone. This is the contract; the
-implementations are beside it.
+"""The contract of the coordination (live members, the leader's lock, detached workers), and the implementation in memory.
 
-Nothing here is truth. A server that looks dead may be alive, and a lock may be held by two who both believe in it, if clocks
-or networks misbehave: what a leader may write is decided by the store, which knows the epochs (`Store.take_over`). So a back
+Nothing here is authoritative. A server that looks dead may be alive, and two servers may both believe that they hold a lock, if
+clocks or networks misbehave: the store, which knows the epochs (`Store.take_over`), decides what a leader may write. So a back
 end may forget everything at any time, except the highest epoch; and if it forgot even that, `floor` brings it back.
 
-Time is judged by the coordination's own clock; callers bring durations, and get durations. Two hosts' clocks are never compared.
+Time is that of the coordination's own clock; callers pass and get durations. Two hosts' clocks are never compared.
 
 The verbs are synchronous, and block: call them from a thread. Several threads may share one object; their calls queue up.
-`Unavailable` means: it may or may not have happened, ask again. The next call tries to connect anew.
+`Unavailable` means that the verb may or may not have been executed, and should be repeated. The next call connects anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -32,30 +32,31 @@ __all__ = [
     "Coordination",
     "LiveMember",
     "Locked",
+    "MemoryCoordination",
     "View",
     "check_ttl",
 ]
 
 BEAT_INTERVAL_S = 1.0
-MEMBER_TIMEOUT_S = 5.0  # five beats: one lost connection and one slow statement are no death
-FORGET_AFTER_S = 3600.0  # how long a dead member can still be looked at
+MEMBER_TIMEOUT_S = 5.0  # five beats: a member survives one lost connection and one slow statement
+FORGET_AFTER_S = 3600.0  # how long the row of a dead member is kept
 FORGET_BATCH = 100  # rows that one beat removes
 
 
 class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that says it is alive."""
+    """A process that announces itself."""
 
     member_id: str
     kind: str = "server"
     incarnation: str
     """New at every start of the process."""
     schema_version: int = 0
-    """What its code expects of the tables."""
+    """Version of the tables that its code expects."""
     version: int = 0
-    """Of `info`. Must grow when that changes, also from one incarnation of this member to the next: others know by it whether
-    they have read `info`. (Start at the wall clock in milliseconds.)"""
+    """Version of `info`. Must grow when that changes, also from one incarnation of this member to the next: others know by it
+    whether they have read `info`. (Start at the wall clock in milliseconds.)"""
     info: bytes = b""
-    """What others should know of it."""
+    """Facts for the other members."""
 
 
 class LiveMember(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,61 +68,64 @@ class LiveMember(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int
     version: int
     info: bytes | None
-    """None: the caller has seen this version."""
+    """None if the caller has seen this version."""
 
 
 class View(msgspec.Struct, frozen=True):
-    """What a beat brings back."""
+    """The answer to a beat."""
 
     members: tuple[LiveMember, ...]
-    """By id; the one that has just beaten is among them."""
+    """Live members by id, including the one that has just beaten."""
     detached: frozenset[str]
 
 
 class Coordination(Protocol):
-    """See the module's docstring for what holds for all verbs."""
+    """The verbs of the coordination. See the module's docstring for what holds for all of them."""
 
     # -- members --------------------------------------------------------------------------------------------------
     def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
-        """Say that I am alive, and hear who else is. Call it every BEAT_INTERVAL_S.
+        """Announce that `me` is alive, and return the live members. Call it every BEAT_INTERVAL_S.
 
-        `seen` is member_id → the version of its info that the caller has; only what is new travels. My own info is written
-        only when its version, or my incarnation, is not the stored one. Also removes members that have been dead for
+        `seen` is member_id → the version of its info that the caller has; only newer info is returned. The info of `me` is
+        written only when its version or incarnation is not the stored one. Also removes members that have been dead for
         FORGET_AFTER_S, a few at a time.
         """
         ...
 
     def leave(self, member_id: str, incarnation: str) -> None:
-        """I am going: do not wait for my beats. Does nothing if another incarnation has beaten since."""
+        """Remove a member that ends. Does nothing if another incarnation has beaten since."""
         ...
 
     # -- the leader's lock ----------------------------------------------------------------------------------------
     def acquire(self, scope: str, holder: str, ttl_s: float, floor: int) -> Locked | Busy:
-        """Take the lock if it is free or over, whoever had it. Its epoch is one more than the last of this scope, or than
-        `floor`, the highest that the store knows, if that is higher."""
+        """Take the lock if it is free or expired, whoever had it.
+
+        Its epoch is one more than the last of this scope, or than `floor`, the highest that the store knows, if that is higher.
+        """
         ...
 
     def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
-        """The lock lasts ttl_s from now. False, and no change: it is not ours any more. One that is over is not renewed, even
-        if nobody took it: its holder has stepped down."""
+        """Extend the lock to ttl_s from now; False, and no change, if the holder does not hold it any more.
+
+        An expired lock is not renewed, even if nobody took it: its holder has stepped down.
+        """
         ...
 
     def release(self, scope: str, holder: str, epoch: int) -> bool:
-        """Give the lock back before its time; the epoch stays used. False, and no change, if it was not ours any more."""
+        """Give the lock back early; the epoch stays used. False, and no change, if the holder does not hold it any more."""
         ...
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
-        """Give a worker no more work, or give it work again. True if that changed anything; if not, actor and reason stay as
-        they were."""
+        """Give a worker no more work, or give it work again. True if that changed anything; else actor and reason stay."""
         ...
 
     def detached(self) -> frozenset[str]:
-        """The worker_ids of those."""
+        """Return the worker_ids that get no more work."""
         ...
 
     def close(self) -> None:
-        """Give back the connection. Leaves nothing: call `leave` and `release` before."""
+        """Close the connection. Call `leave` and `release` before: neither is implied."""
         ...
 
 
@@ -129,3 +133,117 @@ def check_ttl(ttl_s: float) -> None:
     """InvalidInput for a ttl that no lock may have."""
     if not 0 < ttl_s <= LOCK_TTL_MAX_S:
         raise InvalidInput(f"a lock for {ttl_s} s: use more than 0 and at most {LOCK_TTL_MAX_S:g} s")
+
+
+# ---------------------------------------------------------------------------------------------------- in memory
+
+
+class _Lock(msgspec.Struct, frozen=True):
+    epoch: int
+    holder: str
+    expires_at: float
+
+
+class MemoryCoordination:
+    """Coordination in memory: the reference, for tests and simulations. `clock()` is its clock, in seconds.
+
+    Several simulated processes share one object.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._members: dict[str, tuple[float, ClusterMember]] = {}
+        self._locks: dict[str, _Lock] = {}
+        self._detached: dict[str, tuple[str, str]] = {}
+        """worker_id → (actor, reason)"""
+
+    def beat(self, me: ClusterMember, *, seen: Mapping[str, int]) -> View:
+        with self._mutex:
+            now = self._clock()
+            self._members[me.member_id] = (now, self._with_stored_info(me))
+            self._forget(now)
+            return View(
+                tuple(
+                    _seen_by(member, seen)
+                    for _, (beat_at, member) in sorted(self._members.items())
+                    if abs(now - beat_at) < MEMBER_TIMEOUT_S
+                ),
+                frozenset(self._detached),
+            )
+
+    def _with_stored_info(self, me: ClusterMember) -> ClusterMember:
+        _, before = self._members.get(me.member_id, (0.0, me))
+        same = (before.incarnation, before.version) == (me.incarnation, me.version)
+        return msgspec.structs.replace(me, info=before.info) if same else me
+
+    def _forget(self, now: float) -> None:
+        dead = [member_id for member_id, (beat_at, _) in self._members.items() if beat_at < now - FORGET_AFTER_S]
+        for member_id in dead[:FORGET_BATCH]:
+            del self._members[member_id]
+
+    def leave(self, member_id: str, incarnation: str) -> None:
+        with self._mutex:
+            _, member = self._members.get(member_id, (0.0, None))
+            if member is not None and member.incarnation == incarnation:
+                del self._members[member_id]
+
+    def acquire(self, scope: str, holder: str, ttl_s: float, floor: int) -> Locked | Busy:
+        check_ttl(ttl_s)
+        with self._mutex:
+            now = self._clock()
+            lock = self._locks.get(scope)
+            if lock is not None and _is_held(lock, now):
+                return Busy(lock.holder, lock.expires_at - now)
+            epoch = max(lock.epoch if lock is not None else 0, floor) + 1
+            self._locks[scope] = _Lock(epoch, holder, now + ttl_s)
+            return Locked(epoch)
+
+    def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
+        check_ttl(ttl_s)
+        with self._mutex:
+            return self._set_expiry(scope, holder, epoch, lambda now: now + ttl_s)
+
+    def release(self, scope: str, holder: str, epoch: int) -> bool:
+        with self._mutex:
+            return self._set_expiry(scope, holder, epoch, lambda now: now)
+
+    def _set_expiry(self, scope: str, holder: str, epoch: int, expiry: Callable[[float], float]) -> bool:
+        now = self._clock()
+        lock = self._locks.get(scope)
+        if lock is None or (lock.holder, lock.epoch) != (holder, epoch) or not _is_held(lock, now):
+            return False
+        self._locks[scope] = _Lock(epoch, holder, expiry(now))
+        return True
+
+    def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:
+        with self._mutex:
+            if detached == (worker_id in self._detached):
+                return False
+            if detached:
+                self._detached[worker_id] = (actor, reason)
+            else:
+                del self._detached[worker_id]
+            return True
+
+    def detached(self) -> frozenset[str]:
+        with self._mutex:
+            return frozenset(self._detached)
+
+    def close(self) -> None:
+        """Do nothing: other members go on using this object."""
+
+
+def _seen_by(member: ClusterMember, seen: Mapping[str, int]) -> LiveMember:
+    return LiveMember(
+        member_id=member.member_id,
+        kind=member.kind,
+        incarnation=member.incarnation,
+        schema_version=member.schema_version,
+        version=member.version,
+        info=None if seen.get(member.member_id) == member.version else member.info,
+    )
+
+
+def _is_held(lock: _Lock, now: float) -> bool:
+    return now < lock.expires_at <= now + LOCK_TTL_MAX_S

@@ -1,11 +1,10 @@
-"""Coordination in Redis, on a connection of its own: a long turn of the store delays no beat but for the time that Redis is busy.
+"""Coordination in Redis, on a connection of its own: a long turn of the store delays a beat only while Redis is busy.
 
-What must not be half done is Lua (`lua/`, one file per verb, its keys explained in `_coordination.lua`); the clock is Redis TIME.
-Redis may forget everything but the highest epoch, and where it forgot even that, `floor` brings it back: the one that the store
-knows, which is SQL or this Redis itself.
+Verbs that must be atomic are Lua (`lua/`, one file per verb, keys explained in `_coordination.lua`); the clock is Redis TIME.
+Redis may forget everything but the highest epoch; if it forgot even that, `floor` brings it back: the epoch that the store knows,
+which is SQL or this Redis itself.
 
-Touches the network, and of Redis the keys {app}:beats, member, lock and detached. It is given its client, because how an address
-becomes one is the business of whoever opens the store too.
+Touches the network, and of Redis the keys {app}:beats, member, lock and detached. The caller makes the client, as for the store.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ _REFUSED = ("NOPERM", "no permissions", "can't access", "can't run this command"
 
 
 class RedisCoordination:
-    """`client` is this object's own, and is closed by it; `where` names the server without secrets. `app` is the prefix of the
-    keys: servers with the same one belong together."""
+    """Coordination in Redis. `client` is closed with this object; `where` names the server without secrets.
+
+    `app` is the prefix of the keys: servers with the same prefix belong together.
+    """
 
     def __init__(self, client: redis.Redis, *, where: str, app: str) -> None:
         self._client: Any = client  # its commands have no types that mypy can use
@@ -64,8 +65,8 @@ class RedisCoordination:
     # -- the leader's lock ----------------------------------------------------------------------------------------
     def acquire(self, scope: str, holder: str, ttl_s: float, floor: int) -> Locked | Busy:
         check_ttl(ttl_s)
-        won, *told = self._run("acquire", scope, holder, ttl_s, floor, LOCK_TTL_MAX_S)
-        return Locked(int(told[0])) if won else Busy(told[0].decode(), float(told[1]))
+        won, *answer = self._run("acquire", scope, holder, ttl_s, floor, LOCK_TTL_MAX_S)
+        return Locked(int(answer[0])) if won else Busy(answer[0].decode(), float(answer[1]))
 
     def renew(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
         check_ttl(ttl_s)
@@ -79,8 +80,8 @@ class RedisCoordination:
         if not detached:
             return bool(self._command("HDEL", f"{self._app}:detached", worker_id))
         seconds, _ = self._command("TIME")
-        told = msgspec.json.encode({"at": int(seconds), "actor": actor, "reason": reason})
-        return bool(self._command("HSETNX", f"{self._app}:detached", worker_id, told))
+        entry = msgspec.json.encode({"at": int(seconds), "actor": actor, "reason": reason})
+        return bool(self._command("HSETNX", f"{self._app}:detached", worker_id, entry))
 
     def detached(self) -> frozenset[str]:
         return _names(self._command("HKEYS", f"{self._app}:detached"))
@@ -91,30 +92,30 @@ class RedisCoordination:
         self._client.close()
 
     def _run(self, name: str, *arguments: str | bytes | float) -> Any:
-        return self._asked(self._scripts[name], (), arguments)
+        return self._ask(self._scripts[name], (), arguments)
 
     def _command(self, *arguments: str | bytes | float) -> Any:
-        return self._asked(self._client.execute_command, *arguments)
+        return self._ask(self._client.execute_command, *arguments)
 
-    def _asked(self, ask: Any, *arguments: Any) -> Any:
+    def _ask(self, call: Any, *arguments: Any) -> Any:
         import redis
 
         if self._closed:
             raise Unavailable("this coordination was closed; make a new one")
         try:
-            return ask(*arguments)
+            return call(*arguments)
         except redis.RedisError as error:
-            # What it was connected to may be a replica now, or may answer later, when another answer is waited for.
+            # The server may be a replica now, or answer later, when another answer is waited for.
             self._client.connection_pool.disconnect()
-            raise self._told(error) from None
+            raise self._translate(error) from None
 
-    def _told(self, error: redis.RedisError) -> TasukiError:
+    def _translate(self, error: redis.RedisError) -> TasukiError:
         import redis
 
-        said = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, redis.AuthenticationError) or any(word in said for word in _REFUSED):
-            return ConfigError(f"coordination: {self._where}: {said}; check user, password and rights")
-        return Unavailable(f"coordination: {self._where}: {said}")
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, redis.AuthenticationError) or any(word in text for word in _REFUSED):
+            return ConfigError(f"coordination: {self._where}: {text}; check user, password and rights")
+        return Unavailable(f"coordination: {self._where}: {text}")
 
 
 _VERBS = ("beat", "leave", "acquire", "set_expiry")
@@ -122,7 +123,7 @@ _VERBS = ("beat", "leave", "acquire", "set_expiry")
 
 @lru_cache
 def _script(name: str, app: str) -> str:
-    """What all share, and the verb."""
+    """Return the script of a verb: the shared part and its own."""
     folder = files("tasuki.coords").joinpath("lua")
     shared, verb = (folder.joinpath(f"{part}.lua").read_text("utf-8") for part in ("_coordination", name))
     return f"local APP = '{app}'\n{shared}\n{verb}"

@@ -42,7 +42,7 @@ set_config('idle_in_transaction_session_timeout', %(ms)s, false)"""
 
 
 class SqlCoordination:
-    """`url` is one of libpq's (`postgresql://…`); `ttl_s` is that of the locks that will be asked for."""
+    """Coordination in PostgreSQL. `url` is an address of libpq (`postgresql://…`); `ttl_s` is that of the locks to be taken."""
 
     def __init__(self, url: str, *, ttl_s: float = LOCK_TTL_S) -> None:
         self._parameters = _parameters(url, TIMEOUT_SHARE * ttl_s)
@@ -69,7 +69,7 @@ class SqlCoordination:
         asked = {"scope": scope, "holder": holder, "ttl_s": ttl_s, "floor": floor, "lock_max_s": LOCK_TTL_MAX_S}
         if won := self._rows("acquire", asked):
             return Locked(won[0][0])
-        # Another statement: the lock may have been given back meanwhile, and then nothing is left of it.
+        # A second statement: the lock may have been given back meanwhile, and then there is no holder.
         found = self._rows("holder", {"scope": scope})
         return Busy(found[0][0], max(0.0, found[0][1])) if found else Busy("", 0.0)
 
@@ -106,7 +106,7 @@ class SqlCoordination:
         return self._execute(name, values)[0]
 
     def _change(self, name: str, values: Mapping[str, object]) -> int:
-        """How many rows the statement changed."""
+        """Execute a statement and return how many rows it changed."""
         return self._execute(name, values)[1]
 
     def _execute(self, name: str, values: Mapping[str, object]) -> tuple[list[tuple[Any, ...]], int]:
@@ -119,8 +119,8 @@ class SqlCoordination:
                 with self._connected().execute(_statements()[name], values) as cursor:
                     return (cursor.fetchall() if cursor.description else []), cursor.rowcount
             except psycopg.Error as error:
-                # The text is kept, without secrets; the cause would bring them back into every traceback.
-                raise self._told(error) from None
+                # Only the text is kept, without secrets; the cause would show them in every traceback.
+                raise self._translate(error) from None
 
     def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
         import psycopg
@@ -136,7 +136,7 @@ class SqlCoordination:
             self._connection.close()
             self._connection = None
 
-    def _told(self, error: psycopg.Error) -> TasukiError:
+    def _translate(self, error: psycopg.Error) -> TasukiError:
         from psycopg import errors
 
         if not isinstance(error, errors.QueryCanceled | errors.LockNotAvailable):

@@ -1,6 +1,10 @@
-"""Django for a process that has no Django project: just enough settings for the tables, and nothing else switched on.
+"""Django for a process that has no Django project: just enough settings for the tables; and migrations with their version check.
 
-Inside a user's project nothing is configured here; the project's own settings stand, and must list `tasuki.django`.
+Inside a user's project nothing is configured here; the project's own settings hold, and must list `tasuki.django`.
+
+A migration adds 1 to SCHEMA_VERSION. OLDEST_CODE is the lowest version of code that can work with the tables after it: it stays
+if a migration only adds what older code does not see, so that the new server migrates while older ones are still up; a migration
+that would break older code raises it to SCHEMA_VERSION, and is refused while such a server is alive.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ BUSY_TIMEOUT_S = 5.0
 CACHED_STATEMENTS = 256  # all statements in all their batch sizes; Python's default of 128 would compile some again and again
 
 MIGRATING_TABLE = "tasuki_migrating"
+SCHEMA_VERSION = 3
+OLDEST_CODE = 1
+MEMBER_ALIVE_S = 30.0  # a server that beat within this time is taken to be alive
 
 _lock = threading.Lock()
 _numbers = count(1)
@@ -42,7 +49,7 @@ def configure(path: Path | None = None) -> None:
                 USE_TZ=True,
                 DEFAULT_AUTO_FIELD="tasuki.django.fields.RowIdField",
             )
-            # What django.setup() does besides is for projects with URLs and mail, and takes longer than all the rest.
+            # The rest of django.setup() is for projects with URLs and mail, and takes longer than everything else.
             apps.populate(settings.INSTALLED_APPS)
         if not apps.ready:
             django.setup()
@@ -51,7 +58,7 @@ def configure(path: Path | None = None) -> None:
 
 
 def sqlite_settings(path: Path) -> dict[str, Any]:
-    """One entry of Django's DATABASES for a file that we own."""
+    """Return the entry of Django's DATABASES for a file that the store owns."""
     return {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": str(path),
@@ -59,23 +66,23 @@ def sqlite_settings(path: Path) -> dict[str, Any]:
         "OPTIONS": {
             "timeout": BUSY_TIMEOUT_S,
             "cached_statements": CACHED_STATEMENTS,
-            "detect_types": 0,  # we store no column that Python would have to convert; looking for one costs each execute
+            "detect_types": 0,  # no column needs a conversion by Python; looking for one costs each execute
         },
     }
 
 
 def register(path: Path) -> str:
-    """Make the file known to Django as a database of its own; its alias. Several files may be open in one process."""
+    """Make the file known to Django as a database of its own, and return its alias. Several files may be open in one process."""
     return _add(f"tasuki:{path}", sqlite_settings(path))
 
 
 def register_postgresql(parameters: Mapping[str, Any]) -> str:
-    """Make a PostgreSQL, given by libpq's parameters, known to Django; its alias, which is of this one caller."""
+    """Make a PostgreSQL, given by libpq's parameters, known to Django, and return an alias for this one caller."""
     return _add(f"tasuki:postgresql:{next(_numbers)}", postgresql_settings(parameters))
 
 
 def postgresql_settings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """One entry of Django's DATABASES. All parameters go to libpq as they are, so that passfile and service work."""
+    """Return the entry of Django's DATABASES. All parameters go to libpq as they are, so that passfile and service work."""
     return {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": parameters.get("dbname", ""),
@@ -92,7 +99,7 @@ def _add(alias: str, settings: dict[str, Any]) -> str:
 
 
 def forget(alias: str) -> None:
-    """Take back `register`; the connection was closed by its user."""
+    """Undo `register`; the connection was closed by its user."""
     from django.db import connections
 
     if any(wrapper.alias == alias for wrapper in connections.all(initialized_only=True)):  # this thread's
@@ -101,25 +108,23 @@ def forget(alias: str) -> None:
 
 
 def migrate(alias: str = "default") -> list[str]:
-    """Bring the tables of one database up to date; the names of the migrations that were applied.
+    """Bring the tables of one database up to date, and return the names of the migrations that were applied.
 
-    Of several servers that start at once on one PostgreSQL, one does it and the others wait. ConfigError if the tables are too
-    new for this code, or if a server is alive that the new ones would be too new for.
+    Of several servers that start at once on one PostgreSQL, one migrates and the others wait. ConfigError if the tables are too
+    new for this code, or if the new tables would be too new for a server that is alive.
     """
     from django.db import connections
 
-    from tasuki.django import schema
-
     connection = connections[alias]
-    schema.check_code(connection)
-    if not _plan(connection) and schema.has_version(connection):
+    _check_code(connection)
+    if not _plan(connection) and _has_version(connection):
         return []
     with _alone(connection):
-        schema.check_code(connection)
+        _check_code(connection)
         if connection.vendor == "postgresql" and _plan(connection):
-            schema.check_servers(connection)
+            _check_servers(connection)
         applied = _migrate(connection)
-        schema.write_version(connection)
+        _write_version(connection)
         return applied
 
 
@@ -131,7 +136,7 @@ def _plan(connection: BaseDatabaseWrapper) -> list[tuple[Migration, bool]]:
 
 
 def _migrate(connection: BaseDatabaseWrapper) -> list[str]:
-    """Only our own app's migrations, straight from the executor: 30 ms; the `migrate` command with its signals takes 300."""
+    """Apply the app's own migrations straight from the executor: 30 ms; the `migrate` command with its signals takes 300."""
     from django.db.migrations.executor import MigrationExecutor
 
     executor = MigrationExecutor(connection)
@@ -144,10 +149,10 @@ def _migrate(connection: BaseDatabaseWrapper) -> list[str]:
 
 @contextmanager
 def _alone(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """While the block runs, no other server migrates this database: it would wait here. SQLite has one owner anyway.
+    """Keep other servers from migrating this database while the block runs: they wait here. SQLite has one owner anyway.
 
-    A lock on a table of its own, held by a second connection: Django commits between migrations, which would let go of a lock of
-    the first. No advisory lock: those do not survive a connection pooler.
+    The lock is on a table of its own, held by a second connection: Django commits between migrations, which would release a lock
+    of the first. Not an advisory lock: those do not survive a connection pooler.
     """
     if connection.vendor != "postgresql":
         yield
@@ -157,8 +162,63 @@ def _alone(connection: BaseDatabaseWrapper) -> Iterator[None]:
     parameters = connection.get_connection_params()
     own: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, str | int)}
     with closing(psycopg.connect(**{**own, "prepare_threshold": None})) as second:
-        with suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable):  # another made it in this moment
+        with suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable):  # another server made it at this moment
             second.execute(f"CREATE TABLE IF NOT EXISTS {MIGRATING_TABLE} ()")
         second.commit()
         second.execute(f"LOCK TABLE {MIGRATING_TABLE} IN EXCLUSIVE MODE")
         yield
+
+
+# ---------------------------------------------------------------------------------------------------- versions of the schema
+
+
+def _check_code(connection: BaseDatabaseWrapper) -> None:
+    """ConfigError if these tables are too new for this code."""
+    found = _select(connection, "tasuki_schema", "SELECT version, oldest_code FROM tasuki_schema WHERE id = 1")
+    for version, oldest_code in found:
+        if oldest_code > SCHEMA_VERSION:
+            raise ConfigError(
+                f"these tables were made for a newer tasuki (version {version}, this one is {SCHEMA_VERSION}); upgrade this one"
+            )
+
+
+def _check_servers(connection: BaseDatabaseWrapper, oldest_code: int | None = None) -> None:
+    """ConfigError if a live server could not work with the tables after the migration."""
+    oldest_code = OLDEST_CODE if oldest_code is None else oldest_code
+    statement = (
+        "SELECT member_id, schema_version FROM tasuki_member WHERE kind = 'server' AND schema_version < %s"
+        " AND beat_at > extract(epoch FROM clock_timestamp()) - %s ORDER BY member_id"
+    )
+    found = _select(connection, "tasuki_member", statement, (oldest_code, MEMBER_ALIVE_S))
+    if found:
+        servers = ", ".join(f"{member_id} (version {version})" for member_id, version in found)
+        raise ConfigError(
+            f"these servers run and could not work with the new tables (version {SCHEMA_VERSION}): {servers}; stop them first"
+        )
+
+
+def _write_version(connection: BaseDatabaseWrapper) -> None:
+    """Record that the tables are up to date with this code."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO tasuki_schema (id, version, oldest_code) VALUES (1, %s, %s)"
+            " ON CONFLICT (id) DO UPDATE SET version = excluded.version, oldest_code = excluded.oldest_code"
+            " WHERE tasuki_schema.version < excluded.version",
+            (SCHEMA_VERSION, OLDEST_CODE),
+        )
+
+
+def _has_version(connection: BaseDatabaseWrapper) -> bool:
+    return bool(_select(connection, "tasuki_schema", "SELECT 1 FROM tasuki_schema WHERE version >= %s", (SCHEMA_VERSION,)))
+
+
+def _select(
+    connection: BaseDatabaseWrapper, table: str, statement: str, parameters: tuple[str | float, ...] = ()
+) -> list[tuple[Any, ...]]:
+    """Return rows of a table that may not exist yet."""
+    if table not in connection.introspection.table_names():
+        return []
+    with connection.cursor() as cursor:
+        cursor.execute(statement, parameters)
+        found: list[tuple[Any, ...]] = cursor.fetchall()
+        return found

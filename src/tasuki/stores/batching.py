@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from tasuki.core.store_messages import VERBS, Answers, Turn
 from tasuki.errors import TasukiError, TurnInterrupted, Unavailable
-from tasuki.stores.retrying import Retries
+from tasuki.stores.common import Retries
 from tasuki.stores.store import Feature, Store
 
 logger = logging.getLogger("tasuki.store")

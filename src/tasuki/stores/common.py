@@ -1,24 +1,35 @@
-"""Rules that all back ends share, so that they agree: texts, blob generations, filters, incident names, the system clock. Pure.
+"""Rules that all back ends share, so that they agree: texts, blob generations, filters, incidents, retries of a turn. Pure.
 
 Blob generations. A generation is never used twice for one sha256: a deleter that wakes up after an hour must not find new bytes
 under the name that it was told to delete. While a condemned row exists, the next generation is higher by one. Once the row is
 forgotten nothing remembers it, so generations also grow with time: a forgotten blob had been unused for the grace time of
 collection, which is longer than the second in which two generations could meet.
+
+Retries. A turn is one transaction, so all of it is tried again: nothing of the interrupted one was stored. `Fenced` and
+`StaleEpoch` are final answers, not interruptions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from tasuki.clocks import boot_time
 from tasuki.core import subject as subjects
+from tasuki.core.backoff import Backoff
+from tasuki.core.job import Outcome
 from tasuki.core.lifecycle import Event
 from tasuki.core.store_messages import Filter, Report
-from tasuki.errors import InvalidInput, StaleEpoch
+from tasuki.errors import InterruptCause, InvalidInput, StaleEpoch
 
 GENERATIONS_BEGIN_AT = 1_767_225_600  # 2026-01-01T00:00:00Z; in 32 bits there is room until 2094
+
+RETRY_S = 30.0  # how long a lost connection is tried for: a restart of the database takes seconds, a failover some ten
+CONFLICT_TRIES = 5
+TIMEOUT_TRIES = 3  # a statement that ran out of time is tried twice more: the third time it is not bad luck
+FIRST_WAIT_S = 0.01
+LOST_WAIT_MAX_S = 2.0
 
 INCIDENT_OF: dict[Event, str] = {
     Event.RETRY: "failed",
@@ -41,6 +52,29 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+
+class Retries:
+    """The tries of one interrupted turn. `random()` returns 0 to 1; waiting is the caller's."""
+
+    def __init__(self, now: float, random: Callable[[], float]) -> None:
+        self._until = now + RETRY_S
+        self._lost = Backoff(FIRST_WAIT_S, LOST_WAIT_MAX_S, random)
+        self._conflict = Backoff(FIRST_WAIT_S, jitter=random)
+        self._seen = dict.fromkeys(InterruptCause, 0)
+
+    def wait_s(self, why: InterruptCause, now: float) -> float | None:
+        """Return how long to wait before the next try; None if there is none."""
+        self._seen[why] += 1
+        seen = self._seen[why]
+        if why is InterruptCause.CONNECTION:
+            if now >= self._until:
+                return None
+            # At once first: a new connection is enough after a backend was ended or a connection idled too long.
+            return 0.0 if seen == 1 else self._lost.delay_s(seen)
+        if seen >= (CONFLICT_TRIES if why is InterruptCause.CONFLICT else TIMEOUT_TRIES):
+            return None
+        return self._conflict.delay_s(seen)
 
 
 def storable(text: str) -> str:
@@ -68,6 +102,14 @@ def stale_epoch(epoch: int, current: int, holder: str) -> StaleEpoch:
 def fenced_reason(report: Report, attempt: int, state: str) -> str:
     """Return why a report that does not show the current lease is refused."""
     return f"attempt {report.attempt} of worker {report.worker_id} does not hold the lease; attempt {attempt} is {state}"
+
+
+def requeue_reason(state: str, outcome: Outcome | None, reason: str) -> str:
+    """Return the reason of the incident `requeued`, with the outcome that is about to be replaced."""
+    was = f"was {state}"
+    if outcome is not None and (outcome.message or outcome.error_code):
+        was += f": {outcome.message or outcome.error_code}"
+    return f"{reason}; {was}" if reason else was
 
 
 def is_wanted(

@@ -2,7 +2,6 @@
 
 import django.db.models.deletion
 import tasuki.django.fields
-import tasuki.django.tables
 from django.db import migrations, models
 
 
@@ -211,5 +210,5 @@ class Migration(migrations.Migration):
                 'indexes': [models.Index(fields=['sha256'], name='tasuki_blob_sha256')],
             },
         ),
-        tasuki.django.tables.tuned(),
+        tasuki.django.fields.tuned(),
     ]

@@ -1,6 +1,6 @@
-"""The records of the memory store: every job as one immutable record, the indexes over them, and what only reads.
+"""The data of the memory store: jobs as immutable records with their indexes, blobs, tokens; and the verbs on what is no job.
 
-Every change of a job goes through `_put`, which keeps the indexes true. That makes taking a turn back simple: put the old
+Every change of a job goes through `_put`, which keeps the indexes true. That makes it simple to roll a turn back: put the old
 records again, latest first. Touches nothing outside its own memory.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import islice
 
 import msgspec
@@ -18,22 +17,35 @@ from msgspec.structs import replace
 
 from tasuki.core import subject as subjects
 from tasuki.core.job import LEASED, READY, Job, JobIncident, OnDisconnect, Outcome
-from tasuki.core.lifecycle import Event
-from tasuki.core.store_messages import COUNTED, AuditRow, Filter, GroupCounts, JobKind, Page, Report, TokenRow, kind_of
+from tasuki.core.lifecycle import LEASE_MARGIN_S, TAKEOVER_TIE_S, Event
+from tasuki.core.store_messages import (
+    COUNTED,
+    AuditRow,
+    BlobClaim,
+    BlobPlace,
+    Condemned,
+    CondemnOrder,
+    Filter,
+    GroupCounts,
+    HeldLease,
+    JobKind,
+    Page,
+    Report,
+    TokenRow,
+    kind_of,
+)
 from tasuki.errors import InvalidInput
-from tasuki.stores.common import storable
+from tasuki.stores.common import is_wanted, lowest_generation, stale_epoch, storable
 from tasuki.stores.store import Clock
 
 FIND_SCAN_MAX = 10_000  # jobs that one find looks at; the caller goes on with the cursor
 
-matches = lru_cache(65_536)(subjects.matches)  # leasing asks the same few pairs over and over
-
 Entry = tuple[float, int, str]
-"""What the sorted indexes hold: what they are sorted by, the seq, the job_id."""
+"""Entry of a sorted index: sort key, seq, job_id."""
 
 
 class ReportDigest(msgspec.Struct, frozen=True):
-    """The report that ended an attempt, to know its repeat by. A message may differ: a program's log tail often does."""
+    """Identity of the report that ended an attempt, to recognize its repeat. Not the message: a log tail often differs."""
 
     verb: Event
     worker_id: str
@@ -51,18 +63,18 @@ class ReportDigest(msgspec.Struct, frozen=True):
 
 
 class MemoryJob(msgspec.Struct, frozen=True):
-    """One job with what is kept beside it."""
+    """One job with the store's own fields."""
 
     seq: int
-    """Order of submission: its age, whatever happens to it later."""
+    """Order of submission: the job's age, whatever happens to it later."""
     job: Job
     spec: bytes
     delayed: bool = False
-    """Waits for `promote`."""
+    """Whether the job waits for `promote`."""
     ttl_s: float = 0.0
-    """Of the lease; `take_over` renews by it."""
-    said: ReportDigest | None = None
-    """Known until the next grant or requeue."""
+    """Duration of the lease; `take_over` renews by it."""
+    last_report: ReportDigest | None = None
+    """Kept until the next grant or requeue."""
     incidents: tuple[JobIncident, ...] = ()
 
     @property
@@ -71,17 +83,37 @@ class MemoryJob(msgspec.Struct, frozen=True):
 
     @property
     def over_at(self) -> float:
-        """When, on the lease clock, the lease may be taken from its worker."""
+        """Return when, on the lease clock, the lease may be taken from its worker."""
         lease = self.job.lease
         assert lease is not None
         return lease.expires_at + (lease.reconnect_grace_s if lease.on_disconnect is OnDisconnect.KEEP else 0.0)
 
+    def was_renewed_since(self, at: float) -> bool:
+        """Return whether the worker got or renewed the lease after this time of the lease clock."""
+        lease = self.job.lease
+        assert lease is not None
+        return lease.expires_at > at + self.ttl_s + LEASE_MARGIN_S + TAKEOVER_TIE_S
+
     def blobs(self) -> set[str]:
-        """The inputs and the result that are blobs."""
+        """Return the inputs and the result that are blobs."""
         found = {file.sha256 for file in self.job.spec.files if file.sha256 is not None}
         if self.job.outcome is not None and self.job.outcome.result_ref is not None:
             found.add(self.job.outcome.result_ref.sha256)
         return found
+
+
+class BlobRow(msgspec.Struct, frozen=True):
+    """One generation of a blob."""
+
+    seq: int
+    place: BlobPlace
+    touched_at: float
+    condemned: bool = False
+
+    @property
+    def age_key(self) -> tuple[float, int]:
+        """Return the sort key that puts the longest untouched first."""
+        return self.touched_at, self.seq
 
 
 Queue = tuple[str, JobKind]
@@ -92,7 +124,7 @@ def queue_of(job: Job) -> Queue:
 
 
 class MemoryRecords:
-    """Jobs and tokens with their indexes; `MemoryStore` adds the verbs that change jobs."""
+    """Jobs, blobs and tokens with their indexes; `MemoryStore` adds the verbs that change jobs."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -106,14 +138,17 @@ class MemoryRecords:
         self._leased: list[Entry] = []  # by when the lease is over
         self._ended: list[Entry] = []  # terminal, by finished_at
         self._counts: dict[str, Counter[str]] = {}  # group -> GroupCounts field -> jobs
-        self._blobs: dict[str, dict[str, None]] = {}  # sha256 -> job_ids
+        self._references: dict[str, dict[str, None]] = {}  # sha256 -> job_ids
+        self._blobs: dict[str, dict[int, BlobRow]] = {}  # sha256 -> generation
+        self._last_blob_seq = 0
+        self._epoch = (0, "")
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
 
     # -- transactions ---------------------------------------------------------------------------------------------
     @contextmanager
     def turn(self, *, lasting: bool = True) -> Iterator[None]:
-        """All of the block's changes, or none. A verb inside is a turn of its own that the outer one takes back too."""
+        """Keep all of the block's changes, or none. A verb inside is a turn of its own that the outer one rolls back too."""
         mark = len(self._undo)
         self._depth += 1
         try:
@@ -128,11 +163,11 @@ class MemoryRecords:
                 self._undo.clear()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
     # -- records and their indexes --------------------------------------------------------------------------------
     def _put(self, job_id: str, new: MemoryJob | None) -> None:
-        """Set or delete the one record; the only place that changes `_records`."""
+        """Set or delete the one record; nothing else changes `_records`."""
         old = self._records.get(job_id)
         self._undo.append(lambda: self._place(job_id, old))
         self._place(job_id, new)
@@ -146,7 +181,7 @@ class MemoryRecords:
             self._index(new)
 
     def _indexes(self, record: MemoryJob) -> Iterator[tuple[list[Entry], float]]:
-        """The sorted lists that this record stands in, and by what."""
+        """Yield the sorted lists that this record is in, and its sort key there."""
         job = record.job
         yield self._all, 0.0
         if job.state in READY and job.not_after is not None:
@@ -168,7 +203,7 @@ class MemoryRecords:
             insort(entries, (key, record.seq, job.job_id))
         self._counts.setdefault(subjects.group_of(job.spec.subject), Counter())[COUNTED[job.state]] += 1
         for sha256 in record.blobs():
-            self._blobs.setdefault(sha256, {})[job.job_id] = None
+            self._references.setdefault(sha256, {})[job.job_id] = None
 
     def _unindex(self, record: MemoryJob) -> None:
         job = record.job
@@ -182,12 +217,12 @@ class MemoryRecords:
                 del self._ready[job.priority]
         self._counts[subjects.group_of(job.spec.subject)][COUNTED[job.state]] -= 1
         for sha256 in record.blobs():
-            del self._blobs[sha256][job.job_id]
-            if not self._blobs[sha256]:
-                del self._blobs[sha256]
+            del self._references[sha256][job.job_id]
+            if not self._references[sha256]:
+                del self._references[sha256]
 
     def _change(self, record: MemoryJob, job: Job, *incidents: JobIncident, delayed: bool = False) -> MemoryJob:
-        """Put the record with its job changed, its version counted up and its story told on."""
+        """Put the record with its job changed, its version counted up and its incidents appended."""
         job = replace(job, version=record.job.version + 1)
         new = replace(record, job=job, delayed=delayed, incidents=record.incidents + incidents)
         self._put(job.job_id, new)
@@ -198,6 +233,19 @@ class MemoryRecords:
 
     def _is_later(self, not_before: float | None) -> bool:
         return not_before is not None and not_before > self.clock.wall()
+
+    def _claimed(self, claim: HeldLease) -> MemoryJob | None:
+        """Return the record, if the claim shows its current lease."""
+        record = self._records.get(claim.job_id)
+        lease = record.job.lease if record else None
+        if lease is None or (lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt) != (
+            claim.worker_id,
+            claim.incarnation,
+            claim.lease_id,
+            claim.attempt,
+        ):
+            return None
+        return record
 
     # -- readers --------------------------------------------------------------------------------------------------
     def get(self, job_ids: Sequence[str]) -> list[Job | None]:
@@ -215,7 +263,7 @@ class MemoryRecords:
         while position > stop and len(jobs) < limit:
             position -= 1
             job = self._records[self._all[position][2]].job
-            if _is_wanted(filter, job):
+            if _passes(filter, job):
                 jobs.append(job)
         return Page(jobs, str(self._all[position][1]) if position > 0 else None)
 
@@ -233,6 +281,12 @@ class MemoryRecords:
         queue = self._ready[record.job.priority][queue_of(record.job)]
         return min(limit, bisect_left(queue, (0.0, record.seq, job_id)))
 
+    def next_due(self) -> tuple[float | None, float | None]:
+        return (
+            self._leased[0][0] if self._leased else None,
+            self._delayed[0][0] if self._delayed else None,
+        )
+
     def top_band(self) -> int | None:
         return max(self._ready, default=None)
 
@@ -244,7 +298,7 @@ class MemoryRecords:
         ]
 
     def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
-        return list(islice(self._blobs.get(sha256, ()), limit))
+        return list(islice(self._references.get(sha256, ()), limit))
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:
@@ -288,22 +342,101 @@ class MemoryRecords:
         self._undo.append(lambda: self._audit.__delitem__(-1))
         self._audit.append(AuditRow(at=self.clock.wall(), actor=actor, action=action, target=target, detail=detail))
 
+    # -- blobs -----------------------------------------------------------------------------------------------------
+    def _set_blob(self, sha256: str, generation: int, new: BlobRow | None) -> None:
+        old = self._blobs.get(sha256, {}).get(generation)
+        self._undo.append(lambda: self._put_blob(sha256, generation, old))
+        self._put_blob(sha256, generation, new)
 
-def _is_wanted(filter: Filter, job: Job) -> bool:
-    subject = job.spec.subject
-    if filter.states and job.state not in filter.states:
-        return False
-    if filter.subject is not None and not matches(filter.subject, subject):
-        return False
-    if filter.array_id is not None and job.spec.array_id != filter.array_id:
-        return False
-    if filter.worker_id is not None and job.assigned_worker_id != filter.worker_id:
-        return False
-    if filter.submitter is not None or filter.scope:
-        is_own = job.submitter == filter.submitter
-        if not is_own and not any(matches(pattern, subject) for pattern in filter.scope):
+    def _put_blob(self, sha256: str, generation: int, row: BlobRow | None) -> None:
+        rows = self._blobs.setdefault(sha256, {})
+        if row is None:
+            rows.pop(generation, None)
+        else:
+            rows[generation] = row
+        if not rows:
+            del self._blobs[sha256]
+
+    def _live_blob(self, sha256: str) -> BlobRow | None:
+        """Return the one row that is not condemned."""
+        return next((row for row in self._blobs.get(sha256, {}).values() if not row.condemned), None)
+
+    def _missing_among(self, sha256s: Iterable[str]) -> tuple[str, ...]:
+        """Return the blobs that no job may refer to now."""
+        rows = ((sha256, self._live_blob(sha256)) for sha256 in sorted(set(sha256s)))
+        return tuple(sha256 for sha256, row in rows if row is None or not row.place.stored)
+
+    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
+        rows = [self._live_blob(sha256) for sha256 in sha256s]
+        return [row.place if row is not None and row.place.stored else None for row in rows]
+
+    def place_blobs(self, claims: Sequence[BlobClaim]) -> list[BlobPlace]:
+        with self.turn():
+            return [self._place_blob(claim) for claim in claims]
+
+    def _place_blob(self, claim: BlobClaim) -> BlobPlace:
+        wall = self.clock.wall()
+        row = self._live_blob(claim.sha256)
+        if row is None:
+            self._last_blob_seq += 1
+            generation = max([lowest_generation(wall), *(known + 1 for known in self._blobs.get(claim.sha256, ()))])
+            row = BlobRow(self._last_blob_seq, BlobPlace(claim.sha256, claim.size_bytes, generation), wall)
+        self._set_blob(claim.sha256, row.place.generation, replace(row, touched_at=wall))
+        return row.place
+
+    def blobs_stored(self, places: Sequence[BlobPlace]) -> list[bool]:
+        with self.turn():
+            return [self._blob_stored(place) for place in places]
+
+    def _blob_stored(self, place: BlobPlace) -> bool:
+        row = self._blobs.get(place.sha256, {}).get(place.generation)
+        if row is None or row.condemned:
             return False
-    if filter.text is not None:
-        outcome = job.outcome or Outcome()
-        return any(filter.text in place for place in (job.job_id, outcome.error_code or "", outcome.message))
-    return True
+        size_bytes = row.place.size_bytes if row.place.stored else place.size_bytes
+        stored = replace(row.place, stored=True, size_bytes=size_bytes)
+        self._set_blob(place.sha256, place.generation, replace(row, place=stored, touched_at=self.clock.wall()))
+        return True
+
+    def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
+        with self.turn():
+            self._check_epoch(epoch)
+            rows = sorted((row for rows in self._blobs.values() for row in rows.values()), key=lambda row: row.age_key)
+            places = [row.place for row in rows if row.condemned][: order.limit]
+            total_bytes = sum(row.place.size_bytes for row in rows if not row.condemned)
+            for row in rows:
+                is_over = order.budget_bytes is not None and total_bytes > order.budget_bytes
+                before = max(order.unused_since, order.squeezed_since) if is_over else order.unused_since
+                if (
+                    row.condemned
+                    or row.touched_at >= before
+                    or row.place.sha256 in self._references
+                    or len(places) == order.limit
+                ):
+                    continue
+                self._set_blob(row.place.sha256, row.place.generation, replace(row, condemned=True))
+                places.append(row.place)
+                total_bytes -= row.place.size_bytes
+            return Condemned(tuple(places), None if order.budget_bytes is None else total_bytes)
+
+    def forget_blobs(self, places: Sequence[BlobPlace], *, epoch: int) -> int:
+        with self.turn():
+            self._check_epoch(epoch)
+            doomed = {(place.sha256, place.generation) for place in places}
+            known = [(sha256, number, row) for sha256, number in doomed if (row := self._blobs.get(sha256, {}).get(number))]
+            gone = [(sha256, number) for sha256, number, row in known if row.condemned]
+            for sha256, number in gone:
+                self._set_blob(sha256, number, None)
+            return len(gone)
+
+    def epoch(self) -> tuple[int, str]:
+        return self._epoch
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch[0]:
+            raise stale_epoch(epoch, *self._epoch)
+
+
+def _passes(filter: Filter, job: Job) -> bool:
+    outcome = job.outcome or Outcome()
+    texts = (job.job_id, outcome.error_code or "", outcome.message)
+    return is_wanted(filter, job.state, job.spec.subject, job.submitter, job.assigned_worker_id, job.spec.array_id, texts)

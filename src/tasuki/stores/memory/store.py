@@ -1,8 +1,7 @@
 """The store in plain dictionaries: for tests, for the simulator, and as the model that other stores are compared with.
 
-No rule about states lives here: `core.lifecycle` decides, this file asks it and writes down what it says; what workers tell is
-in `memory_reports.py`, records and indexes in `memory_records.py`. Touches nothing outside its own memory; clock and random
-bytes are passed in.
+This file has the verbs that change jobs; records, indexes and all other verbs are in `records.py`. No rule about states is here:
+`core.lifecycle` decides. Touches nothing outside its own memory; clock and random bytes are passed in.
 """
 
 from __future__ import annotations
@@ -18,40 +17,41 @@ from msgspec.structs import replace
 
 from tasuki.core import subject as subjects
 from tasuki.core.fairness import FairTurns
-from tasuki.core.job import (
-    LEASED,
-    Job,
-    Lease,
-    Outcome,
-    State,
-    differing_fields,
-)
+from tasuki.core.job import LEASED, Job, JobIncident, Lease, OnDisconnect, Outcome, Progress, State, differing_fields
 from tasuki.core.lifecycle import (
     LEASE_MARGIN_S,
-    TAKEOVER_TIE_S,
+    RESUMED,
+    Disposition,
     Event,
     after,
+    after_failure,
+    after_loss,
     cancel_is_immediate,
     is_late,
     not_after_again,
     skip_outcome,
+    sources,
 )
 from tasuki.core.store_messages import (
     Assignment,
     Canceled,
     Grant,
+    HeldLease,
     LeaseRequest,
+    LeaseStatus,
     MissingBlobs,
     Promoted,
     Reaped,
+    Report,
+    ReportAnswer,
+    ReportStatus,
     Requeued,
     Submission,
     Submitted,
 )
-from tasuki.errors import Conflict, InvalidInput, StaleEpoch
-from tasuki.stores.common import storable
-from tasuki.stores.memory.records import Entry, MemoryJob, matches
-from tasuki.stores.memory.reports import MemoryReports
+from tasuki.errors import Conflict
+from tasuki.stores.common import INCIDENT_OF, check_on_failed, fenced_reason, matches, requeue_reason, storable
+from tasuki.stores.memory.records import Entry, MemoryJob, MemoryRecords, ReportDigest
 from tasuki.stores.store import Clock, Feature
 
 LEASE_ID_BYTES = 16
@@ -61,8 +61,8 @@ Answered = Submitted | Conflict | MissingBlobs
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class MemoryStore(MemoryReports):
-    """See `tasuki.stores.store.Store` for what each verb promises."""
+class MemoryStore(MemoryRecords):
+    """A store in memory. See `tasuki.stores.store.Store` for what each verb promises."""
 
     features = frozenset({Feature.FIND_TEXT})
 
@@ -70,17 +70,15 @@ class MemoryStore(MemoryReports):
         super().__init__(clock)
         self._random = random
         self._turns = FairTurns()
-        self._epoch = (0, "")
         self._taken_over_at: float | None = None
-        """On the lease clock."""
+        """Lease-clock time of the last takeover."""
         self._last_seq = 0
 
     # -- submitters -----------------------------------------------------------------------------------------------
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
-        if on_failed not in ("return", "rerun"):
-            raise InvalidInput(f"on_failed must be 'return' or 'rerun', got {on_failed!r}")
+        rerun = check_on_failed(on_failed)
         with self.turn():
-            return [self._submit(submission, rerun=on_failed == "rerun") for submission in submissions]
+            return [self._submit(submission, rerun=rerun) for submission in submissions]
 
     def _submit(self, submission: Submission, *, rerun: bool) -> Answered:
         spec = submission.spec
@@ -147,11 +145,8 @@ class MemoryStore(MemoryReports):
 
     def _requeue(self, record: MemoryJob, *, actor: str, reason: str) -> MemoryJob:
         job = record.job
-        was = f"was {job.state}"
-        if job.outcome is not None and (job.outcome.message or job.outcome.error_code):
-            was += f": {job.outcome.message or job.outcome.error_code}"
-        story = f"{reason}; {was}" if reason else was
-        incident = self._incident("requeued", job, worker_id=job.assigned_worker_id or "", actor=actor, reason=story)
+        reason = requeue_reason(job.state, job.outcome, reason)
+        incident = self._incident("requeued", job, worker_id=job.assigned_worker_id or "", actor=actor, reason=reason)
         job = replace(
             job,
             state=after(job.state, Event.REQUEUE),
@@ -165,7 +160,7 @@ class MemoryStore(MemoryReports):
             cancel_requested=False,
             outcome=None,
         )
-        return self._change(replace(record, said=None), job, incident, delayed=self._is_later(job.not_before))
+        return self._change(replace(record, last_report=None), job, incident, delayed=self._is_later(job.not_before))
 
     # -- workers: getting work ------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
@@ -173,7 +168,7 @@ class MemoryStore(MemoryReports):
             return [self._lease_named(request) if request.job_ids else self._lease_next(request) for request in requests]
 
     def _lease_next(self, request: LeaseRequest) -> list[Grant]:
-        """By patterns: band after band from the highest, evenly between the groups of a band, the oldest of a group first."""
+        """Lease by patterns: the highest priority first, evenly between its groups, the oldest of a group first."""
         grants: list[Grant] = []
         for priority in sorted(self._ready, reverse=True):
             if len(grants) >= request.limit:
@@ -208,14 +203,14 @@ class MemoryStore(MemoryReports):
         return grants
 
     def _take_from_lost(self, record: MemoryJob, by: str) -> MemoryJob | None:
-        """A lease that is over, asked for by job_id before the reaper came: the loss counts. None if that ended the job."""
-        verdict = self._loss(record)
-        if verdict.state.terminal:
-            self._settle(record, verdict, None)
+        """Take over an expired lease that the reaper has not ended yet: it counts as a loss. None if that ended the job."""
+        disposition = self._disposition_of_loss(record)
+        if disposition.state.terminal:
+            self._end_attempt(record, disposition, None)
             return None
         assert record.job.lease is not None
-        job = replace(record.job, losses=verdict.losses)
-        reason = f"{verdict.reason}; taken over by {by}"
+        job = replace(record.job, losses=disposition.losses)
+        reason = f"{disposition.reason}; taken over by {by}"
         return self._change(record, job, self._incident("taken_over", job, worker_id=record.job.lease.worker_id, reason=reason))
 
     def _grant(self, record: MemoryJob, to: LeaseRequest | Assignment, *, epoch: int | None = None) -> Grant:
@@ -241,7 +236,7 @@ class MemoryStore(MemoryReports):
             progress=None,
             leader_epoch=record.job.leader_epoch if epoch is None else epoch,
         )
-        self._change(replace(record, ttl_s=to.ttl_s, said=None), job)
+        self._change(replace(record, ttl_s=to.ttl_s, last_report=None), job)
         return Grant(job.job_id, record.spec, job.submitter, lease.lease_id, attempt, to.ttl_s)
 
     def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
@@ -255,16 +250,168 @@ class MemoryStore(MemoryReports):
                 continue
             found = grants.get((lease.worker_id, lease.incarnation))
             if found is not None:
-                # What is left, not the whole: this does not renew. The worker counts from its last answered heartbeat, so its
-                # own deadline lies before ours.
+                # The rest of the lease, not the whole: this does not renew. The worker counts from its last answered heartbeat,
+                # so its own deadline lies before the store's.
                 left_s = max(0.0, lease.expires_at - LEASE_MARGIN_S - now)
                 found.append(Grant(job_id, record.spec, job.submitter, lease.lease_id, lease.attempt, left_s))
         return [list(grants[holder]) for holder in holders]
 
-    # -- the leader -----------------------------------------------------------------------------------------------
-    def epoch(self) -> tuple[int, str]:
-        return self._epoch
+    # -- workers: held leases ---------------------------------------------------------------------------------------
+    def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
+        with self.turn():
+            return [self._start(claim) for claim in claims]
 
+    def _start(self, claim: HeldLease) -> LeaseStatus:
+        record = self._claimed(claim)
+        if record is None:
+            return LeaseStatus.LOST
+        job = record.job
+        if job.state is State.ASSIGNED:
+            self._change(record, replace(job, state=after(job.state, Event.START), started_at=self.clock.wall()))
+        elif job.state is State.ORPHANED:
+            self._resume(record, claim)
+        return LeaseStatus.CANCEL if job.cancel_requested else LeaseStatus.GO_ON
+
+    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
+        with self.turn():
+            return [self._renew(claim) for claim in claims]
+
+    def _renew(self, claim: HeldLease) -> LeaseStatus:
+        record = self._claimed(claim)
+        if record is None:
+            return LeaseStatus.LOST
+        if record.job.state is State.ORPHANED:
+            record = self._resume(record, claim)
+        self._extend(record, claim.ttl_s, claim.progress)
+        return LeaseStatus.CANCEL if record.job.cancel_requested else LeaseStatus.GO_ON
+
+    def _resume(self, record: MemoryJob, claim: HeldLease) -> MemoryJob:
+        """Make an ORPHANED job run again whose worker is back before another was granted it."""
+        job = record.job
+        assert job.lease is not None
+        lease = replace(job.lease, expires_at=self.clock.lease() + claim.ttl_s + LEASE_MARGIN_S)
+        started_at = self.clock.wall() if job.started_at is None else job.started_at
+        incident = self._incident("resumed", job, worker_id=claim.worker_id, reason=RESUMED)
+        job = replace(job, state=after(job.state, Event.RESUME), lease=lease, started_at=started_at)
+        return self._change(replace(record, ttl_s=claim.ttl_s), job, incident)
+
+    def _extend(self, record: MemoryJob, ttl_s: float, progress: Progress | None = None) -> None:
+        assert record.job.lease is not None
+        lease = replace(record.job.lease, expires_at=self.clock.lease() + ttl_s + LEASE_MARGIN_S)
+        job = replace(record.job, lease=lease, progress=progress or record.job.progress)
+        self._put(job.job_id, replace(record, job=job, ttl_s=ttl_s))
+
+    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
+        with self.turn():
+            return [self._release(claim, reason) for claim in claims]
+
+    def _release(self, claim: HeldLease, reason: str) -> bool:
+        record = self._claimed(claim)
+        if record is None or record.job.state not in sources(Event.RELEASE):
+            return False
+        job = record.job
+        if job.cancel_requested:
+            outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
+            incident = self._incident("canceled", job, worker_id=claim.worker_id, reason=reason)
+            self._end(record, job, Event.CANCEL, outcome, incident)
+            return True
+        incident = self._incident("released", job, worker_id=claim.worker_id, reason=reason)
+        self._change(record, replace(job, state=after(job.state, Event.RELEASE), lease=None), incident)
+        return True
+
+    # -- workers: reports -------------------------------------------------------------------------------------------
+    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
+        with self.turn():
+            return [self._report(report, Event.SUCCEED) for report in reports]
+
+    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
+        with self.turn():
+            return [self._report(report, Event.FAIL) for report in reports]
+
+    def _report(self, report: Report, verb: Event) -> ReportAnswer:
+        record = self._records.get(report.job_id)
+        if record is None:
+            return ReportAnswer(ReportStatus.FENCED, None, "there is no such job")
+        job, lease = record.job, record.job.lease
+        shown = (report.worker_id, report.lease_id, report.attempt)
+        if lease is None or shown != (lease.worker_id, lease.lease_id, lease.attempt):
+            return self._repeated_or_fenced(record, report, verb)
+        ref = report.outcome.result_ref
+        if ref is not None and self._missing_among((ref.sha256,)):
+            return ReportAnswer(
+                ReportStatus.BLOB_MISSING, job.state, f"its result, blob {ref.sha256}, is not stored; bring it again"
+            )
+        if job.started_at is None:
+            job = replace(job, started_at=report.started_at)
+        report = replace(report, outcome=replace(report.outcome, message=storable(report.outcome.message)))
+        if verb is Event.SUCCEED:
+            answer = ReportAnswer(ReportStatus.RECORDED, after(job.state, verb))
+            record = self._end(record, job, verb, report.outcome)
+        else:
+            disposition = after_failure(
+                job.state,
+                report.outcome,
+                cancel_requested=job.cancel_requested,
+                failures=job.failures,
+                losses=job.losses,
+                max_retries=job.spec.max_retries,
+                backoff_s=job.spec.backoff_s,
+            )
+            answer = ReportAnswer(ReportStatus.RECORDED, disposition.state, disposition.reason)
+            record = self._end_attempt(replace(record, job=job), disposition, report.outcome)
+        self._put(job.job_id, replace(record, last_report=ReportDigest.of(report, verb)))
+        return answer
+
+    def _repeated_or_fenced(self, record: MemoryJob, report: Report, verb: Event) -> ReportAnswer:
+        if record.last_report == ReportDigest.of(report, verb):
+            return ReportAnswer(ReportStatus.REPEATED, record.job.state)
+        job = record.job
+        reason = fenced_reason(report, job.attempt, job.state)
+        incident = JobIncident(self.clock.wall(), "fenced", report.attempt, report.worker_id, "", reason)
+        self._put(job.job_id, replace(record, incidents=(*record.incidents, incident)))
+        return ReportAnswer(ReportStatus.FENCED, job.state, reason)
+
+    def _end(self, record: MemoryJob, job: Job, event: Event, outcome: Outcome, *incidents: JobIncident) -> MemoryJob:
+        """Make the job terminal."""
+        ended = replace(job, state=after(job.state, event), lease=None, outcome=outcome, finished_at=self.clock.wall())
+        return self._change(record, ended, *incidents)
+
+    def _end_attempt(self, record: MemoryJob, disposition: Disposition, outcome: Outcome | None) -> MemoryJob:
+        """End an attempt as the disposition says; without an outcome the store makes one for the lost worker."""
+        lease = record.job.lease
+        assert lease is not None
+        job = replace(record.job, failures=disposition.failures, losses=disposition.losses)
+        incident = self._incident(INCIDENT_OF[disposition.event], job, worker_id=lease.worker_id, reason=disposition.reason)
+        if disposition.state.terminal:
+            code = "CANCELED" if disposition.event is Event.CANCEL else "LOST"
+            last = outcome or Outcome(error_code=code, message=disposition.reason)
+            return self._end(record, job, disposition.event, last, incident)
+        not_before = self.clock.wall() + disposition.delay_s if disposition.delay_s > 0 else None
+        job = replace(
+            job,
+            state=disposition.state,
+            lease=lease if disposition.event is Event.ORPHAN else None,  # an orphan's worker may still finish
+            outcome=outcome or job.outcome,
+            not_before=not_before,
+        )
+        return self._change(record, job, incident, delayed=not_before is not None)
+
+    def _disposition_of_loss(self, record: MemoryJob) -> Disposition:
+        job = record.job
+        assert job.lease is not None
+        return after_loss(
+            job.state,
+            cancel_requested=job.cancel_requested,
+            keep=job.lease.on_disconnect is OnDisconnect.KEEP,
+            failures=job.failures,
+            losses=job.losses,
+            max_losses=job.spec.max_losses,
+            backoff_s=job.spec.backoff_s,
+            worker_id=job.lease.worker_id,
+            delay_first=job.spec.delay_first_loss,
+        )
+
+    # -- the leader -----------------------------------------------------------------------------------------------
     def take_over(self, holder: str, epoch: int) -> bool:
         with self.turn():
             if epoch <= self._epoch[0]:
@@ -275,14 +422,9 @@ class MemoryStore(MemoryReports):
             self._epoch, self._taken_over_at = (epoch, holder), now
             for _, _, job_id in list(self._leased):
                 record = self._records[job_id]
-                if earlier is None or earlier > now or _heard_since(record, earlier):
+                if earlier is None or earlier > now or record.was_renewed_since(earlier):
                     self._extend(record, record.ttl_s)
             return True
-
-    def _check_epoch(self, epoch: int) -> None:
-        current, holder = self._epoch
-        if epoch != current:
-            raise StaleEpoch(f"epoch {epoch} does not lead, {current} does ({holder or 'nobody'}); step down")
 
     def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
         with self.turn():
@@ -303,9 +445,9 @@ class MemoryStore(MemoryReports):
     def _reap(self, record: MemoryJob, epoch: int) -> Reaped:
         lease = record.job.lease
         assert lease is not None
-        verdict = self._loss(record)
-        self._settle(replace(record, job=replace(record.job, leader_epoch=epoch)), verdict, None)
-        return Reaped(record.job.job_id, verdict.state, lease.worker_id, lease.attempt, verdict.reason)
+        disposition = self._disposition_of_loss(record)
+        self._end_attempt(replace(record, job=replace(record.job, leader_epoch=epoch)), disposition, None)
+        return Reaped(record.job.job_id, disposition.state, lease.worker_id, lease.attempt, disposition.reason)
 
     def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
         with self.turn():
@@ -341,24 +483,11 @@ class MemoryStore(MemoryReports):
                 self._put(job_id, None)
             return len(doomed)
 
-    def next_due(self) -> tuple[float | None, float | None]:
-        return (
-            self._leased[0][0] if self._leased else None,
-            self._delayed[0][0] if self._delayed else None,
-        )
-
 
 def _may_take(request: LeaseRequest, subject: str) -> bool:
     return any(matches(pattern, subject) for pattern in request.patterns) and not request.leaves(subject)
 
 
-def _heard_since(record: MemoryJob, at: float) -> bool:
-    """Whether its worker got or renewed the lease after this time of the lease clock."""
-    lease = record.job.lease
-    assert lease is not None
-    return lease.expires_at > at + record.ttl_s + LEASE_MARGIN_S + TAKEOVER_TIE_S
-
-
 def _due(entries: list[Entry], now: float, limit: int) -> list[str]:
-    """The first job_ids whose time has come."""
+    """Return the first job_ids whose time has come."""
     return [job_id for at, _, job_id in islice(entries, limit) if at <= now]

@@ -34,7 +34,7 @@ from tasuki.core.store_messages import (
     Submission,
     TokenRow,
 )
-from tasuki.django.schema import SCHEMA_VERSION
+from tasuki.django.standalone import SCHEMA_VERSION
 from tasuki.errors import ConfigError
 from tasuki.stores.common import check_on_failed, storable
 from tasuki.stores.sql import blobs, leader, lease, report, submit

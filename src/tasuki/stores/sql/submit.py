@@ -12,7 +12,7 @@ from tasuki.core.lifecycle import Event, after, cancel_is_immediate, not_after_a
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
-from tasuki.stores.common import storable
+from tasuki.stores.common import requeue_reason, storable
 from tasuki.stores.sql.database import NOTHING_STORED
 from tasuki.stores.sql.rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.sql.transaction import Transaction, must_change
@@ -164,21 +164,14 @@ def _requeue(tx: Transaction, rows: list[JobRow], *, actor: str, reason: str) ->
     wall = tx.clock.wall()
     batch = []
     for row in rows:
-        tx.incident(row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=_requeue_reason(row, reason))
+        why = requeue_reason(row.state, outcome_of(row), reason)
+        tx.incident(row, "requeued", worker_id=row.assigned_worker_id or "", actor=actor, reason=why)
         spec = decode_spec(row.spec)
         not_after = not_after_again(spec.not_after, wall)
         batch.append((row.id, row.version, ready_value(spec.not_before, wall), spec.not_before, not_after))
         tx.count_move(row.group, row.job_state, after(row.job_state, Event.REQUEUE))
     must_change(len(batch), tx.session.changed("requeue", (), batch))
     tx.clear_results([row.id for row in rows])
-
-
-def _requeue_reason(row: JobRow, reason: str) -> str:
-    was = f"was {row.state}"
-    outcome = outcome_of(row)
-    if outcome is not None and (outcome.message or outcome.error_code):
-        was += f": {outcome.message or outcome.error_code}"
-    return f"{reason}; {was}" if reason else was
 
 
 def _input_blobs(spec: JobSpec) -> list[str]:

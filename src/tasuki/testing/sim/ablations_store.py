@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from tasuki.core.job import Lease, Outcome, State
 from tasuki.core.lifecycle import LEASE_MARGIN_S
 from tasuki.core.store_messages import Canceled
-from tasuki.stores.memory import reports
+from tasuki.stores.memory import store as memory
 from tasuki.stores.memory.records import MemoryJob, MemoryRecords
-from tasuki.stores.memory.reports import MemoryReports
 from tasuki.stores.memory.store import MemoryStore
 from tasuki.stores.sql import lease, report, submit
 from tasuki.stores.sql.transaction import Transaction
@@ -142,7 +141,7 @@ def _taken_after_the_end(report_on: Method) -> Method:
 
 
 def _never_repeated(judge: Method) -> Method:
-    return lambda self, record, *rest: judge(self, replace(record, said=None), *rest)
+    return lambda self, record, *rest: judge(self, replace(record, last_report=None), *rest)
 
 
 def _nothing_known(judge: Method) -> Method:
@@ -170,7 +169,7 @@ _OF_REPORTS = (
         what="a finish must show the current lease, its worker and its attempt",
         invariants=("I3", "I6", "I17"),
         seams=(
-            Instead(MemoryReports, "_report", _taken_for_the_holder),
+            Instead(MemoryStore, "_report", _taken_for_the_holder),
             Reworded("finish_plain", _SHOWN),
         ),
         options=SimOptions(kinds=LOSSES),
@@ -181,7 +180,7 @@ _OF_REPORTS = (
         what="a terminal job takes no report",
         invariants=("I3", "I4", "I6", "I14"),
         seams=(
-            Instead(MemoryReports, "_report", _taken_after_the_end),
+            Instead(MemoryStore, "_report", _taken_after_the_end),
             Reworded("finish_plain", " AND state IN ('ASSIGNED', 'RUNNING')"),
             Reworded("leased_groups", " AND state IN ('ASSIGNED', 'RUNNING')"),
         ),
@@ -193,7 +192,7 @@ _OF_REPORTS = (
         what="an exact repeat of a recorded report is answered as recorded",
         invariants=("I14",),
         seams=(
-            Instead(MemoryReports, "_repeated_or_fenced", _never_repeated),
+            Instead(MemoryStore, "_repeated_or_fenced", _never_repeated),
             Instead(report, "_is_repeat", lambda _: lambda *_: False),
         ),
         stores=BOTH,
@@ -203,7 +202,7 @@ _OF_REPORTS = (
         what="only the owner of a lease can start, renew or release it",
         invariants=("I17", "I5"),
         seams=(
-            Instead(MemoryReports, "_claimed", _nothing_known),
+            Instead(MemoryStore, "_claimed", _nothing_known),
             Instead(report, "_is_holder", lambda _: lambda *_: True),
         ),
         options=SimOptions(kinds=LOSSES),
@@ -214,7 +213,7 @@ _OF_REPORTS = (
         what="an attempt that was given back unstarted is no loss",
         invariants=("I11",),
         seams=(
-            Instead(MemoryReports, "_release", _costs_a_loss),
+            Instead(MemoryStore, "_release", _costs_a_loss),
             Reworded("release", "ready = 1,", "ready = 1, losses = losses + 1,"),
         ),
         stores=BOTH,
@@ -290,7 +289,7 @@ def _with_more(budget: str) -> tuple[Instead, ...]:
     def make(judge: Method) -> Method:
         return lambda *given, **named: judge(*given, **{**named, budget: named[budget] + MORE})
 
-    return tuple(Instead(module, name, make) for module in (reports, report))
+    return tuple(Instead(module, name, make) for module in (memory, report))
 
 
 _OF_GRANTS = (
@@ -496,7 +495,7 @@ _OF_CLIENTS = (
         what="a job whose cancel was asked for is not tried again",
         invariants=("I14",),
         seams=tuple(
-            Instead(module, name, _forgets_the_cancel) for module in (reports, report) for name in ("after_failure", "after_loss")
+            Instead(module, name, _forgets_the_cancel) for module in (memory, report) for name in ("after_failure", "after_loss")
         ),
         stores=BOTH,
     ),

@@ -30,7 +30,7 @@ from tasuki.core.machine import Hangup
 from tasuki.core.protocol import CancelLeases
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import DiskFull, StaleEpoch
-from tasuki.stores.retrying import Retries
+from tasuki.stores.common import Retries
 from tasuki.testing.sim.clients import SimClient
 from tasuki.testing.sim.faults import KINDS
 from tasuki.testing.sim.history import (

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, View
-from tasuki.coords.memory import MemoryCoordination
+from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, MemoryCoordination, View
 from tasuki.core import election
 from tasuki.core.address import Address
 from tasuki.core.broker.events import (
@@ -43,8 +42,8 @@ from tasuki.server.cluster import SCOPE
 from tasuki.server.queries import answer_query
 from tasuki.server.server import STOP_TIMEOUT_S
 from tasuki.stores.batching import execute
+from tasuki.stores.common import Retries
 from tasuki.stores.memory.store import MemoryStore
-from tasuki.stores.retrying import Retries
 from tasuki.stores.store import Clock, Store
 from tasuki.testing.harness_nodes import ServerNode
 from tasuki.testing.sim.history import LeadingEvent
