@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from tasuki.core.broker import broker
 from tasuki.core.election import Election
-from tasuki.stores.memory.store import MemoryStore
+from tasuki.stores.memory.records import MemoryRecords
 from tasuki.stores.sql.database import load_statements
 from tasuki.testing.sim.ablations import ABLATIONS, SEEDS_MAX, UNSEEN, Ablation, AblationFinding, hunt, table
 from tasuki.testing.sim.ablations_store import Instead, Reworded
@@ -64,7 +64,7 @@ def test_every_invariant_is_broken_by_something() -> None:
 
 def test_what_was_switched_off_is_there_again() -> None:
     before = (
-        vars(MemoryStore)["_check_epoch"],
+        vars(MemoryRecords)["_check_epoch"],
         vars(Election)["_follow"],
         broker.LOOK_INTERVAL_S,
         dict(load_statements("sqlite").one),
@@ -75,7 +75,7 @@ def test_what_was_switched_off_is_there_again() -> None:
             pass
 
     after = (
-        vars(MemoryStore)["_check_epoch"],
+        vars(MemoryRecords)["_check_epoch"],
         vars(Election)["_follow"],
         broker.LOOK_INTERVAL_S,
         dict(load_statements("sqlite").one),

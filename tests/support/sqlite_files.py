@@ -12,6 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
+def memory_folder() -> Path | None:
+    """Return a folder in memory where there is one: tests of what a store answers need not wait for a disk."""
+    shared_memory = Path("/dev/shm")
+    return shared_memory if shared_memory.is_dir() else None
+
+
 def with_tables(path: Path) -> Path:
     """The path; a file that was not there is made, with the tables and nothing in them, as its owner would have made it."""
     if not path.exists():

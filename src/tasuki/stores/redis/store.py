@@ -1,6 +1,6 @@
 """The store in Redis: for one server or several over one Redis (or Sentinel), and outsiders that know the keys of their app.
 
-All verbs are Lua (`lua/`) in one script, so that a turn is one call; `verbs.py` makes the calls and reads the answers. Time is
+All verbs are Lua (`lua/`) in one script, so that a turn is one call; `verbs.py` makes the calls and decodes the answers. Time is
 Redis TIME. Touches the network.
 
     store = RedisStore.open("redis://127.0.0.1:6379/0", app="zpe")
@@ -11,35 +11,23 @@ An outsider's `SET {app}:payload:{id}` + `LPUSH {app}:queue {id}` is a job, made
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
-
-from msgspec.structs import replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tasuki.core.apps import DEFAULT_APP
-from tasuki.core.job import Job, JobIncident, JobSpec
+from tasuki.core.job import Job, JobSpec
 from tasuki.core.lifecycle import RETENTION_DAYS
 from tasuki.core.store_messages import (
+    VERBS,
     Answers,
     Assignment,
-    AuditRow,
-    BlobClaim,
-    BlobPlace,
     Canceled,
-    Condemned,
-    CondemnOrder,
     Filter,
     Grant,
-    GroupCounts,
-    HeldLease,
     LeaseRequest,
-    LeaseStatus,
     Page,
-    Promoted,
-    Reaped,
-    Report,
-    ReportAnswer,
     Requeued,
     RequeueOrder,
     Submission,
@@ -47,15 +35,15 @@ from tasuki.core.store_messages import (
     Turn,
 )
 from tasuki.errors import ConfigError, InvalidInput, Unavailable
-from tasuki.stores.common import check_on_failed, is_wanted, storable
+from tasuki.stores.common import check_on_failed, is_wanted
 from tasuki.stores.redis import codec, verbs
 from tasuki.stores.redis.codec import Reply
 from tasuki.stores.redis.connection import TIMEOUT_S, check_settings, connect, name_of
 from tasuki.stores.redis.scripts import Clocks, RedisSession, outsiders_of, script
-from tasuki.stores.redis.turn_script import calls_of, fill
 from tasuki.stores.redis.verbs import Answered, FilterFields, Random, ScriptCall
 from tasuki.stores.store import Clock, Feature
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1  # of the keys and their values
@@ -85,6 +73,16 @@ class RedisClock:
 
     def wall(self) -> float:
         return self._session.time()
+
+
+def _verb(build: Callable[P, ScriptCall[T]]) -> Callable[Concatenate[RedisStore, P], T]:
+    """Return the method of a verb whose arguments are all that it needs."""
+
+    @wraps(build)
+    def method(store: RedisStore, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return store._do(build(*arguments, **named))
+
+    return method
 
 
 class RedisStore:
@@ -156,9 +154,19 @@ class RedisStore:
         """Execute all of a Turn in one call."""
         if self._open is not None and self._open.calls:
             raise Unavailable("a whole turn cannot be done inside another one")
-        calls = calls_of(turn, self.clock, self._random, self._own_subject)
+        calls: list[tuple[str, ScriptCall[Any]]] = []
+        for verb in VERBS:
+            if asked := getattr(turn, verb.name):
+                items = asked if verb.name in _ONE_BY_ONE else (asked,)
+                calls += [(verb.name, _CALLS[verb.name](self, item, turn.epoch)) for item in items]
+
+        def done(replies: Sequence[Reply]) -> None:
+            for (name, call), reply in zip(calls, replies, strict=True):
+                answer = call.decode(reply)
+                setattr(answers, name, [*getattr(answers, name), answer] if name in _ONE_BY_ONE else answer)
+
         if calls:
-            self._session.run([call for _, call in calls], lambda replies: fill(answers, calls, replies))
+            self._session.run([call for _, call in calls], done)
 
     def _do(self, call: ScriptCall[T]) -> T:
         turn = self._open
@@ -173,71 +181,22 @@ class RedisStore:
         self._session.run(calls, found.extend)
         return call.decode(found[0])
 
-    # -- submitters -----------------------------------------------------------------------------------------------
+    # -- verbs that need more than their arguments ---------------------------------------------------------------
     def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
         check_on_failed(on_failed)
-        return self._do(verbs.submit(submissions, on_failed, self._own_subject)) if submissions else []
+        return self._do(verbs.submit(submissions, on_failed, self._own_subject))
 
     def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
-        return self._do(verbs.cancel([(job_id, actor, reason) for job_id in job_ids])) if job_ids else []
+        return self._do(verbs.cancel([(job_id, actor, reason) for job_id in job_ids]))
 
     def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
-        orders = [RequeueOrder(job_id, actor, reason, generation) for job_id in job_ids]
-        return self._do(verbs.requeue(orders)) if orders else []
+        return self._do(verbs.requeue([RequeueOrder(job_id, actor, reason, generation) for job_id in job_ids]))
 
-    # -- workers --------------------------------------------------------------------------------------------------
     def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
         return self._do(verbs.lease(requests, self._random)) if requests else []
 
-    def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
-        return self._do(verbs.held(holders)) if holders else []
-
-    def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
-        return self._do(verbs.start(claims)) if claims else []
-
-    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
-        return self._do(verbs.renew(claims)) if claims else []
-
-    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
-        return self._do(verbs.release(claims, reason)) if claims else []
-
-    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
-        return self._do(verbs.report("finish", reports)) if reports else []
-
-    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
-        return self._do(verbs.report("fail", reports)) if reports else []
-
-    # -- the leader -----------------------------------------------------------------------------------------------
-    def take_over(self, holder: str, epoch: int) -> bool:
-        return self._do(verbs.take_over(holder, epoch))
-
     def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
         return self._do(verbs.assign(assignments, epoch, self._random))
-
-    def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
-        return self._do(verbs.reap(epoch, limit))
-
-    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
-        return self._do(verbs.skip(epoch, limit))
-
-    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
-        return self._do(verbs.promote(epoch, limit))
-
-    def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
-        return self._do(verbs.prune(before, epoch, limit))
-
-    # -- readers ----------------------------------------------------------------------------------------------------
-    def get(self, job_ids: Sequence[str]) -> list[Job | None]:
-        return self._do(verbs.get(job_ids)) if job_ids else []
-
-    def incidents(self, job_id: str) -> list[JobIncident]:
-        return self._do(verbs.incidents(job_id))
-
-    def epoch(self) -> tuple[int, str]:
-        return self._do(verbs.epoch())
-
-    def next_due(self) -> tuple[float | None, float | None]:
-        return self._do(verbs.next_due())
 
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
         if cursor is not None and not cursor.isdecimal():
@@ -248,7 +207,8 @@ class RedisStore:
         while len(jobs) < limit and looked_at < FIND_SCAN_MAX:
             rows = self._do(verbs.find(cursor, window, with_texts=filter.text is not None))
             wanted = [row for row in rows if _passes(filter, row)][: limit - len(jobs)]
-            jobs += [job for job in self.get([row.job_id for row in wanted]) if job is not None]
+            if wanted:
+                jobs += [job for job in self.get([row.job_id for row in wanted]) if job is not None]
             looked_at += window
             last = wanted[-1] if len(jobs) >= limit and wanted else rows[-1] if rows else None
             if last is None or (len(rows) < window and last is rows[-1]):
@@ -256,41 +216,9 @@ class RedisStore:
             cursor = str(last.record.seq)
         return Page(jobs, cursor)
 
-    def counts(self) -> dict[str, GroupCounts]:
-        return self._do(verbs.counts())
-
     def ready_ahead(self, job_id: str, *, limit: int = 10_000) -> int | None:
         ahead = self._do(verbs.ready_ahead(job_id))
         return None if ahead is None else min(limit, ahead)
-
-    def top_band(self) -> int | None:
-        return self._do(verbs.top_band())
-
-    def ended_among(self, job_ids: Sequence[str]) -> list[str]:
-        return self._do(verbs.texts_of("ended_among", list(dict.fromkeys(job_ids)))) if job_ids else []
-
-    # -- blobs ----------------------------------------------------------------------------------------------------
-    def blob_places(self, sha256s: Sequence[str]) -> list[BlobPlace | None]:
-        return self._do(verbs.blob_places(sha256s)) if sha256s else []
-
-    def blob_owners(self, sha256: str, *, limit: int = 16) -> list[str]:
-        return self._do(verbs.blob_owners(sha256, limit))
-
-    def place_blobs(self, claims: Sequence[BlobClaim]) -> list[BlobPlace]:
-        return self._do(verbs.place_blobs(claims)) if claims else []
-
-    def blobs_stored(self, places: Sequence[BlobPlace]) -> list[bool]:
-        return self._do(verbs.blobs_stored(places)) if places else []
-
-    def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
-        return self._do(verbs.condemn_blobs(order, epoch))
-
-    def forget_blobs(self, places: Sequence[BlobPlace], *, epoch: int) -> int:
-        return self._do(verbs.forget_blobs(places, epoch))
-
-    # -- tokens ---------------------------------------------------------------------------------------------------
-    def add_token(self, token: TokenRow) -> bool:
-        return self._do(verbs.add_token(replace(token, label=storable(token.label))))
 
     def token(self, sha256: str) -> TokenRow | None:
         if self._open is not None:
@@ -298,17 +226,69 @@ class RedisStore:
         # One plain command: doors ask this for every request.
         return codec.token(self._session.fields_of(f"{self._app}:token:{sha256}"))
 
-    def tokens(self) -> list[TokenRow]:
-        return self._do(verbs.tokens())
+    # -- all others -----------------------------------------------------------------------------------------------
+    held = _verb(verbs.held)
+    start = _verb(verbs.start)
+    renew = _verb(verbs.renew)
+    release = _verb(verbs.release)
+    finish = _verb(verbs.finish)
+    fail = _verb(verbs.fail)
+    take_over = _verb(verbs.take_over)
+    reap = _verb(verbs.reap)
+    skip = _verb(verbs.skip)
+    promote = _verb(verbs.promote)
+    prune = _verb(verbs.prune)
+    condemn_blobs = _verb(verbs.condemn_blobs)
+    forget_blobs = _verb(verbs.forget_blobs)
+    epoch = _verb(verbs.epoch)
+    next_due = _verb(verbs.next_due)
+    get = _verb(verbs.get)
+    incidents = _verb(verbs.incidents)
+    counts = _verb(verbs.counts)
+    top_band = _verb(verbs.top_band)
+    ended_among = _verb(verbs.ended_among)
+    blob_places = _verb(verbs.blob_places)
+    blob_owners = _verb(verbs.blob_owners)
+    place_blobs = _verb(verbs.place_blobs)
+    blobs_stored = _verb(verbs.blobs_stored)
+    add_token = _verb(verbs.add_token)
+    tokens = _verb(verbs.tokens)
+    revoke_token = _verb(verbs.revoke_token)
+    revoked_among = _verb(verbs.revoked_among)
+    audit = _verb(verbs.audit)
 
-    def revoke_token(self, token_id: str, *, actor: str) -> bool:
-        return self._do(verbs.revoke_token(token_id, actor))
 
-    def revoked_among(self, token_ids: Sequence[str]) -> list[str]:
-        return self._do(verbs.texts_of("revoked_among", list(dict.fromkeys(token_ids)))) if token_ids else []
+_CALLS: dict[str, Callable[[RedisStore, Any, int], ScriptCall[Any]]] = {
+    "finish": lambda _, reports, _epoch: verbs.finish(reports),
+    "fail": lambda _, reports, _epoch: verbs.fail(reports),
+    "start": lambda _, claims, _epoch: verbs.start(claims),
+    "renew": lambda _, claims, _epoch: verbs.renew(claims),
+    "release": lambda _, claims, _epoch: verbs.release(claims),
+    "cancel": lambda _, orders, _epoch: verbs.cancel(orders),
+    "requeue": lambda _, orders, _epoch: verbs.requeue(orders),
+    "take_over": lambda _, holder, epoch: verbs.take_over(holder, epoch),
+    "reap": lambda _, limit, epoch: verbs.reap(epoch=epoch, limit=limit),
+    "skip": lambda _, limit, epoch: verbs.skip(epoch=epoch, limit=limit),
+    "promote": lambda _, limit, epoch: verbs.promote(epoch=epoch, limit=limit),
+    "prune": lambda store, kept, epoch: verbs.prune(before=store.clock.wall() - kept.age_s, epoch=epoch, limit=kept.limit),
+    "condemn_blobs": lambda store, ages, epoch: verbs.condemn_blobs(ages.order(store.clock.wall()), epoch=epoch),
+    "forget_blobs": lambda _, places, epoch: verbs.forget_blobs(places, epoch=epoch),
+    "place_blobs": lambda _, claims, _epoch: verbs.place_blobs(claims),
+    "blobs_stored": lambda _, places, _epoch: verbs.blobs_stored(places),
+    "add_token": lambda _, token, _epoch: verbs.add_token(token),
+    "revoke_token": lambda _, item, _epoch: verbs.revoke_token(item[0], actor=item[1]),
+    "submit": lambda store, submissions, _epoch: verbs.submit(submissions, "return", store._own_subject),
+    "rerun": lambda store, submissions, _epoch: verbs.submit(submissions, "rerun", store._own_subject),
+    "lease": lambda store, requests, _epoch: verbs.lease(requests, store._random),
+    "held": lambda _, holders, _epoch: verbs.held(holders),
+    "get": lambda _, job_ids, _epoch: verbs.get(job_ids),
+    "token": lambda _, sha256s, _epoch: verbs.token(sha256s),
+    "tokens": lambda _, _none, _epoch: verbs.tokens(),
+}
+"""Builders of the script call for each verb of a Turn."""
 
-    def audit(self, *, limit: int = 100) -> list[AuditRow]:
-        return self._do(verbs.audit(limit))
+_ONE_BY_ONE = frozenset({"add_token", "revoke_token", "tokens"})
+"""Verbs of a Turn that take one call for each of their items."""
 
 
 def _passes(filter: Filter, found: FilterFields) -> bool:

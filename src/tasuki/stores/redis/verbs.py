@@ -220,7 +220,7 @@ def _statuses(reply: Reply) -> list[LeaseStatus]:
     return [LeaseStatus(row.decode()) for row in reply]
 
 
-def release(claims: Sequence[HeldLease], reason: str) -> ScriptCall[list[bool]]:
+def release(claims: Sequence[HeldLease], *, reason: str = "") -> ScriptCall[list[bool]]:
     arguments: list[Argument] = [storable(reason), len(claims)]
     for claim in claims:
         outcome = Outcome(error_code="CANCELED", message=f"canceled; {claim.worker_id} had not started it")
@@ -228,8 +228,15 @@ def release(claims: Sequence[HeldLease], reason: str) -> ScriptCall[list[bool]]:
     return ScriptCall("release", arguments, flags)
 
 
-def report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
-    """Record reports; the verb is `finish` or `fail`."""
+def finish(reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
+    return _report("finish", reports)
+
+
+def fail(reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
+    return _report("fail", reports)
+
+
+def _report(verb: str, reports: Sequence[Report]) -> ScriptCall[list[ReportAnswer]]:
     arguments: list[Argument] = [len(reports), *(item.job_id for item in reports)]
     for item in reports:
         outcome = item.outcome
@@ -281,7 +288,7 @@ def take_over(holder: str, epoch: int) -> ScriptCall[bool]:
     return ScriptCall("take_over", [holder, epoch], is_one)
 
 
-def reap(epoch: int, limit: int) -> ScriptCall[list[Reaped]]:
+def reap(*, epoch: int, limit: int = 256) -> ScriptCall[list[Reaped]]:
     def decode(reply: Reply) -> list[Reaped]:
         return [
             Reaped(job_id.decode(), State(state.decode()), worker_id.decode(), int(attempt), reason.decode())
@@ -291,22 +298,22 @@ def reap(epoch: int, limit: int) -> ScriptCall[list[Reaped]]:
     return ScriptCall("reap", [epoch, limit], decode, leads=True)
 
 
-def promote(epoch: int, limit: int) -> ScriptCall[Promoted]:
+def promote(*, epoch: int, limit: int = 1024) -> ScriptCall[Promoted]:
     def decode(reply: Reply) -> Promoted:
         return Promoted(tuple(subject.decode() for subject in reply[1:]), int(reply[0]))
 
     return ScriptCall("promote", [epoch, limit], decode, leads=True)
 
 
-def skip(epoch: int, limit: int) -> ScriptCall[list[str]]:
+def skip(*, epoch: int, limit: int = 1024) -> ScriptCall[list[str]]:
     return ScriptCall("skip", [epoch, limit], texts, leads=True)
 
 
-def prune(before: float, epoch: int, limit: int) -> ScriptCall[int]:
+def prune(*, before: float, epoch: int, limit: int = 256) -> ScriptCall[int]:
     return ScriptCall("prune", [before, epoch, limit], int, leads=True)
 
 
-def condemn_blobs(order: CondemnOrder, epoch: int) -> ScriptCall[Condemned]:
+def condemn_blobs(order: CondemnOrder, *, epoch: int) -> ScriptCall[Condemned]:
     def decode(reply: Reply) -> Condemned:
         total_bytes, rows = reply
         places = tuple(
@@ -319,7 +326,7 @@ def condemn_blobs(order: CondemnOrder, epoch: int) -> ScriptCall[Condemned]:
     return ScriptCall("condemn_blobs", arguments, decode, leads=True)
 
 
-def forget_blobs(places: Sequence[BlobPlace], epoch: int) -> ScriptCall[int]:
+def forget_blobs(places: Sequence[BlobPlace], *, epoch: int) -> ScriptCall[int]:
     doomed = dict.fromkeys((place.sha256, place.generation) for place in places)
     return ScriptCall("forget_blobs", [epoch, len(doomed), *(part for place in doomed for part in place)], int, leads=True)
 
@@ -378,9 +385,18 @@ def top_band() -> ScriptCall[int | None]:
     return ScriptCall("top_band", [], _optional_int, reads=True)
 
 
-def texts_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
-    """Call `ended_among` or `revoked_among`, which return some of the names."""
-    return ScriptCall(verb, [len(names), *names], texts, reads=True)
+def ended_among(job_ids: Sequence[str]) -> ScriptCall[list[str]]:
+    return _some_of("ended_among", job_ids)
+
+
+def revoked_among(token_ids: Sequence[str]) -> ScriptCall[list[str]]:
+    return _some_of("revoked_among", token_ids)
+
+
+def _some_of(verb: str, names: Sequence[str]) -> ScriptCall[list[str]]:
+    """Call a verb that returns some of the names."""
+    unique = dict.fromkeys(names)
+    return ScriptCall(verb, [len(unique), *unique], texts, reads=True)
 
 
 # ---------------------------------------------------------------------------------------------------- blobs and tokens
@@ -396,7 +412,7 @@ def blob_places(sha256s: Sequence[str]) -> ScriptCall[list[BlobPlace | None]]:
     return ScriptCall("blob_places", [len(sha256s), *sha256s], decode, reads=True)
 
 
-def blob_owners(sha256: str, limit: int) -> ScriptCall[list[str]]:
+def blob_owners(sha256: str, *, limit: int = 16) -> ScriptCall[list[str]]:
     return ScriptCall("blob_owners", [sha256, limit], texts, reads=True)
 
 
@@ -417,7 +433,7 @@ def blobs_stored(places: Sequence[BlobPlace]) -> ScriptCall[list[bool]]:
 
 
 def add_token(token: TokenRow) -> ScriptCall[bool]:
-    """Add a token whose texts are storable."""
+    token = replace(token, label=storable(token.label))
 
     def decode(reply: Reply) -> bool:
         return reply == [b"added"] or [codec.token(row) for row in reply] == [token]
@@ -435,11 +451,11 @@ def tokens() -> ScriptCall[list[TokenRow]]:
     return ScriptCall("tokens", [], lambda reply: [row for flat in reply if (row := codec.token(flat)) is not None], reads=True)
 
 
-def revoke_token(token_id: str, actor: str) -> ScriptCall[bool]:
+def revoke_token(token_id: str, *, actor: str) -> ScriptCall[bool]:
     return ScriptCall("revoke_token", [token_id, actor], is_one)
 
 
-def audit(limit: int) -> ScriptCall[list[AuditRow]]:
+def audit(*, limit: int = 100) -> ScriptCall[list[AuditRow]]:
     return ScriptCall("audit", [limit], lambda reply: [codec.audit_row(row) for row in reply], reads=True)
 
 

@@ -31,6 +31,8 @@ def place_of(row: tuple[Any, ...]) -> BlobPlace:
 
 
 def place_blobs(tx: Transaction, claims: Sequence[BlobClaim]) -> list[BlobPlace]:
+    if not claims:
+        return []
     sizes: dict[str, int] = {}
     for claim in claims:
         sizes.setdefault(claim.sha256, claim.size_bytes)
@@ -60,7 +62,7 @@ def blobs_stored(tx: Transaction, places: Sequence[BlobPlace]) -> list[bool]:
     return [(place.sha256, place.generation) in stored for place in places]
 
 
-def condemn_blobs(tx: Transaction, order: CondemnOrder, epoch: int) -> Condemned:
+def condemn_blobs(tx: Transaction, order: CondemnOrder, *, epoch: int) -> Condemned:
     tx.check_epoch(epoch)
     places = [place_of(row) for row in tx.session.rows("condemned_blobs", (order.limit,))]
     total_bytes = None
@@ -101,6 +103,6 @@ def _condemn(tx: Transaction, order: CondemnOrder, limit: int, total_bytes: int 
     return [condemned[row_id] for row_id in chosen if row_id in condemned]
 
 
-def forget_blobs(tx: Transaction, places: Sequence[BlobPlace], epoch: int) -> int:
+def forget_blobs(tx: Transaction, places: Sequence[BlobPlace], *, epoch: int) -> int:
     tx.check_epoch(epoch)
     return tx.session.changed("forget_blobs", (), sorted({(place.sha256, place.generation) for place in places}))

@@ -35,7 +35,7 @@ def _earlier_takeover(tx: Transaction, now: float) -> float:
     return known[0] if known else -math.inf
 
 
-def reap(tx: Transaction, epoch: int, limit: int) -> list[Reaped]:
+def reap(tx: Transaction, *, epoch: int, limit: int = 256) -> list[Reaped]:
     tx.check_epoch(epoch)
     ids = [row_id for (row_id,) in tx.session.rows("leases_over", (tx.clock.lease(), limit))]
     reaped = [_reap(tx, row, epoch) for row in _rows_of(tx, ids)]
@@ -57,7 +57,7 @@ def _reap(tx: Transaction, row: JobRow, epoch: int) -> Reaped:
     return Reaped(row.idempotency_key, disposition.state, row.assigned_worker_id or "", row.attempt, disposition.reason)
 
 
-def skip(tx: Transaction, epoch: int, limit: int) -> list[str]:
+def skip(tx: Transaction, *, epoch: int, limit: int = 1024) -> list[str]:
     tx.check_epoch(epoch)
     rows = _rows_of(tx, [row_id for (row_id,) in tx.session.rows("late", (tx.clock.wall(), limit))])
     for row in rows:
@@ -69,7 +69,7 @@ def skip(tx: Transaction, epoch: int, limit: int) -> list[str]:
     return [row.idempotency_key for row in rows]
 
 
-def promote(tx: Transaction, epoch: int, limit: int) -> Promoted:
+def promote(tx: Transaction, *, epoch: int, limit: int = 1024) -> Promoted:
     tx.check_epoch(epoch)
     due = tx.session.rows("delayed_due", (tx.clock.wall(), limit))
     if due:
@@ -77,7 +77,7 @@ def promote(tx: Transaction, epoch: int, limit: int) -> Promoted:
     return Promoted(tuple(dict.fromkeys(subject for _, subject in due)), len(due))
 
 
-def prune(tx: Transaction, before: float, epoch: int, limit: int) -> int:
+def prune(tx: Transaction, *, before: float, epoch: int, limit: int = 256) -> int:
     tx.check_epoch(epoch)
     found = {row_id: (group, state) for row_id, group, state in _find_old(tx, before, limit)}
     if not found:

@@ -289,7 +289,7 @@ def _granted(tx: Transaction, rows: list[Any], group: str, prefix: str, to: Leas
     return [Grant(row[1], row[2], row[3], f"{prefix}{row[0]}", row[4] + 1, ttl_s) for row in rows]
 
 
-def assign(tx: Transaction, assignments: Sequence[Assignment], epoch: int) -> list[Grant | None]:
+def assign(tx: Transaction, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
     tx.check_epoch(epoch)
     return [_assign(tx, assignment, epoch) for assignment in assignments]
 
@@ -304,7 +304,7 @@ def _assign(tx: Transaction, assignment: Assignment, epoch: int) -> Grant | None
     return _grant(tx, row, group, assignment, epoch)
 
 
-def held(session: SqlSession, holders: Sequence[tuple[str, str]], now: float) -> list[list[Grant]]:
+def held_leases(session: SqlSession, holders: Sequence[tuple[str, str]], now: float) -> list[list[Grant]]:
     grants: dict[tuple[str, str], list[Grant]] = {holder: [] for holder in holders}
     for row in session.rows("held", session.holders(list(grants))):
         worker_id, incarnation, job_id, spec, submitter, lease_id, attempt, over_at, on_disconnect, grace_s = row

@@ -80,7 +80,7 @@ def _resume(tx: Transaction, held: list[tuple[HeldLease, JobRow]]) -> dict[tuple
     return resumed
 
 
-def release(tx: Transaction, claims: Sequence[HeldLease], reason: str) -> list[bool]:
+def release(tx: Transaction, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
     rows = tx.rows(claim.job_id for claim in claims)
     answers = []
     released = []
@@ -119,6 +119,8 @@ def _give_back(tx: Transaction, rows: list[JobRow], reason: str) -> None:
 
 
 def finish(tx: Transaction, reports: Sequence[Report]) -> list[ReportAnswer]:
+    if not reports:
+        return []
     by_row = {row_id_of(report.lease_id): report for report in reports}
     if len(by_row) < len(reports) or len({report.job_id for report in reports}) < len(reports):
         # Several reports on one job: each is judged by what those before it left.
@@ -300,12 +302,7 @@ def _plain_values(report: Report) -> tuple[Any, ...]:
 def _full_values(report: Report) -> tuple[Any, ...]:
     outcome = report.outcome
     return (
-        report.job_id,
-        report.lease_id,
-        report.worker_id,
-        report.attempt,
-        report.started_at,
-        outcome.exit_code,
+        *_plain_values(report)[:6],
         outcome.result if outcome.result_ref is None else None,
         result_sha256_of(outcome),
         result_size_of(outcome),

@@ -9,36 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.job import JobIncident
-from tasuki.core.store_messages import (
-    Assignment,
-    BlobClaim,
-    BlobPlace,
-    Canceled,
-    Condemned,
-    CondemnOrder,
-    Grant,
-    GroupCounts,
-    HeldLease,
-    LeaseRequest,
-    LeaseStatus,
-    Promoted,
-    Reaped,
-    Report,
-    ReportAnswer,
-    Requeued,
-    Submission,
-    TokenRow,
-)
+from tasuki.core.store_messages import Grant, GroupCounts, TokenRow
 from tasuki.django.standalone import SCHEMA_VERSION
 from tasuki.errors import ConfigError
-from tasuki.stores.common import check_on_failed, storable
+from tasuki.stores.common import storable
 from tasuki.stores.sql import blobs, leader, lease, report, submit
 from tasuki.stores.sql.database import Database, SqlSession
+from tasuki.stores.sql.lease import held_leases
 from tasuki.stores.sql.read import SqlReader, SqlReads
 from tasuki.stores.sql.rows import token_values
 from tasuki.stores.sql.sqlite import SqliteDatabase, SqliteInDjango, file_system_of
@@ -47,6 +30,7 @@ from tasuki.stores.store import Clock
 
 __all__ = ["FAULT_POINTS", "SCHEMA_VERSION", "SqlStore"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 FAULT_POINTS = (
@@ -59,6 +43,17 @@ FAULT_POINTS = (
     "turn.committed",
 )
 """Points at which `fault` is called, so that a test can end the process exactly there."""
+
+
+def _verb(function: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[SqlStore, P], T]:
+    """Return the method that calls a verb's function in the store's transaction."""
+
+    @wraps(function)
+    def method(store: SqlStore, /, *arguments: P.args, **named: P.kwargs) -> T:
+        with store._tx:
+            return function(store._tx, *arguments, **named)
+
+    return method
 
 
 class SqlStore(SqlReads):
@@ -141,100 +136,31 @@ class SqlStore(SqlReads):
     def close(self) -> None:
         self._database.close()
 
-    # -- submitters -----------------------------------------------------------------------------------------------
-    def submit(self, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[submit.Answered]:
-        rerun = check_on_failed(on_failed)
-        if not submissions:
-            return []
-        with self._tx:
-            return submit.submit(self._tx, submissions, rerun=rerun)
-
-    def cancel(self, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
-        with self._tx:
-            return submit.cancel(self._tx, job_ids, actor, reason)
-
-    def requeue(self, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None) -> list[Requeued]:
-        with self._tx:
-            return submit.requeue(self._tx, job_ids, actor, reason, generation)
-
-    # -- workers --------------------------------------------------------------------------------------------------
-    def lease(self, requests: Sequence[LeaseRequest]) -> list[list[Grant]]:
-        if not requests:
-            return []
-        with self._tx:
-            return lease.lease(self._tx, requests)
+    # -- verbs ----------------------------------------------------------------------------------------------------
+    # `submit` and `lease` hide their modules from there on, so they come after the other verbs of these.
+    cancel = _verb(submit.cancel)
+    requeue = _verb(submit.requeue)
+    submit = _verb(submit.submit)
+    assign = _verb(lease.assign)
+    lease = _verb(lease.lease)
+    start = _verb(report.start)
+    renew = _verb(report.renew)
+    release = _verb(report.release)
+    finish = _verb(report.finish)
+    fail = _verb(report.fail)
+    take_over = _verb(leader.take_over)
+    reap = _verb(leader.reap)
+    skip = _verb(leader.skip)
+    promote = _verb(leader.promote)
+    prune = _verb(leader.prune)
+    place_blobs = _verb(blobs.place_blobs)
+    blobs_stored = _verb(blobs.blobs_stored)
+    condemn_blobs = _verb(blobs.condemn_blobs)
+    forget_blobs = _verb(blobs.forget_blobs)
 
     def held(self, holders: Sequence[tuple[str, str]]) -> list[list[Grant]]:
         now = self.clock.lease()
-        return self._read(lambda session: lease.held(session, holders, now))
-
-    def start(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
-        with self._tx:
-            return report.start(self._tx, claims)
-
-    def renew(self, claims: Sequence[HeldLease]) -> list[LeaseStatus]:
-        with self._tx:
-            return report.renew(self._tx, claims)
-
-    def release(self, claims: Sequence[HeldLease], *, reason: str = "") -> list[bool]:
-        with self._tx:
-            return report.release(self._tx, claims, reason)
-
-    def finish(self, reports: Sequence[Report]) -> list[ReportAnswer]:
-        if not reports:
-            return []
-        with self._tx:
-            return report.finish(self._tx, reports)
-
-    def fail(self, reports: Sequence[Report]) -> list[ReportAnswer]:
-        with self._tx:
-            return report.fail(self._tx, reports)
-
-    # -- the leader -----------------------------------------------------------------------------------------------
-    def take_over(self, holder: str, epoch: int) -> bool:
-        with self._tx:
-            return leader.take_over(self._tx, holder, epoch)
-
-    def assign(self, assignments: Sequence[Assignment], *, epoch: int) -> list[Grant | None]:
-        with self._tx:
-            return lease.assign(self._tx, assignments, epoch)
-
-    def reap(self, *, epoch: int, limit: int = 256) -> list[Reaped]:
-        with self._tx:
-            return leader.reap(self._tx, epoch, limit)
-
-    def skip(self, *, epoch: int, limit: int = 1024) -> list[str]:
-        with self._tx:
-            return leader.skip(self._tx, epoch, limit)
-
-    def promote(self, *, epoch: int, limit: int = 1024) -> Promoted:
-        with self._tx:
-            return leader.promote(self._tx, epoch, limit)
-
-    def prune(self, *, before: float, epoch: int, limit: int = 256) -> int:
-        with self._tx:
-            return leader.prune(self._tx, before, epoch, limit)
-
-    # -- blobs ----------------------------------------------------------------------------------------------------
-    def place_blobs(self, claims: Sequence[BlobClaim]) -> list[BlobPlace]:
-        if not claims:
-            return []
-        with self._tx:
-            return blobs.place_blobs(self._tx, claims)
-
-    def blobs_stored(self, places: Sequence[BlobPlace]) -> list[bool]:
-        if not places:
-            return []
-        with self._tx:
-            return blobs.blobs_stored(self._tx, places)
-
-    def condemn_blobs(self, order: CondemnOrder, *, epoch: int) -> Condemned:
-        with self._tx:
-            return blobs.condemn_blobs(self._tx, order, epoch)
-
-    def forget_blobs(self, places: Sequence[BlobPlace], *, epoch: int) -> int:
-        with self._tx:
-            return blobs.forget_blobs(self._tx, places, epoch)
+        return self._read(lambda session: held_leases(session, holders, now))
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def add_token(self, token: TokenRow) -> bool:

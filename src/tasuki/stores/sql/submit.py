@@ -12,7 +12,7 @@ from tasuki.core.lifecycle import Event, after, cancel_is_immediate, not_after_a
 from tasuki.core.store_messages import Canceled, MissingBlobs, Requeued, Submission, Submitted, kind_of
 from tasuki.core.subject import group_of
 from tasuki.errors import Conflict, Unavailable
-from tasuki.stores.common import requeue_reason, storable
+from tasuki.stores.common import check_on_failed, requeue_reason, storable
 from tasuki.stores.sql.database import NOTHING_STORED
 from tasuki.stores.sql.rows import JobRow, decode_spec, encode_spec, job_of, outcome_of, ready_value
 from tasuki.stores.sql.transaction import Transaction, must_change
@@ -22,7 +22,10 @@ _PLAIN = (5, 3, 3, 10.0)  # the database's defaults, in the order of _is_plain
 Answered = Submitted | Conflict | MissingBlobs
 
 
-def submit(tx: Transaction, submissions: Sequence[Submission], *, rerun: bool) -> list[Answered]:
+def submit(tx: Transaction, submissions: Sequence[Submission], *, on_failed: str = "return") -> list[Answered]:
+    rerun = check_on_failed(on_failed)
+    if not submissions:
+        return []
     has_files = any(submission.spec.files for submission in submissions)
     answers = _insert_with_files(tx, submissions, rerun) if has_files else _insert(tx, submissions, rerun)
     tx.at("submit.written")
@@ -113,7 +116,7 @@ def _answer_known(tx: Transaction, submission: Submission, rows: dict[str, JobRo
     return Submitted.before(job_of(rows[job_id]))
 
 
-def cancel(tx: Transaction, job_ids: Sequence[str], actor: str, reason: str) -> list[Canceled]:
+def cancel(tx: Transaction, job_ids: Sequence[str], *, actor: str, reason: str = "") -> list[Canceled]:
     rows = tx.rows(job_ids)
     requested: list[JobRow] = []
     answers = []
@@ -145,7 +148,9 @@ def _cancel(tx: Transaction, row: JobRow, requested: list[JobRow], actor: str, r
     return Canceled(state, True, row.assigned_worker_id, row.lease_id)
 
 
-def requeue(tx: Transaction, job_ids: Sequence[str], actor: str, reason: str, generation: int | None) -> list[Requeued]:
+def requeue(
+    tx: Transaction, job_ids: Sequence[str], *, actor: str, reason: str = "", generation: int | None = None
+) -> list[Requeued]:
     rows = tx.rows(job_ids)
     ended: list[JobRow] = []
     answers = []

@@ -202,7 +202,7 @@ _OF_REPORTS = (
         what="only the owner of a lease can start, renew or release it",
         invariants=("I17", "I5"),
         seams=(
-            Instead(MemoryStore, "_claimed", _nothing_known),
+            Instead(MemoryRecords, "_claimed", _nothing_known),
             Instead(report, "_is_holder", lambda _: lambda *_: True),
         ),
         options=SimOptions(kinds=LOSSES),
@@ -546,7 +546,7 @@ _OF_THE_LEADER = (
         what="a duty is written only under the latest epoch",
         invariants=("I8",),
         seams=(
-            Instead(MemoryStore, "_check_epoch", lambda _: lambda *_: None),
+            Instead(MemoryRecords, "_check_epoch", lambda _: lambda *_: None),
             Instead(Transaction, "check_epoch", lambda _: lambda *_: None),
         ),
         options=SimOptions(servers=3, lock_ttl_s=2.0, kinds=RIVALS),
