@@ -538,6 +538,5 @@ VERBS: tuple[StoreVerb, ...] = (
 
 Reports and renewals come before submits and leases, so that work that is done never waits behind new work; reads come last, so
 that they see what the turn wrote. A new verb needs four changes: (1) here its row and its fields in `Turn` and `Answers`; (2) the
-contract in `stores/store.py`; (3) its implementation in each store (for Redis also the row in `stores/redis/turn_script.py`);
-(4) the conversation that asks it (`core/broker`).
+contract in `stores/store.py`; (3) its implementation in each store; (4) the conversation that asks it (`core/broker`).
 """

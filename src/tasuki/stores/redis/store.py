@@ -30,6 +30,7 @@ from tasuki.core.store_messages import (
     Page,
     Requeued,
     RequeueOrder,
+    StoreVerb,
     Submission,
     TokenRow,
     Turn,
@@ -154,19 +155,26 @@ class RedisStore:
         """Execute all of a Turn in one call."""
         if self._open is not None and self._open.calls:
             raise Unavailable("a whole turn cannot be done inside another one")
-        calls: list[tuple[str, ScriptCall[Any]]] = []
-        for verb in VERBS:
-            if asked := getattr(turn, verb.name):
-                items = asked if verb.name in _ONE_BY_ONE else (asked,)
-                calls += [(verb.name, _CALLS[verb.name](self, item, turn.epoch)) for item in items]
+        asked = [(verb, value) for verb in VERBS if (value := getattr(turn, verb.name))]
+        built = [(verb.name, self._calls_of(verb, value, turn.epoch)) for verb, value in asked]
 
         def done(replies: Sequence[Reply]) -> None:
-            for (name, call), reply in zip(calls, replies, strict=True):
-                answer = call.decode(reply)
-                setattr(answers, name, [*getattr(answers, name), answer] if name in _ONE_BY_ONE else answer)
+            rest = iter(replies)
+            for name, calls in built:
+                if isinstance(calls, list):
+                    setattr(answers, name, [call.decode(next(rest)) for call in calls])
+                else:
+                    setattr(answers, name, calls.decode(next(rest)))
 
-        if calls:
-            self._session.run([call for _, call in calls], done)
+        if built:
+            self._session.run([call for _, calls in built for call in (calls if isinstance(calls, list) else [calls])], done)
+
+    def _calls_of(self, verb: StoreVerb, asked: Any, epoch: int) -> ScriptCall[Any] | list[ScriptCall[Any]]:
+        """Return the call of one verb of a Turn, or a list if the verb takes one call for each item."""
+        if (build := _SPECIAL.get(verb.name)) is not None:
+            return build(self, asked)
+        calls: ScriptCall[Any] | list[ScriptCall[Any]] = verb.call(getattr(verbs, verb.method), asked, epoch, self.clock.wall)
+        return calls
 
     def _do(self, call: ScriptCall[T]) -> T:
         turn = self._open
@@ -258,37 +266,15 @@ class RedisStore:
     audit = _verb(verbs.audit)
 
 
-_CALLS: dict[str, Callable[[RedisStore, Any, int], ScriptCall[Any]]] = {
-    "finish": lambda _, reports, _epoch: verbs.finish(reports),
-    "fail": lambda _, reports, _epoch: verbs.fail(reports),
-    "start": lambda _, claims, _epoch: verbs.start(claims),
-    "renew": lambda _, claims, _epoch: verbs.renew(claims),
-    "release": lambda _, claims, _epoch: verbs.release(claims),
-    "cancel": lambda _, orders, _epoch: verbs.cancel(orders),
-    "requeue": lambda _, orders, _epoch: verbs.requeue(orders),
-    "take_over": lambda _, holder, epoch: verbs.take_over(holder, epoch),
-    "reap": lambda _, limit, epoch: verbs.reap(epoch=epoch, limit=limit),
-    "skip": lambda _, limit, epoch: verbs.skip(epoch=epoch, limit=limit),
-    "promote": lambda _, limit, epoch: verbs.promote(epoch=epoch, limit=limit),
-    "prune": lambda store, kept, epoch: verbs.prune(before=store.clock.wall() - kept.age_s, epoch=epoch, limit=kept.limit),
-    "condemn_blobs": lambda store, ages, epoch: verbs.condemn_blobs(ages.order(store.clock.wall()), epoch=epoch),
-    "forget_blobs": lambda _, places, epoch: verbs.forget_blobs(places, epoch=epoch),
-    "place_blobs": lambda _, claims, _epoch: verbs.place_blobs(claims),
-    "blobs_stored": lambda _, places, _epoch: verbs.blobs_stored(places),
-    "add_token": lambda _, token, _epoch: verbs.add_token(token),
-    "revoke_token": lambda _, item, _epoch: verbs.revoke_token(item[0], actor=item[1]),
-    "submit": lambda store, submissions, _epoch: verbs.submit(submissions, "return", store._own_subject),
-    "rerun": lambda store, submissions, _epoch: verbs.submit(submissions, "rerun", store._own_subject),
-    "lease": lambda store, requests, _epoch: verbs.lease(requests, store._random),
-    "held": lambda _, holders, _epoch: verbs.held(holders),
-    "get": lambda _, job_ids, _epoch: verbs.get(job_ids),
-    "token": lambda _, sha256s, _epoch: verbs.token(sha256s),
-    "tokens": lambda _, _none, _epoch: verbs.tokens(),
+_SPECIAL: dict[str, Callable[[RedisStore, Any], ScriptCall[Any]]] = {
+    "cancel": lambda _, orders: verbs.cancel(orders),
+    "requeue": lambda _, orders: verbs.requeue(orders),
+    "submit": lambda store, submissions: verbs.submit(submissions, "return", store._own_subject),
+    "rerun": lambda store, submissions: verbs.submit(submissions, "rerun", store._own_subject),
+    "lease": lambda store, requests: verbs.lease(requests, store._random),
+    "token": lambda _, sha256s: verbs.token(sha256s),
 }
-"""Builders of the script call for each verb of a Turn."""
-
-_ONE_BY_ONE = frozenset({"add_token", "revoke_token", "tokens"})
-"""Verbs of a Turn that take one call for each of their items."""
+"""Builders of the script call for the verbs of a Turn that differ from the method of the store."""
 
 
 def _passes(filter: Filter, found: FilterFields) -> bool:

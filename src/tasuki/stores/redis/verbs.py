@@ -1,7 +1,6 @@
 """The verbs of the Redis store as data: the arguments that go to Lua, and the decoding of its answers. Pure.
 
-The comment above each verb in `lua/` has the order of its arguments. `store.py` calls one verb at a time, `turn_script.py` all
-verbs of a turn at once.
+The comment above each verb in `lua/` has the order of its arguments.
 """
 
 from __future__ import annotations
