@@ -238,7 +238,7 @@ def test_the_group_of_a_dead_incarnation_is_found_wherever_it_was_killed_and_rem
 
     (dead / "cgroup.events").write_text("populated 1\n")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cgroup, "_write", write)
+        patched.setattr(cgroup, "write_file", write)
         assert kill_group_of("dead")
 
     assert killed == ["system.slice/tasuki-dead/cgroup.kill=1"]

@@ -1,13 +1,14 @@
 """A warm interpreter: the modules of one exec imported once, a fork for each job. Also the same job in a cold interpreter.
 
-    python -P warm.py CALL ARGUMENT…                               cold: import, call, exit
-    python -P warm.py --serve CONTROL RESERVED CALL MODULE…        warm: import, then fork for every request on descriptor CONTROL
+    python -P preforked.py CALL ARGUMENT…                           cold: import, call, exit
+    python -P preforked.py --serve CONTROL RESERVED CALL MODULE…    warm: import, then fork for each request on descriptor CONTROL
 
-It runs under the exec's own interpreter, which need not have tasuki: this file imports the standard library and nothing else.
+This is a program of its own. It runs under the exec's own interpreter, which need not have tasuki, and imports the standard
+library only.
 
-Theory of operation. The keeper (`keeper_warm.py`) is to be the parent of each job, as it is of any program; and no job is to
-wait for a fork, which takes the longer the more is imported. So the warm interpreter always has one process *parked*: forked
-twice, adopted by the keeper, and waiting for a request. The next one is forked as soon as that has come.
+Theory of operation. The keeper (`keeper/preforked.py`) must be the parent of each job, as it is of any program; and no job should
+wait for a fork, which takes longer the more is imported. So the warm interpreter always has one process *parked*: forked twice,
+adopted by the keeper, and waiting for a request. The next one is forked as soon as a request has come.
 
     warm ──fork──► go-between ──fork──► parked     waits until the go-between is gone and the keeper its parent
       │                └─► keeper: parked (pid)     before the keeper can see it as a child
@@ -44,11 +45,11 @@ from typing import Any, NoReturn
 SERVE = "--serve"
 EXIT_RAISED = 1
 EXIT_INTERRUPTED = 130
-EXIT_UNFLUSHED = 120  # what the interpreter itself ends with when its last output cannot be written
-RLIMIT_LOCKS = 10  # the keeper's tag of a job; see keeper_linux.py
+EXIT_UNFLUSHED = 120  # the interpreter's own exit code when its last output cannot be written
+RLIMIT_LOCKS = 10  # the keeper's tag of a job; see keeper/linux.py
 ADOPTION_POLL_S = 0.00005
 FORK_AGAIN_S = 0.05
-ABOVE_JOBS = 32  # our own descriptors stay out of the way of those that a job is given
+ABOVE_JOBS = 32  # the control socket is moved above the descriptors that a job is given
 _LENGTH = struct.Struct("<I")
 _TAKEN, _END = b"t", b"e"
 
@@ -59,16 +60,16 @@ Function = Callable[[list[str]], object]
 
 
 def find(call: str) -> Function:
-    """The function that `package.module:name` means."""
+    """Return the function `package.module:name`."""
     module, _, name = call.partition(":")
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     if not callable(function):
-        raise TypeError(f"{call} is no function, it is of type {type(function).__name__}")
+        raise TypeError(f"{call} is not a function but of type {type(function).__name__}")
     return function
 
 
 def run(function: Function, arguments: list[str]) -> NoReturn:
-    """Call it and end as a program ends: threads are waited for, exit handlers run, output is written. Nothing is torn down."""
+    """Call the function and exit as a program does: wait for threads, run exit handlers, write output. No other teardown."""
     code = EXIT_RAISED
     try:
         code = _exit_code_of(function, arguments)
@@ -94,13 +95,13 @@ def _exit_code_of(function: Function, arguments: list[str]) -> int:
     except KeyboardInterrupt as error:
         _show(error)
         return EXIT_INTERRUPTED
-    except BaseException as error:  # noqa: BLE001 - whatever the function raises is its own end
+    except BaseException as error:  # noqa: BLE001 - any exception is the end of the job
         _show(error)
         return EXIT_RAISED
 
 
 def _exit_code(value: object) -> int:
-    """As `sys.exit` takes it: nothing is 0, a number is itself, anything else is shown and is 1. Only 0 becomes 0."""
+    """Return the exit code as `sys.exit` does: None is 0, a number is itself, any other value is printed and is 1."""
     if value is None:
         return 0
     if isinstance(value, int):
@@ -111,13 +112,13 @@ def _exit_code(value: object) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback on stderr, without our own frames at its top."""
+    """Print the traceback to stderr, without the frames of this file at its top."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     try:
         sys.excepthook(type(error), error.with_traceback(frames), frames)
-    except BaseException:  # noqa: BLE001 - its text cannot be had, or stderr is closed; the exit code says it
+    except BaseException:  # noqa: BLE001 - it cannot be formatted, or stderr is closed; the exit code remains
         os.write(2, f"{type(error).__name__}\n".encode())
 
 
@@ -134,7 +135,7 @@ def _flushed(stream: Any) -> bool:
 
 
 def serve(control: socket.socket, call: str, modules: list[str]) -> None:
-    """Import, say how it went, and fork until the keeper closes its end."""
+    """Import the modules, report the result, and fork until the keeper closes its end."""
     began = time.monotonic()
     try:
         for module in modules:
@@ -144,7 +145,7 @@ def serve(control: socket.socket, call: str, modules: list[str]) -> None:
         traceback.print_exc()
         _tell(control, "failed", traceback.format_exception_only(error)[-1].strip())
         return
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # a module has the kernel wait for our children
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # set by a module; children must be waited for here
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.collect()
     gc.freeze()  # the collector of a job then leaves the shared pages alone
@@ -161,8 +162,8 @@ def serve(control: socket.socket, call: str, modules: list[str]) -> None:
 
 
 def _alone(control: socket.socket) -> bool:
-    """Whether there is no other thread: a fork would copy the locks that it holds, and nobody to let go of them."""
-    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208  # asked for each job
+    """Return whether there is no other thread: a fork would copy the locks that it holds, and nothing would release them."""
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208  # called for each job
     if threads == 1:
         return True
     names = ", ".join(repr(thread.name) for thread in threading.enumerate() if thread is not threading.main_thread())
@@ -177,12 +178,12 @@ def _children() -> str:
 
 
 def _parked(control: socket.socket, function: Function, call: str) -> bool:
-    """Park one process, and wait until it has a request; False: no more will come."""
+    """Park one process, and wait until it has a request; return False if no more will come."""
     reading, writing = os.pipe()
     word = b""
     try:
         pid = os.fork()
-    except OSError:  # the machine has no room for a process; whoever waits for long is told by the keeper
+    except OSError:  # no room for a process; the keeper refuses requests that wait for long
         os.close(writing)
     else:
         if pid == 0:
@@ -235,9 +236,9 @@ def _become_job(control: socket.socket, request: dict[str, Any], function: Funct
         if not _tell(control, "forked", [request["number"], os.getpid()]):
             os._exit(os.EX_UNAVAILABLE)
         control.close()
-        _forget_the_past()
+        _reset_modules()
         sys.argv = [call, *request["arguments"]]
-        for which, soft, hard in request["rlimits"]:  # late: what they forbid is the function's failure, not ours
+        for which, soft, hard in request["rlimits"]:  # late: they must hit the function, not its preparation
             most = resource.getrlimit(which)[1]
             values = (soft, hard) if most == resource.RLIM_INFINITY else (min(soft, most), min(hard, most))
             resource.setrlimit(which, values)
@@ -263,8 +264,8 @@ def _set_up(request: dict[str, Any]) -> None:
     os.environ.update(request["env"])
 
 
-def _forget_the_past() -> None:
-    """What a module may have taken from the environment or from chance when it was imported, and is another for each job."""
+def _reset_modules() -> None:
+    """Reset what a module may have taken from the environment or from chance at its import: it differs for each job."""
     time.tzset()
     if "tempfile" in sys.modules:
         sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]
@@ -277,7 +278,7 @@ def _forget_the_past() -> None:
 
 
 def _tell(control: socket.socket, kind: str, value: object) -> bool:
-    """One line in one send, which is whole however many of us write. False: the keeper is gone."""
+    """Send one line in one call, so that lines of several processes do not mix. Return False if the keeper is gone."""
     try:
         control.sendall(json.dumps([kind, value]).encode() + b"\n")
     except ConnectionError:
@@ -292,7 +293,7 @@ def _request(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _exactly(control: socket.socket, size: int) -> bytes:
-    """So many bytes, or none if the other end was closed."""
+    """Receive exactly so many bytes, or none if the other end was closed."""
     data = bytearray()
     while len(data) < size:
         try:
@@ -306,14 +307,14 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 
 
 def _take_control(given: int, reserved: int) -> socket.socket:
-    """The keeper's socket, moved up; the low descriptors that jobs are given are held, so that no module's file gets one."""
+    """Return the keeper's socket, moved above the descriptors of jobs; those are reserved, so that no module's file gets one."""
     number = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, ABOVE_JOBS)
     os.close(given)
     nothing = os.open(os.devnull, os.O_RDWR)
     if nothing != reserved:
         os.dup2(nothing, reserved)
         os.close(nothing)
-    os.dup2(2, 1)  # stdout was opened on nothing, so that it is no terminal; what an import prints is for the worker's log
+    os.dup2(2, 1)  # stdout was opened on /dev/null, so that it is not a terminal; prints of an import go to the worker's log
     return socket.socket(fileno=number)
 
 

@@ -1,17 +1,18 @@
-"""Takes the values of secrets out of what a job wrote: each of their bytes becomes a `*`, so that offsets stay what they were.
+"""Masks secrets in a job's output: each byte of a value becomes a `*`, so that offsets stay the same.
 
-Pure but for `RedactedLog`, which reads the log it is given. Found are values as they are: one that was encoded, split into lines
-or reversed by the job is not. Values shorter than SECRET_MIN_BYTES are let through: masking every `1` would help nobody.
+Pure except for `RedactedLog`, which reads the log it is given. Only exact values are found, not ones that the job has encoded,
+split into lines or reversed. Values shorter than SECRET_MIN_BYTES are not masked: masking every `1` would help nobody.
 
-Theory of operation. What is masked is the union of all occurrences, those that overlap included: of the secrets `abcdef` and
-`defghi` the text `abcdefghi` shows nothing. Of a log that still grows, the end may be the beginning of a value: `begun` tells how
-many bytes that are. They wait until more is there; all else is shown at once. Whoever asks for a few bytes in the middle
-is answered by what stands before and behind them too. Where a log was cut, the part of a value on either side is masked.
-Whatever the values and the text are, the time is in proportion to the text: reading a log is done in the worker's loop.
+Theory of operation. The union of all occurrences is masked, overlapping ones included: of the secrets `abcdef` and `defghi` the
+text `abcdefghi` shows nothing. The end of a growing log may be the beginning of a value: `begun` returns how many bytes. They are
+held back until more follow; all others are shown at once. A read in the middle takes the bytes before and behind it into account.
+Where a log was cut, the part of a value on either side is masked. The time is in proportion to the text, whatever the values are:
+logs are read in the worker's loop.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import msgspec
@@ -21,12 +22,12 @@ from tasuki.worker.logs import KeptLog, LogRead, ReadableLog
 
 SECRET_MIN_BYTES = 6
 MASK = b"*"
-FIRST_BYTES = 16  # of a value that are looked for before the rest of it is compared
+FIRST_BYTES = 16  # of a value that are searched for before the rest is compared
 TRIED_MAX = 16
 
 
 class _Pattern:
-    """One value, and how far it repeats itself (the table of Knuth, Morris and Pratt)."""
+    """One value, and its borders (the table of Knuth, Morris and Pratt)."""
 
     def __init__(self, value: bytes) -> None:
         self.value = value
@@ -36,17 +37,17 @@ class _Pattern:
             length = self._longer(length, byte)
             self._borders.append(length)
         self.step = len(value) - length
-        """The least distance of two occurrences."""
+        """The smallest distance of two occurrences."""
         self._first = value[:FIRST_BYTES]
 
     def _longer(self, length: int, byte: int) -> int:
-        """From the longest beginning of the value that ends before this byte to the longest that ends with it."""
+        """Return the length of the longest prefix of the value that ends with this byte, given that of the byte before."""
         while length and self.value[length] != byte:
             length = self._borders[length - 1]
         return length + 1 if self.value[length] == byte else 0
 
     def begun(self, data: bytes) -> int:
-        """How many bytes at the end of the data are the beginning of the value, but not all of it."""
+        """Return how many bytes at the end of the data are a proper prefix of the value."""
         end = data[-(len(self.value) - 1) :]
         at = end.find(self._first)
         for _ in range(TRIED_MAX):
@@ -55,19 +56,13 @@ class _Pattern:
             if self.value.startswith(end[at:]):
                 return len(end) - at
             at = end.find(self._first, at + 1)
-        if at >= 0:  # it begins again and again: byte by byte is slower at first, and never gets slower than that
-            return self._begun_slowly(end)
+        if at >= 0:  # the value begins again and again: byte by byte is slower here, but always linear
+            return functools.reduce(self._longer, end, 0)
         short = min(len(end), len(self._first) - 1)
         return next((length for length in range(short, 0, -1) if self.value.startswith(end[-length:])), 0)
 
-    def _begun_slowly(self, end: bytes) -> int:
-        length = 0
-        for byte in end:
-            length = self._longer(length, byte)
-        return length
-
     def find(self, data: bytes) -> list[tuple[int, int]]:
-        """Where it occurs, as (start, end), in order; occurrences that touch are one place."""
+        """Return all occurrences as (start, end), in order; adjacent ones are merged."""
         found: list[tuple[int, int]] = []
         at = data.find(self.value)
         while at >= 0:
@@ -80,8 +75,8 @@ class _Pattern:
         return found
 
     def _repeated(self, data: bytes, end: int) -> int:
-        """Where an occurrence that ends here comes to its end with those that follow it at the least distance: a value like
-        `aaaaaaaa` occurs at every byte of a text like it, and looking for each of them took minutes."""
+        """Return the end of a run of occurrences at the smallest distance, of which the first ends here: a value like `aaaaaaaa`
+        occurs at every byte of a similar text, and a search for each of them would take minutes."""
         reach = len(self.value) // self.step * self.step
         while data[end : end + reach] == data[end - reach : end]:
             end += reach
@@ -93,14 +88,14 @@ class _Pattern:
 
 
 class Redactor:
-    """Masks a set of values. Without any it changes nothing, at no cost."""
+    """Masks a set of values. An empty one changes nothing, at no cost."""
 
     def __init__(self, values: Iterable[bytes] = ()) -> None:
         kept = sorted({value for value in values if len(value) >= SECRET_MIN_BYTES})
         self._patterns = [_Pattern(value) for value in kept]
         self._backwards = [_Pattern(value[::-1]) for value in kept]
         self.reach = max((len(value) for value in kept), default=1) - 1
-        """How many bytes before or after a byte can decide whether it is masked."""
+        """Number of bytes before or after a byte that can decide whether it is masked."""
 
     def __bool__(self) -> bool:
         return bool(self._patterns)
@@ -109,21 +104,21 @@ class Redactor:
         return f"<Redactor of {len(self._patterns)} values>"
 
     def mask(self, data: bytes) -> bytes:
-        """The data, of the same length, without the values."""
+        """Return the data with the values masked, of the same length."""
         return _masked(data, self.found(data))
 
     def text(self, text: str) -> str:
-        """The text without the values; a value's character counts as its bytes."""
+        """Return the text with the values masked, one `*` for each of their bytes."""
         if not self:
             return text
         return self.mask(text.encode("utf-8", "surrogateescape")).decode("utf-8", "surrogateescape")
 
     def outcome(self, outcome: Outcome) -> Outcome:
-        """The outcome with a message that can be shown to anybody."""
+        """Return the outcome with the values masked in its message."""
         return msgspec.structs.replace(outcome, message=self.text(outcome.message)) if self and outcome.message else outcome
 
     def log(self, kept: KeptLog) -> KeptLog:
-        """A log as it goes into a result."""
+        """Return a log as it goes into a result."""
         if not self:
             return kept
         head, tail = self.mask(kept.head), self.mask(kept.tail)
@@ -133,16 +128,16 @@ class Redactor:
         return KeptLog(head, kept.cut_bytes, tail)
 
     def begun(self, data: bytes) -> int:
-        """How many bytes at the end of the data may be the beginning of a value."""
+        """Return how many bytes at the end of the data may be the beginning of a value."""
         return max((pattern.begun(data) for pattern in self._patterns), default=0)
 
     def ending(self, data: bytes) -> int:
-        """How many bytes at the start of the data may be the end of a value."""
+        """Return how many bytes at the start of the data may be the end of a value."""
         first = data[: self.reach][::-1]
         return max((pattern.begun(first) for pattern in self._backwards), default=0)
 
     def found(self, data: bytes) -> list[tuple[int, int]]:
-        """Where values stand, as (start, end)."""
+        """Return all occurrences of values as (start, end)."""
         return [place for pattern in self._patterns for place in pattern.find(data)]
 
 
@@ -150,7 +145,7 @@ NOTHING_SECRET = Redactor()
 
 
 class RedactedLog:
-    """A growing log as others may read it, from any offset."""
+    """A growing log with secrets masked, readable from any offset."""
 
     def __init__(self, log: ReadableLog, redactor: Redactor) -> None:
         self._log = log
@@ -158,11 +153,11 @@ class RedactedLog:
         self._ended = False
 
     def end(self) -> None:
-        """Nothing more will be written, so what looked like the beginning of a value is none."""
+        """Show the bytes that looked like the beginning of a value: nothing more will be written."""
         self._ended = True
 
     def size_bytes(self) -> int:
-        """The offset of the next byte that can be read."""
+        """Return the offset of the next byte that can be read."""
         size_bytes = self._log.size_bytes()
         if self._ended:
             return size_bytes
@@ -170,14 +165,14 @@ class RedactedLog:
         return size_bytes - self._redactor.begun(self._log.read(start, size_bytes - start).data)
 
     def read(self, offset: int, max_bytes: int) -> LogRead:
-        """As the log's own; bytes that may be the beginning of a value come when it is known whether they are."""
+        """Read as the log itself does; bytes that may be the beginning of a value come when that is known."""
         reach = self._redactor.reach
         before = min(reach, offset)
         start, data, cut = self._gather(offset - before, before + max_bytes + reach)
-        if start + len(data) <= offset:  # only what was before; behind it lies what was cut out, or nothing yet
+        if start + len(data) <= offset:  # only bytes before it; behind them is a cut, or nothing yet
             start, data, cut = self._gather(offset, max_bytes + reach)
         found = self._redactor.found(data)
-        if start > max(0, offset - before):  # what was before it is gone: a value may have been cut in two there
+        if start > max(0, offset - before):  # the bytes before it were cut, perhaps in the middle of a value
             found.append((0, self._redactor.ending(data)))
         begun = self._redactor.begun(data)
         if cut:
@@ -189,7 +184,7 @@ class RedactedLog:
         return LogRead(first, shown[first - start :][:max_bytes])
 
     def _gather(self, offset: int, max_bytes: int) -> tuple[int, bytes, bool]:
-        """What can be read from this offset on in one go: where it begins, the bytes, and whether a cut follows."""
+        """Read from this offset on up to the next cut; return the offset, the bytes, and whether a cut follows."""
         start, data = self._log.read(offset, max_bytes)
         while data and len(data) < max_bytes:
             following, more = self._log.read(start + len(data), max_bytes - len(data))

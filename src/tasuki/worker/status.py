@@ -1,10 +1,8 @@
-"""How a worker is, in a file for whoever asks: `tasuki worker status`. Touches only `worker/status/` in the data folder.
+"""The status file of a worker, which `tasuki worker status` reads: `worker/status/<worker_id>.json` in the data folder.
 
-    worker/status/<worker_id>.json    what the worker last said of itself
-
-The worker looks at itself once a second, and writes on a thread when something has changed, beside the place and renamed: the
-file is whole or not there. It is for people, and nothing depends on it: it is not synced, and a write that fails is only logged.
-What lies on disk anyway (results that wait, tokens) is not in it: whoever asks counts that at that moment.
+The worker checks its state once a second, and writes the file on a thread when something has changed, under another name and
+renamed: it is whole or not there. It is for people, and nothing depends on it: it is not synced, and a failed write is only
+logged. Facts that are on disk anyway (waiting results, tokens) are not in it: the reader counts them.
 """
 
 from __future__ import annotations
@@ -32,39 +30,39 @@ logger = logging.getLogger("tasuki.worker")
 
 
 class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that runs, or whose end no server has spoken on yet."""
+    """An attempt that runs, or whose end no server has answered yet."""
 
     job_id: str
     attempt: int
     subject: str
     since: float | None = None
-    """When it started; None: not yet."""
+    """Unix time of its start; None: not started."""
 
 
 class ConnectionStatus(msgspec.Struct, kw_only=True):
-    """How it stands with the server. Times are Unix times."""
+    """State of the connection to a server. Times are Unix times."""
 
     server: str = ""
-    """As it was given, without what is secret in it."""
+    """The url as it was given, without secrets."""
     address: str = ""
-    """The one that it is connected to, or was last."""
+    """The address of the current or the last connection."""
     connected_since: float | None = None
     error: str = ""
-    """Why the last connection ended, or could not be made."""
+    """Reason why the last connection ended, or could not be made."""
     error_at: float | None = None
     tries: int = 0
-    """How often it has tried since it was connected, in vain."""
+    """Number of failed tries since the last connection."""
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """What the file has."""
+    """The content of the file."""
 
     worker_id: str
     pid: int
     born: int
-    """When the process began, in clock ticks since boot: with the pid it names the process for good."""
+    """Start of the process in clock ticks since boot; with the pid it names the process for good."""
     lasting: bool
-    """Its next process may be told to be the same worker."""
+    """Whether the next process may have the same worker_id."""
     host: str
     since: float
     connection: ConnectionStatus
@@ -73,11 +71,11 @@ class Status(msgspec.Struct, kw_only=True):
     draining: bool = False
     ended_at: float | None = None
     error: str = ""
-    """What made it end."""
+    """The error that ended it."""
 
     @property
     def alive(self) -> bool:
-        """Its process is there, on this machine."""
+        """Whether its process lives, on this machine."""
         return self.ended_at is None and self.host == socket.gethostname() and bool(self.born) and _born(self.pid) == self.born
 
 
@@ -86,7 +84,7 @@ def status_folder(data: Path) -> Path:
 
 
 def read_all(data: Path) -> list[Status]:
-    """What all workers of a data folder have said, the latest start first."""
+    """Return the status of all workers of a data folder, the latest start first."""
     found = []
     for path in sorted(status_folder(data).glob("*.json")):
         try:
@@ -99,7 +97,7 @@ def read_all(data: Path) -> list[Status]:
 
 
 class StatusFile:
-    """Kept by one worker. `lasting`: the file stays after the end, because a worker of the same id may come again."""
+    """The status file of one worker. `lasting`: it stays after the end, because a worker of the same id may follow."""
 
     def __init__(self, data: Path, worker_id: str, server: str, *, lasting: bool) -> None:
         self._path = status_folder(data) / f"{check_name(worker_id, 'worker_id')}.json"
@@ -120,32 +118,32 @@ class StatusFile:
         self._let_in = asyncio.Event()
 
     def connected(self, address: str) -> None:
-        """A server has let it in."""
+        """Note that a server has accepted the worker."""
         self._connection.address, self._connection.connected_since = address, time.time()
         self._connection.tries = 0
         self._let_in.set()
 
     def lost(self, reason: str) -> None:
-        """The connection has ended, or was not made."""
+        """Note that the connection has ended, or was not made."""
         self._connection.connected_since = None
         self._connection.error, self._connection.error_at = reason, time.time()
         self._connection.tries += 1
 
     async def keep(self, running: Callable[[], list[RunningJob]], draining: Callable[[], bool]) -> None:
-        """Until it is canceled."""
+        """Keep the file up to date until canceled."""
         await asyncio.to_thread(self._clear)
         while True:
             self._status.draining, jobs = draining(), running()
             self._status.running, self._status.jobs = len(jobs), tuple(jobs[:JOBS_MAX])
             await self._write()
-            with contextlib.suppress(TimeoutError):  # whoever has just started it looks soon
+            with contextlib.suppress(TimeoutError):  # written at once after a connect: people look at a new worker
                 async with asyncio.timeout(LOOK_S):
                     await self._let_in.wait()
             self._let_in.clear()
 
     async def end(self, error: str = "") -> None:
-        """The last word. Without a lasting identity there is nothing left to be told."""
-        if self._writing is not None:  # who kept it was canceled, its thread was not
+        """Write the end of the worker, or remove the file of one that is not `lasting`."""
+        if self._writing is not None:  # the task was canceled, its thread was not
             await asyncio.gather(self._writing, return_exceptions=True)
         self._status.ended_at, self._status.error = time.time(), error
         self._status.running, self._status.jobs = 0, ()
@@ -178,18 +176,18 @@ class StatusFile:
         new.replace(self._path)
 
     def _clear(self) -> None:
-        """A worker that was killed removes nothing; without this, those that have a new id at each start would pile up."""
+        """Remove files of killed workers that had a new id at each start; else they would pile up."""
         for status in read_all(self._path.parent.parent.parent):
             if not status.lasting and not status.alive and status.host == self._status.host:
                 self._path.with_name(f"{status.worker_id}.json").unlink(missing_ok=True)
 
 
 def _public(url: str) -> str:
-    """User, password and parameters are of those who may know a store."""
+    """Return a url without user, password and parameters."""
     return re.sub(r"//[^/]*@", "//", url.partition("?")[0])
 
 
 def _born(pid: int) -> int:
-    """0: there is no such process."""
+    """Return the start of a process in clock ticks since boot; 0 if there is none."""
     seen = look(pid)
     return 0 if seen is None else seen.born
