@@ -18,8 +18,7 @@ import pytest
 import tasuki.blobs
 from tasuki.blobs.folder import PARTIAL_GRACE_S, TEMPORARY_GRACE_S, FolderBlobs
 from tasuki.blobs.s3 import store as s3_module
-from tasuki.blobs.s3.store import SUSPENDED_MAX, S3Blobs
-from tasuki.blobs.s3.transfer import PART_BYTES
+from tasuki.blobs.s3.store import PART_BYTES, SUSPENDED_MAX, S3Blobs
 from tasuki.errors import Corrupt, DiskFull
 from tests.support.s3_service import BUCKET, S3Service
 

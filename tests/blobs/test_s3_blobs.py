@@ -15,8 +15,7 @@ import pytest
 
 from tasuki.blobs.s3 import requests
 from tasuki.blobs.s3.requests import S3Address, parse_s3_url
-from tasuki.blobs.s3.store import PROBE, S3Blobs
-from tasuki.blobs.s3.transfer import PART_BYTES
+from tasuki.blobs.s3.store import PART_BYTES, PROBE, S3Blobs
 from tasuki.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from tests.support.s3_service import BUCKET, READER_KEY_ID, SECRET, S3Service
 from tests.support.waiting import until

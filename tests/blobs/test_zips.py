@@ -21,8 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.blobs.folder import FolderBlobs
-from tasuki.blobs.zip.names import NAME_MAX_BYTES, NameBook
-from tasuki.blobs.zip.reader import PIECE_BYTES
+from tasuki.blobs.zip.reader import NAME_MAX_BYTES, PIECE_BYTES, NameBook
 from tasuki.blobs.zip.writer import FileUnder, ZipEntryInfo, ZipLimits, ZipMember, check_zip, extract_zip, write_zip
 from tasuki.errors import DiskFull, InvalidInput, TasukiError, TooLarge
 from tests.blobs.forged_zips import Forged, deflate, forge

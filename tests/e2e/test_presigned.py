@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.net.http.presigned import DIRECT_MIN_BYTES
+from tasuki.net.http.blobs import DIRECT_MIN_BYTES
 from tests.net.counting_relay import Relay
 from tests.support.processes import start_server, start_worker
 from tests.support.s3_service import S3Service

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from tasuki.config import Address
-from tasuki.core.protocol import FRAME_MAX_BYTES, HelloClient, Message, Welcome
-from tasuki.net.http.names import FRAMES_TYPE
+from tasuki.core.protocol import FRAME_MAX_BYTES, FRAMES_TYPE, HelloClient, Message, Welcome
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 from tests.support.waiting import Watched

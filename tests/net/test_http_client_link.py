@@ -29,7 +29,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.errors import InvalidInput
-from tasuki.net.http import result_polls
+from tasuki.net.http import client_link
 from tasuki.net.http.client_link import REQUESTS_AT_ONCE, HttpClientLink
 from tests.conftest import Require
 from tests.net.odd_server import Asked, OddServer, envelope, frames, http, welcome
@@ -416,7 +416,7 @@ def test_a_server_that_is_gone_while_only_a_poll_is_open_ends_the_link() -> None
         await owner.greet()
         owner.link.say(submit(2, "a"))
         assert "lost" in await owner.closed
-        assert len(polls(server)) == result_polls.CUTS_MAX + 1
+        assert len(polls(server)) == client_link.CUTS_MAX + 1
 
     run(greeted(lambda asked: frames(Accepted(2, 1)) if isinstance(asked.first, SubmitJobs) else b""), test)
 
@@ -427,7 +427,7 @@ def test_polls_that_come_back_at_once_with_nothing_are_not_a_hot_loop() -> None:
         owner.link.say(submit(2, "a"))
         await server.hears(5)
         apart = [later.at - earlier.at for earlier, later in zip(server.asked[2:], server.asked[3:], strict=False)]
-        assert apart[0] >= result_polls.PAUSE_FIRST_S * 0.9
+        assert apart[0] >= client_link.PAUSE_FIRST_S * 0.9
         assert apart[1] > apart[0]
 
     run(greeted(lambda asked: frames(Accepted(2, 1)) if isinstance(asked.first, SubmitJobs) else frames()), test)
@@ -446,7 +446,7 @@ def test_jobs_that_come_while_polls_are_open_go_into_others_and_in_time_into_few
             owner.link.say(submit(number, f"job-{number}"))
             assert isinstance(await owner.next(), Accepted)
             await server.until(lambda: f"job-{number}" in {job_id for poll in polls(server) for job_id in poll})  # noqa: B023
-        await server.until(lambda: len(polls(server)) - server.hung_up <= result_polls.POLLS_MAX)
+        await server.until(lambda: len(polls(server)) - server.hung_up <= client_link.POLLS_MAX)
         assert server.hung_up > 0
 
     run(greeted(answer), test)
@@ -486,13 +486,13 @@ def test_a_job_that_is_gone_ends_the_link_so_that_its_owner_asks_which() -> None
 
 
 def test_a_poll_names_a_bounded_number_of_jobs_and_all_have_their_turn() -> None:
-    count = result_polls.WINDOW_MAX + 500
+    count = client_link.WINDOW_MAX + 500
 
     async def answer(asked: Asked) -> bytes:
         if isinstance(asked.first, SubmitJobs):
             return frames(Accepted(asked.first.msg_id, len(asked.first.specs)))
         named = [job_id for watch in asked.messages for job_id in watch.params["job_ids"]]  # type: ignore[union-attr]
-        assert len(named) <= result_polls.WINDOW_MAX
+        assert len(named) <= client_link.WINDOW_MAX
         return frames(Results([ended(job_id) for job_id in named]))
 
     async def test(server: OddServer, owner: Owner) -> None:

@@ -23,9 +23,8 @@ from tasuki.core.job import BlobRef, InputFile, JobSpec
 from tasuki.core.protocol import SubmitJobs
 from tasuki.errors import Corrupt, NotFound
 from tasuki.net.blob_transfer import BlobClient
-from tasuki.net.http import presigned
-from tasuki.net.http.blobs import HttpBlobs
-from tasuki.net.http.presigned import DirectBlobs, NotDirect, _Download, _Link, _trusting
+from tasuki.net.http import blobs
+from tasuki.net.http.blobs import DirectBlobs, HttpBlobs, NotDirect, _Download, _Link, _trusting
 from tasuki.net.http.transport import HttpTransport
 from tasuki.server.assembly import open_direct
 from tasuki.wire.messages import encode
@@ -55,8 +54,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory, s3: S3Service, relay: Relay)
             patch.setenv(variable, value)
         patch.setattr(presign, "PART_BYTES", PART_BYTES)
         patch.setattr(presign, "WHOLE_MAX_BYTES", 1024 * 1024)
-        patch.setattr(presigned, "DIRECT_MIN_BYTES", SMALL_BYTES)
-        patch.setattr(presigned, "PARTS_AT_ONCE", 1)
+        patch.setattr(blobs, "DIRECT_MIN_BYTES", SMALL_BYTES)
+        patch.setattr(blobs, "PARTS_AT_ONCE", 1)
         url = s3.url()
         direct = open_direct(url, relay.endpoint)
         with Stage(tmp_path_factory.mktemp("direct"), blobs=url, presigned=direct) as stage:
@@ -310,13 +309,13 @@ def test_no_link_and_no_token_of_ours_is_told_to_anybody_else(
     stage: Stage, relay: Relay, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    stream = presigned.httpx.AsyncClient.stream
+    stream = blobs.httpx.AsyncClient.stream
 
     def noted(self: Any, method: str, url: str, **options: Any) -> Any:
         asked.append((url, options["headers"]))
         return stream(self, method, url, **options)
 
-    monkeypatch.setattr(presigned.httpx.AsyncClient, "stream", noted)
+    monkeypatch.setattr(blobs.httpx.AsyncClient, "stream", noted)
     caplog.set_level(logging.INFO)
 
     async def test(peer: Peer) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from tasuki.core.job import BlobRef, Outcome
 from tasuki.core.protocol import (
+    FRAMES_TYPE,
+    SESSION_HEADER,
     CancelLeases,
     Ending,
     ErrorMessage,
@@ -27,7 +29,6 @@ from tasuki.core.protocol import (
 )
 from tasuki.errors import Unavailable
 from tasuki.net.http import transport, worker_link
-from tasuki.net.http.names import FRAMES_TYPE, SESSION_HEADER
 from tasuki.net.http.worker_link import POLL_WAIT_S, HttpWorkerLink
 from tasuki.wire.frames import encode_frame
 from tasuki.wire.messages import encode

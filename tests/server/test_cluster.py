@@ -99,7 +99,7 @@ class World:
         self.coordination = Frail()
         self.grapevine = Grapevine()
 
-    def make(self, name: str, *, stands: bool = True) -> Server:
+    def make(self, name: str, *, candidate: bool = True) -> Server:
         blobs = FolderBlobs(self.folder / "blobs", max_blob_bytes=10**6, floor_free_bytes=0)
         config = ServerConfig(server_id=name, data=self.folder, disk_floor_bytes=0, disk_floor_inodes=0)
         coordination: Coordination = self.coordination
@@ -109,7 +109,7 @@ class World:
             incarnation=f"{name}-1",
             schema_version=1,
             lock_ttl_s=LOCK_TTL_S,
-            stands=stands,
+            candidate=candidate,
         )
         return Server(config, lambda: self.store, lambda: self.store, blobs, company)
 
@@ -153,7 +153,7 @@ def test_exactly_one_leads_and_all_know_each_other(world: World) -> None:
 
 def test_one_that_does_not_stand_takes_part_and_never_leads(world: World) -> None:
     async def work() -> None:
-        guest = world.make("guest", stands=False)
+        guest = world.make("guest", candidate=False)
         await guest.start()
         async with world.servers("a") as [server]:
             await until_async(lambda: server.broker.epoch)

@@ -19,8 +19,7 @@ from tasuki.core.job import BlobRef, InputFile, Job, JobSpec, Lease, Outcome, St
 from tasuki.core.protocol import BlobGet, BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ConfigError, Corrupt, InvalidInput, NotFound, ProtocolError, Unavailable
-from tasuki.server.transfers import BlobTransfers
-from tasuki.server.uploads import UPLOADS_PER_CONNECTION_MAX
+from tasuki.server.transfers import UPLOADS_PER_CONNECTION_MAX, BlobTransfers
 from tests.server.peers import FakeConnection
 from tests.support.s3_service import S3Service
 from tests.support.waiting import until

@@ -16,7 +16,7 @@ from tasuki.blobs.folder import PARTIAL_GRACE_S, FolderBlobs
 from tasuki.core.protocol import BlobPut, Chunk, ErrorMessage, Reply
 from tasuki.core.store_messages import BlobPlace
 from tasuki.errors import ProtocolError
-from tasuki.server import uploads
+from tasuki.server import transfers
 from tasuki.server.transfers import BlobTransfers
 from tests.server.peers import FakeConnection
 from tests.support.waiting import until
@@ -145,7 +145,7 @@ def test_a_server_that_closes_in_mid_upload_keeps_what_came(blobs: FolderBlobs) 
         scene.send(1, 0, MIB)
         await asyncio.to_thread(until, lambda: kept_bytes(blobs) == MIB, what="it is written")
 
-    run(blobs, work).transfers._in.shutdown()
+    run(blobs, work).transfers._upload_threads.shutdown()
     with blobs.begin(SHA256, len(DATA), resume_key="token:alice") as writer:
         assert writer.size_bytes == MIB
 
@@ -262,7 +262,7 @@ def test_a_second_one_waits_and_need_not_send_what_the_first_has_brought(blobs: 
 
 
 def test_one_that_has_fallen_silent_makes_way(blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "SILENT_S", 0.05)
+    monkeypatch.setattr(transfers, "SILENT_S", 0.05)
 
     async def work(scene: Scene) -> None:
         first = scene.offer(1)
@@ -280,7 +280,7 @@ def test_one_that_has_fallen_silent_makes_way(blobs: FolderBlobs, monkeypatch: p
 
 
 def test_one_that_waits_too_long_is_told_to_come_again(blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "TURN_S", 0.05)
+    monkeypatch.setattr(transfers, "TURN_S", 0.05)
 
     async def work(scene: Scene) -> None:
         first = scene.offer(1)

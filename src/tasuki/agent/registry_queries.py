@@ -28,7 +28,7 @@ from tasuki.core.job import Job, Outcome
 from tasuki.core.store_messages import Answers, BlobClaim, Grant, RequeueOrder, Submission, Turn
 from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
 from tasuki.event_loop import ignore_result
-from tasuki.server.store_client import StoreClient
+from tasuki.server.assembly import StoreClient
 
 logger = logging.getLogger("tasuki.agent")
 ANSWER_S = 5.0  # of a registry that somebody waits for

@@ -42,7 +42,7 @@ from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome
 from tasuki.core.lifecycle import lease_deadline
 from tasuki.core.store_messages import BlobClaim, BlobPlace, HeldLease, LeaseStatus, ReportStatus, RequeueOrder, Turn
 from tasuki.errors import AgentRefusal, ConfigError, InternalError, InvalidInput, TasukiError, Unavailable
-from tasuki.server.store_client import StoreClient
+from tasuki.server.assembly import StoreClient
 from tasuki.worker.attempt import StopReason
 
 logger = logging.getLogger("tasuki.agent")

@@ -24,7 +24,7 @@ from multipart import MultipartError, MultipartSegment, PushMultipartParser  # t
 from starlette.requests import ClientDisconnect
 
 from tasuki.blobs.files import disk_full_as_error
-from tasuki.blobs.zip.names import NameBook
+from tasuki.blobs.zip.reader import NameBook
 from tasuki.core.failover.agent_protocol import InputRecord, parse_args, parse_timeout
 from tasuki.core.failover.nodes import InputRef, parse_input
 from tasuki.core.ids import quoted

@@ -352,8 +352,8 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
     from tasuki.agent.results import Peers
     from tasuki.agent.store_registry import ClaimJournal, StoreRegistry
     from tasuki.net.tls import client_tls
+    from tasuki.server.assembly import StoreClient
     from tasuki.server.server import ServerConfig
-    from tasuki.server.store_client import StoreClient
 
     server = ServerConfig(
         server_id=process.new_server_id(),
@@ -377,8 +377,8 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
 def make_dispatcher_registry(shared: RegistryOptions) -> DispatcherRegistry:
     """Return the registry for a dispatcher; nothing is opened yet."""
     from tasuki.dispatcher.registry import DispatcherRegistry
+    from tasuki.server.assembly import StoreClient
     from tasuki.server.server import ServerConfig
-    from tasuki.server.store_client import StoreClient
 
     nowhere = Path()  # a dispatcher has no folder, and without duties nothing is kept in one
     places = guest_places(StoreAddress(shared.url, shared.app, shared.results), nowhere)

@@ -221,7 +221,7 @@ async def guest(address: StoreAddress, *, lease_ttl_s: float = 15.0) -> AsyncIte
 
     with _private_folder() as folder:
         config = ServerConfig(server_id=new_server_id(), data=folder, lease_ttl_s=lease_ttl_s, host=host_name())
-        server, _ = make_guest(guest_places(address, folder), config, stands=False)
+        server, _ = make_guest(guest_places(address, folder), config, candidate=False)
         await server.start()
         door = TcpDoor(server)
         watching = asyncio.ensure_future(_warn_without_leader(server))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tasuki.config import Address, DataFolder
     from tasuki.doors.http.door import HttpDoor
     from tasuki.doors.tls import ServerCertificate
-    from tasuki.server.presigned import PresignedTransfers
     from tasuki.server.server import Server
+    from tasuki.server.transfers import PresignedTransfers
 
 logger = logging.getLogger("tasuki.server")
 DEFAULT_TCP = "127.0.0.1:7000"

@@ -267,7 +267,7 @@ async def _lead_shared(address: StoreAddress, retention_s: float, timeout_s: flo
     with tempfile.TemporaryDirectory(prefix="tasuki-duties-") as name:
         folder = Path(name)
         config = ServerConfig(server_id=new_server_id(), data=folder, retention_s=retention_s, host=host_name())
-        server, cluster = make_guest(guest_places(address, folder), config, stands=True)
+        server, cluster = make_guest(guest_places(address, folder), config, candidate=True)
         return await _lead_once(server, cluster, timeout_s)
 
 

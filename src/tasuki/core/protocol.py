@@ -35,6 +35,13 @@ LOG_WAIT_MAX_S = 25.0  # how long a question about a log may wait for something 
 PROGRESS_MAX = 64  # of one Heartbeat, whose header has 64 KiB; the rest goes with the next
 HANDSHAKE_TIMEOUT_S = 10.0
 
+# Names of the protocol over HTTP, where frames travel in the bodies of requests and answers.
+FRAMES_PATH = "/v1/frames"
+FRAMES_TYPE = "application/vnd.tasuki.frames"
+FRAMES_MAX = 64  # of one request
+WORKER_PATH = "/v1/worker"
+SESSION_HEADER = "Tasuki-Session"
+BLOBS_PATH = "/v1/blobs"
 
 T = TypeVar("T")
 

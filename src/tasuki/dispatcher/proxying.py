@@ -22,8 +22,7 @@ from tasuki.core.failover.events import Refusal
 from tasuki.core.failover.nodes import InputRef
 from tasuki.doors.http.uvicorn_server import while_connected
 from tasuki.errors import AgentRefusal, InvalidInput, NotFound, TasukiError, Unavailable
-from tasuki.net.http.multipart import MultipartForm, run_fields
-from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody
+from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody, MultipartForm, run_fields
 
 if TYPE_CHECKING:
     import httpx

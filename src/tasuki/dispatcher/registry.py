@@ -34,7 +34,7 @@ from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Turn
 from tasuki.dispatcher.proxying import StoredForm, drain
 from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks
-from tasuki.server.store_client import StoreClient
+from tasuki.server.assembly import StoreClient
 
 logger = logging.getLogger("tasuki.dispatcher")
 ANSWER_S = 2.0  # for somebody who waits; then the registry counts as away

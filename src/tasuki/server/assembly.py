@@ -6,6 +6,7 @@ Drivers and Django are imported by the functions that need them: a server on Red
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -24,19 +25,24 @@ from tasuki.blobs.open_blobs import open_blobs
 from tasuki.config import DataFolder
 from tasuki.core.access import TOKEN_PREFIXES, token_sha256
 from tasuki.core.apps import DEFAULT_APP
+from tasuki.core.broker.events import Publish
+from tasuki.core.cluster_messages import Hint
 from tasuki.core.election import LOCK_TTL_S
 from tasuki.core.lifecycle import RETENTION_DAYS
-from tasuki.core.store_messages import TokenRow
-from tasuki.errors import ConfigError, TooLarge
+from tasuki.core.store_messages import Answers, TokenRow, Turn
+from tasuki.errors import ConfigError, TasukiError, TooLarge
+from tasuki.event_loop import ignore_result
 from tasuki.server.cluster import Cluster
-from tasuki.server.presigned import PresignedTransfers
 from tasuki.server.queries import Reader
+from tasuki.server.restore import finish_publishing
 from tasuki.server.server import Server, ServerConfig
-from tasuki.server.swap_in import finish_publishing
+from tasuki.server.transfers import PresignedTransfers
+from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
 
 if TYPE_CHECKING:
     from tasuki.stores.redis.store import RedisStore
+
 
 logger = logging.getLogger("tasuki.server")
 JOURNAL_STRETCH_BYTES = 8 * 1024 * 1024  # some hundred jobs at idle; under load many share a commit
@@ -132,7 +138,7 @@ def open_postgresql_reader(url: str) -> Callable[[], Reader]:
     return open_reader
 
 
-def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, stands: bool = True) -> Cluster:
+def cluster_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, candidate: bool = True) -> Cluster:
     """The other servers on that database."""
     from tasuki.coords.sql import SqlCoordination
     from tasuki.stores.sql.postgres import PostgresWakeups
@@ -144,7 +150,7 @@ def company_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL
         incarnation=secrets.token_hex(8),
         schema_version=SCHEMA_VERSION,
         lock_ttl_s=lock_ttl_s,
-        stands=stands,
+        candidate=candidate,
     )
 
 
@@ -185,8 +191,8 @@ def _redis_store(url: str, app: str, retention_s: float, *, strict: bool = False
     return RedisStore.open(url, app=app, result_ttl_s=int(retention_s + TTL_SLACK_S), strict=strict, check=check)
 
 
-def company_on_redis(
-    url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, app: str = DEFAULT_APP, stands: bool = True
+def cluster_on_redis(
+    url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, app: str = DEFAULT_APP, candidate: bool = True
 ) -> Cluster:
     """The other servers on that Redis with the same app. One that does not stand never leads: it only takes part."""
     from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
@@ -199,7 +205,7 @@ def company_on_redis(
         incarnation=secrets.token_hex(8),
         schema_version=SCHEMA_VERSION,
         lock_ttl_s=lock_ttl_s,
-        stands=stands,
+        candidate=candidate,
     )
 
 
@@ -258,7 +264,7 @@ def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[
             open_redis(places.store, folder, app=places.app, retention_s=config.retention_s, strict=places.strict),
             open_redis_reader(places.store, app=places.app, retention_s=config.retention_s),
             blobs,
-            company_on_redis(places.store, config.server_id, places.lock_ttl_s, app=places.app),
+            cluster_on_redis(places.store, config.server_id, places.lock_ttl_s, app=places.app),
             fault,
         )
     return Server(
@@ -266,7 +272,7 @@ def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[
         open_postgresql(places.store, folder, fault, places.lock_ttl_s),
         open_postgresql_reader(places.store),
         blobs,
-        _company_beside_sql(places, config.server_id),
+        _cluster_beside_sql(places, config.server_id),
         fault,
     )
 
@@ -278,7 +284,7 @@ def open_direct(blobs: str, endpoint: str = "") -> PresignedTransfers:
     return PresignedTransfers(S3Presign(blobs, max_blob_bytes=BLOB_MAX_BYTES, endpoint=endpoint or None))
 
 
-def make_guest(places: StorageLocations, config: ServerConfig, *, stands: bool) -> tuple[Server, Cluster]:
+def make_guest(places: StorageLocations, config: ServerConfig, *, candidate: bool) -> tuple[Server, Cluster]:
     """A server that takes part in a store which others keep up: it makes no token and owns no folder; `places.folder` holds its
     socket at most. Without `places.blobs` there are none for it, neither to read nor to write."""
     check_store(places.store)
@@ -288,14 +294,14 @@ def make_guest(places: StorageLocations, config: ServerConfig, *, stands: bool) 
         blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
     config = msgspec.structs.replace(config, readers=SHARED_READERS, collects_blobs=bool(places.blobs))
     if is_redis(url):
-        company = company_on_redis(url, config.server_id, places.lock_ttl_s, app=places.app, stands=stands)
+        cluster = cluster_on_redis(url, config.server_id, places.lock_ttl_s, app=places.app, candidate=candidate)
         opening = open_redis(url, app=places.app, retention_s=config.retention_s, strict=places.strict)
         reading = open_redis_reader(url, app=places.app, retention_s=config.retention_s)
     else:
-        company = _company_beside_sql(places, config.server_id, stands=stands)
+        cluster = _cluster_beside_sql(places, config.server_id, candidate=candidate)
         opening = open_postgresql(url, None, lock_ttl_s=places.lock_ttl_s)
         reading = open_postgresql_reader(url)
-    return Server(config, opening, reading, blobs, company), company
+    return Server(config, opening, reading, blobs, cluster), cluster
 
 
 class NoBlobs(FolderBlobs):
@@ -310,11 +316,11 @@ class NoBlobs(FolderBlobs):
         )
 
 
-def _company_beside_sql(places: StorageLocations, server_id: str, *, stands: bool = True) -> Cluster:
+def _cluster_beside_sql(places: StorageLocations, server_id: str, *, candidate: bool = True) -> Cluster:
     """Who is alive and who leads may be kept in Redis; which epochs count is the database's word in any case."""
     if not places.coordination:
-        return company_on_postgresql(places.store, server_id, places.lock_ttl_s, stands=stands)
-    return company_on_redis(places.coordination, server_id, places.lock_ttl_s, app=COORDINATION_PREFIX, stands=stands)
+        return cluster_on_postgresql(places.store, server_id, places.lock_ttl_s, candidate=candidate)
+    return cluster_on_redis(places.coordination, server_id, places.lock_ttl_s, app=COORDINATION_PREFIX, candidate=candidate)
 
 
 def own_folder(folder: DataFolder) -> None:
@@ -338,3 +344,90 @@ def check_store(url: str) -> None:
 def check_redis_driver() -> None:
     if find_spec("redis") is None:
         raise ConfigError("redis:// needs the driver redis-py; install it with: pip install 'tasuki[redis]'")
+
+
+# ----------------------------------------------------------------------------------------------------
+# A share in a store that others use too, for a process that is no server: the store's verbs as turns, blobs, and the duties.
+
+
+class StoreClient:
+    """Of the store and the blobs at these places. Made inside the running loop."""
+
+    def __init__(self, places: StorageLocations, config: ServerConfig, *, duties: bool = True) -> None:
+        self._guest: Server | None = None
+        self._cluster: Cluster | None = None
+        if duties:
+            self._guest, self._cluster = make_guest(places, config, candidate=True)
+        self.blobs: BlobStore | None = None
+        """None: there are none, and results stay where they are."""
+        if places.blobs:
+            floor = config.disk_floor_bytes
+            self.blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
+        if is_redis(places.store):
+            opening = open_redis(places.store, app=places.app, retention_s=config.retention_s, strict=places.strict)
+        else:
+            opening = open_postgresql(places.store, None, lock_ttl_s=places.lock_ttl_s)
+        self._holder = config.server_id
+        self._loop = asyncio.get_running_loop()
+        self._thread = StoreThread(opening, self._deliver)
+
+    async def open(self) -> None:
+        """Errors of the store and of the blobs are raised here; then nothing of it is left open."""
+        try:
+            await self._open()
+        except BaseException:
+            if self.blobs is not None:
+                self.blobs.close()
+            raise
+
+    async def _open(self) -> None:
+        if self.blobs is not None:
+            await asyncio.to_thread(self.blobs.check)
+        await asyncio.to_thread(self._thread.open, self._holder)
+        try:
+            if self._guest is not None:
+                await self._guest.start()
+        except BaseException:
+            await asyncio.to_thread(self._thread.close)
+            raise
+
+    async def execute(self, turn: Turn) -> Answers:
+        """One transaction. Who stops waiting does not stop it: it may be done all the same."""
+        turn.context = waiting = self._loop.create_future()
+        waiting.add_done_callback(ignore_result)
+        self._thread.submit(turn)
+        answers: Answers = await asyncio.shield(waiting)
+        return answers
+
+    def on_cancel(self, asked: Callable[[str], None]) -> None:
+        """`asked` hears the worker_id of whoever holds a lease that somebody wants canceled: soon, if at all."""
+
+        def on_hint(hint: Hint) -> None:
+            for worker_id, _ in hint.canceled:
+                asked(worker_id)
+
+        if self._cluster is not None:
+            self._cluster.on_hint = on_hint
+
+    def hint_cancel(self, worker_id: str, lease_id: str) -> None:
+        """A cancel was asked for: who holds the lease need not wait for its next renewal. Without a guest nobody is told."""
+        if self._cluster is not None:
+            self._cluster.carry_out(Publish(Hint(server_id=self._holder, canceled=((worker_id, lease_id),))))
+
+    async def close(self) -> None:
+        """Turns that wait for a store that is away end now, with Unavailable."""
+        await asyncio.to_thread(self._thread.close)
+        if self._guest is not None:
+            await self._guest.stop()
+        if self.blobs is not None:
+            self.blobs.close()
+
+    def _deliver(self, turn: Turn, answers: Answers | TasukiError) -> None:
+        self._loop.call_soon_threadsafe(_settle, turn.context, answers)
+
+
+def _settle(waiting: asyncio.Future[Answers], answers: Answers | TasukiError) -> None:
+    if isinstance(answers, TasukiError):
+        waiting.set_exception(answers)
+    else:
+        waiting.set_result(answers)

@@ -33,7 +33,7 @@ Tell = Callable[[str], None]
 
 def back_up(folder: DataFolder, target: Path, *, with_blobs: bool = True, tell: Tell = lambda text: None) -> Manifest:
     """Make the file `target`; what is in it."""
-    from tasuki.server.swap_in import finish_publishing
+    from tasuki.server.restore import finish_publishing
 
     if not target.parent.is_dir():
         raise InvalidInput(f"the folder of {str(target)!r} does not exist; make it first, or choose another file")

@@ -1,8 +1,8 @@
-"""A server among others on one store: it says that it lives, stands for election, hears hints and gives them.
+"""Membership of a server in the cluster of servers that share its store: heartbeats, the election of a leader, hints.
 
-`Cluster` drives `core/election.py` and the coordination (whose verbs block: they run on a thread of their own, one at a time) and
-carries hints to and fro. What all that means is decided in the broker; this is the wiring. `Alone` is a server whose store has
-no other user.
+`Cluster` drives `core/election.py` and the coordination (whose methods block: they run on a thread of their own, one at a time)
+and carries hints between the servers. The broker decides what follows from them. `SingleServer` is the membership of a server
+whose store has no other user.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tasuki.coords.coordination import BEAT_INTERVAL_S, ClusterMember, Coordination, View
 from tasuki.core import election
-from tasuki.core.broker.events import Deposed, Detach, Elected, Hinted, Met, Publish, TakeoverDone, Won
+from tasuki.core.broker.events import Deposed, Detach, Elected, Event, Hinted, Met, Publish, TakeoverDone, Won
 from tasuki.core.cluster_messages import Hint, ServerInfo, decode, split
 from tasuki.core.machine import Now, Ticked
 from tasuki.errors import TasukiError
 from tasuki.event_loop import BackgroundTasks
 from tasuki.stores.wakeups import Wakeups
 
-if TYPE_CHECKING:
-    from tasuki.server.server import Server
-
 logger = logging.getLogger("tasuki.server")
-LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice our silence as well
+LEAVE_TIMEOUT_S = 2.0  # for a coordination that does not answer: others notice the missing heartbeats as well
 SCOPE = "leader"
 
 T = TypeVar("T")
@@ -36,34 +33,50 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ServerInfo).decode
 
 
-class ClusterMembership(Protocol):
-    """Whom a server shares its store with."""
+class LocalServer(Protocol):
+    """The server of this process, as its membership uses it."""
 
-    async def join(self, server: Server) -> None: ...
-    def moved(self) -> None:
-        """The server can be reached elsewhere: the others hear of it soon."""
-        ...
+    @property
+    def server_id(self) -> str: ...
+    @property
+    def info(self) -> ServerInfo:
+        """The description that other servers get."""
+
+    def now(self) -> Now: ...
+    def tell(self, event: Event) -> None: ...
+    async def highest_epoch(self) -> int:
+        """Return the highest epoch that ever led this store."""
+
+
+class ClusterMembership(Protocol):
+    """The part of a server in the cluster that shares its store."""
+
+    async def join(self, server: LocalServer) -> None: ...
+    def address_changed(self) -> None:
+        """Tell the others soon where the server can be reached."""
 
     def tick(self, now: Now) -> None: ...
-    def told(self, command: TakeoverDone | Deposed | Publish) -> None: ...
-    async def detach(self, command: Detach) -> bool: ...
+    def carry_out(self, command: TakeoverDone | Deposed | Publish) -> None: ...
+    async def detach(self, command: Detach) -> bool:
+        """Set whether a worker is detached; return whether that was a change."""
+
     async def leave(self) -> None: ...
 
 
-class Alone:
-    """Nobody: the store belongs to this server, which leads from its start to its end. It remembers detached workers as long."""
+class SingleServer:
+    """The only server of its store: it leads from its start to its end, and keeps the detached workers in memory."""
 
-    async def join(self, server: Server) -> None:
+    async def join(self, server: LocalServer) -> None:
         self._server = server
         self._detached: frozenset[str] = frozenset()
 
-    def moved(self) -> None:
+    def address_changed(self) -> None:
         pass
 
     def tick(self, now: Now) -> None:
         pass
 
-    def told(self, command: TakeoverDone | Deposed | Publish) -> None:
+    def carry_out(self, command: TakeoverDone | Deposed | Publish) -> None:
         pass
 
     async def detach(self, command: Detach) -> bool:
@@ -77,8 +90,10 @@ class Alone:
 
 
 class Cluster:
-    """Other servers, over a coordination and hints. `open_coordination` is called on the coordination's thread. One that does not
-    stand (for election) beats, hears and tells, and never leads."""
+    """Membership among other servers, by a coordination and hints. `open_coordination` is called on the coordination's thread.
+
+    A member that is no `candidate` sends heartbeats and hints, and never leads.
+    """
 
     def __init__(
         self,
@@ -88,14 +103,14 @@ class Cluster:
         incarnation: str,
         schema_version: int,
         lock_ttl_s: float = election.LOCK_TTL_S,
-        stands: bool = True,
+        candidate: bool = True,
     ) -> None:
         self._open_coordination = open_coordination
         self._wakeups = wakeups
         self._incarnation = incarnation
         self._schema_version = schema_version
         self._lock_ttl_s = lock_ttl_s
-        self._stands = stands
+        self._candidate = candidate
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-coordination")
         self._tasks = BackgroundTasks(lambda task: self._answered.set())
         self._info = b""
@@ -106,47 +121,47 @@ class Cluster:
         self._reachable = True
         self._is_leaving = self._has_left = False
         self.busy: election.Busy | None = None
-        """Who has the leader's lock, as we heard when we last asked for it."""
+        """The holder of the leader's lock, by the last answer to a request for it."""
         self._answered = asyncio.Event()
-        self.heard: Callable[[Hint], None] = lambda hint: None
-        """Called with every hint, for those who are no server's workers."""
+        self.on_hint: Callable[[Hint], None] = lambda hint: None
+        """Called with every hint from another server."""
 
     # ------------------------------------------------------------------------------------------------ life
 
-    async def join(self, server: Server) -> None:
-        """Open the coordination (errors are raised here), and be seen."""
+    async def join(self, server: LocalServer) -> None:
+        """Open the coordination (errors are raised here), and send the first heartbeat."""
         self._server = server
-        self._term = election.Election(server.config.server_id, ttl_s=self._lock_ttl_s)
-        self._version = int(server.now().wall * 1000)  # it must grow from one life of this server to the next
+        self._election = election.Election(server.server_id, ttl_s=self._lock_ttl_s)
+        self._version = int(server.now().wall * 1000)  # it must grow from one start of this server to the next
         self._coordination = await self._call(self._open_coordination)
         await self._beat_once()
-        await self._wakeups.start(self._heard)
+        await self._wakeups.start(self._received)
 
     async def leave(self) -> None:
-        """Let the lock go, and say that we leave: the next leader need not wait for a ttl."""
+        """Release the lock and leave the cluster: the next leader need not wait for a ttl."""
         self._is_leaving = True
         self._decide(election.Resign())
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                while self._tasks or self._term.asking:  # an answer may bring a lock that can be given back
+                while self._tasks or self._election.asking:  # an answer may bring a lock, which is released
                     self._answered.clear()
                     await self._answered.wait()
-                await self._call(self._coordination.leave, self._server.config.server_id, self._incarnation)
+                await self._call(self._coordination.leave, self._server.server_id, self._incarnation)
         except (TimeoutError, TasukiError) as error:
-            logger.info("left without a word to the others: %s", error or "no answer")
+            logger.info("left the cluster without telling the others: %s", error or "no answer")
         self._has_left = True
         self._tasks.cancel()
         await self._wakeups.close()
         self._thread.submit(self._coordination.close)
         self._thread.shutdown(wait=False)
 
-    def moved(self) -> None:
+    def address_changed(self) -> None:
         self._beat_at = 0.0
 
     def tick(self, now: Now) -> None:
-        if self._is_leaving:  # a beat now could come after our word that we leave
+        if self._is_leaving:  # a heartbeat now could arrive after the message that this server leaves
             return
-        if self._stands:
+        if self._candidate:
             self._decide(Ticked())
         if now.monotonic >= self._beat_at and not self._beating:
             self._beat_at = now.monotonic + BEAT_INTERVAL_S
@@ -155,26 +170,26 @@ class Cluster:
     async def _call(self, verb: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb, *arguments)
 
-    # ------------------------------------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------------------------------------ members
 
     async def _beat(self) -> None:
-        """Every second. An answer that does not come is said once."""
+        """Send a heartbeat; log once that there is no answer, and once that there is one again."""
         self._beating = True
         try:
             await self._beat_once()
-            self._say(reachable=True)
+            self._log_change(reachable=True)
         except TasukiError as error:
-            self._say(reachable=False, why=str(error))
+            self._log_change(reachable=False, why=str(error))
         finally:
             self._beating = False
 
     async def _beat_once(self) -> None:
-        """Say that we live, and learn who else does."""
-        info = _encode(self._server.broker.info)
+        """Send a heartbeat, and learn which other servers live."""
+        info = _encode(self._server.info)
         if info != self._info:
             self._info, self._version = info, self._version + 1
         me = ClusterMember(
-            member_id=self._server.config.server_id,
+            member_id=self._server.server_id,
             kind="server",
             incarnation=self._incarnation,
             schema_version=self._schema_version,
@@ -182,25 +197,25 @@ class Cluster:
             info=info,
         )
         known = {member_id: version for member_id, (version, _) in self._seen.items()}
-        self._met(await self._call(lambda: self._coordination.beat(me, seen=known)))
+        self._update(await self._call(lambda: self._coordination.beat(me, seen=known)))
 
-    def _met(self, view: View) -> None:
+    def _update(self, view: View) -> None:
         seen: dict[str, tuple[int, ServerInfo]] = {}
         for member in view.members:
             if member.info is not None:
                 try:
-                    told = _decode(member.info)
-                except msgspec.DecodeError as error:  # of another version than ours: that it lives is all that we know
-                    logger.warning("what server %s tells of itself is not understood: %s", member.member_id, error)
-                    told = ServerInfo(server_id=member.member_id)
-                seen[member.member_id] = (member.version, told)
+                    info = _decode(member.info)
+                except msgspec.DecodeError as error:  # of another version: all that is known is that it lives
+                    logger.warning("the description of server %s is not understood: %s", member.member_id, error)
+                    info = ServerInfo(server_id=member.member_id)
+                seen[member.member_id] = (member.version, info)
             elif member.member_id in self._seen:
                 seen[member.member_id] = self._seen[member.member_id]
         self._seen = seen
         self._server.tell(Met(tuple(info for _, info in seen.values()), view.detached))
 
     async def detach(self, command: Detach) -> bool:
-        """Others hear of it with their next beat, we at once."""
+        """Set whether a worker is detached. This server knows at once, the others with their next heartbeat."""
         changed = await self._call(
             lambda: self._coordination.set_detached(
                 command.worker_id, command.detached, actor=command.actor, reason=command.reason
@@ -209,7 +224,7 @@ class Cluster:
         await self._beat()
         return changed
 
-    def _say(self, *, reachable: bool, why: str = "") -> None:
+    def _log_change(self, *, reachable: bool, why: str = "") -> None:
         if reachable != self._reachable:
             self._reachable = reachable
             if reachable:
@@ -217,9 +232,9 @@ class Cluster:
             else:
                 logger.warning("the coordination does not answer: %s", why)
 
-    # ------------------------------------------------------------------------------------------------ who leads
+    # ------------------------------------------------------------------------------------------------ election
 
-    def told(self, command: TakeoverDone | Deposed | Publish) -> None:
+    def carry_out(self, command: TakeoverDone | Deposed | Publish) -> None:
         match command:
             case Publish():
                 self._wakeups.publish(split(command.hint))
@@ -233,7 +248,7 @@ class Cluster:
         if self._has_left:
             return
         self._answered.set()
-        for command in self._term.apply(event, self._server.now().monotonic):
+        for command in self._election.apply(event, self._server.now().monotonic):
             match command:
                 case election.Acquire():
                     self._tasks.spawn(self._acquire())
@@ -255,11 +270,11 @@ class Cluster:
         answer: election.Locked | election.Busy | None = None
         try:
             floor = await self._server.highest_epoch()
-            holder = self._server.config.server_id
+            holder = self._server.server_id
             answer = await self._call(self._coordination.acquire, SCOPE, holder, self._lock_ttl_s, floor)
             self.busy = answer if isinstance(answer, election.Busy) else None
         except TasukiError as error:
-            logger.debug("the leader's lock could not be asked for: %s", error)
+            logger.debug("the request for the leader's lock failed: %s", error)
         finally:
             self._decide(election.Acquired(answer, asked_at))
 
@@ -267,7 +282,7 @@ class Cluster:
         asked_at = self._server.now().monotonic
         done: bool | None = None
         try:
-            done = await self._call(self._coordination.renew, SCOPE, self._server.config.server_id, epoch, self._lock_ttl_s)
+            done = await self._call(self._coordination.renew, SCOPE, self._server.server_id, epoch, self._lock_ttl_s)
         except TasukiError as error:
             logger.warning("the leader's lock could not be renewed: %s", error)
         finally:
@@ -275,17 +290,17 @@ class Cluster:
 
     async def _release(self, epoch: int) -> None:
         try:
-            await self._call(self._coordination.release, SCOPE, self._server.config.server_id, epoch)
+            await self._call(self._coordination.release, SCOPE, self._server.server_id, epoch)
         except TasukiError as error:
-            logger.info("the leader's lock was not given back, it ends by itself: %s", error)
+            logger.info("the leader's lock was not released, it ends by itself: %s", error)
 
     # ------------------------------------------------------------------------------------------------ hints
 
-    def _heard(self, piece: bytes) -> None:
+    def _received(self, piece: bytes) -> None:
         try:
             hint = decode(piece)
         except TasukiError as error:
             logger.warning("%s", error)
             return
         self._server.tell(Hinted(hint))
-        self.heard(hint)
+        self.on_hint(hint)

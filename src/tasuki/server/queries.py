@@ -1,10 +1,17 @@
-"""Reads that may be slow, answered from a second, read-only connection on its own thread, with what the caller may see."""
+"""Reads that may be slow: the queries of peers, limited to the jobs that the caller may see, and the threads that answer them.
+
+Each reader thread has a read-only connection of its own, beside the store's thread. A `PerConnectionQueue` runs the slow work of
+each connection (queries, downloads) a few pieces at a time: a peer that asks a lot waits for itself, and nobody waits for it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -14,16 +21,19 @@ from tasuki.core.explain import ExplainContext, explain
 from tasuki.core.job import Job, JobIncident
 from tasuki.core.store_messages import AuditRow, BlobPlace, Filter, GroupCounts, Page, TokenRow
 from tasuki.core.subject import check_pattern
-from tasuki.errors import InvalidInput, NotFound
+from tasuki.errors import InvalidInput, NotFound, Unavailable
 
 PAGE_MAX = 1000
 GET_MAX = 1000
 GET_RESULTS_MAX = 64  # results are up to 64 KiB each, and a frame is up to 8 MiB
 ARGS_SHOWN_MAX = 20
+WAITING_MAX = 256  # queued pieces of one connection; past this it is not read from
+
+T = TypeVar("T")
 
 
 class Reader(Protocol):
-    """The read verbs of a store (see stores/store.py)."""
+    """The reading methods of a store (see stores/store.py)."""
 
     def get(self, job_ids: Sequence[str]) -> list[Job | None]: ...
     def find(self, filter: Filter, *, limit: int = 50, cursor: str | None = None) -> Page: ...
@@ -41,7 +51,7 @@ class Reader(Protocol):
 
 
 def answer_query(reader: Reader, query: Query) -> Any:
-    """The body of the Reply; errors are the caller's fault and say so."""
+    """Return the body of the Reply. Errors are the caller's mistakes."""
     return _ANSWERS[query.verb](reader, query)
 
 
@@ -68,9 +78,9 @@ def _find(reader: Reader, query: Query) -> Any:
     if not isinstance(limit, int) or not 1 <= limit <= PAGE_MAX:
         raise InvalidInput(f"limit must be 1 to {PAGE_MAX}, got {str(limit)[:40]}")
     if cursor is not None and not isinstance(cursor, str):
-        raise InvalidInput("cursor must be the text that the page before came with")
+        raise InvalidInput("cursor must be the text that came with the previous page")
     unknown = params.keys() - set(Filter.__struct_fields__)
-    if unknown:  # left out, it would quietly find everything
+    if unknown:  # ignored, it would silently find everything
         raise InvalidInput(f"find has no filter {min(unknown)[:40]!r}; there are {', '.join(Filter.__struct_fields__)}")
     try:
         filter = msgspec.convert(params, Filter)
@@ -113,7 +123,7 @@ def _audit(reader: Reader, query: Query) -> Any:
 
 
 def _logs(reader: Reader, query: Query) -> Job:
-    """Not an answer yet: whose worker is to be asked."""
+    """Return the job whose worker is asked for the log: the broker makes the answer."""
     job_id = str(query.params["job_id"])
     return _visible(job_id, reader.get([job_id])[0], query.identity)
 
@@ -139,7 +149,7 @@ _PLAIN = (
 
 
 def describe(job: Job, *, with_result: bool = False) -> dict[str, Any]:
-    """A job for people and programs outside: no payload, no environment values, the result only if asked for."""
+    """Return a job for people and programs outside: no payload, no environment values, the result only if asked for."""
     spec, outcome = job.spec, job.outcome
     view: dict[str, Any] = {
         "job_id": job.job_id,
@@ -175,3 +185,102 @@ def describe(job: Job, *, with_result: bool = False) -> dict[str, Any]:
         if with_result:
             view["outcome"]["result"] = outcome.result
     return view
+
+
+# ---------------------------------------------------------------------------------------------------- threads
+
+
+class _ReaderThread:
+    def __init__(self, open_reader: Callable[[], Reader]) -> None:
+        self._open = open_reader
+        self._reader: Reader | None = None
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="tasuki-reader")
+        self.asked = 0
+
+    def answer(self, question: Callable[[Reader], T]) -> T:
+        if self._reader is None:
+            self._reader = self._open()
+        return question(self._reader)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
+class Readers:
+    """Reader threads; `await ask(lambda reader: reader.get(...))` uses the least busy one. Each opens when it is first asked."""
+
+    def __init__(self, open_reader: Callable[[], Reader], threads: int = 1) -> None:
+        self._threads = [_ReaderThread(open_reader) for _ in range(threads)]
+
+    async def ask(self, question: Callable[[Reader], T]) -> T:
+        thread = min(self._threads, key=lambda one: one.asked)
+        thread.asked += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread.pool, thread.answer, question)
+        finally:
+            thread.asked -= 1
+
+    async def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for thread in self._threads:
+            await loop.run_in_executor(thread.pool, thread.close)
+            thread.pool.shutdown()
+
+
+class QueueConnection(Protocol):
+    """A connection whose peer can be made to wait."""
+
+    def pause_reading(self, why: object = None) -> None: ...
+    def resume_reading(self, why: object = None) -> None: ...
+    async def drain(self) -> None: ...
+
+
+class PerConnectionQueue(Generic[T]):
+    """One kind of work, of which `at_once` pieces run at the same time for one connection.
+
+    The next piece is begun only when the peer has taken the answers to the ones before.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[T], Awaitable[None]],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        *,
+        at_once: int,
+    ) -> None:
+        self._work, self._spawn, self._at_once = work, spawn, at_once
+        self._waiting: dict[int, deque[T]] = {}
+        self._running: dict[int, int] = {}
+
+    def add(self, conn: int, link: QueueConnection, piece: T) -> None:
+        """Queue a piece of work for a connection."""
+        waiting = self._waiting.setdefault(conn, deque())
+        waiting.append(piece)
+        running = self._running.get(conn, 0)
+        if running < self._at_once:
+            self._running[conn] = running + 1
+            self._spawn(self._run(conn, link))
+        elif len(waiting) > WAITING_MAX:
+            link.pause_reading(self)
+
+    def forget(self, conn: int) -> None:
+        """Drop the queue of a connection that is gone; pieces that run end by themselves."""
+        self._waiting.pop(conn, None)
+
+    async def _run(self, conn: int, link: QueueConnection) -> None:
+        try:
+            while waiting := self._waiting.get(conn):
+                piece = waiting.popleft()
+                if len(waiting) <= WAITING_MAX // 2:
+                    link.resume_reading(self)
+                await self._work(piece)
+                await link.drain()
+        except Unavailable:
+            self.forget(conn)  # the peer left
+        finally:
+            self._running[conn] -= 1
+            if not self._running[conn]:
+                del self._running[conn]
+                if not self._waiting.get(conn):
+                    self.forget(conn)

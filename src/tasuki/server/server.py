@@ -1,7 +1,8 @@
-"""The server: where a broker (decisions), a store thread (truth), a reader and blobs meet. Doors hand it links.
+"""The server: it connects the broker (decisions), the store thread (truth), readers, blobs and the cluster. Doors give it links.
 
-One turn of the event loop is: take everything that arrived (`received`), then, if the store is idle, give it the draft as one
-turn; when it is committed, send what follows from it. While the store is busy the next draft grows: group commit needs no timer.
+In one turn of the event loop everything that arrived goes to the broker (`received`); then, if the store is idle, the store gets
+the draft as one turn, and when it is committed, the answers are sent. While the store is busy the next draft grows: group commit
+needs no timer.
 """
 
 from __future__ import annotations
@@ -47,15 +48,14 @@ from tasuki.core.broker.events import (
     TurnFailed,
 )
 from tasuki.core.broker.state import ClientSession, WorkerSession
+from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
 from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
 from tasuki.event_loop import BackgroundTasks
-from tasuki.server.cluster import Alone, ClusterMembership
-from tasuki.server.per_connection_queue import PerConnectionQueue
-from tasuki.server.queries import Reader, answer_query
-from tasuki.server.readers import Readers
+from tasuki.server.cluster import ClusterMembership, SingleServer
+from tasuki.server.queries import PerConnectionQueue, Reader, Readers, answer_query
 from tasuki.server.transfers import BlobTransfers
 from tasuki.stores.batching import StoreThread
 from tasuki.stores.store import Store
@@ -74,7 +74,7 @@ STOP_TIMEOUT_S = 3.0  # for a store that cannot write: what workers reported and
 
 
 class Connection(Protocol):
-    """What the server needs of a door's connection."""
+    """A door's connection to one peer."""
 
     peer: Peer
     codec: str | None
@@ -92,11 +92,11 @@ class Connection(Protocol):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is started with."""
+    """Settings of a server."""
 
     server_id: str
     data: Path
-    """The folder whose disk is watched."""
+    """Folder whose disk is watched for free space."""
     lease_ttl_s: float = 15.0
     retention_s: float = 30 * 86400.0
     blob_grace_s: float = 3600.0
@@ -110,14 +110,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Late(msgspec.Struct, frozen=True):
-    """Jobs whose results a connection is to get when it has room."""
+    """Jobs whose results a connection gets when its peer has read what was sent before."""
 
     conn: int
     job_ids: list[str]
 
 
 class Server:
-    """Runs inside one event loop. `start`, then doors call `opened`, `received`, `closed`; `stop` ends it in order."""
+    """One server, inside one event loop. After `start` doors call `opened`, `received` and `closed`; `stop` ends it in order."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Server:
         open_store: Callable[[], Store],
         open_reader: Callable[[], Reader],
         blobs: BlobStore,
-        company: ClusterMembership | None = None,
+        cluster: ClusterMembership | None = None,
         fault: Callable[[str], None] = lambda point: None,
     ) -> None:
         self.config = config
@@ -133,7 +133,7 @@ class Server:
         self._open_store = open_store
         self._blobs = blobs
         self._transfers = BlobTransfers(blobs, self._blob_arrived)
-        self._company = company or Alone()
+        self._cluster = cluster or SingleServer()
         self._fault = fault
         self._numbers = itertools.count(1)
         self._links: dict[int, Connection] = {}
@@ -175,18 +175,18 @@ class Server:
             )
         )
         self._look_at_disk()
-        await self._company.join(self)
+        await self._cluster.join(self)
         self._tasks.spawn(self._tick())
 
     def reachable_at(self, addresses: tuple[str, ...]) -> None:
-        """The doors are open: where peers, told by this server or another, can reach it."""
+        """Set the addresses at which the open doors can be reached; peers get them from this server and from others."""
         self.broker.addresses = addresses
-        self._company.moved()
+        self._cluster.address_changed()
 
     async def stop(self) -> None:
-        """Answer what is under way, then close the store. New messages are not taken any more."""
+        """Answer the requests under way, then close the store. New messages are ignored."""
         self._stopping = True
-        await self._company.leave()
+        await self._cluster.leave()
         deadline = self._loop.time() + STOP_TIMEOUT_S
         self._loop.call_at(deadline, self._thread.hurry)
         while self._busy or (len(self.broker.builder) and self._loop.time() < deadline):
@@ -194,7 +194,7 @@ class Server:
             self._pump()
             if self._busy:
                 await self._idle.wait()
-            else:  # a turn failed, and the next try has its time
+            else:  # a turn failed, and the next try waits
                 await asyncio.sleep(TICK_S)
         for link in list(self._links.values()):
             link.close()
@@ -217,15 +217,24 @@ class Server:
                     self.tell(BlobsUnderWay(puts))
                 self._transfers.sweep()
             self.tell(Ticked())
-            self._company.tick(now)
+            self._cluster.tick(now)
 
     def tell(self, event: Event) -> None:
-        """Something happened: the broker decides, and the store begins if it is idle."""
+        """Give the broker an event, and the store its next turn if it is idle."""
         self._apply(event, self.now())
         self._pump()
 
     def now(self) -> Now:
         return now()
+
+    @property
+    def server_id(self) -> str:
+        return self.config.server_id
+
+    @property
+    def info(self) -> ServerInfo:
+        """The description that other servers get."""
+        return self.broker.info
 
     def _look_at_disk(self) -> None:
         stat = os.statvfs(self.config.data)
@@ -256,7 +265,7 @@ class Server:
             self._loop.call_soon(self._pump)
 
     def read(self) -> None:
-        """Everything of one read was received: if the store is idle it begins at once."""
+        """Start a turn at once if the store is idle: all messages of one read from a connection were received."""
         if not self._busy and not self._stopping:
             self._pump()
 
@@ -309,13 +318,13 @@ class Server:
             self.on_turn(event.turn, event.answers)
         commands = self.broker.apply(event, self.now())
         if len(self.broker.builder) < BUSY_ITEMS:
-            # Little waits: the answers leave first, and the next turn begins behind them.
+            # Little load: the answers leave first, and the next turn begins after them.
             self._perform(commands)
             if not self._pumping:
                 self._pumping = True
                 self._loop.call_soon(self._pump)
         else:
-            # Under load the store goes on while the answers are encoded: both cores have work.
+            # Under load the store works while the answers are encoded: both cores are busy.
             self._pump()
             self._perform(commands)
         self._fault("turn.answered")
@@ -328,14 +337,14 @@ class Server:
             self._perform(commands)
 
     def _perform(self, commands: list[Command]) -> None:
-        told: list[Message] = []
+        together: list[Message] = []
         for command, following in itertools.zip_longest(commands, commands[1:]):
             match command:
                 case Send():
-                    told.append(command.message)
+                    together.append(command.message)
                     if not _goes_with(command, following):
-                        self._send(command.conn, told)
-                        told = []
+                        self._send(command.conn, together)
+                        together = []
                 case Hangup():
                     link = self._links.pop(command.conn, None)
                     if link is not None:
@@ -356,7 +365,7 @@ class Server:
                 case AskEnded() | AskRevoked():
                     self._tasks.spawn(self._ask(command))
                 case TakeoverDone() | Deposed() | Publish():
-                    self._company.told(command)
+                    self._cluster.carry_out(command)
                 case Detach():
                     self._tasks.spawn(self._detach(command))
 
@@ -389,7 +398,7 @@ class Server:
     # ------------------------------------------------------------------------------------------------ reads
 
     def _send_later(self, conn: int, link: Connection, results: Results) -> None:
-        """The peer has not yet read what was sent before: these are dropped here, and read again when it has."""
+        """Drop the results for a peer that has not read the earlier ones; they are read again from the store when it has."""
         job_ids = [item.job_id for item in results.items]
         for start in range(0, len(job_ids), LATE_RESULTS):
             self._late.add(conn, link, _Late(conn, job_ids[start : start + LATE_RESULTS]))
@@ -400,7 +409,7 @@ class Server:
             return
         try:
             jobs = await self._readers.ask(lambda reader: reader.get(late.job_ids))
-        except TasukiError as error:  # nobody else knows of these results: the client asks again when it comes back
+        except TasukiError as error:  # the client asks for these results again when it reconnects
             link.close(error)
             return
         session = self.broker.sessions.get(late.conn)
@@ -410,7 +419,7 @@ class Server:
         for job in jobs:
             if job is not None and job.state.terminal:
                 ended.append(result_of(job))
-            elif job is not None:  # set going again meanwhile: its next end is still waited for, and may have come already
+            elif job is not None:  # started again meanwhile: its next end is awaited, and may have come already
                 self.broker.watch(session, job.job_id)
                 self.broker.ask_ends([job.job_id])
         for some in batches(ended, lambda item: outcome_bytes(item.outcome)):
@@ -445,24 +454,24 @@ class Server:
                 revoked = await self._readers.ask(lambda reader: reader.revoked_among(command.token_ids))
                 self.tell(SomeRevoked(revoked))
         except Unavailable as error:
-            logger.debug("a look at what others did failed: %s", error)
+            logger.debug("the store could not be asked for changes by other servers: %s", error)
 
     async def _detach(self, command: Detach) -> None:
         link = self._links.get(command.conn)
         if link is None:
             return
         try:
-            changed = await self._company.detach(command)
+            changed = await self._cluster.detach(command)
             link.send(Reply(command.msg_id, {"worker_id": command.worker_id, "changed": changed}))
         except TasukiError as error:
             link.send(error_message(command.msg_id, error))
 
     async def ask(self, question: Callable[[Reader], T]) -> T:
-        """What the store says, read on a connection of its own."""
+        """Return the answer of a store reader, which has a connection of its own."""
         return await self._readers.ask(question)
 
     async def highest_epoch(self) -> int:
-        """Of all that ever led this store."""
+        """Return the highest epoch that ever led this store."""
         return (await self.ask(lambda reader: reader.epoch()))[0]
 
     async def _send_blob(self, command: SendBlob) -> None:
@@ -480,9 +489,9 @@ class Server:
 
 
 def _goes_with(first: Send, following: Command | None) -> bool:
-    """Whether both leave in one write: a worker that hears what was recorded and what it gets next is woken once.
+    """Return whether both messages leave in one write: a worker that gets a record and its next jobs is woken once.
 
-    Results do not: behind each of them the peer may turn out to be one that does not read.
+    Results are sent alone: after each of them the peer may turn out to be one that does not read.
     """
     if type(following) is not Send or following.conn != first.conn:
         return False

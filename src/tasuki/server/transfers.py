@@ -1,88 +1,396 @@
-"""Blobs that travel through a server, in chunks that never stand in memory whole.
+"""Blobs between peers and the server's blob store: in chunks that are never in memory whole, or by presigned URLs.
 
-All that may block (a disk, an S3 server that is away for minutes) happens on threads of its own: some for what comes in, as
-many for what goes out, one for what is deleted. So uploads that wait for a dead S3 server keep nobody from reading.
+Theory of operation. All calls that may block (a disk, an S3 server that is away for minutes) run on threads of their own: some
+for uploads, as many for downloads, one for deletions. So uploads that wait for a dead S3 server keep nobody from reading.
+
+Each upload is a task that takes chunks from a queue, which is bounded: past QUEUED_MAX_BYTES the peer is not read from. An upload
+that can be resumed (`BlobPut.resume`) is not dropped with its connection: the chunks that have come are written, and the blob
+store keeps them for the uploader's next try. So of one uploader and one blob there is never more than one upload at a time: the
+next one waits until the one before it has ended, and continues behind it. An upload that has fallen silent is ended for the next
+one, because its connection may be dead without anybody having noticed.
+
+With presigned URLs the bytes travel between the peer and the bucket. The server signs the URLs, and moves a verified upload to
+its place. Verification takes as long as reading the blob; so it goes on by itself, and the peer asks again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
+from typing import Any, Protocol, TypeVar
 
-from tasuki.blobs.blob import BlobReader, BlobStore, check_sha256
+from msgspec.structs import replace
+
+from tasuki.blobs.blob import RESUMED_MIN_BYTES, BlobReader, BlobRef, BlobStore, BlobWriter, check_sha256
+from tasuki.blobs.s3.presign import PresignedUrl, S3Presign, UploadPlan
 from tasuki.core.broker.events import SendBlob
 from tasuki.core.job import Job
-from tasuki.core.protocol import BlobPut, Chunk, Reply
+from tasuki.core.protocol import BlobPut, Chunk, Message, Reply, error_message
 from tasuki.core.store_messages import BlobPlace
-from tasuki.errors import NotFound, TasukiError, Unavailable
-from tasuki.server.serial_calls import SerialCalls, told
-from tasuki.server.uploads import Arrived, TransferConnection, Uploads
+from tasuki.errors import Corrupt, InvalidInput, NotFound, Overloaded, ProtocolError, TasukiError, Unavailable, UploadCutOff
+from tasuki.event_loop import BackgroundTasks, ignore_result
 
 logger = logging.getLogger("tasuki.blobs")
 
+UPLOADS_PER_CONNECTION_MAX = 16
+QUEUED_MAX_BYTES = 8 * 1024 * 1024  # of one upload; past this the peer is not read from
+CHUNK_COST_BYTES = 1024  # what a chunk takes beside its bytes: one of a single byte is not free
+WRITE_MAX_BYTES = 2 * 1024 * 1024  # in one call on the thread, which costs as much as hashing some 100 KiB
 READ_CHUNKS = 4  # in one call on the thread
+SILENT_S = 5.0  # without a byte; then the uploader's next upload takes its place
+TURN_S = 15.0  # how long an upload waits for one before it that is not silent; less than a door waits for an answer
+PRESIGN_THREADS = 4
+VERIFY_THREADS = 4  # each reads a blob and hashes it
+
+T = TypeVar("T")
+Arrived = Callable[[int, BlobPut, BlobPlace], None]
+_PresignedUpload = tuple[str, int, str]
+"""sha256, generation and owner of an upload that is being verified."""
+
+
+# ---------------------------------------------------------------------------------------------------- threads
+
+
+class SerialCalls:
+    """The blocking calls of one transfer: one after the other, with nothing left open when the transfer is canceled."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+        self._running: Future[Any] | None = None
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Begin a call; `asyncio.wrap_future` waits for it, before the next call is made."""
+        self._running = self._threads.submit(function, *args)
+        return self._running
+
+    async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.wrap_future(self.start(function, *args))
+
+    async def acquire(self, release: Callable[[Any], None], function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function whose result must be released, also if this call is canceled before the result comes."""
+        running = self.start(function, *args)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(lambda done: None if _has_no_result(done) else self._run(release, done.result()))
+            raise
+
+    def finally_(self, function: Callable[..., None], *args: Any) -> None:
+        """Run a function once the current call has ended: a file must not be closed while a thread writes to it."""
+        if self._running is None:
+            self._run(function, *args)
+        else:
+            self._running.add_done_callback(lambda _: self._run(function, *args))
+
+    def _run(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            self._threads.submit(_logged, function, *args)
+        except RuntimeError:  # the threads are closed, and with them the store: this does not take long
+            _logged(function, *args)
+
+
+def _has_no_result(done: Future[Any]) -> bool:
+    return done.cancelled() or done.exception() is not None
+
+
+def _logged(function: Callable[..., None], *args: Any) -> None:
+    try:
+        function(*args)
+    except OSError as error:
+        logger.warning("the remains of a transfer could not be removed: %s", error)
+
+
+def _for_peer(error: TasukiError | OSError, problem: str) -> TasukiError:
+    """Return the error that the peer gets: an error of the system becomes Unavailable."""
+    return error if isinstance(error, TasukiError) else Unavailable(f"{problem}: {error.strerror or error}")
+
+
+# ---------------------------------------------------------------------------------------------------- uploads
+
+
+class TransferConnection(Protocol):
+    """A connection that a transfer sends on, and can make wait."""
+
+    def send(self, message: Message) -> None: ...
+    def close(self, error: TasukiError | None = None) -> None: ...
+    def pause_reading(self, why: object = None) -> None: ...
+    def resume_reading(self, why: object = None) -> None: ...
+    async def drain(self) -> None: ...
+
+
+class _IncomingBlob:
+    """One upload: a queue of chunks and the task that writes them."""
+
+    def __init__(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
+        self.conn, self.link = conn, link
+        self.put, self.place = put, place
+        resumes = put.resume and put.size_bytes >= RESUMED_MIN_BYTES
+        self.key = (uploader, put.sha256) if resumes and uploader else None
+        """Key of an upload that can be resumed. None: the upload is dropped when it is cut off."""
+        self.received = -1 if put.resume else 0
+        """Where the next chunk begins; -1 until the peer has been told the offset."""
+        self.queued = 0
+        self.chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        self.heard_at = asyncio.get_running_loop().time()
+        self.over = False
+        self.kept: BlobPlace | None = None
+        """Place at which the blob is durable, brought by this upload or by the one before it."""
+        self.task: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """Accept no more chunks; those that have come are still written."""
+        if not self.over:
+            self.over = True
+            self.chunks.put_nowait(None)
+
+    @property
+    def silent_at(self) -> float:
+        """Time at which the upload counts as silent. Not while chunks wait to be written."""
+        now = asyncio.get_running_loop().time()
+        return (now if self.queued else self.heard_at) + SILENT_S
+
+
+class Uploads:
+    """All uploads of one server. `arrived` is called, in the loop, when bytes are durable at their place."""
+
+    def __init__(self, blobs: BlobStore, threads: ThreadPoolExecutor, arrived: Arrived) -> None:
+        self._blobs = blobs
+        self._threads = threads
+        self._arrived = arrived
+        self._uploads: dict[tuple[int, int], _IncomingBlob] = {}
+        self._latest: dict[tuple[str, str], _IncomingBlob] = {}
+        """By key: the upload that the next one has to wait for."""
+        self._tasks = BackgroundTasks()
+
+    def close(self) -> None:
+        self._tasks.cancel()
+
+    def begin(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str) -> None:
+        """Begin the upload of a blob to the place that the store chose, and tell the peer whether its bytes are needed."""
+        mine = sum(1 for owner, _ in self._uploads if owner == conn)
+        try:
+            check_sha256(put.sha256)
+            if put.size_bytes < 0:
+                raise InvalidInput(f"a blob cannot have {put.size_bytes} bytes")
+            if mine >= UPLOADS_PER_CONNECTION_MAX or (conn, put.msg_id) in self._uploads:
+                raise Overloaded(f"at most {UPLOADS_PER_CONNECTION_MAX} uploads at once on one connection; wait for one to end")
+        except TasukiError as error:
+            link.send(error_message(put.msg_id, error))
+            return
+        upload = self._uploads[conn, put.msg_id] = _IncomingBlob(conn, link, put, place, uploader)
+        before = None
+        if upload.key is not None:
+            before = self._latest.get(upload.key)
+            self._latest[upload.key] = upload
+        upload.task = self._tasks.spawn(self._take(upload, before))
+
+    def under_way(self) -> list[BlobPut]:
+        """Return the uploads that have not ended."""
+        return [upload.put for upload in self._uploads.values()]
+
+    def piece(self, conn: int, link: TransferConnection, chunk: Chunk) -> None:
+        """Queue the next chunk of an upload."""
+        upload = self._uploads.get((conn, chunk.corr_id))
+        if upload is None or upload.over:  # it failed, and the peer sent more before it heard of that
+            return
+        if chunk.offset != upload.received:
+            expected = "after the Reply with the offset" if upload.received < 0 else upload.received
+            link.close(ProtocolError(f"a chunk starts at {chunk.offset}, expected {expected}"))
+            return
+        upload.received += len(chunk.data)
+        upload.queued += len(chunk.data) + CHUNK_COST_BYTES
+        upload.heard_at = asyncio.get_running_loop().time()
+        upload.chunks.put_nowait(chunk)
+        if upload.queued > QUEUED_MAX_BYTES:
+            link.pause_reading(upload)
+
+    def forget(self, conn: int) -> None:
+        """Suspend or drop the uploads of a connection that is gone."""
+        for at in [at for at in self._uploads if at[0] == conn]:
+            upload = self._uploads.pop(at)
+            if upload.key is not None:
+                upload.end()
+            elif upload.task is not None:
+                upload.task.cancel()
+
+    # ------------------------------------------------------------------------------------------------ one upload
+
+    async def _take(self, upload: _IncomingBlob, before: _IncomingBlob | None) -> None:
+        put, link = upload.put, upload.link
+        try:
+            if before is not None:
+                await _turn(upload, before)
+                upload.kept = before.kept
+            ref = await self._keep(upload)
+        except (TasukiError, OSError) as error:
+            link.send(error_message(put.msg_id, _for_peer(error, f"blob {put.sha256} could not be kept")))
+            return
+        finally:
+            self._uploads.pop((upload.conn, put.msg_id), None)
+            if upload.key is not None and self._latest.get(upload.key) is upload:
+                del self._latest[upload.key]
+            link.resume_reading(upload)
+        upload.kept = upload.place
+        if ref is None:
+            link.send(Reply(put.msg_id, {"have": True}))
+        else:
+            self._arrived(upload.conn, put, replace(upload.place, size_bytes=ref.size_bytes))
+
+    async def _keep(self, upload: _IncomingBlob) -> BlobRef | None:
+        """Write the bytes that the peer sends to their place; None if they were there."""
+        put, generation = upload.put, upload.place.generation
+        call = SerialCalls(self._threads)
+        # The row may be wrong: somebody may have deleted the bytes. Then they are accepted again.
+        if (upload.place.stored or upload.kept == upload.place) and await call(self._blobs.has, put.sha256, generation):
+            return None if upload.place.stored else BlobRef(put.sha256, put.size_bytes)
+        resume_key = upload.key[0] if upload.key is not None else ""
+        while True:
+            announced = (put.sha256, put.size_bytes, generation, resume_key)
+            writer: BlobWriter = await call.acquire(_suspend, self._blobs.begin, *announced)
+            try:
+                if not 0 < put.size_bytes == writer.size_bytes:
+                    return await self._receive(upload, writer, call)
+                # All bytes had come before it was cut off. If they are corrupt, they are gone now, and the upload begins at 0.
+                with suppress(Corrupt):
+                    ref: BlobRef = await call(writer.commit)
+                    return ref
+            except UploadCutOff:
+                await call(writer.suspend)
+                raise
+            finally:
+                call.finally_(_suspend, writer)  # harmless after a commit
+
+    async def _receive(self, upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -> BlobRef:
+        put = upload.put
+        if put.resume:
+            upload.received = writer.size_bytes
+            upload.link.send(Reply(put.msg_id, {"go": True, "offset": writer.size_bytes}))
+        else:
+            upload.link.send(Reply(put.msg_id, {"go": True}))
+        await _write(upload, writer, call)
+        ref: BlobRef = await call(writer.commit)
+        return ref
+
+
+async def _turn(upload: _IncomingBlob, before: _IncomingBlob) -> None:
+    """Wait until the upload before this one has ended, so that its bytes can be resumed."""
+    assert before.task is not None
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + TURN_S
+    if before.conn == upload.conn:
+        before.end()
+    while not before.task.done():
+        wake_at = deadline if before.over else min(deadline, before.silent_at)
+        await asyncio.wait([before.task], timeout=max(0.0, wake_at - loop.time()))
+        if loop.time() >= before.silent_at:
+            before.end()
+        if loop.time() >= deadline and not before.task.done():
+            raise Unavailable(
+                f"blob {upload.put.sha256} is being sent on another of your connections; try again when it has arrived"
+            )
+    if upload.over:
+        raise UploadCutOff("the connection was lost")
+
+
+async def _write(upload: _IncomingBlob, writer: BlobWriter, call: SerialCalls) -> None:
+    """Write the chunks up to the last one; UploadCutOff if it does not come."""
+    while True:
+        chunks = await _queued_chunks(upload.chunks)
+        written = [chunk for chunk in chunks if chunk is not None]
+        if written:
+            await call(_write_all, writer, [chunk.data for chunk in written])
+            upload.queued -= sum(len(chunk.data) + CHUNK_COST_BYTES for chunk in written)
+            if upload.queued <= QUEUED_MAX_BYTES // 2:
+                upload.link.resume_reading(upload)
+        if written and written[-1].last:
+            return
+        if chunks[-1] is None:
+            raise UploadCutOff(f"the upload of blob {upload.put.sha256} goes on elsewhere, from byte {writer.size_bytes}")
+
+
+async def _queued_chunks(queue: asyncio.Queue[Chunk | None]) -> list[Chunk | None]:
+    """Return the next chunk, and the chunks behind it that have come already, up to the size of one call."""
+    chunks = [await queue.get()]
+    size_bytes = 0
+    while (chunk := chunks[-1]) is not None and not chunk.last:
+        size_bytes += len(chunk.data)
+        if size_bytes >= WRITE_MAX_BYTES or queue.empty():
+            break
+        chunks.append(queue.get_nowait())
+    return chunks
+
+
+def _write_all(writer: BlobWriter, pieces: Sequence[Any]) -> None:
+    for piece in pieces:
+        writer.write(piece)
+
+
+def _suspend(writer: BlobWriter) -> None:
+    writer.suspend()
+
+
+# ---------------------------------------------------------------------------------------------------- both ways
 
 
 class BlobTransfers:
-    """All uploads and downloads of one server. `arrived` is told, in the loop, when bytes are durable at their place."""
+    """All uploads, downloads and deletions of one server. `arrived` is called, in the loop, when bytes are durable."""
 
     def __init__(self, blobs: BlobStore, arrived: Arrived) -> None:
         self._blobs = blobs
-        self._in = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-in")
-        self._out = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-out")
-        self._away = ThreadPoolExecutor(1, thread_name_prefix="tasuki-blobs-away")
-        self._uploads = Uploads(blobs, self._in, arrived)
+        self._upload_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-in")
+        self._download_threads = ThreadPoolExecutor(blobs.threads, thread_name_prefix="tasuki-blobs-out")
+        self._delete_thread = ThreadPoolExecutor(1, thread_name_prefix="tasuki-blobs-away")
+        self._uploads = Uploads(blobs, self._upload_threads, arrived)
 
     def close(self) -> None:
-        """Half-sent blobs are put aside or dropped, and nobody waits any longer for a store that does not answer."""
+        """Suspend or drop all uploads, and end calls that wait for a store that does not answer."""
         self._uploads.close()
         self._blobs.close()
-        for threads in (self._in, self._out, self._away):
-            threads.shutdown(wait=False)  # what waits there is to clean up, and does not take long any more
-
-    # ------------------------------------------------------------------------------------------------ in
+        for threads in (self._upload_threads, self._download_threads, self._delete_thread):
+            threads.shutdown(wait=False)  # only cleaning up still waits there, which does not take long now
 
     def begin(self, conn: int, link: TransferConnection, put: BlobPut, place: BlobPlace, uploader: str = "") -> None:
-        """A peer wants to send a blob, and the store said where it belongs. The peer is told whether it is needed."""
+        """Begin the upload of a blob to the place that the store chose, and tell the peer whether its bytes are needed."""
         if put.direct:
             link.send(Reply(put.msg_id, {"stored": place.stored, "generation": place.generation}))
             return
         self._uploads.begin(conn, link, put, place, uploader)
 
     def under_way(self) -> list[BlobPut]:
-        """The uploads that have not come to their end."""
+        """Return the uploads that have not ended."""
         return self._uploads.under_way()
 
     def piece(self, conn: int, link: TransferConnection, chunk: Chunk) -> None:
-        """The next chunk of an upload."""
+        """Queue the next chunk of an upload."""
         self._uploads.piece(conn, link, chunk)
 
     def forget(self, conn: int) -> None:
-        """The connection is gone."""
+        """Suspend or drop the uploads of a connection that is gone."""
         self._uploads.forget(conn)
 
-    # ------------------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------------------ downloads
 
     async def send(self, link: TransferConnection, job: Job | None, command: SendBlob, place: BlobPlace | None) -> None:
-        """Send a blob of a job, which is at this place, to somebody who may read it."""
+        """Send the blob of a job from this place; NotFound for a peer that may not read it."""
         get = command.get
         check_sha256(get.sha256)
         if job is None or not may_read_blob(command, job):
             raise NotFound(f"job {get.job_id[:128]!r} has no blob {get.sha256} that you may read")
         if place is None:
             raise NotFound(f"blob {get.sha256} of job {get.job_id[:128]!r} is not stored any more")
-        call = SerialCalls(self._out)
+        call = SerialCalls(self._download_threads)
         try:
-            reader: BlobReader = await call.opened(_close, self._blobs.open, get.sha256, get.offset, place.generation)
+            reader: BlobReader = await call.acquire(_close, self._blobs.open, get.sha256, get.offset, place.generation)
         except OSError as error:
-            raise told(error, f"blob {get.sha256} could not be read") from error
+            raise _for_peer(error, f"blob {get.sha256} could not be read") from error
         try:
             await self._read(link, command, reader, call)
         finally:
-            call.at_last(_close, reader)
+            call.finally_(_close, reader)
 
     async def _read(self, link: TransferConnection, command: SendBlob, reader: BlobReader, call: SerialCalls) -> None:
         get, offset = command.get, command.get.offset
@@ -96,25 +404,25 @@ class BlobTransfers:
                     offset += len(piece)
                     await link.drain()
             except Unavailable:
-                return  # the peer left; there is nobody to tell
+                return  # the peer left
         link.send(Chunk(get.msg_id, offset, b"", last=True))
 
-    # ------------------------------------------------------------------------------------------------ away
+    # ------------------------------------------------------------------------------------------------ deletions
 
     def sweep(self) -> None:
-        """Drop what was put aside, and nobody went on with in time."""
-        self._away.submit(self._sweep)
+        """Drop suspended uploads that nobody resumed in time."""
+        self._delete_thread.submit(self._sweep)
 
     def _sweep(self) -> None:
         try:
             self._blobs.sweep()
         except (TasukiError, OSError) as error:
-            logger.warning("what is left of half-sent blobs could not be removed: %s", error)
+            logger.warning("old suspended uploads could not be removed: %s", error)
 
     async def delete(self, places: Sequence[BlobPlace]) -> list[BlobPlace]:
-        """Delete the bytes at these places; those of which nothing is left. The others stay condemned, and come again."""
+        """Delete the bytes at these places, and return those that are gone. The store asks again for the others."""
         loop = asyncio.get_running_loop()
-        deleted: list[BlobPlace] = await loop.run_in_executor(self._away, self._delete, places)
+        deleted: list[BlobPlace] = await loop.run_in_executor(self._delete_thread, self._delete, places)
         return deleted
 
     def _delete(self, places: Sequence[BlobPlace]) -> list[BlobPlace]:
@@ -132,7 +440,7 @@ class BlobTransfers:
 
 
 def _some(pieces: Iterator[bytes]) -> list[bytes]:
-    """The next ones; none at the end."""
+    """Return the next chunks; none at the end."""
     return list(islice(pieces, READ_CHUNKS))
 
 
@@ -141,7 +449,7 @@ def _close(reader: BlobReader) -> None:
 
 
 def may_read_blob(command: SendBlob, job: Job) -> bool:
-    """Inputs and result for those who may see the job; inputs only for the worker that holds it now."""
+    """Return whether the peer may read the blob: inputs and result of a job that it may see; as a worker, inputs of its lease."""
     sha256 = command.get.sha256
     inputs = {file.sha256 for file in job.spec.files if file.sha256 is not None}
     if command.worker_id:
@@ -151,3 +459,56 @@ def may_read_blob(command: SendBlob, job: Job) -> bool:
         return False
     result = job.outcome.result_ref if job.outcome is not None else None
     return sha256 in inputs or (result is not None and result.sha256 == sha256)
+
+
+# ---------------------------------------------------------------------------------------------------- presigned
+
+
+class PresignedTransfers:
+    """Presigned URLs of one server. Callers have checked that the peer may read or upload the blob."""
+
+    def __init__(self, presign: S3Presign) -> None:
+        self._presign = presign
+        self._presign_threads = ThreadPoolExecutor(PRESIGN_THREADS, thread_name_prefix="tasuki-blobs-links")
+        self._verify_threads = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="tasuki-blobs-taken")
+        self._verifying: dict[_PresignedUpload, asyncio.Future[None]] = {}
+
+    async def check(self) -> None:
+        """Raise an error for the operator if the bucket cannot be used with presigned URLs."""
+        await self._on_thread(self._presign.check)
+
+    async def download(self, place: BlobPlace) -> PresignedUrl:
+        return await self._on_thread(lambda: self._presign.download(place.sha256, place.size_bytes, place.generation))
+
+    async def upload(self, place: BlobPlace, owner: str) -> UploadPlan:
+        return await self._on_thread(lambda: self._presign.upload(place.sha256, place.size_bytes, place.generation, owner))
+
+    async def take(self, place: BlobPlace, owner: str, wait_s: float) -> bool:
+        """Verify an upload and move it to its place; False if that takes longer than `wait_s`, and goes on."""
+        upload = (place.sha256, place.generation, owner)
+        verifying = self._verifying.get(upload)
+        if verifying is None:
+            verifying = asyncio.get_running_loop().run_in_executor(
+                self._verify_threads, self._presign.take, place.sha256, place.size_bytes, place.generation, owner
+            )
+            self._verifying[upload] = verifying
+            verifying.add_done_callback(lambda done: self._verified(upload, done))
+        await asyncio.wait([verifying], timeout=wait_s)
+        if not verifying.done():
+            return False
+        verifying.result()
+        return True
+
+    def _verified(self, upload: _PresignedUpload, done: asyncio.Future[None]) -> None:
+        """Forget a verification that has ended: the next caller finds the blob in its place, or begins again."""
+        del self._verifying[upload]
+        ignore_result(done)
+
+    def close(self) -> None:
+        """Leave the uploads that are being verified as they are, for another server or another time."""
+        self._presign.close()
+        self._presign_threads.shutdown(wait=False)
+        self._verify_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._presign_threads, work)

@@ -34,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tasuki.blobs.files import disk_full_as_error
-from tasuki.blobs.zip.names import NAME_MAX_BYTES, NAME_MAX_DEPTH, NameBook
+from tasuki.blobs.zip.reader import NAME_MAX_BYTES, NAME_MAX_DEPTH, NameBook
 from tasuki.blobs.zip.writer import Pieces, ZipMember, write_zip
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, BlobRef, Outcome, body_hash
 from tasuki.errors import InvalidInput

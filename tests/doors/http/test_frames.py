@@ -13,6 +13,8 @@ import pytest
 from tasuki.core.job import BlobRef, InputFile, JobSpec, State
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
+    FRAMES_MAX,
+    FRAMES_TYPE,
     Accepted,
     BlobPut,
     CancelJobs,
@@ -33,7 +35,6 @@ from tasuki.core.protocol import (
     Subscribe,
     Welcome,
 )
-from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE
 from tasuki.wire.frames import FrameDecoder, encode_frame
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage, Worker

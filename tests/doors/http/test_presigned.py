@@ -18,7 +18,7 @@ from tasuki.core.protocol import FRAME_MAX_BYTES, Accepted, AssignJobs, GiveCred
 from tasuki.doors.http import blobs as door
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.server.assembly import open_direct
-from tasuki.server.presigned import PresignedTransfers
+from tasuki.server.transfers import PresignedTransfers
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage

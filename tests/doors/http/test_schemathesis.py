@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tasuki.core.protocol import FRAMES_TYPE
 from tasuki.doors.http.exchange import WAIT_MAX_S
 from tasuki.doors.http.routes import ROUTES, Route
-from tasuki.net.http.names import FRAMES_TYPE
 from tests.conftest import Require
 from tests.doors.http.stage import Stage, Worker
 

@@ -19,6 +19,9 @@ from tasuki.core.job import InputFile, JobSpec, Outcome
 from tasuki.core.machine import Now
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
+    FRAMES_MAX,
+    FRAMES_TYPE,
+    SESSION_HEADER,
     AssignJobs,
     BlobPut,
     Chunk,
@@ -40,7 +43,6 @@ from tasuki.core.protocol import (
 from tasuki.core.store_messages import Grant
 from tasuki.doors.http import worker_sessions
 from tasuki.doors.http.exchange import BODY_MAX_BYTES
-from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
 from tasuki.wire.frames import ZSTD, FrameDecoder, encode_frame
 from tasuki.wire.messages import decode, encode
 from tests.doors.http.stage import Stage

@@ -24,8 +24,7 @@ import msgspec
 
 from tasuki.blobs.blob import check_sha256
 from tasuki.blobs.s3.requests import S3Requests, parse_s3_url
-from tasuki.blobs.s3.store import BESIDE, CHECK_RETRY_S, PROBE
-from tasuki.blobs.s3.transfer import PART_BYTES, S3Reader
+from tasuki.blobs.s3.store import BESIDE, CHECK_RETRY_S, PART_BYTES, PROBE, S3Reader
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TooLarge, Unavailable
 
 __all__ = ["LINK_S", "WHOLE_MAX_BYTES", "PresignedUrl", "S3Presign", "UploadPlan"]

@@ -21,8 +21,16 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from tasuki.blobs.files import disk_full_as_error
-from tasuki.blobs.zip.names import NameBook
-from tasuki.blobs.zip.reader import PIECE_BYTES, ListedEntry, Meter, ZipEntryInfo, ZipLimits, read_directory, unpack_entry
+from tasuki.blobs.zip.reader import (
+    PIECE_BYTES,
+    ListedEntry,
+    Meter,
+    NameBook,
+    ZipEntryInfo,
+    ZipLimits,
+    read_directory,
+    unpack_entry,
+)
 from tasuki.errors import InvalidInput
 
 __all__ = [

@@ -23,8 +23,7 @@ from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.core.ranges import content_range, is_number, parse_content_range, range_headers
 from tasuki.errors import InvalidInput, ResponseLost
-from tasuki.net.http.multipart import MultipartForm, run_fields
-from tasuki.net.http.transport import HttpTransport, said_in
+from tasuki.net.http.transport import HttpTransport, MultipartForm, run_fields, said_in
 from tasuki.net.streams import FileSink, FileSource
 
 if TYPE_CHECKING:

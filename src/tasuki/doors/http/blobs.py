@@ -24,7 +24,7 @@ from tasuki.doors.http.context import RequestContext
 from tasuki.doors.http.exchange import BODY_TIMEOUT_S, JobId
 from tasuki.doors.http.v1 import stream
 from tasuki.errors import BlobMismatch, Corrupt, InvalidInput, NotFound, OffsetConflict, Unavailable
-from tasuki.server.presigned import PresignedUrl
+from tasuki.server.transfers import PresignedUrl
 
 COMMIT_WAIT_S = 20.0  # for one answer; a longer verification is asked for again
 

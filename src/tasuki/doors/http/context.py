@@ -23,8 +23,8 @@ from tasuki.doors.http.virtual_connection import Caller, VirtualConnection
 from tasuki.doors.http.worker_sessions import WorkerSessions
 from tasuki.doors.http.workers import HttpWorker, Workers
 from tasuki.errors import Forbidden, TokenRevoked
-from tasuki.server.presigned import PresignedTransfers
 from tasuki.server.server import Server
+from tasuki.server.transfers import PresignedTransfers
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,9 @@ from starlette.responses import Response
 
 from tasuki.core.protocol import (
     FRAME_MAX_BYTES,
+    FRAMES_MAX,
+    FRAMES_TYPE,
+    SESSION_HEADER,
     BlobGet,
     BlobPut,
     CancelJobs,
@@ -43,7 +46,6 @@ from tasuki.doors.http.exchange import disconnected, discreet, wait_of, whole_nu
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.doors.http.worker_sessions import HttpWorkerSession
 from tasuki.errors import InvalidInput, TasukiError, Unauthorized, UnknownFrame, from_wire
-from tasuki.net.http.names import FRAMES_MAX, FRAMES_TYPE, SESSION_HEADER
 from tasuki.net.tcp_link import encode_answer
 from tasuki.wire.compression import CODECS, decompress
 from tasuki.wire.frames import BATCH, Frame, FrameDecoder

@@ -14,9 +14,9 @@ import msgspec
 from starlette.responses import Response
 
 from tasuki.core.access import PeerKind
+from tasuki.core.protocol import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
 from tasuki.doors.http import app_jobs, app_workers, blobs, frames, v1
 from tasuki.doors.http.exchange import WAIT_MAX_S
-from tasuki.net.http.names import BLOBS_PATH, FRAMES_PATH, FRAMES_TYPE, WORKER_PATH
 from tasuki.wire.compression import CODECS
 
 CLIENTS = frozenset({PeerKind.CLIENT, PeerKind.ADMIN})

@@ -25,7 +25,17 @@ from msgspec.structs import replace
 from tasuki.core.address import Address
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef
-from tasuki.core.protocol import FRAME_MAX_BYTES, ErrorMessage, HelloWorker, JobsFinished, Message, Welcome
+from tasuki.core.protocol import (
+    FRAME_MAX_BYTES,
+    FRAMES_MAX,
+    SESSION_HEADER,
+    WORKER_PATH,
+    ErrorMessage,
+    HelloWorker,
+    JobsFinished,
+    Message,
+    Welcome,
+)
 from tasuki.errors import (
     Forbidden,
     InvalidInput,
@@ -38,10 +48,8 @@ from tasuki.errors import (
     Unauthorized,
     Unavailable,
 )
-from tasuki.net.http.base_link import BaseHttpLink
+from tasuki.net.http.base_link import REQUEST_MAX_BYTES, BaseHttpLink, check_token, post
 from tasuki.net.http.blobs import HttpBlobs
-from tasuki.net.http.frame_bodies import REQUEST_MAX_BYTES, check_token, post
-from tasuki.net.http.names import FRAMES_MAX, SESSION_HEADER, WORKER_PATH
 from tasuki.net.http.transport import ANSWER_S, HttpTransport
 from tasuki.net.streams import FileSource
 from tasuki.wire.messages import encode
