@@ -21,7 +21,7 @@ from tasuki.blobs.blob import BlobStore
 from tasuki.clocks import now
 from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES
 from tasuki.core.broker.broker import Broker
-from tasuki.core.broker.client_messages import result_of
+from tasuki.core.broker.client_messages import ask_ends, result_of
 from tasuki.core.broker.events import (
     AskEnded,
     AskRevoked,
@@ -421,7 +421,7 @@ class Server:
                 ended.append(result_of(job))
             elif job is not None:  # started again meanwhile: its next end is awaited, and may have come already
                 self.broker.watch(session, job.job_id)
-                self.broker.ask_ends([job.job_id])
+                ask_ends(self.broker, [job.job_id])
         for some in batches(ended, lambda item: outcome_bytes(item.outcome)):
             link.send(Results(list(some)))
 

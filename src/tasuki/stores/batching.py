@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 from tasuki.core.store_messages import VERBS, Answers, Turn
 from tasuki.errors import TasukiError, TurnInterrupted, Unavailable
@@ -21,6 +22,7 @@ from tasuki.stores.store import Feature, Store
 
 logger = logging.getLogger("tasuki.store")
 
+_fields = attrgetter(*(verb.name for verb in VERBS))
 _LASTING = tuple(verb.name for verb in VERBS if verb.lasting)
 
 Pause = Callable[[float], bool]
@@ -73,8 +75,8 @@ def _fill(answers: Answers, store: Store, turn: Turn) -> None:
     if fill_turn is not None:  # a store may do a whole turn in one call, with the meaning of what follows
         fill_turn(answers, turn)
         return
-    for verb in VERBS:
-        if asked := getattr(turn, verb.name):
+    for verb, asked in zip(VERBS, _fields(turn), strict=True):
+        if asked:
             setattr(answers, verb.name, verb.call(getattr(store, verb.method), asked, turn.epoch, store.clock.wall))
 
 

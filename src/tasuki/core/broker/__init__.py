@@ -1,1 +1,19 @@
-"""TODO: say what this folder is."""
+"""The broker: all decisions of one server, as a pure state machine.
+
+`Broker.apply(event, now)` takes connections, messages and the ends of turns, and returns commands; `Broker.next_turn(now)`
+returns the next transaction for the store. Drivers are `tasuki.server`, the test harness and the simulator; doors read some of
+the state. Nothing here imports more than the rest of `tasuki.core`, and each module only those below it:
+
+    broker            the event loop
+    upkeep            the leader's turns: expired leases, delayed jobs, retention, blobs
+    cluster           hints from other servers, polls in case one was lost
+    worker_messages   conversations with workers: credit, leases, deliveries, reports
+    client_messages   conversations with clients: submits, watches, cancels, requests; blob transfers
+    log_reads         a client's reads of a log that a worker has
+    authentication    Hello, tokens, enrolment of workers
+    state             the state that these share: sessions, credit, watchers, other servers, the next turn
+    turn_builder      the next turn: questions for the store, and the functions that get the answers
+    events            events and commands
+
+A conversation asks the store with `state.builder.ask(verb, items, reply, failed)`; `reply` runs after the commit of the turn.
+"""

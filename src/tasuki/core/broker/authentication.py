@@ -12,7 +12,7 @@ nobody can register as somebody else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -43,10 +43,8 @@ from tasuki.core.protocol import (
     HelloClient,
     HelloWorker,
     Message,
-    Reply,
     Request,
     Welcome,
-    error_message,
 )
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import DEFAULT_PATTERN
@@ -66,7 +64,6 @@ LEASE_TTL_MIN_S, LEASE_TTL_MAX_S = 1.0, 3600.0
 PATTERNS_MAX = 200  # of 255 bytes each: a Hello's header has room for 64 KiB
 CODECS = ("zstd", "gzip")  # in the order of preference; a codec that the peer does not offer is not used
 FEATURES = ("batch", "blobs", "logs", "watch")
-TOKEN_VERBS = frozenset({"token.create", "token.list", "token.revoke"})
 REGISTER, ROTATE, REVOKE = "worker.register", "worker.rotate", "worker.revoke"
 LABEL_MAX_CHARS = 200
 
@@ -238,37 +235,21 @@ def _replace_worker(state: BrokerState, worker: WorkerSession) -> list[Command]:
 
 def _check_same_token(old: WorkerSession | None, identity: Identity | None, worker_id: str) -> None:
     """Refuse a peer that would take the place of a worker, or read what is meant for it, with another token."""
-    if old is not None and not _are_one(old.identity, identity):
+    if old is None or old.identity is None or identity is None or old.identity.name == identity.name:
+        return
+    if not identity.worker_id or old.identity.worker_id != identity.worker_id:  # else the token was rotated
         raise Forbidden(f"worker_id {worker_id!r} is in use by a worker with another token; choose another --worker-id")
 
 
-def _are_one(old: Identity | None, new: Identity | None) -> bool:
-    """Return whether both have the same token, or tokens that are bound to the same worker (it was rotated)."""
-    if old is None or new is None or old.name == new.name:
-        return True
-    return bool(old.worker_id) and old.worker_id == new.worker_id
-
-
 # ---------------------------------------------------------------------------------------------------- an administrator's tokens
-
-
-def token_request(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
-    """Make, list or revoke tokens: the requests of TOKEN_VERBS."""
-    identity.check_admin(request.verb)
-    if request.verb == "token.create":
-        _create_token(state, conn, request, identity)
-    elif request.verb == "token.revoke":
-        _revoke_token(state, conn, request, identity)
-    else:
-        _list_tokens(state, conn, request)
-    return []
 
 
 def _create_token(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
     row = _checked_row(request, identity)
 
     def created(added: Sequence[bool], effects: TurnEffects) -> None:
-        _answer(state, conn, request, {"token_id": row.token_id} if added[0] else _id_is_taken(row.token_id), effects)
+        answer = {"token_id": row.token_id} if added[0] else _id_is_taken(row.token_id)
+        state.answer(conn, request.msg_id, answer, effects)
 
     state.builder.ask("add_token", [row], created, partial(state.tell_failure, conn, request.msg_id))
 
@@ -305,11 +286,12 @@ def _revoke_token(state: BrokerState, conn: int, request: Request, identity: Ide
     token_id = str(request.params.get("token_id", ""))
 
     def revoked(answers: Sequence[bool], effects: TurnEffects) -> None:
+        answer: Any = {"token_id": token_id}
         if answers[0]:
             _end_sessions(state, (token_id,), conn, effects)
-            _answer(state, conn, request, {"token_id": token_id}, effects)
         else:
-            _answer(state, conn, request, NotFound(f"there is no token {token_id[:80]!r} that is still valid"), effects)
+            answer = NotFound(f"there is no token {token_id[:80]!r} that is still valid")
+        state.answer(conn, request.msg_id, answer, effects)
 
     failed = partial(state.tell_failure, conn, request.msg_id)
     state.builder.ask("revoke_token", [(token_id, identity.name)], revoked, failed)
@@ -323,21 +305,12 @@ def _end_sessions(state: BrokerState, token_ids: Collection[str], but: int, effe
             effects.commands += state.hang_up(session.conn, Unauthorized(f"token {session.identity.token_id} was revoked"))
 
 
-def _list_tokens(state: BrokerState, conn: int, request: Request) -> None:
+def _list_tokens(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
     def listed(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
         rows = [{name: getattr(row, name) for name in row.__struct_fields__ if name != "sha256"} for row in lists[0]]
-        _answer(state, conn, request, rows, effects)
+        state.answer(conn, request.msg_id, rows, effects)
 
     state.builder.ask("tokens", [None], listed, partial(state.tell_failure, conn, request.msg_id))
-
-
-def _answer(state: BrokerState, conn: int, request: Request, answer: Any, effects: TurnEffects) -> None:
-    """Answer a request, with a value or an error, if its peer is still there."""
-    session = state.sessions.get(conn)
-    if session is not None:
-        session.exchanges_token = False
-        is_error = isinstance(answer, TasukiError)
-        effects.send(conn, error_message(request.msg_id, answer) if is_error else Reply(request.msg_id, answer))
 
 
 # ---------------------------------------------------------------------------------------------------- a worker's own token
@@ -357,29 +330,29 @@ def check_enrolment(message: Message) -> None:
         raise Forbidden("an enrol token can only register a worker; for everything else another kind of token is needed")
 
 
-def register(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
+def _register(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
     """Spend the enrol token; the worker's own follows when the store says that it was still good."""
     if identity.kind is not PeerKind.ENROL:
         raise Forbidden(f"{REGISTER} needs an enrol token; this is a token of kind {identity.kind}")
     worker_id = identity.worker_id or "w-" + identity.token_id.replace(".", "-")[:60]
-    token = _new_token(request)
+    token, session = _new_token(request), state.sessions[conn]
     spent: list[bool] = []
 
     def registered(lists: Sequence[list[TokenRow]], effects: TurnEffects) -> None:
         if not spent[0]:
+            session.exchanges_token = False
             used = Forbidden("this enrol token was used or revoked before; ask for another one")
-            _answer(state, conn, request, used, effects)
+            state.answer(conn, request.msg_id, used, effects)
             return
         old = _tokens_of(lists[0], worker_id)  # they are good no longer
         _revoke_all(state, old, identity.name)
         row = _worker_row(token, worker_id, identity, effects.now)
-        _add_token(state, conn, request, row, old, [True])
+        _add_token(state, session, request, row, old, [True])
 
-    state.sessions[conn].exchanges_token = True
+    session.exchanges_token = True
     spend = [(identity.token_id, f"worker:{worker_id}")]
     state.builder.ask("revoke_token", spend, lambda revoked, _: spent.extend(revoked), ignore)
     state.builder.ask("tokens", [None], registered, partial(state.tell_failure, conn, request.msg_id))
-    return []
 
 
 def rotate(state: BrokerState, conn: int, request: Request, identity: Identity, now: Now) -> list[Command]:
@@ -389,11 +362,12 @@ def rotate(state: BrokerState, conn: int, request: Request, identity: Identity, 
     if not identity.worker_id:
         raise Forbidden("only a token that is bound to a worker can be rotated; make a new one with: tasuki token create")
     row = _worker_row(_new_token(request), identity.worker_id, identity, now)
-    state.sessions[conn].exchanges_token = True
+    session = state.sessions[conn]
+    session.exchanges_token = True
     exchanged: list[bool] = []
     old = [(identity.token_id, identity.name)]
     state.builder.ask("revoke_token", old, lambda revoked, _: exchanged.extend(revoked), ignore)
-    _add_token(state, conn, request, row, (identity.token_id,), exchanged)
+    _add_token(state, session, request, row, (identity.token_id,), exchanged)
     return []
 
 
@@ -420,11 +394,15 @@ def _worker_row(token: NewToken, worker_id: str, identity: Identity, now: Now) -
     )
 
 
-def _add_token(state: BrokerState, conn: int, request: Request, row: TokenRow, old: Sequence[str], exchanged: list[bool]) -> None:
-    """Add a worker's token in the turn that revokes its `old` ones; `exchanged` says whether that one was still good."""
+def _add_token(
+    state: BrokerState, session: Session, request: Request, row: TokenRow, old: Sequence[str], exchanged: list[bool]
+) -> None:
+    """Add a worker's token in the turn that revokes its `old` ones; `exchanged` tells whether that one was still good."""
+    conn, msg_id = session.conn, request.msg_id
 
     def added(answers: Sequence[bool], effects: TurnEffects) -> None:
         _end_sessions(state, old, conn, effects)
+        session.exchanges_token = False
         answer: Any = {
             "worker_id": row.worker_id,
             "token_id": row.token_id,
@@ -438,14 +416,13 @@ def _add_token(state: BrokerState, conn: int, request: Request, row: TokenRow, o
             # Somebody revoked the old one first, and meant the worker, not this one secret.
             _revoke_all(state, (row.token_id,), row.created_by)
             answer = Forbidden(f"the token of worker {row.worker_id!r} was revoked")
-        _answer(state, conn, request, answer, effects)
+        state.answer(conn, msg_id, answer, effects)
 
-    state.builder.ask("add_token", [row], added, partial(state.tell_failure, conn, request.msg_id))
+    state.builder.ask("add_token", [row], added, partial(state.tell_failure, conn, msg_id))
 
 
-def revoke(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
+def _revoke_worker(state: BrokerState, conn: int, request: Request, identity: Identity) -> None:
     """Revoke all tokens of one worker, or those with which it may take jobs of one `subject`."""
-    identity.check_admin(REVOKE)
     worker_id = check_name(str(request.params.get("worker_id", "")), "worker_id")
     subject = str(request.params.get("subject", ""))
     revoked: list[str] = []
@@ -461,16 +438,15 @@ def revoke(state: BrokerState, conn: int, request: Request, identity: Identity) 
             _revoke_all(state, under_way, identity.name)
             look_up()
         elif revoked:
-            _answer(state, conn, request, {"worker_id": worker_id, "revoked": revoked}, effects)
+            state.answer(conn, request.msg_id, {"worker_id": worker_id, "revoked": revoked}, effects)
         else:
             unknown = NotFound(f"there is no worker {worker_id!r} with a token that is still valid")
-            _answer(state, conn, request, unknown, effects)
+            state.answer(conn, request.msg_id, unknown, effects)
 
     def look_up() -> None:
         state.builder.ask("tokens", [None], found, partial(state.tell_failure, conn, request.msg_id))
 
     look_up()
-    return []
 
 
 def _revoke_all(state: BrokerState, token_ids: Sequence[str], actor: str) -> None:
@@ -485,3 +461,20 @@ def _tokens_of(rows: Sequence[TokenRow], worker_id: str, subject: str = "") -> t
 
     bound = (PeerKind.WORKER, worker_id, None)
     return tuple(row.token_id for row in rows if (row.kind, row.worker_id, row.revoked_at) == bound and covers_subject(row.scope))
+
+
+REQUESTS: dict[str, Callable[[BrokerState, int, Request, Identity], None]] = {
+    "token.create": _create_token,
+    "token.list": _list_tokens,
+    "token.revoke": _revoke_token,
+    REGISTER: _register,
+    REVOKE: _revoke_worker,
+}
+
+
+def token_request(state: BrokerState, conn: int, request: Request, identity: Identity) -> list[Command]:
+    """Begin one of REQUESTS; all but the registration are an administrator's."""
+    if request.verb != REGISTER:
+        identity.check_admin(request.verb)
+    REQUESTS[request.verb](state, conn, request, identity)
+    return []

@@ -8,8 +8,6 @@ assigned, canceled) is sent from there, that is, after the commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tasuki.core.broker import authentication, client_messages, cluster, log_reads, worker_messages
 from tasuki.core.broker.events import (
     BlobArrived,
@@ -99,7 +97,7 @@ class Broker(BrokerState):
             case Hinted():
                 return cluster.heard(self, event.hint)
             case SomeEnded():
-                self.ask_ends(event.job_ids)
+                client_messages.ask_ends(self, event.job_ids)
             case SomeRevoked():
                 return cluster.revoked(self, event.token_ids)
         return []
@@ -116,7 +114,7 @@ class Broker(BrokerState):
             if isinstance(session, ClientSession):
                 return client_messages.received(self, session, message)
             if isinstance(session, TransferSession):
-                return worker_messages.transferred(self, session, message)
+                return client_messages.transferred(self, session, message)
             return authentication.hello(self, session, message, now)
         except (Unauthorized, ProtocolError) as error:
             return self.hang_up(conn, error)
@@ -125,10 +123,6 @@ class Broker(BrokerState):
             if session.identity is None or not msg_id:  # there is no request that this could be the answer to
                 return self.hang_up(conn, error)
             return [Send(conn, error_message(msg_id, error))]
-
-    def ask_ends(self, job_ids: Iterable[str]) -> None:
-        """Tell the watchers of these jobs at the next turn if they have ended."""
-        client_messages.ask_ends(self, job_ids)
 
     # ------------------------------------------------------------------------------------------------ turns
 

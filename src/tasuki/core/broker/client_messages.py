@@ -1,4 +1,4 @@
-"""Conversations with clients: submits, watches, cancels, requeues, requests by name; and uploads, which workers have too. Pure.
+"""Conversations with clients: submits, watches, cancels, requeues, requests by name; and transfers, also of workers. Pure.
 
 Each conversation stands together: the function that checks the message and asks the store, and below it the function that gets
 the answers after the commit.
@@ -23,7 +23,7 @@ from tasuki.core.broker.events import (
     SendBlob,
 )
 from tasuki.core.broker.log_reads import question_of
-from tasuki.core.broker.state import BrokerState, ClientSession
+from tasuki.core.broker.state import BrokerState, ClientSession, Session, TransferSession, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects, ignore
 from tasuki.core.ids import check_name
 from tasuki.core.job import TERMINAL, Job, Outcome, State, body_hash, check_spec, is_sha256
@@ -44,7 +44,6 @@ from tasuki.core.protocol import (
     Reply,
     Request,
     SubmitJobs,
-    error_message,
 )
 from tasuki.core.report_limits import NUMBER_MAX
 from tasuki.core.store_messages import (
@@ -80,12 +79,8 @@ def received(state: BrokerState, client: ClientSession, message: Message) -> lis
             return request(state, client, identity, message)
         case CancelJobs():
             return _cancel(state, client, identity, message)
-        case BlobPut():
-            return put_blob(state, client.conn, message)
-        case Chunk():
-            return [BlobPiece(client.conn, message)]
-        case BlobGet():
-            return [SendBlob(client.conn, message, identity, "")]
+        case BlobPut() | Chunk() | BlobGet():
+            return transferred(state, client, message)
         case _:
             raise ProtocolError(f"a client may not send {type(message).__name__}")
 
@@ -115,7 +110,7 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
         except TasukiError as error:
             if indexes is None:
                 indexes = list(range(index))
-            rejected.append(Acceptance(index, spec.job_id[:128], "", error.code, error.message, error.details()))
+            rejected.append(_refused(index, spec.job_id[:128], error))
             continue
         if indexes is not None:
             indexes.append(index)
@@ -150,11 +145,12 @@ def _submitted(
                 state.watch(session, answer.job_id)
             continue
         index = indexes[place] if indexes is not None else place
-        if type(answer) is MissingBlobs:
-            exceptions.append(_without_blobs(index, answer))
-            continue
-        assert not isinstance(answer, MissingBlobs)
-        exceptions.append(_existing(state, session, index, answer, message))
+        if isinstance(answer, MissingBlobs):
+            job_id, named = answer.job_id, ", ".join(answer.sha256s[:3])
+            missing = f"job {job_id!r} needs blobs that are not here: {named}; upload its input files before the job"
+            exceptions.append(_refused(index, job_id, NotFound(missing, blobs=list(answer.sha256s[:100]))))
+        else:
+            exceptions.append(_existing(state, session, index, answer, message))
     effects.send(conn, Accepted(msg_id, len(message.specs), exceptions))
     if watch:
         # Results may be large: they are read apart, some per turn.
@@ -164,10 +160,8 @@ def _submitted(
             state.builder.ask("get", some, partial(_results_read, state, conn, some))
 
 
-def _without_blobs(index: int, answer: MissingBlobs) -> Acceptance:
-    named = ", ".join(answer.sha256s[:3])
-    error = NotFound(f"job {answer.job_id!r} needs blobs that are not here: {named}; upload its input files before the job")
-    return Acceptance(index, answer.job_id, "", error.code, error.message, {"blobs": list(answer.sha256s[:100])})
+def _refused(index: int, job_id: str, error: TasukiError) -> Acceptance:
+    return Acceptance(index, job_id, "", error.code, error.message, error.details())
 
 
 def _existing(
@@ -181,14 +175,14 @@ def _existing(
     if owner is not None and not session.identity.may_see(*owner):
         # Also for a Conflict: which fields differ would let a stranger guess at them one by one.
         refusal = Forbidden(f"job {answer.job_id!r} belongs to another submitter; use another job_id")
-        return Acceptance(index, answer.job_id, "", refusal.code, refusal.message)
+        return _refused(index, answer.job_id, refusal)
     if job is None:
         assert conflict is not None
-        return Acceptance(index, conflict.job_id, "", conflict.code, conflict.message, conflict.details())
+        return _refused(index, conflict.job_id, conflict)
     is_failed = job.state in TERMINAL and job.state is not State.SUCCEEDED
     if message.on_failed == "rerun" and is_failed and job.submitter != session.identity.name:
         refusal = Forbidden(f"job {job.job_id!r} was submitted by {job.submitter}; set it going again with: tasuki retry")
-        return Acceptance(index, job.job_id, "", refusal.code, refusal.message)
+        return _refused(index, job.job_id, refusal)
     if message.watch and job.state not in TERMINAL:
         state.watch(session, job.job_id)
     return Acceptance(index, job.job_id, job.state)
@@ -266,7 +260,7 @@ def _authorize(
             # Whether a job of somebody else exists is also not everybody's business.
             if job is None or not client.identity.may_see(job.submitter, job.spec.subject):
                 unknown = NotFound(f"there is no job {job_id[:128]!r}, or it is not yours")
-                effects.send(client.conn, error_message(request.msg_id, unknown))
+                state.answer(client.conn, request.msg_id, unknown, effects)
                 return
         then(jobs, effects)
 
@@ -304,8 +298,7 @@ def _cancel(state: BrokerState, client: ClientSession, identity: Identity, messa
             elif answer.state is State.CANCELED:
                 ask_ends(state, [job_id])
                 state.cluster.ended.append(job_id)
-        if conn in state.sessions:
-            effects.send(conn, Reply(msg_id, states))
+        state.answer(conn, msg_id, states, effects)
 
     return _authorize(state, client, message, job_ids, cancel)
 
@@ -324,8 +317,7 @@ def _requeue(
         states = {job_id: {"state": answer.state, "done": answer.done} for job_id, answer in pairs}
         state.look_everywhere()
         state.cluster.everything = True
-        if conn in state.sessions:
-            effects.send(conn, Reply(msg_id, states))
+        state.answer(conn, msg_id, states, effects)
 
     return _authorize(state, client, request, job_ids, requeue)
 
@@ -364,25 +356,38 @@ def request(state: BrokerState, client: ClientSession, identity: Identity, reque
     if verb == "servers":
         identity.check_admin("the list of servers")
         return [Send(conn, Reply(msg_id, state.describe_servers()))]
-    if verb in authentication.TOKEN_VERBS:
+    if verb in authentication.REQUESTS:
         return authentication.token_request(state, conn, request, identity)
-    if verb == authentication.REGISTER:
-        return authentication.register(state, conn, request, identity)
-    if verb == authentication.REVOKE:
-        return authentication.revoke(state, conn, request, identity)
-    known = {"logs", "watch", "requeue", "workers", "servers", "detach", "attach"}
-    verbs = ", ".join(sorted(READ_VERBS | authentication.TOKEN_VERBS | known))
-    raise NotFound(f"there is no request {verb[:40]!r}; there are {verbs}")
+    verbs = sorted({"logs", "watch", "requeue", "workers", "servers", "detach", "attach", *READ_VERBS, *authentication.REQUESTS})
+    raise NotFound(f"there is no request {verb[:40]!r}; there are {', '.join(verbs)}")
 
 
 def _reason(request: Request) -> str:
     return str(request.params.get("reason", ""))[:REASON_MAX_CHARS]
 
 
-# ---------------------------------------------------------------------------------------------------- uploads
+# ---------------------------------------------------------------------------------------------------- transfers
 
 
-def put_blob(state: BrokerState, conn: int, put: BlobPut) -> list[Command]:
+def transferred(state: BrokerState, session: Session, message: Message) -> list[Command]:
+    """Take one message of a blob transfer: of a client, of a worker, or on a connection beside a worker's own."""
+    assert session.identity is not None
+    match message:
+        case BlobPut():
+            return _put_blob(state, session.conn, message)
+        case Chunk():
+            return [BlobPiece(session.conn, message)]
+        case BlobGet() if isinstance(session, WorkerSession | TransferSession):
+            return [SendBlob(session.conn, message, session.identity, session.worker_id, session.incarnation)]
+        case BlobGet():
+            return [SendBlob(session.conn, message, session.identity)]
+        case Heartbeat():
+            return [Send(session.conn, HeartbeatAnswer(message.msg_id))]
+        case _:
+            raise ProtocolError(f"a connection for blobs may not send {type(message).__name__}")
+
+
+def _put_blob(state: BrokerState, conn: int, put: BlobPut) -> list[Command]:
     """Ask the store for the place of a blob that a peer brings; from then on collection leaves it alone."""
     if not is_sha256(put.sha256):
         raise InvalidInput(f"not a sha256: {put.sha256[:80]!r}; it must be 64 lower-case hex digits")
@@ -414,12 +419,7 @@ def blob_arrived(state: BrokerState, event: BlobArrived) -> None:
     def stored(answers: Sequence[bool], effects: TurnEffects) -> None:
         if not answers[0]:  # condemned meanwhile: nothing can refer to these bytes, and nobody else may know of them any more
             effects.commands.append(DeleteBlobs(0, (event.place,)))
-        if conn not in state.sessions:
-            return
-        if answers[0]:
-            effects.send(conn, Reply(put.msg_id, {"have": True}))
-        else:
-            error = Unavailable(f"blob {put.sha256} was collected while it came in; send it again")
-            effects.send(conn, error_message(put.msg_id, error))
+        collected = Unavailable(f"blob {put.sha256} was collected while it came in; send it again")
+        state.answer(conn, put.msg_id, {"have": True} if answers[0] else collected, effects)
 
     state.builder.ask("blobs_stored", [event.place], stored, partial(state.tell_failure, conn, put.msg_id))

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from tasuki.core.broker.client_messages import ask_ends
 from tasuki.core.broker.events import AskEnded, AskRevoked, Command, Met
-from tasuki.core.broker.state import BrokerState, WorkerSession
+from tasuki.core.broker.state import BrokerState
 from tasuki.core.cluster_messages import Hint
 from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import CancelLeases
@@ -77,16 +77,13 @@ def _look_for(state: BrokerState, hint: Hint) -> None:
         if named is not None and named.account.available:
             state.look(named, backlog=True)
         lookers: Counter[Takes] = Counter()
-        for worker in state.idle.matching(subject):
-            if lookers[worker.takes] < enough and _can_look(state, worker):
+        for worker in state.idle_workers(subject):
+            is_busy = worker.reading or worker.resuming or worker.worker_id in state.cluster.detached
+            if lookers[worker.takes] < enough and not is_busy:
                 lookers[worker.takes] += 1  # counted by kind, because the job may be of a kind that only some of them run
                 state.look(worker, backlog=True)
                 if lookers[Takes.ANY] >= enough:
                     break
-
-
-def _can_look(state: BrokerState, worker: WorkerSession) -> bool:
-    return not (worker.reading or worker.resuming or worker.worker_id in state.cluster.detached)
 
 
 def revoked(state: BrokerState, token_ids: Iterable[str]) -> list[Command]:

@@ -22,7 +22,7 @@ from tasuki.core.machine import Now, Send
 from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, PROGRESS_MAX, LogPiece, ReadLog, Reply, error_message
 from tasuki.core.report_limits import NUMBER_MAX
 from tasuki.core.store_messages import Takes
-from tasuki.errors import InvalidInput, NotFound, Overloaded, TasukiError
+from tasuki.errors import InvalidInput, NotFound, Overloaded
 
 STREAMS = ("stdout", "stderr")
 # Questions under way at a time, to one worker and of one client. From half of that on, questions do not wait for new bytes, so
@@ -69,7 +69,7 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
     job, asked = event.job, event.question
     if not (job.spec.exec or asked.attempt or _may_be_a_command(state, job)):
         message = f"job {job.job_id!r} has no logs: it is a handler's, or an app's whose program does not run now"
-        return [_refusal(event, NotFound(message))]
+        return [Send(event.conn, error_message(event.msg_id, NotFound(message)))]
     offset = asked.offset if asked.attempt in (0, job.attempt) else 0
     answer = _answer_without_worker(job, asked.stream, offset)
     lease = job.lease
@@ -83,7 +83,7 @@ def job_seen(state: BrokerState, event: JobSeen, now: Now) -> list[Command]:
         return [Send(event.conn, Reply(event.msg_id, {**answer, "unsupported": True}))]
     if client.log_reads >= READS_PER_CLIENT:
         message = f"{client.log_reads} questions about logs are open on this connection; wait for their answers"
-        return [_refusal(event, Overloaded(message))]
+        return [Send(event.conn, error_message(event.msg_id, Overloaded(message)))]
     if worker.log_reads >= READS_PER_WORKER:
         return [Send(event.conn, Reply(event.msg_id, answer))]
     crowded = worker.log_reads >= READS_PER_WORKER // 2 or client.log_reads >= READS_PER_CLIENT // 2
@@ -165,7 +165,3 @@ def _servers_of(state: BrokerState, client: ClientSession, worker_id: str, incar
 def _makes_sense(piece: LogPiece, asked: ReadLog) -> bool:
     follows = piece.next == piece.offset + len(piece.data) and piece.cut_bytes == piece.offset - asked.offset
     return follows and asked.offset <= piece.offset and len(piece.data) <= asked.max_bytes and piece.next <= NUMBER_MAX
-
-
-def _refusal(event: JobSeen, error: TasukiError) -> Send:
-    return Send(event.conn, error_message(event.msg_id, error))

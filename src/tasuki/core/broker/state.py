@@ -18,7 +18,7 @@ from tasuki.core.broker.turn_builder import TurnBuilder, TurnEffects
 from tasuki.core.cluster_messages import Hint, ServerInfo, WorkerInfo
 from tasuki.core.job import OnDisconnect
 from tasuki.core.machine import Hangup, Peer
-from tasuki.core.protocol import Claim, JobResult, ReadLog, error_message
+from tasuki.core.protocol import Claim, JobResult, ReadLog, Reply, error_message
 from tasuki.core.store_messages import Takes
 from tasuki.core.subject import SubjectTrie
 from tasuki.errors import InvalidInput, TasukiError, discreet
@@ -49,20 +49,18 @@ class Account(msgspec.Struct):
 
     def give(self, credit: int) -> None:
         """Add the credit of a message; a negative one takes credit back."""
-        if -CREDIT_MAX <= credit < 0:
-            self._take_back(-credit)
+        if (
+            -CREDIT_MAX <= credit < 0
+        ):  # reserved credit is taken when its lease request is answered, unless it is granted meanwhile
+            taken = min(self.available, -credit)
+            self.available -= taken
+            self.withdrawn = min(self.reserved, self.withdrawn - credit - taken)
             return
         if not 0 <= credit <= CREDIT_MAX or self.available + self.reserved + credit > CREDIT_MAX:
             raise InvalidInput(f"credit must be 0 to {CREDIT_MAX} in all; {credit} more on top of {self.available} is not")
         paid = min(self.owed, credit)
         self.owed -= paid
         self.available += credit - paid
-
-    def _take_back(self, credit: int) -> None:
-        """Take credit back; reserved credit when its lease request is answered, unless it is granted meanwhile."""
-        taken = min(self.available, credit)
-        self.available -= taken
-        self.withdrawn = min(self.reserved, self.withdrawn + credit - taken)
 
     def charge(self) -> None:
         """Count an assignment that the worker has not heard of: credit for its slot was given, or will be."""
@@ -189,35 +187,6 @@ class PendingLogRead(msgspec.Struct):
     deadline: float
 
 
-class IdleWorkers:
-    """Workers with credit, the one that was served last at the end; others are dropped when they are next met."""
-
-    def __init__(self, trie: SubjectTrie[int]) -> None:
-        self._trie = trie
-        self._workers: dict[int, WorkerSession] = {}
-
-    def note(self, worker: WorkerSession, *, last: bool = False) -> None:
-        """Add a worker that may have credit; with `last` move it to the end."""
-        if last:
-            self._workers.pop(worker.conn, None)
-        self._workers[worker.conn] = worker
-
-    def forget(self, conn: int) -> None:
-        self._workers.pop(conn, None)
-
-    def __iter__(self) -> Iterator[WorkerSession]:
-        for conn, worker in list(self._workers.items()):
-            if worker.account.available:
-                yield worker
-            else:
-                del self._workers[conn]
-
-    def matching(self, subject: str) -> Iterator[WorkerSession]:
-        """Yield the workers that may take jobs of this subject."""
-        able = self._trie.match_set(subject)
-        return (worker for worker in self if worker.conn in able)
-
-
 # ---------------------------------------------------------------------------------------------------- other servers
 
 
@@ -307,7 +276,8 @@ class BrokerState:
         self.generations: dict[str, int] = {}
         """Generations of the watched jobs that were requeued."""
         self.trie: SubjectTrie[int] = SubjectTrie()
-        self.idle = IdleWorkers(self.trie)
+        self._idle: dict[int, WorkerSession] = {}
+        """Workers that may have credit, by connection; the one that was served last is at the end."""
         self.looking: dict[int, WorkerSession] = {}
         """Workers for which the next turn asks for work."""
         self.all_look = False
@@ -357,7 +327,7 @@ class BrokerState:
             for pattern in session.patterns:
                 self.trie.remove(pattern, conn)
             self.looking.pop(conn, None)
-            self.idle.forget(conn)
+            self._idle.pop(conn, None)
             if self.workers.get(session.worker_id) is session:
                 del self.workers[session.worker_id]
                 self.note_live_workers()
@@ -372,12 +342,17 @@ class BrokerState:
             return []
         return [session for session in self.sessions.values() if session.identity and session.identity.token_id in token_ids]
 
+    def answer(self, conn: int, msg_id: int, answer: Any, effects: TurnEffects) -> None:
+        """Answer a request with a value or an error, if its peer is still there."""
+        if conn in self.sessions:
+            is_error = isinstance(answer, TasukiError)
+            effects.send(conn, error_message(msg_id, answer) if is_error else Reply(msg_id, answer))
+
     def tell_failure(self, conn: int, msg_id: int, error: TasukiError, effects: TurnEffects) -> None:
         """Answer a request whose turn failed. Only an administrator is told what is wrong with the store."""
         session = self.sessions.get(conn)
-        if session is not None:
-            is_admin = session.identity is not None and session.identity.admin
-            effects.send(conn, error_message(msg_id, error if is_admin else discreet(error)))
+        is_admin = session is not None and session.identity is not None and session.identity.admin
+        self.answer(conn, msg_id, error if is_admin else discreet(error), effects)
 
     # -- watchers -------------------------------------------------------------------------------------------------
     def watch(self, session: ClientSession, job_id: str) -> None:
@@ -413,8 +388,7 @@ class BrokerState:
     def look(self, worker: WorkerSession, *, backlog: bool) -> None:
         """Ask the store for work for this worker at the next turn; with `backlog`, for more than what that turn submits."""
         worker.backlog = worker.backlog or backlog
-        self.looking[worker.conn] = worker
-        self.idle.note(worker)
+        self.looking[worker.conn] = self._idle[worker.conn] = worker
 
     def look_everywhere(self) -> None:
         """Ask for work for every worker with credit at the next turn: jobs became ready of which no submit tells."""
@@ -428,8 +402,23 @@ class BrokerState:
         """
         enough = None if backlog else 2 * self.builder.new_jobs + CHOICE_MIN
         for subject in subjects:
-            for worker in islice(self.idle.matching(subject), enough):
+            for worker in islice(self.idle_workers(subject), enough):
                 self.look(worker, backlog=backlog)
+
+    def note_idle(self, worker: WorkerSession, *, last: bool) -> None:
+        """Note that a worker may have credit; with `last` it comes after all others."""
+        if last:
+            self._idle.pop(worker.conn, None)
+        self._idle[worker.conn] = worker
+
+    def idle_workers(self, subject: str | None = None) -> Iterator[WorkerSession]:
+        """Yield the workers with credit, with a subject those that may take its jobs; drop those without credit."""
+        able = self.trie.match_set(subject) if subject is not None else None
+        for conn, worker in list(self._idle.items()):
+            if not worker.account.available:
+                del self._idle[conn]
+            elif able is None or conn in able:
+                yield worker
 
     def note_live_workers(self) -> None:
         """Make `live_workers` compute its answer anew, once per turn: thousands of workers may come or go at once."""

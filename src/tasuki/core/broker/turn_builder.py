@@ -11,7 +11,9 @@ A question costs one small struct, however many items it has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -77,11 +79,16 @@ def ignore(_outcome: object, _effects: TurnEffects) -> None:
 class Question(msgspec.Struct, frozen=True):
     """Items start:stop of a verb's list, and the functions that get their answers or the error."""
 
+    rank: int
+    """Place of the verb in REPLY_ORDER."""
     verb: str
     start: int
     stop: int
     reply: OnAnswers
     failed: OnFailure | None
+
+
+_rank = attrgetter("rank")
 
 
 class TurnBuilder:
@@ -94,7 +101,7 @@ class TurnBuilder:
         """Subjects of the jobs that the turn submits, in the order of arrival: the order of a set differs between processes."""
         self.size_bytes = 0
         """Size of the payloads and results in it."""
-        self._questions: dict[int, list[Question]] = {}
+        self._questions: list[Question] = []
         self._size = 0
 
     def __len__(self) -> int:
@@ -108,10 +115,12 @@ class TurnBuilder:
     def ask(self, verb: str, items: Sequence[Any], reply: OnAnswers, failed: OnFailure | None = None) -> None:
         """Add items to the verb's list of the turn; see the module's docstring for `reply` and `failed`."""
         rank = _RANK[verb]
-        waiting = self.items.setdefault(verb, [])
+        waiting = self.items.get(verb)
+        if waiting is None:
+            waiting = self.items[verb] = []
         start = len(waiting)
         waiting.extend(items)
-        self._questions.setdefault(rank, []).append(Question(verb, start, len(waiting), reply, failed))
+        self._questions.append(Question(rank, verb, start, len(waiting), reply, failed))
         self._size += len(items) + 1
 
     def repeat(self, question: Question, items: Sequence[Any]) -> None:
@@ -120,26 +129,29 @@ class TurnBuilder:
 
     def split_reads(self, limit: int) -> TurnBuilder:
         """Leave reads past `limit` jobs to a new builder, and return it: rows stay in memory until they are sent."""
-        following, kept = TurnBuilder(), 0
-        reads = self._questions.get(_RANK["get"], [])
-        for place, read in enumerate(reads):
-            kept += read.stop - read.start
-            if place and kept > limit:
-                job_ids = self.items["get"]
-                for later in reads[place:]:
-                    following.ask("get", job_ids[later.start : later.stop], later.reply, later.failed)
-                del reads[place:], job_ids[read.start :]
-                break
+        following = TurnBuilder()
+        job_ids = self.items.get("get", [])
+        if len(job_ids) <= limit:
+            return following
+
+        def is_left(question: Question) -> bool:
+            return question.verb == "get" and question.start > 0 and question.stop > limit
+
+        left = list(filter(is_left, self._questions))
+        for read in left:
+            following.ask("get", job_ids[read.start : read.stop], read.reply, read.failed)
+        if left:
+            del job_ids[left[0].start :]
+            self._questions = list(filterfalse(is_left, self._questions))
         return following
 
     def turn(self) -> Turn:
         """Return the finished turn."""
         return Turn(**self.items, context=self)
 
-    def questions(self) -> Iterator[Question]:
-        """Yield all questions in the order of their replies."""
-        for rank in sorted(self._questions):
-            yield from self._questions[rank]
+    def questions(self) -> list[Question]:
+        """Return all questions in the order of their replies."""
+        return sorted(self._questions, key=_rank)
 
     def done(self, answers: Answers, effects: TurnEffects) -> None:
         """Give every question its answers: the turn is committed."""

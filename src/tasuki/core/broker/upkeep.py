@@ -115,7 +115,10 @@ class Upkeep:
         if turn.take_over:
             return [TakeoverDone(turn.epoch, answers.take_over)]
         self._tell(answers)
-        self._count(answers)
+        self.counts.reaped += len(answers.reap)
+        self.counts.skipped += len(answers.skip)
+        self.counts.promoted += answers.promote.count
+        self.counts.pruned += answers.prune
         if len(answers.reap) >= REAP_BATCH or len(answers.skip) >= SKIP_BATCH or answers.promote.count >= PROMOTE_BATCH:
             self._duty_at = 0.0
         if answers.prune >= PRUNE_AGAIN:
@@ -150,12 +153,6 @@ class Upkeep:
                 if (delivery.claim.job_id, delivery.claim.attempt) == (reaped.job_id, reaped.attempt):
                     del worker.deliveries[lease_id]
                     worker.account.ended()
-
-    def _count(self, answers: Answers) -> None:
-        self.counts.reaped += len(answers.reap)
-        self.counts.skipped += len(answers.skip)
-        self.counts.promoted += answers.promote.count
-        self.counts.pruned += answers.prune
 
     def _condemned(self, answers: Answers) -> list[Command]:
         places, stored_bytes = answers.condemn_blobs.places, answers.condemn_blobs.stored_bytes

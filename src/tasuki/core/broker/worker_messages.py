@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from tasuki.core.broker import authentication, log_reads
-from tasuki.core.broker.client_messages import ask_ends, put_blob
-from tasuki.core.broker.events import BlobPiece, Command, SendBlob
-from tasuki.core.broker.state import Account, BrokerState, Delivery, TransferSession, WorkerSession
+from tasuki.core.broker.client_messages import ask_ends, transferred
+from tasuki.core.broker.events import Command
+from tasuki.core.broker.state import Account, BrokerState, Delivery, WorkerSession
 from tasuki.core.broker.turn_builder import TurnEffects
 from tasuki.core.job import TERMINAL, Progress, State
 from tasuki.core.machine import Now, Send
@@ -98,22 +99,6 @@ def received(state: BrokerState, worker: WorkerSession, message: Message, now: N
     return []
 
 
-def transferred(state: BrokerState, worker: WorkerSession | TransferSession, message: Message) -> list[Command]:
-    """Take one message of a blob transfer, on the worker's own connection or on one beside it."""
-    assert worker.identity is not None
-    match message:
-        case BlobPut():
-            return put_blob(state, worker.conn, message)
-        case Chunk():
-            return [BlobPiece(worker.conn, message)]
-        case BlobGet():
-            return [SendBlob(worker.conn, message, worker.identity, worker.worker_id, worker.incarnation)]
-        case Heartbeat():
-            return [Send(worker.conn, HeartbeatAnswer(message.msg_id))]
-        case _:
-            raise ProtocolError(f"a connection for blobs may not send {type(message).__name__}")
-
-
 # ---------------------------------------------------------------------------------------------------- reports
 
 
@@ -190,19 +175,14 @@ def _held(worker: WorkerSession, claims: list[Claim], progress: Mapping[str, Pro
 
 
 def _renewed(
-    state: BrokerState,
-    conn: int,
-    msg_id: int,
-    claims: Sequence[HeldLease],
-    statuses: Sequence[LeaseStatus],
-    effects: TurnEffects,
+    state: BrokerState, conn: int, msg_id: int, held: list[HeldLease], statuses: Sequence[LeaseStatus], effects: TurnEffects
 ) -> None:
     """Tell the worker which of its leases are lost or to be canceled; after a start only if there are any."""
     session = state.sessions.get(conn)
     if session is None:
         return
     cancel, lost = [], []
-    for claim, status in zip(claims, statuses, strict=True):
+    for claim, status in zip(held, statuses, strict=True):
         if status is LeaseStatus.CANCEL:
             cancel.append(claim.lease_id)
         elif status is LeaseStatus.LOST:
@@ -251,11 +231,19 @@ def _released(state: BrokerState, claims: Sequence[HeldLease], answers: Sequence
 # ---------------------------------------------------------------------------------------------------- leases
 
 
+class _Look(NamedTuple):
+    """A lease request of one worker; `is_fresh` if it asks only for what its turn submits."""
+
+    conn: int
+    request: LeaseRequest
+    is_fresh: bool
+
+
 def ask_leases(state: BrokerState, now: Now) -> None:
     """Add the lease requests of all workers that look for work to the turn."""
     if state.all_look:
         state.all_look = False
-        for worker in state.idle:
+        for worker in state.idle_workers():
             state.look(worker, backlog=True)
     state.look_for(state.builder.subjects)
     if not state.looking or state.disk_problem:
@@ -270,26 +258,23 @@ def ask_leases(state: BrokerState, now: Now) -> None:
     if not plan:
         return
     live_workers = state.live_workers()
-    requests: list[LeaseRequest] = []
-    askers: list[tuple[int, bool]] = []
+    looks: list[_Look] = []
     for worker_id, limit in plan:
         worker = state.workers[worker_id]
-        requests.append(
-            LeaseRequest(
-                worker_id=worker_id,
-                incarnation=worker.incarnation,
-                patterns=worker.patterns,
-                takes=worker.takes,
-                limit=worker.account.reserve(limit),
-                ttl_s=worker.ttl_s,
-                on_disconnect=worker.on_disconnect,
-                reconnect_grace_s=worker.reconnect_grace_s,
-                live_workers=live_workers,
-            )
+        request = LeaseRequest(
+            worker_id=worker_id,
+            incarnation=worker.incarnation,
+            patterns=worker.patterns,
+            takes=worker.takes,
+            limit=worker.account.reserve(limit),
+            ttl_s=worker.ttl_s,
+            on_disconnect=worker.on_disconnect,
+            reconnect_grace_s=worker.reconnect_grace_s,
+            live_workers=live_workers,
         )
-        askers.append((worker.conn, not worker.backlog))
-    reply, failed = partial(_leased, state, requests, askers), partial(_not_leased, state, requests, askers)
-    state.builder.ask("lease", requests, reply, failed)
+        looks.append(_Look(worker.conn, request, not worker.backlog))
+    requests = [look.request for look in looks]
+    state.builder.ask("lease", requests, partial(_leased, state, looks), partial(_not_leased, state, looks))
 
 
 def _is_silent(worker: WorkerSession, now: Now) -> bool:
@@ -324,66 +309,52 @@ def shares(accounts: Iterable[tuple[str, Account]], wanted: int | None, policy: 
     return [(name, min(limit, account.available)) for (name, account), limit in zip(able, limits, strict=True) if limit]
 
 
-def _leased(
-    state: BrokerState,
-    requests: Sequence[LeaseRequest],
-    askers: Sequence[tuple[int, bool]],
-    answers: Sequence[list[Grant]],
-    effects: TurnEffects,
-) -> None:
-    for request, (conn, is_fresh), grants in zip(requests, askers, answers, strict=True):
-        _granted(state, conn, request, is_fresh, grants, effects)
+def _leased(state: BrokerState, looks: list[_Look], answers: Sequence[list[Grant]], effects: TurnEffects) -> None:
+    for look, grants in zip(looks, answers, strict=True):
+        _granted(state, look, grants, effects)
 
 
-def _granted(
-    state: BrokerState, conn: int, request: LeaseRequest, is_fresh: bool, grants: list[Grant], effects: TurnEffects
-) -> None:
+def _granted(state: BrokerState, look: _Look, grants: list[Grant], effects: TurnEffects) -> None:
     """Deliver what was granted to one worker."""
-    worker = state.sessions.get(conn)
+    worker = state.sessions.get(look.conn)
     if not isinstance(worker, WorkerSession) or not worker.patterns:
         # It left, or began to drain, while the store was at work. Unseen grants go back, without using up a loss. But if the
         # worker left for another server, that one may have read these grants and delivered them: there they are its own.
         if isinstance(worker, WorkerSession):
-            _settle(state, worker, request, is_fresh, 0)
+            _settle(state, worker, look, 0)
         if isinstance(worker, WorkerSession) or not state.config.shared:
-            worker_id, incarnation = request.worker_id, request.incarnation
+            worker_id, incarnation = look.request.worker_id, look.request.incarnation
             _release(state, [HeldLease(g.job_id, worker_id, incarnation, g.lease_id, g.attempt, g.ttl_s) for g in grants])
         return
-    _settle(state, worker, request, is_fresh, len(grants))
+    _settle(state, worker, look, len(grants))
     if not grants:
         return
     deliveries, sent_at = worker.deliveries, effects.now.monotonic
     for grant in grants:
         deliveries[grant.lease_id] = Delivery(Claim(grant.job_id, grant.lease_id, grant.attempt), sent_at)
-    effects.commands += [Send(conn, AssignJobs(worker.ttl_s, list(some))) for some in batches(grants, _spec_bytes)]
+    effects.commands += [Send(worker.conn, AssignJobs(worker.ttl_s, list(some))) for some in batches(grants, _spec_bytes)]
 
 
 def _spec_bytes(grant: Grant) -> int:
     return len(grant.spec)
 
 
-def _settle(state: BrokerState, worker: WorkerSession, request: LeaseRequest, is_fresh: bool, granted: int) -> None:
+def _settle(state: BrokerState, worker: WorkerSession, look: _Look, granted: int) -> None:
     """Give back unused credit. If all that was asked for was granted, there may be more, and the worker looks again."""
-    worker.account.settle(request.limit, granted)
-    state.idle.note(worker, last=granted > 0)
-    more = granted == request.limit and not is_fresh
+    worker.account.settle(look.request.limit, granted)
+    state.note_idle(worker, last=granted > 0)
+    more = granted == look.request.limit and not look.is_fresh
     # Something may have become ready while the store was at work: that look is still to come.
     worker.backlog = more or (worker.backlog and worker.conn in state.looking)
     if more and worker.account.available:
         state.look(worker, backlog=True)
 
 
-def _not_leased(
-    state: BrokerState,
-    requests: Sequence[LeaseRequest],
-    askers: Sequence[tuple[int, bool]],
-    error: TasukiError,
-    effects: TurnEffects,
-) -> None:
-    for request, (conn, is_fresh) in zip(requests, askers, strict=True):
-        worker = state.sessions.get(conn)
+def _not_leased(state: BrokerState, looks: list[_Look], error: TasukiError, effects: TurnEffects) -> None:
+    for look in looks:
+        worker = state.sessions.get(look.conn)
         if isinstance(worker, WorkerSession):
-            _settle(state, worker, request, is_fresh, 0)
+            _settle(state, worker, look, 0)
             read_back(state, worker)  # the grants may be there all the same
 
 

@@ -137,7 +137,7 @@ _ALL: dict[str, Probe] = {
         worker_messages,
         "_granted",
         "the worker had left meanwhile",
-        lambda given, _: bool(given[4]) and given[1] not in given[0].sessions,
+        lambda given, _: bool(given[2]) and given[1].conn not in given[0].sessions,
         before=True,
     ),
     # leases
