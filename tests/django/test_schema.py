@@ -1,4 +1,4 @@
-"""The models are the schema: migrations are complete, names are C5's, and Django is set up without a project."""
+"""The models are the schema: migrations are complete, the columns of users are there, and Django is set up without a project."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasuki.core.store_messages import COUNTED, GroupCounts  # noqa: E402
 from tasuki.django.models import Counter, JobRun, Token  # noqa: E402
 from tasuki.errors import ConfigError  # noqa: E402
 
-C5_NAMES = {
+CONTRACT_NAMES = {
     "scheduled_for", "assigned_at", "assigned_worker_id", "state", "attempt", "leader_epoch", "started_at", "finished_at",
     "exit_code", "error_summary", "log_ref", "idempotency_key", "version", "continuation_state",
     "continuation_check_started_at", "continuation_check_deadline_at", "job_definition_id",
@@ -36,7 +36,7 @@ def test_migrations_are_complete() -> None:
 
 
 def test_the_row_has_the_names_of_c5() -> None:
-    assert {field.attname for field in JobRun._meta.concrete_fields} >= C5_NAMES
+    assert {field.attname for field in JobRun._meta.concrete_fields} >= CONTRACT_NAMES
 
 
 def test_counters_have_a_name_for_every_state() -> None:

@@ -1,4 +1,4 @@
-"""The fence on PostgreSQL (RELIABILITY §2), with two connections that meet at the worst moment."""
+"""The epoch fence on PostgreSQL (docs/invariants.md), with two connections that meet at the worst moment."""
 
 from __future__ import annotations
 

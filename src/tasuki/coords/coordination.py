@@ -68,7 +68,7 @@ class LiveMember(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int
     version: int
     info: bytes | None
-    """None if the caller has seen this version."""
+    """Facts about the member; None if the caller has seen this version."""
 
 
 class View(msgspec.Struct, frozen=True):

@@ -1,6 +1,10 @@
-"""The Django app: models and migrations (the one source of the SQL schema) and what a Django project uses of tasuki.
+"""The Django app: models and migrations, the one source of the SQL schema, for the standalone server and for a user's project.
 
-`models.py` imports nothing of tasuki but `core`, since the SQL store stands on it; the rest of the app stands on top
-and may import everything except `tasuki.cli` and `tasuki.testing`.
-This file imports nothing: `django.setup()` has to come first.
+The SQL store imports it, so it imports nothing of tasuki but `core` and `errors`. This file imports nothing: `django.setup()` has
+to come first.
+
+    models       the tables
+    fields       field types, storage parameters of PostgreSQL's tables
+    standalone   Django without a project; migrations and their version check
+    apps         the app's configuration
 """

@@ -1,20 +1,20 @@
 """The tables of the SQL store: the one source of its schema. Imports nothing of tasuki but the core.
 
-The hot verbs never build these objects: `stores/sql*.py` runs the hand-written statements of `stores/statements/` on Django's
-connection. The models give the schema, its migrations, and the queries of people and screens.
+The hot verbs never build these objects: `stores/sql` runs the hand-written statements of `stores/sql/statements/` on Django's
+connection. The models define the schema and its migrations, and serve the queries of a user's project.
 
-Sized for history. Millions of finished jobs lie beside a few that live, so every index on `JobRun` but the unique key is
-partial and holds only rows that are alive or rare: an ordinary job is in none of them once it has ended. What counts is not
-only the entries: SQLite works out an index's condition again with every write to a column that the index names, whether or not
-the row is in it. Three indexes with conditions on `state`, which every transition writes, cost 4 µs of a job's 16 though it
-was in none of them. So conditions are on columns that the ordinary life of a job does not touch.
+Sized for history. Millions of finished jobs are beside a few live ones, so every index on `JobRun` but the unique key is partial
+and holds only rows that are alive or rare: an ordinary job is in none of them once it has ended. Not only entries cost: SQLite
+evaluates an index's condition again with every write to a column that the index names, whether or not the row is in it. Three
+indexes with conditions on `state`, which every transition writes, cost 4 µs of a job's 16 though it was in none of them. So
+conditions are on columns that the ordinary life of a job does not touch.
 
-Columns of `JobRun` stand in the order in which the hot statements need them, since SQLite reads a row from its start. Only what
-most rows have another value for is written by them: the database's own defaults (`db_default`) fill the rest.
+Columns of `JobRun` are in the order in which the hot statements need them, since SQLite reads a row from its start. They write
+only columns whose value usually differs from the database's own default (`db_default`).
 """
 
 # mypy: disable-error-code="var-annotated"
-# What a field's attribute is, the stubs know only through a plugin that would need a project's settings.
+# The stubs know the type of a field's attribute only through a plugin that would need a project's settings.
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from tasuki.django.fields import NameField, RowIdField, UnixTimeField
 
 
 class JobRun(models.Model):
-    """One job, with its current or latest attempt. DESIGN §1 calls it Job; the names of the columns are REQUIREMENTS C5's."""
+    """One job (`core.job.Job`) with its current or latest attempt. The column names are part of the contract with users."""
 
     id = RowIdField(primary_key=True)
-    """Grows with the time of submission: the age that leasing goes by."""
+    """Row id, growing with the time of submission: the age by which leasing orders."""
     idempotency_key = NameField(max_length=128, unique=True)
-    """The job_id. Its unique key is what decides that a submit is a repeat."""
+    """The job_id. Its unique key decides that a submit is a repeat."""
     state = models.CharField(
         max_length=12, choices=[(state.value, state.value) for state in State], db_default=State.PENDING.value
     )
     ready = models.SmallIntegerField(db_default=1)
     """1: may be leased now (PENDING and due, or ORPHANED). 2: PENDING, waits for its not_before. 0: all others."""
     kind = models.SmallIntegerField(db_default=1)
-    """JobKind: 0 a command, 1 a Python handler's, 2 a command of the server's own user. In the index of ready rows: a worker that
-    takes only some kinds never wades through the others."""
+    """JobKind: 0 a command, 1 a Python handler's, 2 a command of the server's own user. Part of the index of ready rows:
+    a worker that takes only some kinds does not read the others."""
     priority = models.SmallIntegerField(db_default=5)
     group = NameField(max_length=255)
     subject = NameField(max_length=255)
 
-    # The attempt. It stays after its end until the next grant, so that an exact repeat of its report is known as one.
+    # The attempt. Kept after its end until the next grant, so that an exact repeat of its report is recognized.
     attempt = models.IntegerField(db_default=0)
     version = models.IntegerField(db_default=0)
     """Grows by one with every transition."""
@@ -54,9 +54,9 @@ class JobRun(models.Model):
     assigned_worker_id = NameField(max_length=128, null=True)
     incarnation = NameField(max_length=64, db_default="")
     lease_expires_at = UnixTimeField(null=True)
-    """On the lease clock: when reaping may end it, with margin and (`keep`) grace. NULL unless ASSIGNED or RUNNING."""
+    """Lease-clock time at which reaping may end the lease, with margin and (`keep`) grace. NULL unless ASSIGNED or RUNNING."""
     lease_expired_at = UnixTimeField(null=True)
-    """The same of a lease that is over, while its job is ORPHANED."""
+    """Former `lease_expires_at` of an ORPHANED job."""
     lease_ttl_s = models.FloatField(db_default=LEASE_TTL_S)
     on_disconnect = NameField(max_length=4, db_default=OnDisconnect.STOP.value)
     reconnect_grace_s = models.FloatField(db_default=0.0)
@@ -64,9 +64,9 @@ class JobRun(models.Model):
     assigned_at = UnixTimeField(null=True)
     started_at = UnixTimeField(null=True)
     finished_at = UnixTimeField(null=True)
-    """When it became terminal."""
+    """Time at which the job became terminal."""
 
-    # The outcome of the finish that made it terminal, or of the latest failed attempt.
+    # The outcome that made it terminal, or that of the latest failed attempt.
     exit_code = models.BigIntegerField(null=True)
     error_code = NameField(max_length=64, null=True)
     """NULL: no attempt has failed since the last grant or requeue. Empty: one has, and its worker gave no code."""
@@ -74,19 +74,19 @@ class JobRun(models.Model):
     """The outcome's message."""
     permanent = models.SmallIntegerField(db_default=0)
     result = models.BinaryField(null=True)
-    """Up to 64 KiB. A larger one is a blob: then this is NULL, and the hash and the size say which."""
+    """Result up to 64 KiB. A larger one is a blob: then this is NULL, and hash and size identify the blob."""
     result_sha256 = NameField(max_length=64, null=True)
     result_size_bytes = models.BigIntegerField(null=True)
     meta = models.BinaryField(null=True)
     """msgpack; NULL if empty."""
     replaced_report = models.BinaryField(null=True)
-    """msgpack of what tells a failure report from another, if a cancel put its own outcome over it: its repeat is still one."""
+    """msgpack of the identity of a failure report whose outcome a cancel replaced, so that its repeat is still recognized."""
     log_ref = NameField(max_length=1024, db_default="")
 
     # Budgets and delays.
     not_before = UnixTimeField(null=True)
     not_after = UnixTimeField(null=True)
-    """Past this it is not granted any more, but SKIPPED. NULL: no such time, or set going again after it."""
+    """Time after which the job is not granted any more, but SKIPPED. NULL: no such time, or requeued after it."""
     generation = models.IntegerField(db_default=0)
     failures = models.IntegerField(db_default=0)
     losses = models.IntegerField(db_default=0)
@@ -94,7 +94,7 @@ class JobRun(models.Model):
     max_losses = models.IntegerField(db_default=3)
     backoff_s = models.FloatField(db_default=10.0)
 
-    # Who asked for it, and how it came about.
+    # Origin of the job.
     created_at = UnixTimeField()
     submitter = NameField(max_length=255)
     exec = NameField(max_length=1024, db_default="")
@@ -102,14 +102,14 @@ class JobRun(models.Model):
     job_definition_id = models.BigIntegerField(null=True)
     scheduled_for = UnixTimeField(null=True)
     leader_epoch = models.BigIntegerField(db_default=0)
-    """Of the last write that a leader made here."""
+    """Epoch of the last write that a leader made here."""
     continuation_state = models.CharField(
         max_length=10, choices=[("NONE", "NONE"), ("CONFIRMING", "CONFIRMING")], db_default="NONE"
     )
     continuation_check_started_at = UnixTimeField(null=True)
     continuation_check_deadline_at = UnixTimeField(null=True)
     progress = models.FloatField(null=True)
-    """0 to 1, as the latest attempt said it last; NULL: it said nothing. Written beside renewals, cleared by a grant."""
+    """0 to 1, as last reported by the latest attempt; NULL: not reported. Written with renewals, cleared by a grant."""
     progress_text = models.CharField(max_length=PROGRESS_TEXT_MAX_CHARS, db_default="")
     body_hash = models.BinaryField()
     spec = models.BinaryField()
@@ -119,11 +119,11 @@ class JobRun(models.Model):
         indexes = [
             # Leasing: seeks by band, group, subject and kind, then age.
             models.Index(fields=["-priority", "group", "subject", "kind", "id"], condition=Q(ready=1), name="tasuki_job_ready"),
-            # Reaping, and all that asks for the running. One entry per live lease, not per job.
+            # Reaping, and queries for running jobs. One entry per live lease, not per job.
             models.Index(fields=["lease_expires_at"], condition=Q(lease_expires_at__isnull=False), name="tasuki_job_leased"),
             # Promotion of delayed jobs and retries.
             models.Index(fields=["not_before"], condition=Q(ready=2), name="tasuki_job_delayed"),
-            # Skipping what is too late. Most jobs have no such time, and are not in it.
+            # Skipping jobs that are too late. Most jobs have no such time, and are not in it.
             models.Index(fields=["not_after"], condition=Q(not_after__isnull=False, ready__gt=0), name="tasuki_job_late"),
             # `list --state FAILED` among millions that succeeded: all that ended otherwise have an error_code.
             models.Index(fields=["id"], condition=Q(error_code__isnull=False), name="tasuki_job_failed"),
@@ -140,15 +140,15 @@ class JobRun(models.Model):
 
 
 class Incident(models.Model):
-    """Something unusual that befell a job. The ordinary life of a job has none."""
+    """Something unusual that happened to a job. The ordinary life of a job has none."""
 
     id = RowIdField(primary_key=True)
-    # Without a constraint: only pruning deletes jobs, it deletes these too, and no job's life pays for the check.
+    # Without a constraint: only pruning deletes jobs, and deletes these too, so no job pays for the check.
     job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="incidents", db_constraint=False)
     at = UnixTimeField()
     kind = NameField(max_length=20)
     attempt = models.BigIntegerField(db_default=0)
-    """As reported: what is fenced may name any."""
+    """Attempt as reported: a fenced report may name any number."""
     worker_id = NameField(max_length=128, db_default="")
     actor = NameField(max_length=255, db_default="")
     reason = models.TextField(db_default="")
@@ -158,7 +158,7 @@ class Incident(models.Model):
 
 
 class JobBlob(models.Model):
-    """A blob that a job needs or gave; written in the job's own transaction, so that collection cannot take it away before."""
+    """Reference of a job to an input or result blob; written in the job's transaction, so that collection cannot come before."""
 
     id = RowIdField(primary_key=True)
     job = models.ForeignKey(JobRun, on_delete=models.CASCADE, related_name="blobs", db_constraint=False)
@@ -173,12 +173,11 @@ class JobBlob(models.Model):
 
 
 class Blob(models.Model):
-    """Bytes that are kept, or about to be. The row stands before the bytes are written and goes after they are deleted: there are
-    never bytes without a row. Who uses them stands in JobBlob.
+    """Bytes that are kept, or about to be. The row exists before the bytes are written and until they are deleted: there are
+    never bytes without a row. References to them are in JobBlob.
 
-    A blob that is condemned (nobody refers to it, its bytes are being deleted) is never brought back to life: whoever brings the
-    same bytes again gets the next generation, kept under another name. So a deleter that was frozen for an hour cannot delete
-    anything that is in use.
+    A condemned blob (no job refers to it, its bytes are being deleted) is never used again: a client that brings the same bytes
+    gets the next generation, kept under another name. So a deleter that was frozen for an hour cannot delete bytes in use.
     """
 
     id = RowIdField(primary_key=True)
@@ -186,15 +185,15 @@ class Blob(models.Model):
     generation = models.IntegerField(db_default=0)
     size_bytes = models.BigIntegerField()
     stored = models.SmallIntegerField(db_default=0)
-    """1: the bytes are whole and durable."""
+    """1: the bytes are complete and durable."""
     condemned = models.SmallIntegerField(db_default=0)
     touched_at = UnixTimeField()
-    """When somebody last brought it or asked for it to be kept; collection leaves it alone for a grace time."""
+    """Time of the last upload or request to keep it; collection leaves it alone for a grace time."""
 
     class Meta:
         constraints = [
             models.UniqueConstraint(fields=["sha256", "generation"], name="tasuki_blob_key"),
-            # One place at a time: two servers that place the same bytes at once agree on it.
+            # One live generation: two servers that place the same bytes at once agree on it.
             models.UniqueConstraint(fields=["sha256"], condition=Q(condemned=0), name="tasuki_blob_live"),
         ]
         indexes = [
@@ -207,7 +206,7 @@ class Blob(models.Model):
 
 
 class Counter(models.Model):
-    """How many jobs of a group stand where; maintained with every transition, so that nobody has to count jobs.
+    """Number of jobs of a group by state; maintained with every transition, so that jobs need not be counted.
 
     The number is the sum over the shards. Each server adds to a shard of its own: on one row the transactions of all servers
     would queue up.
@@ -216,7 +215,7 @@ class Counter(models.Model):
     id = RowIdField(primary_key=True)
     group = NameField(max_length=255)
     state = NameField(max_length=12)
-    """A name of stores.store.GroupCounts."""
+    """Field of core.store_messages.GroupCounts."""
     shard = models.SmallIntegerField(db_default=0)
     n = models.BigIntegerField()
 
@@ -234,47 +233,47 @@ class ScopeEpoch(models.Model):
     epoch = models.BigIntegerField()
     holder = NameField(max_length=255)
     taken_over_at = models.FloatField(null=True)
-    """When, on the lease clock: a lease is renewed by one takeover, not by one after the other."""
+    """Lease-clock time of the takeover: a lease is renewed by one takeover, not by one after the other."""
 
     def __str__(self) -> str:
         return f"{self.scope}: {self.epoch} ({self.holder})"
 
 
 class ScopeLease(models.Model):
-    """Who may call itself leader of a scope, and until when. A row apart from ScopeEpoch: a leader's writes share-lock that one,
-    and renewals would queue up behind them."""
+    """The leader's lock on a scope, and its end. A row apart from ScopeEpoch: a leader's writes share-lock that one, and renewals
+    would queue up behind them."""
 
     scope = NameField(max_length=64, primary_key=True)
     epoch = models.BigIntegerField()
     holder = NameField(max_length=255)
     expires_at = UnixTimeField()
-    """On the database's clock."""
+    """Time on the database's clock."""
 
     def __str__(self) -> str:
         return f"{self.scope}: {self.holder} until {self.expires_at}"
 
 
 class Member(models.Model):
-    """A process that says it is alive: a server, with its addresses and the workers connected to it."""
+    """A process that announces itself: a server, with its addresses and the workers connected to it."""
 
     member_id = NameField(max_length=128, primary_key=True)
     kind = NameField(max_length=10)
     incarnation = NameField(max_length=64)
     beat_at = UnixTimeField()
-    """On the database's clock."""
+    """Time on the database's clock."""
     schema_version = models.IntegerField(db_default=0)
-    """What its code expects of these tables."""
+    """Version of these tables that its code expects."""
     version = models.BigIntegerField(db_default=0)
     """Grows when `info` changes, so that others read it only then."""
     info = models.BinaryField()
-    """msgpack of what others should know of it."""
+    """msgpack of facts for the other members."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.member_id}"
 
 
 class Detached(models.Model):
-    """A worker that is to be given no more work."""
+    """A worker that gets no more work."""
 
     worker_id = NameField(max_length=128, primary_key=True)
     at = UnixTimeField()
@@ -286,7 +285,7 @@ class Detached(models.Model):
 
 
 class TurnMark(models.Model):
-    """The last turn that each writer committed: how it learns, after its connection broke during a commit, what came of it."""
+    """The last turn that each writer committed: it tells, after a connection broke in a commit, whether the turn is stored."""
 
     writer = NameField(max_length=64, primary_key=True)
     turn = models.BigIntegerField()
@@ -297,7 +296,7 @@ class TurnMark(models.Model):
 
 
 class Audit(models.Model):
-    """Who did what to whom may come in."""
+    """One entry of the audit of tokens."""
 
     id = RowIdField(primary_key=True)
     at = UnixTimeField()
@@ -312,7 +311,7 @@ class Audit(models.Model):
 
 
 class Schema(models.Model):
-    """One row: which version these tables have, and the oldest code that can work with them."""
+    """The one row with the version of these tables and the oldest code that can work with them."""
 
     id = models.SmallIntegerField(primary_key=True, db_default=1)
     version = models.IntegerField()
@@ -323,7 +322,7 @@ class Schema(models.Model):
 
 
 class Token(models.Model):
-    """Who may come in. Never the secret, only its sha256."""
+    """A token that grants access. Never the secret, only its sha256."""
 
     id = RowIdField(primary_key=True)
     token_id = NameField(max_length=64, unique=True)
@@ -338,7 +337,7 @@ class Token(models.Model):
     revoked_at = UnixTimeField(null=True)
     revoked_by = NameField(max_length=255, db_default="")
     worker_id = NameField(max_length=64, db_default="")
-    """The only worker that may use it."""
+    """The only worker that may use the token; empty: any."""
 
     def __str__(self) -> str:
         return f"{self.token_id} ({self.kind})"

@@ -70,7 +70,7 @@ class MemoryJob(msgspec.Struct, frozen=True):
     job: Job
     spec: bytes
     delayed: bool = False
-    """Whether the job waits for `promote`."""
+    """True while the job waits for `promote`."""
     ttl_s: float = 0.0
     """Duration of the lease; `take_over` renews by it."""
     last_report: ReportDigest | None = None

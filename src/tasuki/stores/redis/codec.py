@@ -79,7 +79,7 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     state: str
     group: str
     payload: Text
-    """Whether the job has a payload key."""
+    """Set if the job has a payload key."""
     version: Text
     attempt: Text
     assigned_worker_id: Text
@@ -96,7 +96,7 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rare: dict[str, str] | bool
     """The fields of RARE that the job has."""
     shown: Text
-    """Whether outsiders may read the job: it has the keys status, lease and retry_count, and its keys expire after its end."""
+    """Set if outsiders may read the job: it has the keys status, lease and retry_count, and its keys expire after its end."""
     seq: str
     """Order of submission: the job's age, whatever happens to it later."""
     created_at: str

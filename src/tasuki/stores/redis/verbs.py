@@ -60,7 +60,7 @@ class ScriptCall(NamedTuple, Generic[T]):
     decode: Callable[[Reply], T]
     reads: bool = False
     leads: bool = False
-    """Whether the verb carries an epoch, and may be refused."""
+    """True for a verb that carries an epoch, and may be refused."""
 
 
 class FilterFields(NamedTuple):

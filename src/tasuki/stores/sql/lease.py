@@ -76,7 +76,7 @@ class Scan:
         self._ranges = [(begin, high)] if begin == low else [(begin, high), (low, begin)]
         self.names: list[str] = []
         self.last = ""
-        """Where the next scan of this place should begin, unless this one is complete."""
+        """Start of the next scan of this place, unless this one is complete."""
         self.advance()
         self.is_complete = not self._ranges
 

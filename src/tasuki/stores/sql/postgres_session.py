@@ -137,7 +137,7 @@ class Statement(NamedTuple):
     kinds: tuple[ParameterType | None, ...]
     """Types of the parameters; None: inferred from the value, which is then never NULL."""
     writes: bool
-    """Whether it changes rows."""
+    """True if it changes rows."""
 
     def values(self, parameters: Parameters) -> list[Value]:
         if isinstance(parameters, Mapping):

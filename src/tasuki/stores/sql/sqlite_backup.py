@@ -1,8 +1,8 @@
-"""SQLite for backup and restore: a consistent copy of a store in use, what such a copy holds, and its new life.
+"""Backup and restore of a SQLite store: a consistent copy of a store in use, the facts of a copy, and its preparation for use.
 
-Taking a copy reads only, on a connection of its own: the server goes on writing. `begin_new_life` is what makes a copy fit to
-be opened again: workers, clients and servers of the life that was lost may still be there, and whatever they show from the time
-after the copy must be refused (docs/decisions/0024). Touches the files that it is given, nothing else.
+Taking a copy only reads, on a connection of its own: the server goes on writing. `begin_new_life` makes a copy safe to open:
+workers, clients and servers from after the copy may still exist, and the leases and epochs that they show must be refused
+(docs/decisions/0024). Touches only the files that it is given.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tasuki.errors import Corrupt, InvalidInput
 from tasuki.stores.sql.database import LEADER_SCOPE, Statements
 from tasuki.stores.sql.sqlite import BUSY_TIMEOUT_MS, SqliteDatabase, translated
 
-PAGES_PER_STEP = 4096  # 16 MiB between two words of progress
+PAGES_PER_STEP = 4096  # 16 MiB between two calls of progress
 EPOCH_STEP = 1_000_000_000  # an epoch costs the start of a server: a hundred a second reach this in four months
 RESTORER = "restore"
 _REASON = "the store was restored from a backup; a worker that still runs this attempt can no longer report it"
-_OUR_TABLES = ("tasuki_jobrun", "tasuki_scopeepoch", "tasuki_blob", "tasuki_jobblob", "tasuki_schema", "django_migrations")
+_TABLES = ("tasuki_jobrun", "tasuki_scopeepoch", "tasuki_blob", "tasuki_jobblob", "tasuki_schema", "django_migrations")
 
 Progress = Callable[[int, int], None]
 """(done, all), in bytes."""
 
 
 class BackupFacts(msgspec.Struct, frozen=True):
-    """What a copy holds, for people and for the manifest."""
+    """Contents of a copy, for people and for the manifest."""
 
     schema_version: int
     migrations: tuple[str, ...]
@@ -44,14 +44,14 @@ class BackupFacts(msgspec.Struct, frozen=True):
 
 
 class NewLife(msgspec.Struct, frozen=True):
-    """What a restored database begins with."""
+    """Facts of a restored database before its first use."""
 
     epoch: int
     given_back: int
-    """Jobs that a worker had when the copy was taken."""
+    """Jobs that a worker held when the copy was taken."""
     canceled: int
     unknown_blobs: tuple[tuple[str, int], ...] = ()
-    """Bytes that came with it and that no row knows: (sha256, generation)."""
+    """(sha256, generation) of bytes that came with the copy and that no row names."""
 
 
 def snapshot(database: Path, target: Path, progress: Progress = lambda done, whole: None) -> None:
@@ -80,14 +80,14 @@ def snapshot(database: Path, target: Path, progress: Progress = lambda done, who
 
 @contextmanager
 def _copy_at(path: Path) -> Iterator[sqlite3.Connection]:
-    """A copy that nobody writes to. `immutable`: not even the files beside it are made."""
+    """Open a copy for reading. `immutable`: not even the files beside it are made."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
         connection.execute("PRAGMA trusted_schema = OFF")
         yield connection
 
 
 def facts_of(path: Path) -> BackupFacts:
-    """Read what a copy holds."""
+    """Read the facts of a copy."""
     with _copy_at(path) as connection:
         schema = connection.execute("SELECT version FROM tasuki_schema WHERE id = 1").fetchone()
         migrations = connection.execute("SELECT name FROM django_migrations WHERE app = 'tasuki' ORDER BY id").fetchall()
@@ -98,7 +98,7 @@ def facts_of(path: Path) -> BackupFacts:
 
 
 def blobs_of(path: Path) -> list[BlobPlace]:
-    """The stored blobs that jobs of a copy refer to."""
+    """Return the stored blobs that jobs of a copy refer to."""
     with _copy_at(path) as connection:
         rows = connection.execute(
             "SELECT sha256, size_bytes, generation FROM tasuki_blob"
@@ -108,15 +108,15 @@ def blobs_of(path: Path) -> list[BlobPlace]:
 
 
 def check_copy(path: Path) -> None:
-    """Corrupt unless it is a whole database of ours; InvalidInput if it is of a newer version than this code."""
+    """Corrupt unless it is a complete database of tasuki; InvalidInput if it is of a newer version than this code."""
     try:
         with _copy_at(path) as connection:
             names: dict[str, str] = dict(connection.execute("SELECT name, type FROM sqlite_master"))
             found = [line for (line,) in connection.execute("PRAGMA integrity_check(10)")]
-            absent = [name for name in _OUR_TABLES if names.get(name) != "table"]
+            absent = [name for name in _TABLES if names.get(name) != "table"]
             applied = [] if absent else list(facts_of(path).migrations)
     except sqlite3.Error as error:
-        raise Corrupt(f"the database in the backup is damaged or is none: {error}; use another backup") from None
+        raise Corrupt(f"the database in the backup is damaged or not a database: {error}; use another backup") from None
     if found != ["ok"]:
         raise Corrupt(f"the database in the backup is damaged: {'; '.join(found)}; use another backup")
     if absent or not {"trigger", "view"}.isdisjoint(names.values()):
@@ -133,9 +133,9 @@ def _known_migrations() -> set[str]:
 
 
 def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]] | None) -> NewLife:
-    """Bring a copy up to date and make it safe to open: epoch and attempts raised, leases ended, counters true.
+    """Bring a copy up to date and make it safe to open: epoch and attempts raised, leases ended, counters correct.
 
-    `present`: the blobs whose bytes came with it; rows of others go. None: the bytes are kept elsewhere, all rows stay.
+    `present`: the blobs whose bytes came with it; rows of others are deleted. None: the bytes are elsewhere, all rows stay.
     """
     statements = _statements()
     database = SqliteDatabase(path)
@@ -176,7 +176,7 @@ def _count_again(connection: sqlite3.Connection, statements: dict[str, str]) -> 
         try:
             counted = COUNTED[State(state)]
         except ValueError:
-            raise Corrupt(f"a job in the backup has the state {state!r}, which there is not; use another backup") from None
+            raise Corrupt(f"a job in the backup has the unknown state {state!r}; use another backup") from None
         connection.execute(statements["add_counter"], (group, counted, n))
 
 

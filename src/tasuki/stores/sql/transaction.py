@@ -35,7 +35,7 @@ class Transaction:
         self.clock = clock
         self.random = random
         self.is_durable = True
-        """Whether the next transaction must survive a power cut."""
+        """True if the next transaction must survive a power cut."""
         self.session: SqlSession
         """The session of the connection that the transaction runs on; set while a transaction is open."""
         self._database = database
@@ -50,7 +50,7 @@ class Transaction:
         # Hints that outlive the transaction, and may be lost.
         self.fairness = FairTurns()
         self.ready_starts: dict[Any, str] = {}
-        """Where the next scan of the ready index begins, by its place (see `lease.py`)."""
+        """Start of the next scan of each place of the ready index (see `lease.py`)."""
         self.prune_after = 0
         """Row id up to which pruning has looked."""
         self.condemn_after = (0.0, 0)

@@ -1,17 +1,17 @@
--- The statements of the SQL store for PostgreSQL >= 13. Loaded once by stores/sql/statement_files.py; the columns are explained in
--- sqlite.sql, and whole in django/models.py.
+-- The statements of the SQL store for PostgreSQL >= 13, loaded once by stores/sql/database.py. Columns are explained in sqlite.sql.
 --
--- `-- name: NAME` begins a statement, `-- part: NAME` what stands for `{NAME}` in those after it. Parameters are $1, $2, … or, where a statement is given a mapping, :name; each has its type
--- behind it where it first stands, by which stores/sql/postgres_values.py sends it. A batch comes as one array for each of its
--- columns, behind the parameters that all rows share.
+-- `-- name: NAME` begins a statement, `-- part: NAME` a text that replaces `{NAME}` in later statements. Parameters are $1, $2, … or
+-- :name; the cast where each first occurs is the type as which stores/sql/postgres_session.py sends it. A batch comes as one array
+-- for each of its columns, behind the parameters that all rows share.
 --
--- Several servers write at once, READ COMMITTED. What holds in every statement:
---   * A statement that waited for a row checks its condition again, but only on that row. So whatever a verb judges in Python is read
---     FOR UPDATE first, in the order of ids, and what is judged in a write stands whole in its WHERE.
+-- Several servers write at once, READ COMMITTED. Rules for every statement:
+--   * A statement that waited for a row checks its condition again, but only on that row. So rows that a verb judges in Python are
+--     read FOR UPDATE first, in the order of ids, and the whole condition of a write is in its WHERE.
 --   * Leasing never waits: rows that another server is about to lease are skipped.
---   * The epoch is share-locked before a leader's first write: EXISTS (SELECT … epoch …) would not be a fence (RELIABILITY §2).
--- Values of `ready` are literals, since the partial indexes are found by them. Where rows are named by their ids or keys it says
--- `ready + 0`: else the planner, who may believe that nothing is ready, would read the whole index of ready rows for them.
+--   * The epoch is share-locked before a leader's first write. EXISTS (SELECT … epoch …) would see the epoch as it was when the
+--     statement began, and would not fence (docs/invariants.md).
+-- Values of `ready` are literals, since the partial indexes are found by them. Where rows are given by ids or keys the condition is
+-- on `ready + 0`: the planner may assume that nothing is ready, and would read the whole index of ready rows for them.
 
 
 -- ------------------------------------------------------------------------------------------------ submit
@@ -98,7 +98,7 @@ SELECT name FROM head WHERE name IS NOT NULL LIMIT $5::bigint
     result = NULL, result_sha256 = NULL, result_size_bytes = NULL, meta = NULL, progress = NULL, progress_text = ''
 
 -- name: claim_of_queue
--- The oldest of one queue that nobody else is about to lease.
+-- The oldest jobs of one queue that no other server is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
     WHERE ready = 1 AND priority = $10::smallint AND "group" = $11::text AND subject = $12::text AND kind = $13::smallint
@@ -110,7 +110,7 @@ FROM picked WHERE job.id = picked.id
 RETURNING job.id, idempotency_key, spec, submitter, attempt - 1, picked.state, picked.result_sha256
 
 -- name: next_of_queues
--- The next $6 of each queue, by id, behind the one that was seen last; what is too late to start at $7 is left for `late`.
+-- The next $6 of each queue, by id, behind the one that was seen last; jobs that are too late to start at $7 are left for `late`.
 SELECT place::bigint, head.id
 FROM unnest($3::text[], $4::smallint[], $5::bigint[]) WITH ORDINALITY AS queue (subject, kind, seen, place)
 CROSS JOIN LATERAL (
@@ -120,7 +120,7 @@ CROSS JOIN LATERAL (
     ORDER BY id LIMIT $6::bigint) AS head
 
 -- name: claim_of_rows
--- Of these rows the first $11 that are still ready and that nobody else is about to lease.
+-- The first $11 of these rows that are still ready and that no other server is about to lease.
 WITH picked AS MATERIALIZED (
     SELECT id, state, result_sha256 FROM tasuki_jobrun
     WHERE id = ANY($10::bigint[]) AND ready + 0 = 1 AND (not_after IS NULL OR not_after >= $8)
@@ -180,7 +180,7 @@ WHERE job.id = claim.id AND idempotency_key = job_id AND job.lease_id = claim.le
   AND job.incarnation = claim.incarnation AND job.attempt = claim.attempt AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: resume
--- If another server is giving the job to somebody at this moment, this waits for that, and then finds nothing to resume.
+-- If another server is granting the job at this moment, this waits for it, and then finds nothing to resume.
 UPDATE tasuki_jobrun AS job SET
     state = 'RUNNING', ready = 0, version = job.version + 1, started_at = coalesce(job.started_at, $2::float8),
     lease_expired_at = NULL, lease_ttl_s = ttl_s,
@@ -260,7 +260,7 @@ ON CONFLICT ("group", state, shard) DO UPDATE SET n = counter.n + excluded.n
 -- ------------------------------------------------------------------------------------------------ the leader
 
 -- name: epoch
--- The fence: shared with the leader's other transactions, and in the way of the one that takes over until this one has ended.
+-- The fence: shared between the leader's transactions; a takeover waits until this transaction has ended.
 SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = $1::text FOR SHARE
 
 -- name: epoch_seen
@@ -276,7 +276,7 @@ WHERE known.epoch < excluded.epoch
 SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = $1::text
 
 -- name: renew_all
--- $1 the lease clock with the margin, $2 the same at the takeover before. What that one renewed, and nobody since, is left.
+-- $1 the lease clock with the margin, $2 the same at the takeover before. Leases that only that takeover renewed are left.
 WITH leased AS MATERIALIZED (
     SELECT id FROM tasuki_jobrun
     WHERE lease_expires_at IS NOT NULL
@@ -288,7 +288,7 @@ UPDATE tasuki_jobrun AS job SET
 FROM leased WHERE job.id = leased.id
 
 -- name: leases_over
--- What another server is writing to just now (a renewal, a finish) is left for the next time.
+-- Rows that another server is writing at this moment (a renewal, a finish) are left for the next call.
 SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= $1::float8
 ORDER BY lease_expires_at, id LIMIT $2::bigint FOR UPDATE SKIP LOCKED
 
@@ -319,7 +319,7 @@ DELETE FROM tasuki_incident WHERE job_id = ANY($1::bigint[])
 DELETE FROM tasuki_jobblob WHERE job_id = ANY($1::bigint[])
 
 -- name: take_counters
--- Of all shards: what is not 0 is added to our own again. A row that its server is writing to stays.
+-- Takes the counters of all shards, except rows that are being written; values other than 0 are added to this writer's shard again.
 DELETE FROM tasuki_counter WHERE id IN (
     SELECT id FROM tasuki_counter WHERE "group" = ANY($1::text[]) ORDER BY id FOR UPDATE SKIP LOCKED)
 RETURNING "group", state, n
@@ -381,7 +381,7 @@ ORDER BY id DESC LIMIT :most::bigint
 SELECT {found} FROM tasuki_jobrun WHERE error_code IS NOT NULL AND id < :high::bigint {and} ORDER BY id DESC LIMIT :most::bigint
 
 -- name: find_leased
--- Sorts, but only the live leases: MATERIALIZED, or the planner would walk all jobs by id to be spared the sort.
+-- Sorts only the live leases: without MATERIALIZED the planner would walk all jobs by id to avoid the sort.
 WITH leased AS MATERIALIZED (
     SELECT {found} FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND id < :high::bigint {and}
 )
@@ -427,7 +427,7 @@ INSERT INTO tasuki_turnmark (writer, turn, at) VALUES ($1::text, $2::bigint, $3:
 ON CONFLICT (writer) DO UPDATE SET turn = excluded.turn, at = excluded.at
 
 -- name: last_mark
--- Writes, so that it waits for whoever still holds the row, or is about to insert it.
+-- Writes, so that it waits for a transaction that still holds the row, or is about to insert it.
 INSERT INTO tasuki_turnmark AS known (writer, turn, at) VALUES ($1::text, 0, extract(epoch FROM clock_timestamp()))
 ON CONFLICT (writer) DO UPDATE SET at = excluded.at
 RETURNING known.turn
@@ -437,8 +437,8 @@ DELETE FROM tasuki_turnmark WHERE writer = $1::text
 
 
 -- ------------------------------------------------------------------------------------------------ blobs
--- Locks: who writes a reference holds FOR KEY SHARE on the blob's row until it commits, who condemns it FOR UPDATE, and these two
--- exclude each other; to touch a row is neither. Whoever waited for one that was then condemned finds that in the recheck.
+-- Locks: a writer of a reference holds FOR KEY SHARE on the blob's row until it commits, collection FOR UPDATE, and these exclude
+-- each other; touching a row takes neither. A writer that waited for a row that was then condemned finds that in the recheck.
 
 -- name: stored_blobs
 SELECT sha256 FROM tasuki_blob
@@ -489,7 +489,7 @@ SELECT id FROM tasuki_blob WHERE id = ANY($1::bigint[]) AND condemned = 0 AND to
 ORDER BY id FOR UPDATE SKIP LOCKED
 
 -- name: condemn_blobs
--- After `lock_blobs`, never in one statement with it: only so does it see every reference that was written before the lock.
+-- After `lock_blobs`, never in one statement with it: only then does it see every reference that was written before the lock.
 UPDATE tasuki_blob SET condemned = 1
 WHERE id = ANY($1::bigint[]) AND condemned = 0
   AND NOT EXISTS (SELECT 1 FROM tasuki_jobblob AS used WHERE used.sha256 = tasuki_blob.sha256)

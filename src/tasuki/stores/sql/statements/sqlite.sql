@@ -1,8 +1,8 @@
--- The statements of the SQL store for SQLite >= 3.35. Loaded once by stores/sql/statement_files.py.
+-- The statements of the SQL store for SQLite >= 3.35. Loaded once by stores/sql/database.py.
 --
 -- `-- name: NAME` begins a statement, which goes on to the next name. `{rows: …}` stands for that row written as often as the
 -- batch has items, with commas between; such statements are kept in sizes of 1, 2, 4, … 256. ?1, ?2, … are shared by all rows and
--- stand before the rows' own parameters. `IN (SELECT value FROM json_each(?))` is how a list of row ids of any length is given.
+-- come before the rows' own parameters. A list of row ids of any length is passed by `IN (SELECT value FROM json_each(?))`.
 --
 -- One statement for a whole batch, because each row of an executemany gives the GIL up and takes it back. Measured at 256 rows, CPU
 -- per row: insert 4.7 µs against 9.4, finish 10.5 against 14.7; beside a busy second thread 124 against 176 µs for the whole life
@@ -14,9 +14,9 @@
 --   ready               1: may be leased now (PENDING and due, or ORPHANED); 2: PENDING and delayed; 0: all others. Written as literals
 --                       where it is compared, since the partial indexes are found by them
 --   lease_expires_at    when reaping may end the lease, grace included; not NULL exactly while ASSIGNED or RUNNING
---   lease_id            '' once the lease was taken away; it stays after a report, which tells an exact repeat from a stale one
+--   lease_id            '' once the lease was taken away; kept after a report, to tell an exact repeat from a stale report
 --   exit_code … meta    the outcome; all NULL, '' or 0 while there is none
--- Every transition adds 1 to version. Every report and claim is checked whole inside its own write.
+-- Every transition adds 1 to version. Every report and claim is checked completely inside its own write.
 
 
 -- ------------------------------------------------------------------------------------------------ submit
@@ -61,7 +61,7 @@ WHERE id = column1 AND version = column2 AND state IN ('SUCCEEDED', 'FAILED', 'C
 SELECT priority FROM tasuki_jobrun WHERE ready = 1 AND priority < ?1 ORDER BY priority DESC LIMIT 1
 
 -- name: groups
--- The first ?4 distinct groups of a band in [?2, ?3), by one seek each, however long their queues are.
+-- The first ?4 distinct groups of a priority in [?2, ?3), by one seek each, however long their queues are.
 WITH RECURSIVE head (name) AS (
     SELECT (SELECT "group" FROM tasuki_jobrun
             WHERE ready = 1 AND priority = ?1 AND "group" >= ?2 AND "group" < ?3 ORDER BY "group" LIMIT 1)
@@ -73,7 +73,7 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL LIMIT ?4
 
 -- name: subjects
--- The first ?5 distinct subjects of a group in [?3, ?4), likewise.
+-- The first ?5 distinct subjects of a group in [?3, ?4), by one seek each.
 WITH RECURSIVE head (name) AS (
     SELECT (SELECT subject FROM tasuki_jobrun
             WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject >= ?3 AND subject < ?4 ORDER BY subject LIMIT 1)
@@ -85,14 +85,14 @@ WITH RECURSIVE head (name) AS (
 SELECT name FROM head WHERE name IS NOT NULL LIMIT ?5
 
 -- name: oldest_of_queue
--- A queue is a subject and a kind of job. What is too late to start at ?6 is left for `late`.
+-- A queue is a subject and a kind of job. Jobs that are too late to start at ?6 are left for `late`.
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256 FROM tasuki_jobrun
 WHERE ready = 1 AND priority = ?1 AND "group" = ?2 AND subject = ?3 AND kind = ?4
   AND (not_after IS NULL OR not_after >= ?6) ORDER BY id LIMIT ?5
 
 -- name: oldest_of_queues
 -- The n oldest of several queues: ORDER BY makes the recursion's queue a heap, so this is a merge of them that reads
--- n + (number of queues) entries. ?5 is now, as above.
+-- n + (number of queues) entries. Jobs that are too late to start at ?5 are left.
 WITH RECURSIVE oldest (id, subject, kind) AS (
     SELECT head.id, json_extract(name.value, '$[0]'), json_extract(name.value, '$[1]')
     FROM json_each(?3) AS name JOIN tasuki_jobrun AS head ON head.id = (
@@ -111,7 +111,7 @@ SELECT job.id, idempotency_key, spec, submitter, attempt, state, result_sha256
 FROM oldest CROSS JOIN tasuki_jobrun AS job ON job.id = oldest.id
 
 -- name: named
--- What leasing by job_id looks at: ready or not, it says in its last columns.
+-- A job for leasing by job_id, ready or not: the last columns tell.
 SELECT id, idempotency_key, spec, submitter, attempt, state, result_sha256, "group", ready, lease_expires_at,
        not_after
 FROM tasuki_jobrun WHERE idempotency_key = ?1
@@ -126,7 +126,7 @@ UPDATE tasuki_jobrun SET
 WHERE id IN (SELECT value FROM json_each(?10)) AND ready = 1 AND (not_after IS NULL OR not_after >= ?8)
 
 -- name: take_from_lost
--- A lease that is over, asked for by job_id: ready for the grant that follows in the same turn.
+-- Makes a job with an expired lease ready for the grant that follows in the same transaction.
 UPDATE tasuki_jobrun SET ready = 1, losses = ?3, version = version + 1, lease_expires_at = NULL
 WHERE id = ?1 AND version = ?2 AND state IN ('ASSIGNED', 'RUNNING') AND lease_expires_at <= ?4
 
@@ -158,14 +158,14 @@ WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assi
 RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
 
 -- name: tell_progress
--- Apart from `renew`: few attempts have any.
+-- Apart from `renew`, since few attempts have progress.
 UPDATE tasuki_jobrun SET progress = column7, progress_text = column8
 FROM (VALUES {rows: (?, ?, ?, ?, ?, ?, ?, ?)}) AS claim
 WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assigned_worker_id = column4 AND incarnation = column5
   AND attempt = column6 AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: resume
--- ?1 the lease clock with the margin, ?2 now. An ORPHANED job whose worker is back, and whom nobody else was given.
+-- ?1 the lease clock with the margin, ?2 now. For an ORPHANED job whose worker is back before another was granted it.
 UPDATE tasuki_jobrun SET
     state = 'RUNNING', ready = 0, version = version + 1, started_at = ifnull(started_at, ?2), lease_expired_at = NULL,
     lease_expires_at = ?1 + column7 + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END, lease_ttl_s = column7
@@ -175,7 +175,7 @@ WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assi
 RETURNING idempotency_key, lease_id, assigned_worker_id, incarnation, attempt, cancel_requested
 
 -- name: release
--- As `settle` would, for the many of a worker that drains: an attempt that has not started has no outcome yet.
+-- Cheaper than `settle`, for the many jobs of a worker that drains: an attempt that has not started has no outcome yet.
 UPDATE tasuki_jobrun SET
     state = 'PENDING', ready = 1, version = version + 1, lease_id = '', lease_expired_at = lease_expires_at, lease_expires_at = NULL
 FROM (VALUES {rows: (?, ?, ?)}) AS claim
@@ -192,7 +192,7 @@ SELECT id, "group" FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?
 SELECT id FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)) AND state = 'SUCCEEDED'
 
 -- name: finish_plain
--- Attempts with an inline result or none, no message and no meta. An ORPHANED one is left to `settle`, like all that is unusual.
+-- Attempts with an inline result or none, no message and no meta. ORPHANED ones are left to `settle`, like all unusual ones.
 UPDATE tasuki_jobrun SET
     state = 'SUCCEEDED', version = version + 1, lease_expires_at = NULL, finished_at = ?1,
     started_at = ifnull(started_at, column6), exit_code = column7, result = column8, result_sha256 = column9,
@@ -211,7 +211,7 @@ WHERE id = column1 AND idempotency_key = column2 AND lease_id = column3 AND assi
   AND state IN ('ASSIGNED', 'RUNNING')
 
 -- name: settle
--- What reports, losses and cancels came to. The attempt that was judged must still be the current one, in the state judged:
+-- New states after reports, losses and cancels. The attempt that was read must still be the current one, in the same state:
 -- columns 1 to 7.
 UPDATE tasuki_jobrun SET
     state = column8, ready = column9, not_before = column10, version = version + 1,
@@ -234,7 +234,7 @@ ON CONFLICT ("group", state, shard) DO UPDATE SET n = n + excluded.n
 -- ------------------------------------------------------------------------------------------------ the leader
 
 -- name: epoch
--- Inside a leader's transaction; `epoch_seen` is for whoever just wants to know.
+-- For a leader's transaction; `epoch_seen` is for readers.
 SELECT epoch, holder FROM tasuki_scopeepoch WHERE scope = ?1
 
 -- name: epoch_seen
@@ -249,7 +249,7 @@ WHERE epoch < excluded.epoch
 SELECT taken_over_at FROM tasuki_scopeepoch WHERE scope = ?1
 
 -- name: renew_all
--- ?1 the lease clock with the margin, ?2 the same at the takeover before. What that one renewed, and nobody since, is left.
+-- ?1 the lease clock with the margin, ?2 the same at the takeover before. Leases that only that takeover renewed are left.
 UPDATE tasuki_jobrun SET
     lease_expires_at = ?1 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END
 WHERE lease_expires_at IS NOT NULL
@@ -259,7 +259,7 @@ WHERE lease_expires_at IS NOT NULL
 SELECT id FROM tasuki_jobrun WHERE lease_expires_at IS NOT NULL AND lease_expires_at <= ?1 ORDER BY lease_expires_at, id LIMIT ?2
 
 -- name: late
--- `ready > 0` as in the index, which has nothing of jobs without a not_after.
+-- `ready > 0` as in the index, which has no jobs without a not_after.
 SELECT id FROM tasuki_jobrun WHERE not_after IS NOT NULL AND ready > 0 AND not_after < ?1 ORDER BY not_after, id LIMIT ?2
 
 -- name: delayed_due
@@ -286,7 +286,7 @@ DELETE FROM tasuki_jobblob WHERE job_id IN (SELECT value FROM json_each(?1))
 SELECT id FROM tasuki_jobrun WHERE id IN (SELECT value FROM json_each(?1)) AND finished_at < ?2
 
 -- name: take_counters
--- There is one shard: only what is 0 needs to go.
+-- There is one shard: only counters that are 0 are deleted.
 DELETE FROM tasuki_counter WHERE n = 0 AND "group" IN (SELECT value FROM json_each(?1)) RETURNING "group", state, n
 
 -- name: next_lease_over
@@ -299,7 +299,7 @@ SELECT min(not_before) FROM tasuki_jobrun WHERE ready = 2
 -- ------------------------------------------------------------------------------------------------ readers
 
 -- name: rows_to_judge
--- `rows_seen` is the same for those who will not write: only where there are several writers does it make a difference.
+-- `rows_seen` is for verbs that will not write: only with several writers does it differ.
 SELECT {columns_but_result} FROM tasuki_jobrun WHERE idempotency_key IN (SELECT value FROM json_each(?1))
 
 -- name: rows_seen
@@ -345,7 +345,7 @@ SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_failed WHERE error_code 
 LIMIT :most
 
 -- name: find_leased
--- Sorts, but only the live leases.
+-- Sorts only the live leases.
 SELECT {found} FROM tasuki_jobrun INDEXED BY tasuki_job_leased WHERE lease_expires_at IS NOT NULL AND id < :high {and}
 ORDER BY id DESC LIMIT :most
 
@@ -417,12 +417,12 @@ SELECT sha256, size_bytes, generation, stored FROM tasuki_blob WHERE condemned =
 SELECT ifnull(sum(size_bytes), 0) FROM tasuki_blob WHERE condemned = 0
 
 -- name: blobs_by_age
--- The longest untouched after (?1, ?2), and whether somebody refers to them.
+-- The longest untouched blobs after (?1, ?2), and whether a job refers to them.
 SELECT id, touched_at, size_bytes, EXISTS (SELECT 1 FROM tasuki_jobblob WHERE tasuki_jobblob.sha256 = tasuki_blob.sha256)
 FROM tasuki_blob WHERE condemned = 0 AND (touched_at, id) > (?1, ?2) AND touched_at < ?3 ORDER BY touched_at, id LIMIT ?4
 
 -- name: lock_blobs
--- One writer: it is enough to look once more.
+-- With one writer it is enough to look once more.
 SELECT id FROM tasuki_blob WHERE id IN (SELECT value FROM json_each(?1)) AND condemned = 0 AND touched_at < ?2
 
 -- name: condemn_blobs

@@ -1,10 +1,10 @@
--- What a restored database is told before anybody may open it; docs/decisions/0024 says why. Loaded by stores/sql/sqlite_backup.py.
+-- The changes that make a restored database safe to open; docs/decisions/0024 says why. Loaded by stores/sql/sqlite_backup.py.
 --
 -- The states are those of core/lifecycle.py: ASSIGNED and RUNNING hold a lease, an ORPHANED job's lease is over but may still
--- be shown. `ready` is 1 for what may be leased now, 2 for what waits for its not_before.
+-- be shown. `ready` is 1 for jobs that may be leased now, 2 for jobs that wait for their not_before.
 
 -- name: raise_epochs
--- ?1 the step: the next multiple of it. ?2 who holds it: nobody that could lead.
+-- ?1 the step: epochs become the next multiple of it. ?2 the holder: a name that no server has.
 UPDATE tasuki_scopeepoch SET epoch = (epoch / ?1 + 1) * ?1, holder = ?2
 
 -- name: first_epoch
@@ -16,14 +16,14 @@ SELECT id, ?1, 'restored', attempt, ifnull(assigned_worker_id, ''), ?2, ?3 FROM 
 WHERE state IN ('ASSIGNED', 'RUNNING', 'ORPHANED')
 
 -- name: cancel
--- Their cancel was asked for, and no worker is left that could report it.
+-- Jobs whose cancel was requested: no worker is left that could report it.
 UPDATE tasuki_jobrun SET
     state = 'CANCELED', ready = 0, version = version + 1, finished_at = ?1, error_code = 'CANCELED', error_summary = ?2,
     lease_id = '', lease_expires_at = NULL, lease_expired_at = NULL
 WHERE state IN ('ASSIGNED', 'RUNNING') AND cancel_requested = 1
 
 -- name: give_back
--- ?1 now, ?2 the margin. No loss is counted. They wait until a worker of the old life has stopped by itself.
+-- ?1 now, ?2 the margin. No loss is counted. The jobs wait until a worker from before the restore has stopped by itself.
 UPDATE tasuki_jobrun SET
     state = 'PENDING', ready = 2, version = version + 1,
     not_before = ?1 + ?2 + lease_ttl_s + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END,
@@ -57,6 +57,6 @@ SELECT sha256, generation FROM present
 EXCEPT SELECT sha256, generation FROM tasuki_blob
 
 -- name: forget_absent_blobs
--- Their bytes are not here: whoever brings them must be asked for them.
+-- Blobs whose bytes are not here: clients must be asked for them again.
 DELETE FROM tasuki_blob WHERE NOT EXISTS (
     SELECT 1 FROM present WHERE present.sha256 = tasuki_blob.sha256 AND present.generation = tasuki_blob.generation)
