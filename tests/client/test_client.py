@@ -153,9 +153,9 @@ def test_text_that_cannot_be_encoded_is_the_error_of_its_one_call(server: Server
             with pytest.raises(InvalidInput, match="surrogates"):
                 await client.job("\udcff").result()
             # Then the connection goes on
-            link = client._line.link
+            link = client._connection.link
             await client.submit(subject="noop")
-            assert client._line.link is link
+            assert client._connection.link is link
             # And what was refused is not said again on a new one
             assert link is not None
             link.abort("the test cuts it")
@@ -167,8 +167,8 @@ def test_text_that_cannot_be_encoded_is_the_error_of_its_one_call(server: Server
 def test_text_that_cannot_be_encoded_while_there_is_no_connection_is_the_error_of_its_call(server: ServerProcess) -> None:
     async def main() -> None:
         async with server.async_client() as client, asyncio.timeout(15):
-            assert client._line.link is not None
-            client._line.link.abort("the test cuts it")
+            assert client._connection.link is not None
+            client._connection.link.abort("the test cuts it")
             bad = asyncio.ensure_future(client.submit(subject="noop", exec="\udcff"))
             good = asyncio.ensure_future(client.submit(subject="noop"))
             with pytest.raises(InvalidInput, match="surrogates"):

@@ -46,15 +46,15 @@ def test_a_server_whose_store_is_elsewhere_owns_its_folder_as_well(folder: DataF
 
 
 def test_folder_is_owned_while_the_process_in_the_owner_file_lives(folder: DataFolder) -> None:
-    assert not embedded._owned_by_another(folder)
+    assert embedded.read_owner(folder) is None
     owner_file(folder).write_text("")
-    assert not embedded._owned_by_another(folder)
+    assert embedded.read_owner(folder) is None
     owner_file(folder).write_text("not a pid\n")
-    assert not embedded._owned_by_another(folder)
+    assert embedded.read_owner(folder) is None
     owner_file(folder).write_text(f"pid {dead_pid()} since 1\n")
-    assert not embedded._owned_by_another(folder)
+    assert embedded.read_owner(folder) is None
     owner_file(folder).write_text(f"pid {os.getpid()} since 1\n")
-    assert embedded._owned_by_another(folder)
+    assert embedded.read_owner(folder) is not None
 
 
 def test_asking_who_owns_the_folder_never_takes_its_lock(folder: DataFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_asking_who_owns_the_folder_never_takes_its_lock(folder: DataFolder, mon
 
     owner_file(folder).write_text(f"pid {dead_pid()} since 1\n")
     monkeypatch.setattr(fcntl, "flock", locked)
-    assert not embedded._owned_by_another(folder)
+    assert embedded.read_owner(folder) is None
 
 
 @pytest.mark.e2e

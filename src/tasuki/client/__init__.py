@@ -1,11 +1,19 @@
-"""The client: one async implementation and one thin synchronous face, with failover between servers.
+"""The client library: one asynchronous implementation and a thin blocking one, with failover between servers.
 
-May import `tasuki.wire`, `tasuki.blobs`, `tasuki.stores` (to submit straight to a store), and what all may import
-(`core`, `errors`, `config`). Importing it never imports Django.
+    aio        AsyncClient: submits jobs, asks about them, moves files
+    handles    a job as its submitter holds it
+    sync       Client: the blocking form, in a thread of its own
+    logs       reads the output of a command while it runs and after its end
+    embedded   starts a server for a data folder that has none
+    agents/    AgentsClient: runs commands at node agents, without a server
+
+A call becomes an event of `core.client_machine`, whose commands are sent over a link of `net`; answers settle futures and
+handles. May import `tasuki.wire`, `tasuki.net`, `tasuki.blobs`, `tasuki.stores` (to submit straight to a store), and what all may
+import (`core`, `errors`, `config`). Importing it never imports Django.
 """
 
 from tasuki.client.aio import AsyncClient
-from tasuki.client.handles import AsyncJobHandle
-from tasuki.client.sync import Client, JobHandle
+from tasuki.client.handles import AsyncJobHandle, JobHandle
+from tasuki.client.sync import Client
 
 __all__ = ["AsyncClient", "AsyncJobHandle", "Client", "JobHandle"]

@@ -1,4 +1,4 @@
-"""The asynchronous client: drives a ClientMachine over a Link. Everything else (the sync face, the CLI) stands on it."""
+"""The asynchronous client: drives a ClientMachine over a Link. The blocking client and the CLI are built on it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Answer = Callable[[Any, TasukiError | None], None]
 
 
 class AsyncClient:
-    """Submits jobs and asks about them. Use as `async with AsyncClient(url) as client`.
+    """Submits jobs and asks about them: `async with AsyncClient(url) as client`.
 
     No `url`: TASUKI_URL, else the server that owns the data folder, else an embedded one that is started for the time being.
     """
@@ -85,7 +85,7 @@ class AsyncClient:
         self._url = url or default_url()
         self._data = data
         self._embedded: DataFolder | None = None
-        """Where to start an embedded server again, should the one that was found leave before it takes us."""
+        """Data folder of an embedded server, to be started again if the one that was found ends before it accepts this client."""
         self._token = find_token(token_file) if token is None else token
         self._client_id = client_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self._connect_timeout_s = connect_timeout_s
@@ -98,8 +98,8 @@ class AsyncClient:
         self._closed = False
         self._last_problem = "no address was tried yet"
         self._tls_ca = tls_ca
-        self._line = ServerConnection(self._heard, client_tls(tls_ca))
-        self._blobs = self._line.blobs
+        self._connection = ServerConnection(self._on_event, client_tls(tls_ca))
+        self._blobs = self._connection.blobs
         self._submits = asyncio.Semaphore(SUBMITS_AT_ONCE)
         self.welcome: Welcome | None = None
 
@@ -113,7 +113,7 @@ class AsyncClient:
         await self.close()
 
     async def open(self) -> None:
-        """Connect; Unavailable if no server takes us within `connect_timeout_s`, Unauthorized if it never will."""
+        """Connect; Unavailable if no server accepts this client within `connect_timeout_s`, Unauthorized if none ever will."""
         self._loop = asyncio.get_running_loop()
         if self._url is None:
             self._embedded = data_folder(self._data)
@@ -145,19 +145,19 @@ class AsyncClient:
             raise
 
     async def close(self) -> None:
-        """Leave. Jobs go on; their results can be asked for later by id."""
+        """Close the connection. Jobs go on; their results can be asked for later by id."""
         self._closed = True
-        await self._line.close()
+        await self._connection.close()
         await self._tasks.close()
-        gone = Unavailable("this client was closed")
+        closed = Unavailable("this client was closed")
         for answer in list(self._tickets.values()):
-            answer(None, gone)
+            answer(None, closed)
         for handle in list(self._handles.values()):
-            handle.settle(None, gone)
+            handle.settle(None, closed)
 
     @property
     def connected(self) -> bool:
-        """A server has taken us and the connection stands; while it does not, the client keeps trying."""
+        """True while a server has accepted this client and the connection stands; otherwise the client keeps trying."""
         return self._machine.online
 
     async def _tick(self) -> None:
@@ -188,7 +188,7 @@ class AsyncClient:
             case Connect():
                 self._dial(command)
             case Hangup():
-                self._line.hang_up(command.error)
+                self._connection.hang_up(command.error)
             case Welcomed():
                 self.welcome = command.welcome
                 if not self._ready.done():
@@ -204,8 +204,8 @@ class AsyncClient:
                     self._ready.set_exception(command.error)
 
     def _send(self, message: Message) -> None:
-        """What cannot be sent is the error of its one call; the link and everybody else's calls go on."""
-        link = self._line.link
+        """Send a message; if it cannot be encoded, its own call fails, and the link and all other calls go on."""
+        link = self._connection.link
         if link is None:
             return
         try:
@@ -217,25 +217,25 @@ class AsyncClient:
     def _dial(self, wanted: Connect) -> None:
         self._dials += 1
         if self._embedded is not None and self._dials == 2 and not self._ready.done():
-            # The embedded server that was found may have been about to leave: make sure, once, of another.
+            # The embedded server that was found may have been about to end: start another one, once.
             self._tasks.spawn(self._ensure_again(self._embedded, wanted))
         else:
-            self._line.dial(wanted)
+            self._connection.dial(wanted)
 
     async def _ensure_again(self, folder: DataFolder, wanted: Connect) -> None:
         try:
             await self._loop.run_in_executor(None, ensure_server, folder)
         except Unavailable as error:
             self._last_problem = error.message
-        self._line.dial(wanted)
+        self._connection.dial(wanted)
 
-    def _heard(self, event: Opened | Received | Closed) -> None:
+    def _on_event(self, event: Opened | Received | Closed) -> None:
         if type(event) is Closed:
             self._last_problem = event.reason
         self._apply(event)
 
     def _ask(self, make: Callable[[int], Message], *, watch: tuple[str, ...] = ()) -> asyncio.Future[Any]:
-        """One call, one answer."""
+        """Begin a call and return the future of its answer."""
         if self._closed:
             raise Unavailable("this client was closed")
         future: asyncio.Future[Any] = self._loop.create_future()
@@ -255,13 +255,13 @@ class AsyncClient:
         return future
 
     async def request(self, verb: str, **params: Any) -> Any:
-        """Any request of the protocol by name (docs/wire.md lists them)."""
+        """Make a request of the protocol by name (docs/wire.md lists them)."""
         return await self._ask(lambda msg_id: Request(msg_id, verb, params))
 
     # ------------------------------------------------------------------------------------------------ jobs
 
     def new_id(self) -> str:
-        """A fresh, time-ordered job_id."""
+        """Return a new, time-ordered job_id."""
         return self._make_id()
 
     def new_ids(self, count: int) -> list[str]:
@@ -288,7 +288,7 @@ class AsyncClient:
         """Submit many jobs in as few frames as possible; returns when all are durable.
 
         A refused job raises its error (Conflict, InvalidInput, …); with strict=False its handle carries it instead. With
-        on_failed="rerun" a lost connection is Unavailable, and whether it happened not known; else it is said again.
+        on_failed="rerun" a lost connection is Unavailable, and the jobs may run or not; otherwise the request is repeated.
         """
         handles = [self._handle(spec.job_id, watch) for spec in specs]
         calls: list[tuple[int, asyncio.Future[Any]]] = []
@@ -304,7 +304,7 @@ class AsyncClient:
         except TasukiError:
             for _, other in calls:
                 if not other.cancel() and not other.cancelled():
-                    other.exception()  # it failed for the same reason; asyncio wants it to be seen
+                    other.exception()  # failed for the same reason; retrieved, so that asyncio does not log it
             self._drop(handles)
             raise
         if first is not None and strict:
@@ -314,7 +314,9 @@ class AsyncClient:
     def _ask_submit(self, specs: list[JobSpec], watch: bool, on_failed: str) -> asyncio.Future[Any]:
         job_ids = tuple(spec.job_id for spec in specs) if watch else ()
         try:
-            if len(specs) == 1 and _large_bytes(specs[0]) > BATCH_BYTES:  # a frame's limit: the server could only hang up
+            if (
+                len(specs) == 1 and _large_bytes(specs[0]) > BATCH_BYTES
+            ):  # a frame's limit: the server could only close the connection
                 raise TooLarge(
                     f"job {specs[0].job_id!r} has more than {BATCH_BYTES} bytes of payload, arguments and inline files; "
                     "give large things as files, which are uploaded as blobs"
@@ -334,7 +336,7 @@ class AsyncClient:
                 error = from_wire(item.code, item.message, item.details)
                 first = first or error
                 if not self._let_go(handle):
-                    handle = handles[start + item.index] = AsyncJobHandle(self, handle.job_id)
+                    handle = handles[start + item.index] = AsyncJobHandle(handle.job_id, self.result_bytes)
                 handle.settle(None, error)
             else:
                 handle.existed = True
@@ -342,16 +344,16 @@ class AsyncClient:
 
     def _handle(self, job_id: str, watch: bool) -> AsyncJobHandle:
         if not watch:
-            return AsyncJobHandle(self, job_id)
+            return AsyncJobHandle(job_id, self.result_bytes)
         handle = self._handles.get(job_id)
         if handle is None:
-            handle = self._handles[job_id] = AsyncJobHandle(self, job_id)
+            handle = self._handles[job_id] = AsyncJobHandle(job_id, self.result_bytes)
         else:
             handle.holders += 1
         return handle
 
     def _let_go(self, handle: AsyncJobHandle) -> bool:
-        """One submit behind the handle was refused; whether it was the only one."""
+        """Take away one submit of the handle, which was refused; return if it was the only one."""
         handle.holders -= 1
         if handle.holders > 0:
             return False
@@ -362,11 +364,11 @@ class AsyncClient:
     def _drop(self, handles: Iterable[AsyncJobHandle]) -> None:
         job_ids = [handle.job_id for handle in handles if self._let_go(handle)]
         self._apply(Unwatch(job_ids))
-        if self._line.link is not None:
-            self._line.link.forget(job_ids)
+        if self._connection.link is not None:
+            self._connection.link.forget(job_ids)
 
     def job(self, job_id: str) -> AsyncJobHandle:
-        """A job that was submitted before, by this or another process: its result can be awaited here."""
+        """Return a job that was submitted before, by this or another process, to wait for its result."""
         handle = self._handle(job_id, watch=True)
         if self._closed:
             handle.settle(None, Unavailable("this client was closed"))
@@ -375,23 +377,23 @@ class AsyncClient:
         return handle
 
     async def status(self, job_id: str, *, result: bool = False) -> dict[str, Any]:
-        """All that may be told about a job; NotFound for an unknown id."""
+        """Return everything that the caller may know of a job; NotFound for an unknown id."""
         return (await self.request("get", job_ids=[job_id], result=result))[0]
 
     async def statuses(self, job_ids: Sequence[str]) -> list[dict[str, Any]]:
         return await self.request("get", job_ids=list(job_ids))
 
     async def find(self, *, limit: int = 50, cursor: str | None = None, **filter: Any) -> dict[str, Any]:
-        """{"jobs", "cursor"}, newest first; filters as in core.verbs.Filter."""
+        """Return {"jobs", "cursor"}, newest first; filters as in `core.store_messages.Filter`."""
         return await self.request("find", limit=limit, cursor=cursor, **filter)
 
     async def cancel(self, job_ids: Sequence[str], reason: str = "") -> dict[str, Any]:
-        """Ask for the end of jobs; per id the state, and whether a worker was asked to stop it."""
+        """Cancel jobs; return for each id its state, and if a worker was asked to stop it."""
         return await self._ask(lambda msg_id: CancelJobs(msg_id, list(job_ids), reason))
 
     async def requeue(self, job_ids: Sequence[str], reason: str = "") -> dict[str, Any]:
-        """Set finished jobs going again. Said once: Unavailable if the connection is lost before the answer, and then it is
-        not known whether it happened; ask for the jobs' status before asking again."""
+        """Run finished jobs again. Never repeated: if the connection is lost before the answer, Unavailable is raised and the
+        jobs may run again or not; read their status before another try."""
         return await self.request("requeue", job_ids=list(job_ids), reason=reason)
 
     async def explain(self, job_id: str) -> dict[str, Any]:
@@ -400,17 +402,17 @@ class AsyncClient:
     async def logs(
         self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True
     ) -> AsyncGenerator[bytes, None]:
-        """What a command writes to stdout or stderr, as it comes, to the job's end; follow=False: what there is now.
+        """Yield the output of a command as it comes, to the job's end; follow=False: the output so far.
 
-        Where something was cut out of the middle a line says so. A new attempt begins anew. More, such as which attempt and
-        offset a piece is of, tells `tasuki.client.logs.LogFollower`.
+        A line marks a place where output was cut out of the middle. A new attempt begins anew. `tasuki.client.logs.LogFollower`
+        also knows attempt and offset of each piece.
         """
         async with aclosing(LogFollower(self, job_id, stream, offset=offset).parts(follow=follow)) as parts:
             async for part in parts:
                 yield part.text
 
     def beside(self, url: str, connect_timeout_s: float) -> AsyncClient | None:
-        """A second client, not open yet, for a server that ours named; None if its address is not to be believed."""
+        """Return a second client, not open yet, for a server that this one named; None if its address is not to be trusted."""
         address = believed(url, parse_url(self._url or ""))
         if address is None:
             return None
@@ -422,7 +424,7 @@ class AsyncClient:
     async def workers(self) -> list[dict[str, Any]]:
         return await self.request("workers")
 
-    # ------------------------------------------------------------------------------------------------ large things
+    # ------------------------------------------------------------------------------------------------ files and results
 
     async def _input(self, file: InputFile | str | os.PathLike[str]) -> InputFile:
         if isinstance(file, InputFile):
@@ -435,7 +437,7 @@ class AsyncClient:
         return InputFile(path.name, sha256=ref.sha256, size_bytes=ref.size_bytes)
 
     async def put_file(self, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> BlobRef:
-        """Upload a file as a blob, in chunks; nothing is sent if the server has it. Goes on where it was if it is cut."""
+        """Upload a file as a blob, in chunks; nothing is sent if the server has it. An upload that was cut off is continued."""
         file = await asyncio.to_thread(Path(path).open, "rb")
         with file:
             digest = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
@@ -444,7 +446,7 @@ class AsyncClient:
         return ref
 
     async def result_bytes(self, ended: JobResult) -> bytes:
-        """The whole result in memory; for large ones use `save_result`."""
+        """Return the whole result; for large ones use `save_result`."""
         outcome = ended.outcome
         if outcome.result_ref is None:
             return outcome.result or b""
@@ -453,7 +455,7 @@ class AsyncClient:
         return b"".join(pieces)
 
     async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int:
-        """Write the result to a file, verified; how many bytes. The file appears whole or not at all."""
+        """Write the result to a file, verified, and return its size. The file appears whole or not at all."""
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
         outcome = ended.outcome

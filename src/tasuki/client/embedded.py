@@ -1,4 +1,4 @@
-"""No server yet? Start one for this data folder, as a process of its own that leaves when its last client does."""
+"""Embedded servers: a process for one data folder, started on demand, that ends after its last client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 def answers(path: Path) -> bool:
-    """Somebody listens on this unix socket."""
+    """Return if a process listens on this unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -30,7 +30,7 @@ def answers(path: Path) -> bool:
 
 
 def ensure_server(folder: DataFolder) -> str:
-    """The address of the server that owns the folder; one is started if there is none."""
+    """Return the address of the server that owns the folder; start one if there is none."""
     if not answers(folder.socket):
         _start(folder)
     return f"unix://{folder.socket}"
@@ -50,8 +50,8 @@ def _start(folder: DataFolder) -> None:
     while time.monotonic() < deadline:
         if answers(folder.socket):
             return
-        # Another command may have won the race to own the folder: then ours ends, and its socket answers soon.
-        if process.poll() is not None and not _owned_by_another(folder):
+        # Another command may have won the race to own the folder: then this one ends, and the other socket answers soon.
+        if process.poll() is not None and read_owner(folder) is None:
             break
         time.sleep(POLL_S)
     tail = ""
@@ -69,26 +69,28 @@ def _launch(folder: DataFolder, log: Path) -> subprocess.Popen[bytes]:
         )
     finally:
         os.close(descriptor)
-    # It may leave long before this process does, and would stay a zombie if nobody waited for it.
+    # It may end long before this process does, and would stay a zombie if nobody waited for it.
     threading.Thread(target=process.wait, name="tasuki-embedded", daemon=True).start()
     return process
 
 
 class Owner(NamedTuple):
-    """The process that has the right to a folder's database."""
+    """The process that owns a folder's database."""
 
     pid: int
     since: float
 
 
 def owner_files(folder: DataFolder) -> tuple[Path, Path]:
-    """Where a server locks the folder for itself, and writes who it is: beside its database, or, if its store is elsewhere, by
-    itself."""
+    """Return the files that a server locks and writes its pid into: beside its database, or alone if its store is elsewhere."""
     return folder.database.with_name(folder.database.name + ".owner"), folder.root / "server.owner"
 
 
 def read_owner(folder: DataFolder) -> Owner | None:
-    """Who wrote itself into an owner file ("pid 12 since 1794715165"), if a process of that pid is alive."""
+    """Return the process in an owner file ("pid 12 since 1794715165"), if it is alive.
+
+    The lock itself is only ever tried by servers: trying it here, even for a moment, could refuse one that is starting.
+    """
     return next((owner for path in owner_files(folder) if (owner := _written_in(path)) is not None), None)
 
 
@@ -97,7 +99,7 @@ def _written_in(path: Path) -> Owner | None:
         words = path.read_text("utf-8", "replace").split()
         owner = Owner(int(words[1]), float(words[3]))
     except (OSError, ValueError, IndexError):
-        return None  # no file that we may read, or an empty one: its owner left in order
+        return None  # no file, an unreadable one, or an empty one: its owner ended in order
     try:
         os.kill(owner.pid, 0)
     except PermissionError:
@@ -105,9 +107,3 @@ def _written_in(path: Path) -> Owner | None:
     except (OSError, OverflowError):
         return None
     return owner
-
-
-def _owned_by_another(folder: DataFolder) -> bool:
-    """Is the process alive that wrote itself into the owner file ("pid 12 since …")? The lock is only ever tried by servers:
-    trying it here, even for a moment, could refuse one that is starting."""
-    return read_owner(folder) is not None

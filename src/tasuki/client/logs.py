@@ -1,9 +1,9 @@
 """Reading a command's stdout or stderr while it runs and after it has ended: every byte that is kept, once, in order.
 
-Theory of operation. Everything is asked for by its offset in what the attempt wrote, so a lost connection, a dead server or a
-worker that moved cost nothing but the question that was under way. While the attempt runs, its worker answers, through the
-server it is connected to: if that is not ours, we ask there. When it has ended the rest is read from its result, by the same
-offsets. A new attempt begins at 0; parts say which attempt they are of.
+Theory of operation. Output is requested by its offset in the stream of an attempt, so a lost connection, a dead server or a
+worker that moved costs nothing but the request under way. While the attempt runs, its worker answers through the server that it
+is connected to; if that is another server than the client's, the follower connects to it. After the end the rest is read from the
+result, by the same offsets. A new attempt begins at 0; parts name their attempt.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import tempfile
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import msgspec
 
 from tasuki.blobs.zip.reader import Meter, ZipLimits, read_directory, unpack_entry
+from tasuki.client.handles import AsyncJobHandle
 from tasuki.core.backoff import Backoff
 from tasuki.core.job import BlobRef, Outcome, State
-from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult
+from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, LOG_WAIT_MAX_S, JobResult, Welcome
 from tasuki.errors import InvalidInput, NotFound, ProtocolError, TasukiError
 from tasuki.event_loop import ignore_result
 
-if TYPE_CHECKING:
-    from tasuki.client.aio import AsyncClient
-
-PAUSE_MIN_S, PAUSE_MAX_S = 0.1, 1.0  # between two questions, after one whose answer had nothing new
-PROGRESS_WAIT_S = 5.0  # who wants to hear of progress waits no longer for output: it is as old as the question
+PAUSE_MIN_S, PAUSE_MAX_S = 0.1, 1.0  # between two requests, after an answer without new output
+PROGRESS_WAIT_S = 5.0  # of a request when progress is wanted too: an answer has the progress of the moment it was asked
 BESIDE_CONNECT_S = 3.0
 BESIDE_LOOK_S = 1.0
 REPORT_MAX_BYTES = 16 * 1024 * 1024  # of result.json, whose list of skipped files is bounded too
@@ -39,8 +37,24 @@ STREAMS = ("stdout", "stderr")
 Ending = asyncio.Future[JobResult]
 
 
+class LogClient(Protocol):
+    """The part of AsyncClient that a follower uses."""
+
+    welcome: Welcome | None
+
+    @property
+    def connected(self) -> bool: ...
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+    async def request(self, verb: str, **params: Any) -> Any: ...
+    async def status(self, job_id: str, *, result: bool = False) -> dict[str, Any]: ...
+    async def save_result(self, ended: JobResult, path: str | os.PathLike[str]) -> int: ...
+    def job(self, job_id: str) -> AsyncJobHandle: ...
+    def beside(self, url: str, connect_timeout_s: float) -> LogClient | None: ...
+
+
 class LogPart(msgspec.Struct, frozen=True):
-    """Some of what an attempt wrote. `cut_bytes` were written before it and are not kept."""
+    """A piece of an attempt's output. `cut_bytes` were written before it and are not kept."""
 
     stream: str
     attempt: int
@@ -50,12 +64,12 @@ class LogPart(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> bytes:
-        """The data, with a line before it if something is missing there; as in the log of the result."""
+        """The data, with a line before it if output is missing there; as in the log of the result."""
         return b"\n[tasuki: %d bytes were cut here]\n%s" % (self.cut_bytes, self.data) if self.cut_bytes else self.data
 
 
 class _Answer(msgspec.Struct, kw_only=True):
-    """What a server says to the request `logs` (docs/wire.md)."""
+    """The answer to the request `logs` (docs/wire.md)."""
 
     offset: int
     data: bytes
@@ -78,17 +92,17 @@ class _CutLog(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """What is read of result.json."""
+    """The part of result.json that is decoded."""
 
     cut_logs: dict[str, _CutLog] = {}
 
 
 class LogFollower:
-    """One stream of one job. `attempt` and `offset` say how far it has come."""
+    """Reads one stream of one job; `attempt` and `offset` are the position."""
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: LogClient,
         job_id: str,
         stream: str = "stdout",
         *,
@@ -96,7 +110,7 @@ class LogFollower:
         tail_bytes: int | None = None,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
-        """`tail_bytes`: begin so much before the end of what there is, instead of at an offset."""
+        """`tail_bytes`: begin so many bytes before the end of the output so far, instead of at an offset."""
         if stream not in STREAMS:
             raise InvalidInput(f"a command has stdout and stderr, not {stream[:40]!r}")
         if offset < 0 or (tail_bytes is not None and tail_bytes < 0):
@@ -113,12 +127,12 @@ class LogFollower:
         self._rest_of = 0
         """The attempt whose result has been read."""
         self._looked_at = 0
-        """The last attempt that failed, and was looked at for what it left."""
-        self._beside: AsyncClient | None = None
-        """The client of the server that has the worker, if that is not our own."""
+        """The last failed attempt whose result was looked for."""
+        self._beside: LogClient | None = None
+        """The client of the worker's server, if that is another one."""
 
     async def parts(self, *, follow: bool = True) -> AsyncGenerator[LogPart, None]:
-        """All of it: to the end of the job, or (follow=False) what there is now."""
+        """Yield the output to the end of the job, or (follow=False) the output so far."""
         ending = asyncio.ensure_future(self._client.job(self.job_id).outcome()) if follow else None
         if ending is not None:
             ending.add_done_callback(ignore_result)
@@ -135,7 +149,7 @@ class LogFollower:
             await self.close()
 
     async def close(self) -> None:
-        """Leave the other server, if there is one."""
+        """Close the connection to the worker's server, if there is one."""
         beside, self._beside = self._beside, None
         if beside is not None:
             await beside.close()
@@ -143,14 +157,14 @@ class LogFollower:
     # ------------------------------------------------------------------------------------------------ while it runs
 
     async def live(self, ending: Ending | None) -> AsyncIterator[LogPart]:
-        """What comes from running attempts, until the job's `ending`; without one, until there is nothing new.
+        """Yield the output of running attempts until the job's `ending`; without one, until there is nothing new.
 
-        Failed attempts are read to their end while the next one waits. What the last one leaves stands in its result.
+        Failed attempts are read to their end while the next one waits. The rest of the last one is in its result.
         """
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S)
         loop = asyncio.get_running_loop()
         welcome = self._client.welcome
-        if welcome is not None and "logs" not in welcome.features:  # an older server: all of it comes with the result
+        if welcome is not None and "logs" not in welcome.features:  # an older server: all output comes with the result
             if ending is not None:
                 await asyncio.wait({ending})
             return
@@ -174,15 +188,15 @@ class LogFollower:
                     async for part in self._rest(failed):
                         yield part
             if ending is None:
-                if self._beside is not None and answer.complete is None:  # it was told where to ask just now
+                if self._beside is not None and answer.complete is None:  # the worker's server became known just now
                     continue
                 return
-            if loop.time() - asked_at >= PAUSE_MAX_S:  # the worker has waited with it
+            if loop.time() - asked_at >= PAUSE_MAX_S:  # the worker has waited before it answered
                 backoff.reset()
             await asyncio.wait({ending}, timeout=backoff.next_s())
 
     async def _ask(self, ending: Ending | None) -> _Answer | None:
-        """The answer to the next question; None: ask again, or the job has ended meanwhile."""
+        """Return the answer to the next request; None: ask again, or the job has ended meanwhile."""
         beside, measuring = self._beside, self._tail_bytes is not None
         params = {
             "job_id": self.job_id,
@@ -196,7 +210,7 @@ class LogFollower:
         try:
             await self._first(asking, ending, beside)
             if not asking.done():
-                await self._go_home(beside)
+                await self._leave_beside(beside)
                 return None
             answer = msgspec.convert(asking.result(), _Answer)
         except msgspec.ValidationError as error:
@@ -204,19 +218,19 @@ class LogFollower:
         except TasukiError:
             if beside is None:
                 raise
-            await self._go_home(beside)
+            await self._leave_beside(beside)
             return None
         finally:
             asking.cancel()
-        if beside is not None and answer.complete is None:  # the worker is not there any more
-            await self._go_home(beside)
+        if beside is not None and answer.complete is None:  # the worker has moved
+            await self._leave_beside(beside)
         elif answer.elsewhere and beside is None:
-            await self._go_beside(answer.elsewhere)
+            await self._connect_beside(answer.elsewhere)
         self._note_progress(answer)
         return answer
 
-    async def _first(self, asking: asyncio.Future[Any], ending: Ending | None, beside: AsyncClient | None) -> None:
-        """Until there is an answer, the job has ended, or the other server is gone. Our own is dialed again and asked again."""
+    async def _first(self, asking: asyncio.Future[Any], ending: Ending | None, beside: LogClient | None) -> None:
+        """Wait for an answer, the job's end, or the loss of the other server. The client itself reconnects and asks again."""
         waited_for = {asking} if ending is None else {asking, ending}
         while not any(one.done() for one in waited_for) and (beside is None or beside.connected):
             timeout_s = None if beside is None else BESIDE_LOOK_S
@@ -248,35 +262,35 @@ class LogFollower:
         self.offset, self._tail_bytes = max(0, end - (self._tail_bytes or 0)), None
 
     def _note_progress(self, answer: _Answer) -> None:
-        told = (answer.progress, answer.progress_text)
-        if told != self._progress:
-            self._progress = told
+        progress = (answer.progress, answer.progress_text)
+        if progress != self._progress:
+            self._progress = progress
             if answer.progress is not None and self._on_progress is not None:
                 self._on_progress(answer.progress, answer.progress_text)
 
-    # ------------------------------------------------------------------------------------------------ the other server
+    # ------------------------------------------------------------------------------------------------ the worker's server
 
-    async def _go_beside(self, urls: list[str]) -> None:
-        """Connect to the server that has the worker. If that cannot be done, our own is asked again after the pause."""
+    async def _connect_beside(self, urls: list[str]) -> None:
+        """Connect to the worker's server. If that fails, the client's own server is asked again after the pause."""
         for url in urls:
             beside = self._client.beside(url, BESIDE_CONNECT_S)
             if beside is None:
                 continue
             try:
                 await beside.open()
-            except TasukiError:  # its own words are of no use to whoever reads a log: the result has what is missed now
+            except TasukiError:  # of no use to the reader of a log: the result has the output that is missed now
                 continue
             self._beside = beside
             return
 
-    async def _go_home(self, beside: AsyncClient | None) -> None:
+    async def _leave_beside(self, beside: LogClient | None) -> None:
         if beside is not None and beside is self._beside:
             await self.close()
 
     # ------------------------------------------------------------------------------------------------ after its end
 
     async def _ended_with(self) -> JobResult | None:
-        """How the latest attempt ended, as the job's row says; None: it has left nothing, or another one runs."""
+        """Return the end of the latest attempt by the job's row; None: it has no result, or another attempt runs."""
         view = await self._client.status(self.job_id, result=True)
         outcome = view["outcome"]
         if outcome is None:
@@ -293,14 +307,14 @@ class LogFollower:
             path = Path(folder) / "result.zip"
             await self._client.save_result(ended, path)
             if not await asyncio.to_thread(zipfile.is_zipfile, path):
-                if self.attempt:  # what it wrote while it ran was told
+                if self.attempt:  # its output was read while it ran
                     return
                 raise NotFound(f"job {self.job_id!r} has no logs: a handler's and an app's result has none")
             async for part in self.rest_in(path, ended.attempt):
                 yield part
 
     async def rest_in(self, path: Path, attempt: int) -> AsyncIterator[LogPart]:
-        """What the result of this attempt has beyond what was read of it; `path` is the ZIP."""
+        """Yield the output of this attempt that was not read yet; `path` is the ZIP of its result."""
         if attempt < self.attempt or self._rest_of >= attempt:
             return
         if attempt > self.attempt:
@@ -313,7 +327,7 @@ class LogFollower:
                 yield part
 
     def _parts_of(self, kept: BinaryIO, cut: _CutLog) -> Iterator[LogPart]:
-        """`kept` is the head, a line that says what is missing, and the tail; offsets count what is missing."""
+        """Yield the rest of a log. `kept` is its head, a line that marks the gap, and its tail; offsets count the gap."""
         size_bytes = kept.seek(0, os.SEEK_END)
         head_bytes = cut.head_bytes if cut.cut_bytes else size_bytes
         tail_start = head_bytes + cut.cut_bytes
@@ -336,11 +350,11 @@ class LogFollower:
 
 
 def unpack_log(path: Path, stream: str) -> tuple[BinaryIO, _CutLog]:
-    """One log of a result, and what was cut of it. The archive came from a worker, and is believed in nothing."""
+    """Return one log of a result, and its gap. The archive came from a worker, and nothing in it is trusted."""
     limits = ZipLimits()
     meter = Meter(limits)
     report = bytearray()
-    kept = cast(BinaryIO, tempfile.SpooledTemporaryFile(SPOOL_BYTES))  # noqa: SIM115 - the caller's, if nothing goes wrong
+    kept = cast(BinaryIO, tempfile.SpooledTemporaryFile(SPOOL_BYTES))  # noqa: SIM115 - closed by the caller
     try:
         with path.open("rb") as source:
             for entry in read_directory(source, limits):
@@ -362,7 +376,7 @@ def _into(kept: BinaryIO) -> Callable[[bytes], None]:
 
 
 def _cut_of(report: bytes, stream: str, size_bytes: int) -> _CutLog:
-    """What result.json says was cut of a log of this size; nothing if it says nothing that can be true."""
+    """Return the gap in a log of this size by result.json; no gap if the numbers cannot be true."""
     whole = _CutLog(size_bytes, 0, 0)
     try:
         cut = msgspec.json.decode(report, type=_Report).cut_logs.get(stream, whole)

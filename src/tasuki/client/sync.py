@@ -1,49 +1,102 @@
-"""The synchronous face of the client: the same client, run by a thread of its own."""
+"""The blocking client: an AsyncClient in an event loop that has a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from concurrent import futures
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tasuki.client.aio import AsyncClient
-from tasuki.client.handles import AsyncJobHandle
-from tasuki.client.loop_thread import LoopThread
+from tasuki.client.handles import AsyncJobHandle, JobHandle
 from tasuki.core.job import JobSpec
-from tasuki.core.protocol import JobResult
+from tasuki.errors import Unavailable
 
 T = TypeVar("T")
+CLOSE_TIMEOUT_S = 5.0
 
 
-class JobHandle:
-    """One job; `result()` blocks until it has ended."""
+class LoopThread:
+    """An event loop in a thread of its own. Safe to share between threads.
 
-    __slots__ = ("_client", "_handle")
+    The constructor waits for `opening`; if that fails, the thread has ended.
+    """
 
-    def __init__(self, client: Client, handle: AsyncJobHandle) -> None:
-        self._client = client
-        self._handle = handle
+    def __init__(self, name: str, opening: Coroutine[Any, Any, object]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._closing = False
+        self._waits: set[futures.Future[Any]] = set()
+        self._lock = threading.Lock()
+        self.thread.start()
+        try:
+            self.wait(opening)
+        except BaseException:
+            self._stop()
+            raise
 
     @property
-    def job_id(self) -> str:
-        return self._handle.job_id
+    def closed(self) -> bool:
+        return self._closing or self.loop.is_closed()
 
-    @property
-    def existed(self) -> bool:
-        """The server knew this job before."""
-        return self._handle.existed
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for it; Ctrl-C ends the wait and the work."""
+        if self.closed:
+            work.close()
+            raise Unavailable("this client was closed")
+        return self._wait(work)
 
-    @property
-    def done(self) -> bool:
-        return self._handle.done
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        with self._lock:
+            if self.loop.is_closed():
+                work.close()
+                raise Unavailable("this client was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            self._waits.add(future)
+        try:
+            return future.result()
+        except futures.CancelledError:
+            if self._closing:
+                raise Unavailable("this client was closed") from None
+            raise
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            self._waits.discard(future)
 
-    def outcome(self, timeout: float | None = None) -> JobResult:
-        """How it ended, whatever the state."""
-        return self._client.wait(self._handle.outcome(timeout))
+    def close(self, leaving: Coroutine[Any, Any, None], *, cancel: bool = False) -> None:
+        """Run `leaving`, then end the thread. With `cancel`, other threads do not get their answers first. May be repeated."""
+        if self.closed:
+            leaving.close()
+            return
+        self._closing = True
+        if cancel:
+            for future in list(self._waits):
+                future.cancel()
+        try:
+            self._wait(self._leave(leaving))
+        finally:  # also after Ctrl-C: the thread and its loop must not stay
+            self._stop()
 
-    def result(self, timeout: float | None = None) -> bytes:
-        """The result's bytes; JobFailed if it did not succeed, DeadlineExceeded if it takes longer."""
-        return self._client.wait(self._handle.result(timeout))
+    async def _leave(self, leaving: Coroutine[Any, Any, None]) -> None:
+        await leaving
+        # The work of other threads has its answer now, and must get out of the loop before the loop ends.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+
+    def _stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        with self._lock:  # a call that came after the loop had ended would wait for ever
+            for future in list(self._waits):
+                future.cancel()
+            self.loop.close()
 
 
 async def _closed(pieces: AsyncGenerator[bytes, None]) -> None:
@@ -51,18 +104,18 @@ async def _closed(pieces: AsyncGenerator[bytes, None]) -> None:
 
 
 class Client:
-    """Blocking client. Use as `with Client(url) as client`. Takes what AsyncClient takes; safe to share between threads."""
+    """Blocking client: `with Client(url) as client`. Takes the arguments of AsyncClient; safe to share between threads."""
 
     def __init__(self, url: str | None = None, **options: Any) -> None:
         self._async = AsyncClient(url, **options)
         self._thread = LoopThread("tasuki-client", self._async.open())
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
+        """Run a coroutine of the asynchronous client and wait for it; Ctrl-C ends the wait and the work."""
         return self._thread.wait(work)
 
     def close(self) -> None:
-        """Leave. Jobs go on."""
+        """Close the connection. Jobs go on."""
         self._thread.close(self._async.close())
 
     def __enter__(self) -> Self:
@@ -73,24 +126,24 @@ class Client:
 
     @property
     def aio(self) -> AsyncClient:
-        """The asynchronous client underneath, for what has no blocking form: `client.wait(client.aio.…)`."""
+        """The asynchronous client underneath, for calls that have no blocking form: `client.wait(client.aio.…)`."""
         return self._async
 
     def submit(self, **fields: Any) -> JobHandle:
-        """As AsyncClient.submit."""
-        return JobHandle(self, self.wait(self._async.submit(**fields)))
+        """Submit one job; see AsyncClient.submit."""
+        return JobHandle(self.wait(self._async.submit(**fields)), self.wait)
 
     def submit_many(self, specs: Sequence[JobSpec], **options: Any) -> list[JobHandle]:
-        """As AsyncClient.submit_many."""
-        return [JobHandle(self, handle) for handle in self.wait(self._async.submit_many(specs, **options))]
+        """Submit many jobs; see AsyncClient.submit_many."""
+        return [JobHandle(handle, self.wait) for handle in self.wait(self._async.submit_many(specs, **options))]
 
     def job(self, job_id: str) -> JobHandle:
-        """A job that was submitted before."""
+        """Return a job that was submitted before."""
 
         async def attach() -> AsyncJobHandle:
             return self._async.job(job_id)
 
-        return JobHandle(self, self.wait(attach()))
+        return JobHandle(self.wait(attach()), self.wait)
 
     def status(self, job_id: str) -> dict[str, Any]:
         return self.wait(self._async.status(job_id))
@@ -108,7 +161,7 @@ class Client:
         return self.wait(self._async.explain(job_id))
 
     def logs(self, job_id: str, stream: str = "stdout", *, offset: int = 0, follow: bool = True) -> Iterator[bytes]:
-        """As AsyncClient.logs. Closing the iterator early leaves the job alone."""
+        """Read the output of a command; see AsyncClient.logs. Closing the iterator early leaves the job alone."""
         pieces = self._async.logs(job_id, stream, offset=offset, follow=follow)
 
         async def following() -> bytes | None:

@@ -25,7 +25,7 @@ import msgspec
 from tasuki.client.agents.node import AgentNode
 from tasuki.client.agents.run import AgentResult, AgentRun, RunProgress
 from tasuki.client.agents.transfer import NotOurs, Refusing, read_upload
-from tasuki.client.loop_thread import LoopThread
+from tasuki.client.sync import LoopThread
 from tasuki.clocks import now
 from tasuki.config import find_token, parse_agents
 from tasuki.core.failover.events import LIMIT_S, LONGER_THAN_THE_JOB_S, PATIENCE_S, SILENT_S, FailoverJob, TimePassed, not_trusted

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tasuki.client.agents.client import AgentsClient, BreakerNotes
-from tasuki.client.loop_thread import LoopThread
+from tasuki.client.sync import LoopThread
 from tasuki.errors import Unavailable
 
 NOBODY = "agents:http://127.0.0.1:1"
