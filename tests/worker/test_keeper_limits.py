@@ -141,7 +141,7 @@ def test_no_limits_are_left_with_the_next_job(tmp_path: Path) -> None:
 
 
 def test_the_grace_of_a_stop_is_the_execs_own(tmp_path: Path) -> None:
-    tool = exec_of("/bin/sh", "-c", "trap 'sleep 1; echo bye; exit 0' TERM; sleep 60 & wait", timeout_s=0.3, stop_grace_s=8.0)
+    tool = exec_of("/bin/sh", "-c", "trap 'sleep 0.6; echo bye; exit 0' TERM; sleep 60 & wait", timeout_s=0.3, stop_grace_s=8.0)
 
     result = run(runner_in(tmp_path, tool), attempt_of(exec="tool"))
 

@@ -67,6 +67,16 @@ def job(runner: CommandRunner, *arguments: str, **fields: Any) -> RunResult:
     return run(runner, attempt_for(*arguments, **fields))
 
 
+def jobs(runner: CommandRunner, arguments: list[str]) -> list[RunResult]:
+    """The results of one job for each argument, which run at the same time."""
+
+    async def all_of_them() -> list[RunResult]:
+        each = [job_async(runner, argument, job_id=f"job-{number}") for number, argument in enumerate(arguments)]
+        return await asyncio.gather(*each)
+
+    return asyncio.run(all_of_them())
+
+
 def below(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -107,55 +117,53 @@ def anyhow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 # ---------------------------------------------------------------------------------------------------- a function's end
 
 
-@pytest.mark.parametrize(
-    ("value", "exit_code", "says"),
-    [
-        ("None", 0, ""),
-        ("0", 0, ""),
-        ("3", 3, ""),
-        ("True", 1, ""),
-        ("-1", 255, ""),
-        ("256", 1, ""),  # not 0, as its lowest byte is
-        ("1 << 70", 1, ""),
-        ("'a word'", 1, "a word"),
-        ("b'bytes'", 1, "bytes"),
-        ("Unspeakable()", 1, "RuntimeError"),
-        ("Odd(7)", 7, ""),
-    ],
-)
-def test_what_a_function_returns_is_its_exit_code(tmp_path: Path, value: str, exit_code: int, says: str) -> None:
-    result = job(runner_for(tmp_path, "give"), value)
-
-    assert result.outcome.exit_code == exit_code
-    assert says in text_of(result, "stderr.log")
+RETURNED = [
+    ("None", 0, ""),
+    ("0", 0, ""),
+    ("3", 3, ""),
+    ("True", 1, ""),
+    ("-1", 255, ""),
+    ("256", 1, ""),  # not 0, as its lowest byte is
+    ("1 << 70", 1, ""),
+    ("'a word'", 1, "a word"),
+    ("b'bytes'", 1, "bytes"),
+    ("Unspeakable()", 1, "RuntimeError"),
+    ("Odd(7)", 7, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("end", "exit_code", "error_code", "says"),
-    [
-        ("sys.exit()", 0, None, ""),
-        ("sys.exit(4)", 4, "EXIT_CODE", ""),
-        ("sys.exit('a word')", 1, "EXIT_CODE", "a word"),
-        ("raise ValueError('why')", 1, "EXIT_CODE", "ValueError: why"),
-        ("raise KeyboardInterrupt", 130, "EXIT_CODE", "KeyboardInterrupt"),
-        ("raise GeneratorExit", 1, "EXIT_CODE", "GeneratorExit"),
-        ("sys.stdout.flush(); os._exit(9)", 9, "EXIT_CODE", ""),
-        ("sys.stdout.flush(); os.abort()", 134, "SIGNAL", ""),
-        ("sys.stdout.close()", 0, None, ""),
-        ("os.close(1)", 120, "EXIT_CODE", ""),
-    ],
-)
-def test_however_a_function_ends_its_outcome_says_so(
-    tmp_path: Path, anyhow: str, end: str, exit_code: int, error_code: str | None, says: str
-) -> None:
-    result = job(runner_for(tmp_path, "leave"), end)
+def test_what_a_function_returns_is_its_exit_code(tmp_path: Path) -> None:
+    results = jobs(runner_for(tmp_path, "give"), [value for value, _, _ in RETURNED])
 
-    assert (result.outcome.exit_code, result.outcome.error_code) == (exit_code, error_code)
-    errors = text_of(result, "stderr.log")
-    assert errors.startswith("on stderr\n")
-    assert says in errors
-    assert "warm.py" not in errors
-    assert text_of(result) == ("" if end == "os.close(1)" else "before the end\n")
+    for (value, exit_code, says), result in zip(RETURNED, results, strict=True):
+        assert result.outcome.exit_code == exit_code, value
+        assert says in text_of(result, "stderr.log"), value
+
+
+ENDS = [
+    ("sys.exit()", 0, None, ""),
+    ("sys.exit(4)", 4, "EXIT_CODE", ""),
+    ("sys.exit('a word')", 1, "EXIT_CODE", "a word"),
+    ("raise ValueError('why')", 1, "EXIT_CODE", "ValueError: why"),
+    ("raise KeyboardInterrupt", 130, "EXIT_CODE", "KeyboardInterrupt"),
+    ("raise GeneratorExit", 1, "EXIT_CODE", "GeneratorExit"),
+    ("sys.stdout.flush(); os._exit(9)", 9, "EXIT_CODE", ""),
+    ("sys.stdout.flush(); os.abort()", 134, "SIGNAL", ""),
+    ("sys.stdout.close()", 0, None, ""),
+    ("os.close(1)", 120, "EXIT_CODE", ""),
+]
+
+
+def test_however_a_function_ends_its_outcome_says_so(tmp_path: Path, anyhow: str) -> None:
+    results = jobs(runner_for(tmp_path, "leave"), [end for end, _, _, _ in ENDS])
+
+    for (end, exit_code, error_code, says), result in zip(ENDS, results, strict=True):
+        assert (result.outcome.exit_code, result.outcome.error_code) == (exit_code, error_code), end
+        errors = text_of(result, "stderr.log")
+        assert errors.startswith("on stderr\n"), end
+        assert says in errors, end
+        assert Path(preforked.__file__).name not in errors, end
+        assert text_of(result) == ("" if end == "os.close(1)" else "before the end\n"), end
 
 
 def test_threads_and_exit_handlers_come_to_their_end(tmp_path: Path, anyhow: str) -> None:
@@ -285,7 +293,7 @@ def test_a_limit_below_what_is_imported_is_the_jobs_failure(tmp_path: Path) -> N
     assert outcome.error_code in ("OOM", "EXIT_CODE")
 
 
-def test_two_hundred_jobs_leave_no_process_and_no_descriptor(tmp_path: Path) -> None:
+def test_sixty_jobs_leave_no_process_and_no_descriptor(tmp_path: Path) -> None:
     async def left(runner: CommandRunner) -> tuple[int, int]:
         interpreter = interpreter_of(runner)
         await until_async(
@@ -299,7 +307,7 @@ def test_two_hundred_jobs_leave_no_process_and_no_descriptor(tmp_path: Path) -> 
         await job_async(runner)
         before = await left(runner)
         codes = set()
-        for turn in range(10):
+        for turn in range(3):
             results = [job_async(runner, job_id=f"job-{turn}-{number}") for number in range(20)]
             codes |= {result.outcome.error_code for result in await asyncio.gather(*results)}
         return codes, before, await left(runner)

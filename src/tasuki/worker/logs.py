@@ -98,7 +98,7 @@ class KeptLog(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """All of it, with a line where bytes are missing."""
+        """The whole text, with a line where bytes are missing."""
         return b"%s\n[tasuki: %d bytes were cut here]\n%s" % self if self.cut_bytes else self.head
 
 

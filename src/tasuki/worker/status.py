@@ -75,7 +75,7 @@ class Status(msgspec.Struct, kw_only=True):
 
     @property
     def alive(self) -> bool:
-        """Whether its process lives, on this machine."""
+        """True if its process lives, on this machine."""
         return self.ended_at is None and self.host == socket.gethostname() and bool(self.born) and _born(self.pid) == self.born
 
 

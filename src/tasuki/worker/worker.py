@@ -295,7 +295,7 @@ class Worker:
 
     @property
     def connected(self) -> bool:
-        """Whether a server has accepted this worker on the current connection."""
+        """True if a server has accepted this worker on the current connection."""
         return self._machine.online
 
     def subscribe(self, *subjects: str) -> None:

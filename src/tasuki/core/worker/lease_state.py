@@ -130,12 +130,12 @@ class Slots:
 
     @property
     def well_stocked(self) -> bool:
-        """Whether each slot has a next attempt: nothing stands still if ends are reported a little later."""
+        """True if each slot has a next attempt: nothing stands still if ends are reported a little later."""
         return len(self._waiting) >= self._capacity
 
     @property
     def short(self) -> bool:
-        """Whether attempts have been short, so that more are requested ahead."""
+        """True if attempts have been short, so that more are requested ahead."""
         return self._ahead_max > 0 and self._average_s < SHORT_S
 
     def wanted(self, blocked: int) -> int:

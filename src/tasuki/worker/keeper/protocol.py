@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def watched(self) -> bool:
-        """Whether a limit is for all processes together, which no rlimit is."""
+        """True if a limit is for all processes together, which no rlimit is."""
         return self.memory_mb is not None or self.processes is not None
 
 
