@@ -97,7 +97,7 @@ def test_a_file_cannot_grow_past_its_limit(tmp_path: Path) -> None:
 
     assert (outcome.error_code, outcome.meta["signal"]) == ("FILE_SIZE_LIMIT", "SIGXFSZ")
     assert "2 MB" in outcome.message
-    assert (runner.folders.at(attempt).outputs / "large").stat().st_size == 2 << 20
+    assert (runner.folders.at(attempt).path / "out/large").stat().st_size == 2 << 20
 
 
 def test_a_job_that_fills_the_disk_fails_with_the_reason_and_the_worker_goes_on(tmp_path: Path, require: Require) -> None:

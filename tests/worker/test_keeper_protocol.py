@@ -62,7 +62,7 @@ def test_orders_arrive_as_they_were_sent_however_the_stream_is_cut(cuts: list[in
     arrived = [order for begin, end in itertools.pairwise(marks) for order in frames.feed(data[begin:end])]
 
     assert arrived == [*ORDERS, SPAWN]
-    assert frames.pending_bytes == 0
+    assert len(frames._pending) == 0
 
 
 def test_reports_arrive_as_they_were_sent() -> None:
@@ -76,7 +76,7 @@ def test_a_frame_that_is_not_complete_is_waited_for() -> None:
     data = frame(ORDERS)
 
     assert frames.feed(data[:-1]) == []
-    assert frames.pending_bytes == len(data) - 1
+    assert len(frames._pending) == len(data) - 1
 
 
 @pytest.mark.parametrize(

@@ -516,7 +516,7 @@ def test_endless_output_is_cut_and_the_cut_is_marked(tmp_path: Path) -> None:
         return size.st_blocks * 512 < size.st_size
 
     async def watch(runner: CommandRunner, stop: Stop) -> None:
-        log = runner.folders.at(attempt).logs / "stdout"
+        log = runner.folders.at(attempt).path / "log/stdout"
         await until_async(log.exists, what="the log is there")
         await until_async(lambda: is_cut(log), what="the log is cut while the job writes on")
         stop.set_result(StopReason.CANCELED)

@@ -137,7 +137,7 @@ def test_a_value_that_the_job_prints_is_masked_for_those_who_follow_it(tmp_path:
     runner = runner_in(tmp_path, tool_with(secret, script), log_follow=tails)
 
     async def follow(*_: object) -> None:
-        written = runner.folders.at(attempt_of(exec="tool")).logs / "stdout"
+        written = runner.folders.at(attempt_of(exec="tool")).path / "log/stdout"
         await until_async(lambda: written.exists() and written.stat().st_size > len("key: "), what="the first half is written")
         tails.ask(ReadLog(1, "lease-1", "stdout", 0))
         tails.ask(ReadLog(2, "lease-1", "stdout", len("key: "), wait_s=10.0))

@@ -181,7 +181,7 @@ def build_command(
         **environment,
         **exec_.env,
         **spec.env,
-        "TMPDIR": folder.temporary,
+        "TMPDIR": f"{folder.name}/tmp",  # noqa: S108 - of this attempt alone
         "TASUKI_JOB_ID": spec.job_id,
         "TASUKI_ATTEMPT": str(attempt.attempt),
         "TASUKI_IN": f"{folder.name}/in",

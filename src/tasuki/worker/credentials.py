@@ -102,8 +102,7 @@ class CredentialFile:
 
     def __init__(self, data: Path, address: Address) -> None:
         self.address = address
-        self.credential: Credential | None = None
-        """The credential that was loaded or saved last."""
+        self.credential: Credential | None = None  # the credential that was loaded or saved last
         self._folder = data / FOLDER
         name = file_name(address)
         self.path = self._folder / f"{name}.json"
@@ -238,14 +237,11 @@ class Rotation:
         self._file, self._kept = file, file.credential
         self._ask, self._use, self._hang_up, self._jitter = ask, use, hang_up, jitter
         self._spread = jitter()
-        self._shown = self._chosen = self._kept.token
-        """The token of this connection, and that of the next."""
-        self._refused: dict[str, ErrorMessage] = {}
-        """Refusals since the last Welcome, by token_id."""
+        self._shown = self._chosen = self._kept.token  # the token of this connection, and that of the next
+        self._refused: dict[str, ErrorMessage] = {}  # refusals since the last Welcome, by token_id
         self._online = False
         self._unsaved = False
-        self._taken = False
-        """Whether the server says that it has the pending token already."""
+        self._taken = False  # whether the server says that it has the pending token already
         self._asked = 0
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._backoff: Backoff | None = None

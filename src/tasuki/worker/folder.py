@@ -57,22 +57,6 @@ class RunFolder:
     def inputs(self) -> Path:
         return self.path / "in"
 
-    @cached_property
-    def outputs(self) -> Path:
-        return self.path / "out"
-
-    @property
-    def temporary(self) -> str:
-        return f"{self.name}/tmp"  # noqa: S108  # its own
-
-    @cached_property
-    def logs(self) -> Path:
-        return self.path / "log"
-
-    @cached_property
-    def stdin(self) -> Path:
-        return self.path / "stdin"
-
 
 class RunFolders:
     """All run folders of one worker process."""
@@ -124,7 +108,7 @@ class RunFolders:
         with disk_full_as_error(folder.name):
             self._make(folder)
             if spec.payload:
-                folder.stdin.write_bytes(spec.payload)
+                (folder.path / "stdin").write_bytes(spec.payload)
             for file in spec.files:
                 target = folder.inputs / file.name
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,10 +147,6 @@ class RunFolders:
         except DiskFull as error:
             return error.message
         return ""
-
-    def remove(self, attempt: Attempt) -> None:
-        """Remove the attempt's folder; it may be gone already."""
-        remove_tree(self.at(attempt).path)
 
     def sweep(self, dispose: Callable[[Path], None]) -> list[Path]:
         """Hand each folder of an incarnation whose worker is dead to `dispose`; return them."""

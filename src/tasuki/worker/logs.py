@@ -111,16 +111,12 @@ class CappedLog:
     def __init__(self, path: Path | str, caps: LogCaps = DEFAULT_CAPS, *, holes: bool = True) -> None:
         self._caps = caps
         self._holes = holes
-        self._gap_end = caps.head_bytes
-        """Offset of the first byte that is kept behind the head."""
+        self._gap_end = caps.head_bytes  # offset of the first byte that is kept behind the head
         self._shift = 0
         """Difference between the offset of a byte behind the head and its position in the file: the bytes that were truncated."""
-        self._remembered = b""
-        """The bytes before the end of the last truncation."""
-        self._changes = 0
-        """Odd while `trim` runs."""
-        self._last_bytes = 0
-        """Size of the file at the last check."""
+        self._remembered = b""  # the bytes before the end of the last truncation
+        self._changes = 0  # odd while `trim` runs
+        self._last_bytes = 0  # size of the file at the last check
         self.descriptor = os.open(path, _OPEN_LOG, 0o600)
 
     def size_bytes(self) -> int:
@@ -364,8 +360,7 @@ class ProgressFile:
         self._mask = mask
         self._seen_bytes = 0
         self._latest: Progress | None = None
-        self.malformed = 0
-        """Number of lines that were read and are not progress."""
+        self.malformed = 0  # number of lines that were read and are not progress
 
     def look(self) -> None:
         """Read the lines since the last call."""

@@ -181,24 +181,6 @@ def _move(result: Path | bytes, target: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- refused results
 
 
-class RejectedResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of about.json."""
-
-    job_id: str
-    attempt: int
-    lease_id: str
-    subject: str
-    ended_at: float | None
-    """Unix time, on the worker's clock."""
-    reason: str
-    """Reason of the refusal."""
-    error_code: str | None
-    """Error code of the attempt; null: it succeeded."""
-    file: str
-    size_bytes: int
-    sha256: str | None
-
-
 class RejectedResults:
     """The folder of results that were refused because another worker has the job now. Several workers may share it."""
 
@@ -228,7 +210,7 @@ class RejectedResults:
                 written.write_bytes(result)
             if _is_zip(written):
                 written = written.rename(new / "result.zip")
-            (new / "about.json").write_bytes(msgspec.json.format(msgspec.json.encode(_about(record, reason, written))) + b"\n")
+            (new / "about.json").write_bytes(_about(record, reason, written))
             place = self._named(new, record)
         self.sweep()
         return place
@@ -273,20 +255,22 @@ def _name(record: OutboxRecord) -> str:
     return f"{job_id}-{ending.attempt:d}"
 
 
-def _about(record: OutboxRecord, reason: str, written: Path) -> RejectedResult:
+def _about(record: OutboxRecord, reason: str, written: Path) -> bytes:
+    """Return the content of about.json."""
     ending = record.ending
-    return RejectedResult(
-        job_id=ending.job_id,
-        attempt=ending.attempt,
-        lease_id=ending.lease_id,
-        subject=record.subject,
-        ended_at=record.ended_at or None,
-        reason=reason,
-        error_code=ending.outcome.error_code,
-        file=written.name,
-        size_bytes=written.stat().st_size,
-        sha256=ending.outcome.result_sha256,
-    )
+    about = {
+        "job_id": ending.job_id,
+        "attempt": ending.attempt,
+        "lease_id": ending.lease_id,
+        "subject": record.subject,
+        "ended_at": record.ended_at or None,  # Unix time, on the worker's clock
+        "reason": reason,  # of the refusal
+        "error_code": ending.outcome.error_code,  # of the attempt; null: it succeeded
+        "file": written.name,
+        "size_bytes": written.stat().st_size,
+        "sha256": ending.outcome.result_sha256,
+    }
+    return msgspec.json.format(msgspec.json.encode(about)) + b"\n"
 
 
 def _is_zip(path: Path) -> bool:

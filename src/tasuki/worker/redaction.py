@@ -36,8 +36,7 @@ class _Pattern:
         for byte in value[1:]:
             length = self._longer(length, byte)
             self._borders.append(length)
-        self.step = len(value) - length
-        """The smallest distance of two occurrences."""
+        self.step = len(value) - length  # the smallest distance of two occurrences
         self._first = value[:FIRST_BYTES]
 
     def _longer(self, length: int, byte: int) -> int:

@@ -112,8 +112,7 @@ class OutputCollector:
     def __init__(self, out: Path | str, rules: OutputRules, beside_bytes: int = 0) -> None:
         """`beside_bytes` is the size of the archive's other members."""
         self.outputs: list[OutputFile] = []
-        self.left_out: list[LeftOut] = []
-        """The first LEFT_OUT_LISTED_MAX; `left_out_count` counts all."""
+        self.left_out: list[LeftOut] = []  # the first LEFT_OUT_LISTED_MAX; `left_out_count` counts all
         self.left_out_count = 0
         self._out = out
         self._limits = rules.limits

@@ -123,8 +123,7 @@ class CommandRunner:
         self._log_follow = log_follow or LogFollow(lambda piece: None)
         self._prepared = False
         self._swept: asyncio.Future[None] | None = None
-        self._running: dict[KeptAttempt, str] = {}
-        """Attempts that the keeper runs, with their leases."""
+        self._running: dict[KeptAttempt, str] = {}  # attempts that the keeper runs, with their leases
         self._archiving = asyncio.Semaphore(ARCHIVES_AT_ONCE)
 
     async def run(

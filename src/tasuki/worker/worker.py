@@ -35,21 +35,7 @@ from tasuki.core.protocol import HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
 from tasuki.core.store_messages import Grant, Takes
 from tasuki.core.subject import check_pattern
-from tasuki.core.worker.events import (
-    AttemptEnded,
-    ChangePatterns,
-    Command,
-    Drain,
-    Event,
-    Exit,
-    Forget,
-    Run,
-    Save,
-    SetAside,
-    Stop,
-    Tail,
-    WorkerIdentity,
-)
+from tasuki.core.worker import events
 from tasuki.core.worker.machine import WorkerMachine
 from tasuki.errors import ConfigError, TasukiError
 from tasuki.event_loop import BackgroundTasks, loop_factory
@@ -147,7 +133,7 @@ class Worker:
         self._signals = 0
         self._welcome: Welcome | None = None
         self._logged_reason, self._log_again_at = "", 0.0
-        self._ended: list[AttemptEnded] = []
+        self._ended: list[events.AttemptEnded] = []
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -195,7 +181,7 @@ class Worker:
         on_disconnect, grace_s, ttl_s = self._policy(over_http=all(address.http for address in addresses))
         only_async = bool(self._handlers) and not self._handlers.plain and not self._execs
         capacity = capacity_of(self._concurrency, only_async=only_async)
-        identity = WorkerIdentity(
+        identity = events.WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             token=find_token(self._token_file) if self._token is None else self._token,
@@ -267,7 +253,7 @@ class Worker:
             self._tasks.spawn(self._status.keep(self._attempts.running, lambda: self._machine.draining))
 
     async def _close(self) -> None:
-        self._apply(Drain())  # attempts that were not started yet are given back, at no cost for their jobs
+        self._apply(events.Drain())  # attempts that were not started yet are given back, at no cost for their jobs
         await self._attempts.stop_all(HARD_STOP_S)
         self._runner.kill_all()
         self._pump()
@@ -284,7 +270,7 @@ class Worker:
 
     def drain(self) -> None:
         """Take no new jobs; `serve` ends when the running ones are done and recorded."""
-        self._apply(Drain())
+        self._apply(events.Drain())
         if self._drain_timeout_s is not None:
             self._loop.call_later(self._drain_timeout_s, self.stop)
 
@@ -300,7 +286,7 @@ class Worker:
 
     def subscribe(self, *subjects: str) -> None:
         """Change the patterns of a running worker."""
-        self._apply(ChangePatterns(tuple(check_pattern(subject) for subject in subjects)))
+        self._apply(events.ChangePatterns(tuple(check_pattern(subject) for subject in subjects)))
 
     def _signaled(self) -> None:
         self._signals += 1
@@ -317,7 +303,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------ the machine's driver
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         at = now()
         self._wall = at.wall
         for command in self._machine.apply(event, at):
@@ -348,27 +334,27 @@ class Worker:
         self._flush_timer = None
         self._pump()
 
-    def _perform(self, command: Command) -> None:
+    def _perform(self, command: events.Command) -> None:
         match command:
-            case Run():
+            case events.Run():
                 self._start(command.grant)
-            case Forget():
+            case events.Forget():
                 self._attempts.forget(command)
             case Send():
                 self._send(command.message)
-            case Tail():
+            case events.Tail():
                 self._log_follow.ask(command.question)
-            case Stop():
+            case events.Stop():
                 self._attempts.stop(command.lease_id, StopReason(command.reason))
             case Connect():
                 self._connection.dial(command)
             case Hangup():
                 self._connection.hang_up(command.error)
-            case Save():
+            case events.Save():
                 self._attempts.save(command.ending)
-            case SetAside():
+            case events.SetAside():
                 self._attempts.set_aside(command)
-            case Exit():
+            case events.Exit():
                 if command.error is not None:
                     self._connection.blobs.close(command.error)
                 self.stop(command.error)
@@ -426,7 +412,7 @@ class Worker:
         """Return the result as it is reported; subclasses may change it."""
         return result
 
-    def _end(self, ended: AttemptEnded) -> None:
+    def _end(self, ended: events.AttemptEnded) -> None:
         self._ended.append(ended)
         if not self._flushing:
             self._flushing = True

@@ -83,8 +83,7 @@ class Slots:
         self._capacity = capacity
         self._ahead_max = ahead_max
         self._average_s = SHORT_S
-        self._running: dict[str, float] = {}
-        """lease_id → start."""
+        self._running: dict[str, float] = {}  # lease_id → start
         self._waiting: deque[tuple[str, float]] = deque()
 
     def take(self, lease_id: str, at: float) -> bool:

@@ -16,54 +16,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from tasuki.core import protocol
 from tasuki.core.address import Address
 from tasuki.core.job import OnDisconnect, Outcome, Progress
 from tasuki.core.lifecycle import LEASE_TTL_S, lease_deadline
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Received, Send, Ticked
-from tasuki.core.protocol import (
-    HANDSHAKE_TIMEOUT_S,
-    AssignJobs,
-    CancelLeases,
-    Claim,
-    Ending,
-    ErrorMessage,
-    GiveCredit,
-    Heartbeat,
-    HeartbeatAnswer,
-    JobsFinished,
-    JobsRecorded,
-    JobsReleased,
-    JobsStarted,
-    Message,
-    ReadLog,
-    Reply,
-    Request,
-    Subscribe,
-    Welcome,
-    batches,
-    check_version,
-    outcome_bytes,
-)
 from tasuki.core.reconnect import HELLO_QUICK_S, Redial
-from tasuki.core.worker.events import (
-    AttemptEnded,
-    ChangePatterns,
-    Command,
-    Drain,
-    EndingSaved,
-    Event,
-    Exit,
-    Forget,
-    GaveBack,
-    Restored,
-    Run,
-    Save,
-    SetAside,
-    Started,
-    Stop,
-    Tail,
-    WorkerIdentity,
-)
+from tasuki.core.worker import events
 from tasuki.core.worker.lease_state import ProgressNotes, SeenLeases, Slots, WorkerLease
 from tasuki.errors import Unavailable, VersionMismatch, from_wire
 
@@ -78,7 +37,7 @@ FATAL_CODES = frozenset({"UNAUTHORIZED", "FORBIDDEN", "VERSION", "INVALID", "TOO
 class WorkerMachine:
     """One worker process's view of its leases."""
 
-    def __init__(self, identity: WorkerIdentity, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
+    def __init__(self, identity: events.WorkerIdentity, *, addresses: Sequence[Address], jitter: Callable[[], float]) -> None:
         self.identity = identity
         self.held: dict[str, WorkerLease] = {}
         self.online = False
@@ -94,13 +53,11 @@ class WorkerMachine:
         self._beats: dict[int, tuple[float, list[str]]] = {}
         self._seen = SeenLeases()
         self._slots = Slots(identity.capacity, identity.ahead)
-        self._credit_later: deque[float] = deque()
-        """Times at which slots that could not start anything are open again."""
-        self._started_due: list[Claim] = []
-        self._endings_due: list[Ending] = []
-        self.flush_at: float | None = None
-        """The time at which to flush even if nothing happens until then."""
-        self._released_due: list[Claim] = []
+        self._credit_later: deque[float] = deque()  # times at which slots that could not start anything are open again
+        self._started_due: list[protocol.Claim] = []
+        self._endings_due: list[protocol.Ending] = []
+        self.flush_at: float | None = None  # the time at which to flush even if nothing happens until then
+        self._released_due: list[protocol.Claim] = []
         self._progress = ProgressNotes()
         self.uploading: set[str] = set()
         """Leases of earlier processes whose large results are being uploaded. Credit before that could bring the same jobs."""
@@ -111,16 +68,16 @@ class WorkerMachine:
 
     # ------------------------------------------------------------------------------------------------ events
 
-    def apply(self, event: Event, now: Now) -> list[Command]:
+    def apply(self, event: events.Event, now: Now) -> list[events.Command]:
         match event:
             case Received():
                 return self._received(event.message, now) if event.conn == self._conn else []
-            case AttemptEnded():
+            case events.AttemptEnded():
                 return self._ended(event.lease_id, event.outcome, now)
-            case Started():
+            case events.Started():
                 self._started(event, now)
                 return []
-            case GaveBack():
+            case events.GaveBack():
                 return self._gave_back(event.lease_id, now)
             case Ticked():
                 return self._ticked(now)
@@ -130,28 +87,30 @@ class WorkerMachine:
                 if event.conn == self._conn or self._conn is None:
                     self._offline(now)
                 return []
-            case Restored():
+            case events.Restored():
                 self._restored(event.ending, now)
                 return []
-            case EndingSaved():
+            case events.EndingSaved():
                 if (held := self.held.get(event.lease_id)) is not None:
                     held.kept = True
                 return []
-            case Drain():
+            case events.Drain():
                 return self._drain()
-            case ChangePatterns():
+            case events.ChangePatterns():
                 self.patterns = event.patterns
-                return [Send(self._conn, Subscribe(self._next_id(), event.patterns))] if self.online and self._conn else []
+                return (
+                    [Send(self._conn, protocol.Subscribe(self._next_id(), event.patterns))] if self.online and self._conn else []
+                )
 
     def _next_id(self) -> int:
         self._msg_id += 1
         return self._msg_id
 
-    def question(self, verb: str, params: dict[str, str]) -> Request:
+    def question(self, verb: str, params: dict[str, str]) -> protocol.Request:
         """Return a request of the driver's own, with a number that no other message has."""
-        return Request(self._next_id(), verb, params)
+        return protocol.Request(self._next_id(), verb, params)
 
-    def _hello(self, conn: int, now: Now) -> list[Command]:
+    def _hello(self, conn: int, now: Now) -> list[events.Command]:
         self._conn = conn
         msg_id = self._next_id()
         self._beats = {msg_id: (now.monotonic, [])}
@@ -165,36 +124,36 @@ class WorkerMachine:
         self._endings_due.clear()
         self._released_due.clear()
 
-    def _received(self, message: Message, now: Now) -> list[Command]:
+    def _received(self, message: protocol.Message, now: Now) -> list[events.Command]:
         match message:
-            case AssignJobs():
+            case protocol.AssignJobs():
                 return self._assigned(message, now)
-            case JobsRecorded():
+            case protocol.JobsRecorded():
                 return self._recorded(message)
-            case HeartbeatAnswer():
+            case protocol.HeartbeatAnswer():
                 return self._answered(message)
-            case Welcome():
+            case protocol.Welcome():
                 return self._welcomed(message, now)
-            case CancelLeases():
+            case protocol.CancelLeases():
                 return self._stop(message.lease_ids, "CANCELED")
-            case ErrorMessage():
+            case protocol.ErrorMessage():
                 return self._refused(message)
-            case ReadLog():
-                return [Tail(message)]
-            case Reply():
+            case protocol.ReadLog():
+                return [events.Tail(message)]
+            case protocol.Reply():
                 if message.corr_id == self._drain_id:
                     self._drained = True  # nothing is sent to us after this
                 return self._maybe_exit()
             case _:
                 return []  # anything newer than this worker
 
-    def _welcomed(self, welcome: Welcome, now: Now) -> list[Command]:
+    def _welcomed(self, welcome: protocol.Welcome, now: Now) -> list[events.Command]:
         assert self._conn is not None
         try:
-            check_version(welcome)
+            protocol.check_version(welcome)
         except VersionMismatch as error:
             self._exited = True
-            return [Exit(error)]
+            return [events.Exit(error)]
         self.online = True
         self._ever_connected = True
         self._redial.connected(now.monotonic, welcome.servers)
@@ -208,19 +167,19 @@ class WorkerMachine:
         self._slots.asked = len(running)
         return self._no_more() if self.draining else []
 
-    def _refused(self, error: ErrorMessage) -> list[Command]:
+    def _refused(self, error: protocol.ErrorMessage) -> list[events.Command]:
         if error.corr_id or error.code not in FATAL_CODES:
             return []  # the server hangs up, or answers one request; Closed follows if it must
         self._exited = True
-        return [Exit(from_wire(error.code, error.message, error.details))]
+        return [events.Exit(from_wire(error.code, error.message, error.details))]
 
     # ------------------------------------------------------------------------------------------------ attempts
 
-    def _assigned(self, message: AssignJobs, now: Now) -> list[Command]:
-        commands: list[Command] = []
+    def _assigned(self, message: protocol.AssignJobs, now: Now) -> list[events.Command]:
+        commands: list[events.Command] = []
         deadline = lease_deadline(self._answered_at, message.ttl_s)
         for grant in message.grants:
-            claim = Claim(grant.job_id, grant.lease_id, grant.attempt)
+            claim = protocol.Claim(grant.job_id, grant.lease_id, grant.attempt)
             if grant.lease_id in self._seen or grant.lease_id in self.held:
                 self._seen_again(claim)
                 continue
@@ -231,12 +190,12 @@ class WorkerMachine:
                 continue
             held = self.held[grant.lease_id] = WorkerLease(claim, deadline, now.monotonic)
             if self._slots.take(grant.lease_id, now.monotonic):
-                commands.append(Run(grant))
+                commands.append(events.Run(grant))
             else:
                 held.waiting = grant
         return commands
 
-    def _release(self, claim: Claim) -> None:
+    def _release(self, claim: protocol.Claim) -> None:
         self._released_due.append(claim)
         self._slots.asked -= 1
 
@@ -248,18 +207,18 @@ class WorkerMachine:
             if not lost:
                 self._released_due.append(held.claim)
 
-    def _leave(self, lease_id: str, now: Now) -> list[Command]:
+    def _leave(self, lease_id: str, now: Now) -> list[events.Command]:
         """Free the slot of an attempt that is over, and run the next one."""
         self._slots.leave(lease_id, now.monotonic)
-        commands: list[Command] = []
+        commands: list[events.Command] = []
         for following in self._slots.advance(now.monotonic):
             held = self.held[following]
             assert held.waiting is not None
-            commands.append(Run(held.waiting))
+            commands.append(events.Run(held.waiting))
             held.waiting, held.received_at = None, now.monotonic
         return commands
 
-    def _seen_again(self, claim: Claim) -> None:
+    def _seen_again(self, claim: protocol.Claim) -> None:
         held = self.held.get(claim.lease_id)
         if held is None:
             if self._seen.moved(claim.lease_id, self._conn or 0):
@@ -272,7 +231,7 @@ class WorkerMachine:
             # A heartbeat at once names it and is its acknowledgement; it may still be fetching its inputs, and be given back.
             self._beat_at = 0.0
 
-    def _started(self, event: Started, now: Now) -> None:
+    def _started(self, event: events.Started, now: Now) -> None:
         held = self.held.get(event.lease_id)
         if held is not None and held.started_at is None:
             held.started_at = now.wall
@@ -300,15 +259,15 @@ class WorkerMachine:
         if held is not None:
             held.started_at = wall
 
-    def _gave_back(self, lease_id: str, now: Now) -> list[Command]:
+    def _gave_back(self, lease_id: str, now: Now) -> list[events.Command]:
         held = self.held.pop(lease_id, None)
         if held is None:
             return []
         self._released_due.append(held.claim)
         self._credit_later.append(now.monotonic + GIVE_BACK_PAUSE_S)
-        return [*self._leave(lease_id, now), Forget(lease_id), *self._maybe_exit()]
+        return [*self._leave(lease_id, now), events.Forget(lease_id), *self._maybe_exit()]
 
-    def _ended(self, lease_id: str, outcome: Outcome, now: Now) -> list[Command]:
+    def _ended(self, lease_id: str, outcome: Outcome, now: Now) -> list[events.Command]:
         held = self.held.get(lease_id)
         if held is None or held.ending is not None:
             return []
@@ -317,46 +276,46 @@ class WorkerMachine:
             # The store has given, or will give, this job to another worker, and counts the loss itself.
             del self.held[lease_id]
             why = "the lease was lost"
-            commands.append(SetAside(held.ended(outcome), why))
-            return [*commands, Forget(lease_id, why), *self._maybe_exit()]
+            commands.append(events.SetAside(held.ended(outcome), why))
+            return [*commands, events.Forget(lease_id, why), *self._maybe_exit()]
         if outcome.error_code == "SHUTDOWN":
             # A shutdown of the worker is no failure of the job: nothing is reported, and the lease runs out.
             del self.held[lease_id]
-            return [*commands, Forget(lease_id), *self._maybe_exit()]
+            return [*commands, events.Forget(lease_id), *self._maybe_exit()]
         held.ending = held.ended(outcome)
         held.ended_at = now.monotonic
         self._endings_due.append(held.ending)
         return commands
 
-    def _restored(self, ending: Ending, now: Now) -> None:
-        claim = Claim(ending.job_id, ending.lease_id, ending.attempt)
+    def _restored(self, ending: protocol.Ending, now: Now) -> None:
+        claim = protocol.Claim(ending.job_id, ending.lease_id, ending.attempt)
         at = now.monotonic
         self.held[ending.lease_id] = WorkerLease(claim, at, at, ending=ending, ended_at=at, saved=True, kept=True, restored=True)
         self._endings_due += [ending] if self.online else []
 
     @property
-    def unreported(self) -> list[Ending]:
+    def unreported(self) -> list[protocol.Ending]:
         """Endings that no server has answered yet."""
         return [held.ending for held in self.held.values() if held.ending is not None]
 
-    def _save_what_waits(self, now: Now) -> list[Command]:
-        commands: list[Command] = []
+    def _save_what_waits(self, now: Now) -> list[events.Command]:
+        commands: list[events.Command] = []
         for held in self.held.values():
             if held.ending is not None and not held.saved and now.monotonic - held.ended_at >= SAVE_AFTER_S:
                 held.saved = True
-                commands.append(Save(held.ending))
+                commands.append(events.Save(held.ending))
         return commands
 
-    def _recorded(self, message: JobsRecorded) -> list[Command]:
-        commands: list[Command] = []
-        commands += [Forget(lease_id) for lease_id in message.recorded if self.held.pop(lease_id, None) is not None]
+    def _recorded(self, message: protocol.JobsRecorded) -> list[events.Command]:
+        commands: list[events.Command] = []
+        commands += [events.Forget(lease_id) for lease_id in message.recorded if self.held.pop(lease_id, None) is not None]
         for lease_id, reason in message.fenced:
             if (held := self.held.pop(lease_id, None)) is not None:
-                commands += [SetAside(held.ending, reason or "fenced")] if held.ending is not None else []
-                commands.append(Forget(lease_id, reason or "fenced"))
+                commands += [events.SetAside(held.ending, reason or "fenced")] if held.ending is not None else []
+                commands.append(events.Forget(lease_id, reason or "fenced"))
         return [*commands, *self._maybe_exit()]
 
-    def _answered(self, answer: HeartbeatAnswer) -> list[Command]:
+    def _answered(self, answer: protocol.HeartbeatAnswer) -> list[events.Command]:
         if answer.servers:
             self._redial.learn(answer.servers)
         sent_at, lease_ids = self._beats.pop(answer.corr_id, (None, []))
@@ -369,8 +328,8 @@ class WorkerMachine:
                     held.deadline = max(held.deadline, lease_deadline(sent_at, self._ttl_s))
         return [*self._stop(answer.lost, "LEASE_LOST"), *self._stop(answer.cancel, "CANCELED")]
 
-    def _stop(self, lease_ids: list[str], reason: str) -> list[Command]:
-        commands: list[Command] = []
+    def _stop(self, lease_ids: list[str], reason: str) -> list[events.Command]:
+        commands: list[events.Command] = []
         for lease_id in lease_ids:
             held = self.held.get(lease_id)
             if held is None or held.ending is not None or held.stopping == "LEASE_LOST":
@@ -381,16 +340,16 @@ class WorkerMachine:
             first = not held.stopping
             held.stopping = reason
             if first:
-                commands.append(Stop(lease_id, reason))
+                commands.append(events.Stop(lease_id, reason))
         return commands
 
     # ------------------------------------------------------------------------------------------------ time
 
-    def _ticked(self, now: Now) -> list[Command]:
+    def _ticked(self, now: Now) -> list[events.Command]:
         self._seen.forget_old(now.monotonic)
         while self._credit_later and self._credit_later[0] <= now.monotonic:
             self._credit_later.popleft()
-        commands: list[Command] = []
+        commands: list[events.Command] = []
         if overdue := self._slots.overdue(now.monotonic):
             self._let_go(overdue)
         if self.identity.on_disconnect is OnDisconnect.STOP:
@@ -408,7 +367,7 @@ class WorkerMachine:
     def _stale(self, now: Now) -> bool:
         """Return whether the connection is half-open: messages go out and nothing comes back. A new connection finds out faster
         than the kernel does, and before the leases are over: after a third of the ttl without an answer another third is left."""
-        patience_s = self._ttl_s / 3 if self.online else HELLO_QUICK_S if self._redial.several else HANDSHAKE_TIMEOUT_S
+        patience_s = self._ttl_s / 3 if self.online else HELLO_QUICK_S if self._redial.several else protocol.HANDSHAKE_TIMEOUT_S
         return any(now.monotonic - sent_at > patience_s for sent_at, _ in self._beats.values())
 
     def _report_long_starts(self, now: Now) -> None:
@@ -428,60 +387,60 @@ class WorkerMachine:
             self.flush_at = oldest.ended_at + TOGETHER_S
         return self.flush_at is not None
 
-    def flush(self, now: Now) -> list[Command]:
+    def flush(self, now: Now) -> list[events.Command]:
         """Return the reports of this turn of the loop, in as few messages as possible."""
         conn = self._conn
         if not self.online or conn is None or self._holds_back(now):
             return []
-        commands: list[Command] = []
+        commands: list[events.Command] = []
         if self._released_due:
-            commands.append(Send(conn, JobsReleased(self._released_due, "not started")))
+            commands.append(Send(conn, protocol.JobsReleased(self._released_due, "not started")))
             self._released_due = []
         if self._started_due:
             # An attempt that has ended meanwhile reports its start in its ending.
             if running := [claim for claim in self._started_due if self._runs(claim.lease_id)]:
-                commands.append(Send(conn, JobsStarted(running)))
+                commands.append(Send(conn, protocol.JobsStarted(running)))
             self._started_due = []
         if self._endings_due:
-            for some in batches(self._endings_due, lambda ending: outcome_bytes(ending.outcome)):
-                commands.append(Send(conn, JobsFinished(list(some))))
+            for some in protocol.batches(self._endings_due, lambda ending: protocol.outcome_bytes(ending.outcome)):
+                commands.append(Send(conn, protocol.JobsFinished(list(some))))
             self._endings_due = []
         if now.monotonic >= self._beat_at:
             self._beat_at = now.monotonic + self._ttl_s / 3
             msg_id = self._next_id()
             ours = [held.claim for held in self.held.values() if not held.restored]
             self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
-            commands.append(Send(conn, Heartbeat(msg_id, ours, self._progress.to_tell(self.held))))
+            commands.append(Send(conn, protocol.Heartbeat(msg_id, ours, self._progress.to_tell(self.held))))
         if not self.draining and not self.uploading and (credit := self._slots.wanted(len(self._credit_later))):
             # After the heartbeat: a job that was kept past its lease (ORPHANED) may go to any worker until the heartbeat takes it
             # back, and credit that came first could be used to deliver the same job here a second time.
-            commands.append(Send(conn, GiveCredit(credit)))
+            commands.append(Send(conn, protocol.GiveCredit(credit)))
             self._slots.asked += credit
         return [*commands, *self._maybe_exit()]
 
     # ------------------------------------------------------------------------------------------------ the end
 
-    def _drain(self) -> list[Command]:
+    def _drain(self) -> list[events.Command]:
         self.draining = True
         self._let_go(self._slots.waiting)
         return [*self._no_more(), *self._maybe_exit()]
 
-    def _no_more(self) -> list[Command]:
+    def _no_more(self) -> list[events.Command]:
         """Request no more jobs. The answer comes behind every assignment that was on its way: those are given back first."""
         if not self.online or self._conn is None:
             return []
         self._drain_id, self._drained = self._next_id(), False
-        return [Send(self._conn, Subscribe(self._drain_id, ()))]
+        return [Send(self._conn, protocol.Subscribe(self._drain_id, ()))]
 
-    def _maybe_exit(self) -> list[Command]:
+    def _maybe_exit(self) -> list[events.Command]:
         if not self.draining or self.held or self._exited:
             return []
         if self.online and (self._released_due or self.uploading or not self._drained):
             return []
         self._exited = True
-        return [Exit()]
+        return [events.Exit()]
 
-    def _exit_alone(self, now: Now) -> list[Command]:
+    def _exit_alone(self, now: Now) -> list[events.Command]:
         """Exit if nothing runs and no server answers: endings on disk can wait for the next process as well as in this one."""
         if self.online or not self.draining:
             self._alone_since = None
@@ -491,4 +450,4 @@ class WorkerMachine:
         if patient or self._exited or not all(held.kept for held in self.held.values()):
             return []
         self._exited = True
-        return [Exit()]
+        return [events.Exit()]

@@ -25,25 +25,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from tasuki.errors import KeeperLost, PreloadFailed, ProtocolError
+from tasuki.worker.keeper import protocol
 from tasuki.worker.keeper.keeper import keep
-from tasuki.worker.keeper.protocol import (
-    READ_BYTES,
-    EndReason,
-    Frames,
-    NotSpawned,
-    Order,
-    Prepare,
-    Prepared,
-    Ready,
-    RenewDeadlines,
-    Report,
-    Spawn,
-    Spawned,
-    StopAttempt,
-    TreeEnded,
-    Warmth,
-    frame,
-)
 from tasuki.worker.linux_calls import run_after_fork
 
 CLOSE_S = 5.0  # a keeper that takes longer to end was stopped, or waits for a process that is stuck in the kernel
@@ -56,8 +39,8 @@ class KeptAttempt:
 
     def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
-        self.started: asyncio.Future[Spawned] = loop.create_future()
-        self.ended: asyncio.Future[TreeEnded] = loop.create_future()
+        self.started: asyncio.Future[protocol.Spawned] = loop.create_future()
+        self.ended: asyncio.Future[protocol.TreeEnded] = loop.create_future()
 
     def fail(self, error: Exception) -> None:
         for future in (self.started, self.ended):
@@ -77,14 +60,13 @@ class Keeper:
         self._control = control
         self._numbers = itertools.count(1)
         self._kept: dict[int, KeptAttempt] = {}
-        self._frames: Frames[Report] = Frames(list[Report])
-        self._orders: list[Order] = []
-        self._turning = False
-        """Whether there was an order in this turn of the loop."""
+        self._frames: protocol.Frames[protocol.Report] = protocol.Frames(list[protocol.Report])
+        self._orders: list[protocol.Order] = []
+        self._turning = False  # whether there was an order in this turn of the loop
         self._unsent = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready: asyncio.Future[Ready] | None = None
-        self._is_ready: Ready | None = None
+        self._ready: asyncio.Future[protocol.Ready] | None = None
+        self._is_ready: protocol.Ready | None = None
 
     @classmethod
     def start(cls, incarnation: str, *, cgroup: bool = True) -> Keeper:
@@ -112,34 +94,34 @@ class Keeper:
             return kept
         self._kept[kept.number] = kept
         is_first = not self._turning
-        self._order(Spawn(number=kept.number, **fields))
+        self._order(protocol.Spawn(number=kept.number, **fields))
         if is_first:  # sent at once: a turn of the loop is a tenth of a start. Later orders of this turn go together
             self._flush()
         return kept
 
-    def prepare(self, order: Prepare) -> None:
+    def prepare(self, order: protocol.Prepare) -> None:
         """Start a warm interpreter; the result is logged."""
         self._attach()
         self._order(order)
 
-    def stop(self, kept: KeptAttempt, reason: EndReason, grace_s: float) -> None:
+    def stop(self, kept: KeptAttempt, reason: protocol.EndReason, grace_s: float) -> None:
         """Send TERM, and KILL after the grace. Without effect when the attempt has ended."""
         if kept.number in self._kept:
-            self._order(StopAttempt(kept.number, reason, grace_s))
+            self._order(protocol.StopAttempt(kept.number, reason, grace_s))
 
     def renew(self, deadlines: Iterable[tuple[KeptAttempt, float]]) -> None:
         """Set new lease deadlines."""
         known = [(kept.number, deadline) for kept, deadline in deadlines if kept.number in self._kept]
         if known:
-            self._order(RenewDeadlines(known))
+            self._order(protocol.RenewDeadlines(known))
 
     def kill_all(self) -> None:
         """Send SIGKILL to every tree, without waiting. The last resort."""
         for number in self._kept:
-            self._order(StopAttempt(number, EndReason.SHUTDOWN, 0.0))
+            self._order(protocol.StopAttempt(number, protocol.EndReason.SHUTDOWN, 0.0))
         self._flush()
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> protocol.Ready:
         """Return how well the keeper can find the processes of a job, or raise KeeperLost."""
         self._attach()
         if self._is_ready is not None:
@@ -186,7 +168,7 @@ class Keeper:
             self._loop.remove_reader(self._control)
             self._loop.remove_writer(self._control)
 
-    def _order(self, order: Order) -> None:
+    def _order(self, order: protocol.Order) -> None:
         assert self._loop is not None
         if not self._turning:
             self._turning = True
@@ -201,7 +183,7 @@ class Keeper:
         if self.lost is not None:
             return
         if self._orders:
-            self._unsent += frame(self._orders)
+            self._unsent += protocol.frame(self._orders)
             self._orders.clear()
         if not self._unsent:
             return
@@ -221,7 +203,7 @@ class Keeper:
 
     def _on_readable(self) -> None:
         try:
-            data = self._control.recv(READ_BYTES)
+            data = self._control.recv(protocol.READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -237,17 +219,17 @@ class Keeper:
         for report in reports:
             self._hear(report)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: protocol.Report) -> None:
         match report:
-            case Spawned():
+            case protocol.Spawned():
                 _settle(self._kept[report.number].started, report)
-            case NotSpawned():
+            case protocol.NotSpawned():
                 self._kept.pop(report.number).fail(_why_not(report))
-            case Prepared():
+            case protocol.Prepared():
                 _log_prepared(report)
-            case TreeEnded():
+            case protocol.TreeEnded():
                 _settle(self._kept.pop(report.number).ended, report)
-            case Ready():
+            case protocol.Ready():
                 self._is_ready = report
                 if self._ready is not None:
                     _settle(self._ready, report)
@@ -270,19 +252,19 @@ class Keeper:
             one.fail(error)
 
 
-def _why_not(report: NotSpawned) -> Exception:
+def _why_not(report: protocol.NotSpawned) -> Exception:
     if report.message:
         return PreloadFailed(f"the interpreter cannot be used: {report.message}; correct its modules, or the exec")
     return OSError(report.errno, os.strerror(report.errno))
 
 
-def _log_prepared(report: Prepared) -> None:
+def _log_prepared(report: protocol.Prepared) -> None:
     match report.warmth:
-        case Warmth.WARM:
+        case protocol.Warmth.WARM:
             logger.info("exec %r: its interpreter is warm (imported in %s)", report.name, report.detail)
-        case Warmth.COLD:
+        case protocol.Warmth.COLD:
             logger.warning("exec %r: each job starts an interpreter of its own (%s)", report.name, report.detail)
-        case Warmth.FAILED:
+        case protocol.Warmth.FAILED:
             logger.error("exec %r: its jobs are refused, the import failed: %s", report.name, report.detail)
 
 

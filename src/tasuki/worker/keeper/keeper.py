@@ -28,23 +28,8 @@ from typing import NoReturn
 
 from tasuki.clocks import boot_time
 from tasuki.errors import ProtocolError
+from tasuki.worker.keeper import protocol
 from tasuki.worker.keeper.plain import PlainSystem
-from tasuki.worker.keeper.protocol import (
-    READ_BYTES,
-    EndReason,
-    Frames,
-    NotSpawned,
-    Order,
-    Prepare,
-    Ready,
-    RenewDeadlines,
-    Report,
-    Spawn,
-    Spawned,
-    StopAttempt,
-    TreeEnded,
-    frame,
-)
 
 if sys.platform == "linux":
     from tasuki.worker.keeper.cgroup import NoCgroup, delegated
@@ -69,14 +54,13 @@ class Phase(enum.Enum):
 class _KeptJob:
     """One attempt that was started and is not reported yet."""
 
-    def __init__(self, order: Spawn) -> None:
+    def __init__(self, order: protocol.Spawn) -> None:
         self.order = order
         self.phase = Phase.STARTING
-        self.stop_with: tuple[EndReason, float] | None = None
+        self.stop_with: tuple[protocol.EndReason, float] | None = None
         """Reason and grace of a stop that came too late to cancel the start."""
-        self.exit_code: int | None = None
-        """Exit code of the first process; None while it lives."""
-        self.reason: EndReason | None = None
+        self.exit_code: int | None = None  # exit code of the first process; None while it lives
+        self.reason: protocol.EndReason | None = None
         self.detail = ""
         self.lease_deadline = inf if order.lease_deadline is None else order.lease_deadline
         self.time_limit = inf
@@ -110,10 +94,10 @@ class KeeperLoop:
         self._control = control
         self._system = system
         self._worker_pid = worker_pid
-        self._frames: Frames[Order] = Frames(list[Order])
+        self._frames: protocol.Frames[protocol.Order] = protocol.Frames(list[protocol.Order])
         self._jobs: dict[int, _KeptJob] = {}
         self._by_pid: dict[int, _KeptJob] = {}
-        self._reports: list[Report] = []
+        self._reports: list[protocol.Report] = []
         self._unsent = bytearray()
         self._alone = False
         self._watch_at = inf
@@ -162,7 +146,7 @@ class KeeperLoop:
         for descriptor, _ in self._poll.poll(self._wait_ms()):
             if descriptor == self._wake.fileno():
                 with contextlib.suppress(BlockingIOError):
-                    self._wake.recv(READ_BYTES)
+                    self._wake.recv(protocol.READ_BYTES)
             elif descriptor == self._worker:
                 self._abandon()
             elif descriptor == self._control.fileno() and not self._alone:
@@ -181,7 +165,7 @@ class KeeperLoop:
 
     def _read(self) -> None:
         try:
-            data = self._control.recv(READ_BYTES)
+            data = self._control.recv(protocol.READ_BYTES)
         except BlockingIOError:
             return
         except ConnectionError:
@@ -200,32 +184,32 @@ class KeeperLoop:
         if orders:
             self._system.settle_in()
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: protocol.Order) -> None:
         match order:
-            case Prepare():
+            case protocol.Prepare():
                 self._system.prepare(order)
-            case Spawn():
+            case protocol.Spawn():
                 self._spawn(order)
-            case RenewDeadlines():
+            case protocol.RenewDeadlines():
                 for number, deadline in order.deadlines:
                     if (job := self._jobs.get(number)) is not None:
                         job.lease_deadline = deadline
-            case StopAttempt():
+            case protocol.StopAttempt():
                 if (job := self._jobs.get(order.number)) is not None:
                     self._stop(job, order.reason, order.grace_s, boot_time())
 
-    def _spawn(self, order: Spawn) -> None:
+    def _spawn(self, order: protocol.Spawn) -> None:
         at = boot_time()
         if order.lease_deadline is not None and order.lease_deadline <= at:
-            self._reports.append(NotSpawned(order.number, errno.ETIME))
+            self._reports.append(protocol.NotSpawned(order.number, errno.ETIME))
             return
         try:
             pid = self._system.spawn(order)
         except OSError as error:
-            self._reports.append(NotSpawned(order.number, error.errno or errno.EIO))
+            self._reports.append(protocol.NotSpawned(order.number, error.errno or errno.EIO))
             return
         except ValueError:  # a NUL in an argument
-            self._reports.append(NotSpawned(order.number, errno.EINVAL))
+            self._reports.append(protocol.NotSpawned(order.number, errno.EINVAL))
             return
         job = self._jobs[order.number] = _KeptJob(order)
         if pid is not None:
@@ -238,7 +222,7 @@ class KeeperLoop:
             self._watch_at = min(self._watch_at, at + WATCH_S)
         if not self._reports:
             self._tell_at = at + TOGETHER_S
-        self._reports.append(Spawned(job.order.number, pid, at))
+        self._reports.append(protocol.Spawned(job.order.number, pid, at))
 
     def _begin(self, at: float) -> None:
         """Handle the results of warm interpreters, and of the starts that waited for them."""
@@ -248,7 +232,7 @@ class KeeperLoop:
             if begun.pid is None:
                 del self._jobs[begun.number]
                 error = begun.errno if job.stop_with is None else _errno_of(job.stop_with[0])
-                self._reports.append(NotSpawned(begun.number, error, begun.message))
+                self._reports.append(protocol.NotSpawned(begun.number, error, begun.message))
                 continue
             self._run(job, begun.pid, at)
             if job.stop_with is not None:
@@ -256,7 +240,7 @@ class KeeperLoop:
 
     # ------------------------------------------------------------------------------------------------ ends
 
-    def _stop(self, job: _KeptJob, reason: EndReason, grace_s: float, at: float) -> None:
+    def _stop(self, job: _KeptJob, reason: protocol.EndReason, grace_s: float, at: float) -> None:
         """Send TERM now and KILL after the grace. A later reason does not replace the first; it may only shorten the grace."""
         if job.phase is Phase.STARTING:
             self._do_not_start(job, reason, grace_s)
@@ -269,11 +253,11 @@ class KeeperLoop:
             if job.kill_at <= at:
                 self._kill(job, at)
 
-    def _do_not_start(self, job: _KeptJob, reason: EndReason, grace_s: float) -> None:
+    def _do_not_start(self, job: _KeptJob, reason: protocol.EndReason, grace_s: float) -> None:
         number = job.order.number
         if self._system.withdraw(number):
             del self._jobs[number]
-            self._reports.append(NotSpawned(number, _errno_of(reason)))
+            self._reports.append(protocol.NotSpawned(number, _errno_of(reason)))
         else:
             job.stop_with = job.stop_with or (reason, grace_s)
 
@@ -291,7 +275,7 @@ class KeeperLoop:
         if self._worker is not None:
             self._poll.unregister(self._worker)
         for job in list(self._jobs.values()):
-            self._stop(job, EndReason.SHUTDOWN, 0.0, boot_time())
+            self._stop(job, protocol.EndReason.SHUTDOWN, 0.0, boot_time())
 
     def _reap(self, at: float) -> None:
         ended = self._system.reap()
@@ -313,9 +297,9 @@ class KeeperLoop:
             if job.phase is Phase.STOPPING:
                 self._kill(job, at)
             elif job.phase in (Phase.STARTING, Phase.RUNNING) and job.lease_deadline <= at:
-                self._stop(job, EndReason.LEASE_LOST, min(job.order.grace_s, LEASE_LOST_GRACE_S), at)
+                self._stop(job, protocol.EndReason.LEASE_LOST, min(job.order.grace_s, LEASE_LOST_GRACE_S), at)
             elif job.phase is Phase.RUNNING:
-                self._stop(job, EndReason.TIMED_OUT, job.order.grace_s, at)
+                self._stop(job, protocol.EndReason.TIMED_OUT, job.order.grace_s, at)
 
     def _watch(self, at: float) -> None:
         """Enforce limits of whole trees, where no cgroup does."""
@@ -328,10 +312,10 @@ class KeeperLoop:
                 continue
             if limits.memory_mb is not None and used.rss_bytes > limits.memory_mb * MB:
                 job.detail = f"it had {used.rss_bytes // MB} MB, its limit is {limits.memory_mb} MB"
-                self._stop(job, EndReason.OOM, 0.0, at)
+                self._stop(job, protocol.EndReason.OOM, 0.0, at)
             elif limits.processes is not None and used.processes > limits.processes:
                 job.detail = f"it had {used.processes} processes, its limit is {limits.processes}"
-                self._stop(job, EndReason.PROCESS_LIMIT, 0.0, at)
+                self._stop(job, protocol.EndReason.PROCESS_LIMIT, 0.0, at)
 
     def _settle(self, at: float) -> None:
         """Report the trees that are empty; kill again what is not and should be."""
@@ -344,7 +328,7 @@ class KeeperLoop:
             if job.exit_code is not None and number not in remains:
                 self._system.forget(number)
                 del self._jobs[number]
-                self._reports.append(TreeEnded(number, job.exit_code, job.reason, job.detail, at))
+                self._reports.append(protocol.TreeEnded(number, job.exit_code, job.reason, job.detail, at))
             elif job.phase is Phase.KILLING and job.look_at <= at:
                 self._kill(job, at)
 
@@ -356,9 +340,9 @@ class KeeperLoop:
             self._reports.clear()
             return
         if self._reports:
-            if boot_time() < self._tell_at and all(type(report) is Spawned for report in self._reports):
+            if boot_time() < self._tell_at and all(type(report) is protocol.Spawned for report in self._reports):
                 return
-            self._unsent += frame(self._reports)
+            self._unsent += protocol.frame(self._reports)
             self._reports.clear()
             self._tell_at = inf
         if not self._unsent:
@@ -374,9 +358,9 @@ class KeeperLoop:
         self._poll.modify(self._control, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
 
-def _errno_of(reason: EndReason) -> int:
+def _errno_of(reason: protocol.EndReason) -> int:
     """Return the errno of a start that a stop has canceled."""
-    return errno.ETIME if reason is EndReason.LEASE_LOST else errno.ECANCELED
+    return errno.ETIME if reason is protocol.EndReason.LEASE_LOST else errno.ECANCELED
 
 
 def _nothing(*_: object) -> None:
@@ -393,7 +377,7 @@ def system_for(incarnation: str, worker_pid: int, *, cgroup: bool) -> PlainSyste
         return PlainSystem(f"{error.strerror}: {error.filename or 'prctl'}")
 
 
-def level_here() -> Ready:
+def level_here() -> protocol.Ready:
     """Return what a keeper would report here, without starting one."""
     if sys.platform != "linux":
         return PlainSystem().ready()

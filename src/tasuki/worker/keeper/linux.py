@@ -83,8 +83,7 @@ class LinuxSystem(PlainSystem):
         set_name("tasuki-keeper")
         become_subreaper()
         self._pid = os.getpid()
-        self._children: int | None = None
-        """The list of the keeper's children, opened once: it is read twice for every job."""
+        self._children: int | None = None  # the list of the keeper's children, opened once: it is read twice for every job
         with contextlib.suppress(FileNotFoundError):  # a kernel without it
             self._children = os.open(f"/proc/self/task/{self._pid}/children", os.O_RDONLY)
         self._locks = resource.getrlimit(RLIMIT_LOCKS)

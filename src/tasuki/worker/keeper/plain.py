@@ -65,10 +65,8 @@ class PlainSystem:
 
     def __init__(self, why: str = "this is not Linux") -> None:
         self._why = why
-        self.leaders: dict[int, int] = {}
-        """pid of the first process → number, until it is waited for."""
-        self._groups: dict[int, int] = {}
-        """number → process group, until `forget`."""
+        self.leaders: dict[int, int] = {}  # pid of the first process → number, until it is waited for
+        self._groups: dict[int, int] = {}  # number → process group, until `forget`
         self._prepared: list[Prepared] = []
 
     def ready(self) -> Ready:

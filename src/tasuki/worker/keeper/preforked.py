@@ -59,21 +59,16 @@ class _Interpreter:
         self.order = order
         self.state = InterpreterState.FAILED
         self.failure = ""
-        self.since = 0.0
-        """Start of the current state."""
+        self.since = 0.0  # start of the current state
         self.ready_at = 0.0
         self.pid: int | None = None
         self.control: socket.socket | None = None
         self.unsent = bytearray()
         self.received = bytearray()
-        self.waiting: dict[int, bytes] = {}
-        """Requests that are not sent yet: the interpreter is not ready."""
-        self.asked: set[int] = set()
-        """Requests that are sent and not answered."""
-        self.unanswered_ends = 0
-        """Number of ends in a row with unanswered requests."""
-        self.moved_at = 0.0
-        """Time of the last answer, or of the first request after all were answered."""
+        self.waiting: dict[int, bytes] = {}  # requests that are not sent yet: the interpreter is not ready
+        self.asked: set[int] = set()  # requests that are sent and not answered
+        self.unanswered_ends = 0  # number of ends in a row with unanswered requests
+        self.moved_at = 0.0  # time of the last answer, or of the first request after all were answered
 
     def enter(self, state: InterpreterState) -> None:
         self.state, self.since = state, time.monotonic()
@@ -91,8 +86,7 @@ class WarmInterpreters:
         self._start_process = start
         self._by_name: dict[str, _Interpreter] = {}
         self._poll: select.poll | None = None
-        self.pids: dict[int, str] = {}
-        """Interpreters and their parked processes: children of the keeper that belong to no job."""
+        self.pids: dict[int, str] = {}  # interpreters and their parked processes: children of the keeper that belong to no job
         self.begun: list[Begun] = []
         self.reports: list[Prepared] = []
 

@@ -208,8 +208,3 @@ class Frames(Generic[MessageT]):
             at += _LENGTH.size + length
         del self._pending[:at]
         return messages
-
-    @property
-    def pending_bytes(self) -> int:
-        """Number of bytes of an incomplete frame."""
-        return len(self._pending)
