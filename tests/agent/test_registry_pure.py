@@ -13,14 +13,14 @@ from tasuki.cli.agent import REGISTRY_APP as APP
 from tasuki.cli.agent import RegistryOptions
 from tasuki.core.failover.agent_protocol import AgentState
 from tasuki.core.failover.registry_records import (
-    Stand,
+    RegistryState,
     attempt_of,
     dispatcher_id_of,
     held_of,
     input_of,
     is_queued,
     node_of,
-    stand_of,
+    registry_state_of,
     state_of,
     submission_of,
     worker_id_of,
@@ -35,8 +35,10 @@ def test_a_job_stands_where_its_lease_and_its_input_say() -> None:
     job = Job(spec=submission.spec, state=State.FAILED, submitter=submission.submitter, created_at=0.0)
 
     assert input_of(job) == "ab" * 32
-    assert stand_of(None, None) is stand_of(job, None) is stand_of(job, "ab" * 32) is Stand.FREE
-    assert stand_of(job, "cd" * 32) is Stand.OTHER_INPUT
+    assert (
+        registry_state_of(None, None) is registry_state_of(job, None) is registry_state_of(job, "ab" * 32) is RegistryState.FREE
+    )
+    assert registry_state_of(job, "cd" * 32) is RegistryState.OTHER_INPUT
 
 
 def test_a_lease_of_a_dispatcher_that_was_not_started_is_queued() -> None:
@@ -44,8 +46,8 @@ def test_a_lease_of_a_dispatcher_that_was_not_started_is_queued() -> None:
     lease = Lease("lease", dispatcher_id_of("rack.d1", "01234567"), "i", 3, 0.0)
     job = Job(spec=submission.spec, state=State.ASSIGNED, submitter=submission.submitter, created_at=0.0, lease=lease, attempt=3)
 
-    assert (stand_of(job, None), state_of(job), attempt_of(job)) == (Stand.QUEUED, AgentState.QUEUED, 1)
-    assert stand_of(job, "cd" * 32) is Stand.OTHER_INPUT
+    assert (registry_state_of(job, None), state_of(job), attempt_of(job)) == (RegistryState.QUEUED, AgentState.QUEUED, 1)
+    assert registry_state_of(job, "cd" * 32) is RegistryState.OTHER_INPUT
     assert node_of(lease.worker_id) == "dispatcher.rack-d1"
     assert (held_of(job).lease_id, held_of(job).attempt) == ("lease", 3)
     assert not is_queued(replace(job, lease=replace(lease, worker_id=worker_id_of("dispatcher.n1", "01234567"))))

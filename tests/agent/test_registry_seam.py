@@ -11,7 +11,7 @@ import pytest
 from starlette.responses import Response
 
 from tasuki.agent.folders import JobFolders
-from tasuki.agent.jobs import AnsweredElsewhere, RemovalResult
+from tasuki.agent.jobs import RemovalResult, ResultElsewhere
 from tasuki.agent.refusals import is_running
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import EndedMarker, RunningMarker
@@ -100,7 +100,7 @@ def test_what_runs_elsewhere_is_423_and_leaves_nothing(stage: AgentStage, table:
 
 
 def test_what_is_done_elsewhere_is_answered_by_the_registry(stage: AgentStage, table: OneTable, job_id: str) -> None:
-    table.answer = AnsweredElsewhere(Response(b"the result of n2", media_type="application/zip"))
+    table.answer = ResultElsewhere(Response(b"the result of n2", media_type="application/zip"))
     table.found = Response(b"found")
 
     assert stage.run(job_id).content == b"the result of n2"

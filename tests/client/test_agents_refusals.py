@@ -215,7 +215,7 @@ def test_an_output_that_is_no_file_is_refused_before_anything_is_sent(tmp_path: 
         fifo = tmp_path / "fifo"
         os.mkfifo(fifo)
         for output in (tmp_path, fifo):
-            with pytest.raises(InvalidInput, match="is no file"):
+            with pytest.raises(InvalidInput, match="is not a file"):
                 await desk.client.run("pricer", files=[desk.book], output=output)
 
         assert desk.nodes[0].asked == []

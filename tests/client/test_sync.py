@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.client.agents.client import AgentsClient, BreakerNotes
+from tasuki.client.agents.client import AgentsClient, BreakerFile
 from tasuki.client.sync import LoopThread
 from tasuki.errors import Unavailable
 
@@ -27,10 +27,10 @@ async def nothing() -> None:
 
 
 def test_a_client_that_cannot_be_opened_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(notes: BreakerNotes) -> None:
+    def broken(notes: BreakerFile) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(BreakerNotes, "read", broken)
+    monkeypatch.setattr(BreakerFile, "read", broken)
 
     with pytest.raises(MemoryError):
         AgentsClient(NOBODY, token="", notes=tmp_path)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from tasuki.core.failover.events import (
     Ask,
     Begin,
+    CheckNode,
     Command,
     Event,
     FailoverJob,
@@ -16,16 +17,15 @@ from tasuki.core.failover.events import (
     Finish,
     GiveUp,
     JobEnded,
-    JobSays,
-    JobStatusHeard,
-    Look,
-    Lost,
+    JobStatus,
+    JobStatusMissing,
+    JobStatusReceived,
     Post,
     Refusal,
     Refused,
+    RequestLost,
     Saved,
     TimePassed,
-    Untold,
 )
 from tasuki.core.failover.nodes import Capacity, Nodes
 from tasuki.core.failover.plan import FailoverPlan
@@ -59,7 +59,7 @@ class Table:
         commands = self.plan.apply(event, self.now)
         self.said += commands
         for command in commands:
-            if isinstance(command, Look):
+            if isinstance(command, CheckNode):
                 self._look(command.node)
         return self
 
@@ -114,7 +114,7 @@ class Table:
     # ------------------------------------------------------------------------------------------------ what nodes do
 
     def lost(self, reason: str = "the connection was lost", ticket: int | None = None) -> Table:
-        return self.hear(Lost(ticket or self.last.ticket, reason))
+        return self.hear(RequestLost(ticket or self.last.ticket, reason))
 
     def refused(self, status: int, code: str = "", **more: Any) -> Table:
         return self.hear(Refused(self.last.ticket, Refusal(status, code, **more)))
@@ -125,8 +125,8 @@ class Table:
     def told(self, node: str, state: str | None, input: str = INPUT, exit_code: int | None = None) -> Table:
         """The answer to the last question to this node."""
         ask = [command for command in self.all(Ask) if command.node == node][-1]
-        return self.hear(JobStatusHeard(ask.ticket, JobSays(state, input, exit_code) if state else None))
+        return self.hear(JobStatusReceived(ask.ticket, JobStatus(state, input, exit_code) if state else None))
 
     def untold(self, node: str, *, gone: bool) -> Table:
         ask = [command for command in self.all(Ask) if command.node == node][-1]
-        return self.hear(Untold(ask.ticket, "connection refused" if gone else "no answer", gone))
+        return self.hear(JobStatusMissing(ask.ticket, "connection refused" if gone else "no answer", gone))

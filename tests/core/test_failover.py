@@ -13,13 +13,13 @@ from tasuki.core.failover.events import (
     Fetch,
     Finish,
     GiveUp,
-    Heard,
-    Lost,
     Post,
     Redirected,
     Refusal,
     Refused,
     Remove,
+    RequestLost,
+    ResultPieceReceived,
     Uploaded,
     not_trusted,
 )
@@ -438,7 +438,7 @@ def test_a_node_that_answers_questions_may_take_its_time(state: str) -> None:
 def test_a_result_that_keeps_coming_is_not_silence() -> None:
     table = Table().begin()
     for _ in range(30):
-        table.later(1.0).hear(Heard(table.last.ticket))
+        table.later(1.0).hear(ResultPieceReceived(table.last.ticket))
 
     assert table.posted == [A]
 
@@ -549,7 +549,7 @@ def test_without_an_answer_the_job_also_goes_to_a_second_node_and_the_first_resu
 
 
 def test_a_result_that_is_coming_is_not_hedged() -> None:
-    table = Table(hedge_s=2.0).begin().later(1.0).hear(Heard(1)).later(5.0)
+    table = Table(hedge_s=2.0).begin().later(1.0).hear(ResultPieceReceived(1)).later(5.0)
 
     assert table.posted == [A]
 
@@ -623,7 +623,7 @@ def test_every_plan_ends_in_time_and_keeps_its_rules(
                     table.saved(ticket)
                     assert table.finish.ticket == ticket
                 case "lost":
-                    table.hear(Lost(ticket, "x"))
+                    table.hear(RequestLost(ticket, "x"))
                 case "silence":
                     running.add(ticket)
                 case "led":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.core.failover.events import Drop, Fetch, Post, Redirected, Remove, Untold, Uploaded
+from tasuki.core.failover.events import Drop, Fetch, JobStatusMissing, Post, Redirected, Remove, Uploaded
 from tasuki.core.failover.nodes import Capacity, NodeState
 from tasuki.core.failover.plan import LED_PAUSE_S, TRIES_MAX
 from tasuki.errors import Unauthorized, Unavailable
@@ -114,7 +114,7 @@ def asked_in_vain(table: Table, *, alive: bool, seconds: float) -> Table:
     table.hear(Uploaded(table.last.ticket))
     for _ in range(int(seconds)):
         table.later(1.0)
-        table.hear(Untold(table.last.ticket, "answered 503 UNAVAILABLE", alive=alive))
+        table.hear(JobStatusMissing(table.last.ticket, "answered 503 UNAVAILABLE", alive=alive))
     return table
 
 

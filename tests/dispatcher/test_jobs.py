@@ -97,7 +97,7 @@ def test_health_is_that_of_having_a_node_and_not_going_down() -> None:
 
             assert (await stage.http.get("/health")).json() == "ok"
             one.well = False
-            await one.until(lambda: not stage.dispatcher.company.well)
+            await one.until(lambda: not stage.dispatcher.pool.well)
             assert code_of(await stage.http.get("/health")) == (503, "UNAVAILABLE")
             await stage.dispatcher.drain()
             assert code_of(await stage.http.get("/health")) == (503, "DRAINING")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
 from tasuki.client.agents import node as agent_node
-from tasuki.core.failover.events import JobSays
+from tasuki.client.agents.node import JobView
+from tasuki.core.failover.events import JobStatus
 from tasuki.dispatcher import dispatch, node_pool
-from tasuki.dispatcher.node_pool import Knows
 from tests.client.agent_stand_in import Asked, Reply, StandIn
 from tests.dispatcher.stage import job, tell, two_nodes
 from tests.support.waiting import until
@@ -38,8 +37,8 @@ def freezing(node: StandIn) -> None:
     node.on_post = freeze
 
 
-def running(started_at: float) -> Knows:
-    return Knows(JobSays("running"), json.dumps({"started_at": started_at}).encode())
+def running(started_at: float) -> JobView:
+    return JobView(JobStatus("running"), started_at=started_at)
 
 
 def test_a_run_that_was_done_elsewhere_is_stopped_when_its_node_answers_again() -> None:
@@ -54,7 +53,7 @@ def test_a_run_that_was_done_elsewhere_is_stopped_when_its_node_answers_again() 
 
             assert one.removed == ["/jobs/a"]
             assert not two.removed
-            await asyncio.to_thread(until, lambda: not stage.dispatcher._dispatch.leftovers._left)
+            await asyncio.to_thread(until, lambda: not stage.dispatcher._dispatch.abandoned._left)
             assert "tasuki_dispatcher_stopped_duplicates_total 1.0" in (await stage.http.get("/metrics")).text
 
     tell(story())
@@ -64,12 +63,12 @@ def test_a_run_that_was_done_elsewhere_is_stopped_when_its_node_answers_again() 
 def test_what_is_not_that_run_any_more_is_let_be(now_there: dict[str, object] | None) -> None:
     async def story() -> None:
         async with two_nodes() as (one, two, stage):
-            kept = stage.dispatcher._dispatch.leftovers
+            kept = stage.dispatcher._dispatch.abandoned
             kept.seen(one.url, "a", running(12.5))
             kept.settled(two.url, "a")
             one.job = now_there
 
-            await kept.clear()
+            await kept.stop_reachable()
 
             assert not kept._left
             assert not one.removed
@@ -85,7 +84,7 @@ def test_where_nobody_gave_a_result_the_silent_run_is_the_only_hope() -> None:
 
             assert (await stage.post("a")).status_code == 503
 
-            assert not stage.dispatcher._dispatch.leftovers._left
+            assert not stage.dispatcher._dispatch.abandoned._left
 
     tell(story())
 
@@ -95,7 +94,7 @@ def test_what_is_remembered_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def story() -> None:
         async with two_nodes() as (one, two, stage):
-            kept = stage.dispatcher._dispatch.leftovers
+            kept = stage.dispatcher._dispatch.abandoned
             one.frozen = True
             for number in range(20):
                 kept.seen(one.url, f"job-{number}", running(1.0))
@@ -106,7 +105,7 @@ def test_what_is_remembered_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (len(kept._seen), len(kept._left)) == (0, 5)
 
             monkeypatch.setattr(dispatch, "REMEMBERED_S", -1.0)
-            await kept.clear()
+            await kept.stop_reachable()
             assert not kept._left
 
     tell(story())

@@ -33,7 +33,7 @@ def test_many_requests_at_once_share_the_looks_of_one_poller() -> None:
 def test_a_job_that_was_sent_counts_as_taken_until_it_ends_whatever_the_node_says_meanwhile() -> None:
     async def story() -> None:
         async with StandIn(running=0) as one, StandIn(running=2) as two, dispatching(one, two) as stage:
-            company = stage.dispatcher.company
+            company = stage.dispatcher.pool
             go = asyncio.Event()
 
             async def hold(asked: Asked) -> Reply:
@@ -45,7 +45,7 @@ def test_a_job_that_was_sent_counts_as_taken_until_it_ends_whatever_the_node_say
             held = [asyncio.create_task(stage.post("a")), asyncio.create_task(stage.post("b"))]
             await one.until(lambda: len(one.posts) == 2)
             one.limit = 3  # and it does not count the two
-            await company._look(one.url)
+            await company._check(one.url)
 
             assert (await stage.post("c")).headers["tasuki-node"] == two.url
             go.set()
@@ -66,7 +66,7 @@ def test_a_frozen_node_is_asked_once_at_a_time_and_delays_nobody() -> None:
 
                 assert {answer.headers["tasuki-node"] for answer in answers} == {well.url}
                 assert seconds < RANK_WAIT_S + 0.5 + 1.0  # for its capacity, for what it knows, and for a slow machine
-                assert len(stage.dispatcher.company._looks) <= 2
+                assert len(stage.dispatcher.pool._checks) <= 2
 
     tell(story())
 

@@ -60,8 +60,8 @@ def test_an_agent_fetches_what_the_dispatcher_keeps(tmp_path: Path) -> None:
         async with listening(tmp_path / "data") as (agent, url), dispatching(url, inputs=store) as stage:
             agent._inputs = DispatcherInputs(parse_url(stage.url), "", None)  # each must know the other's address
             await stage.http.put(f"/inputs/{sha256_of(DATA)}", content=DATA)
-            await stage.dispatcher.company._look(url)
-            assert stage.dispatcher.company.pulls(url)
+            await stage.dispatcher.pool._check(url)
+            assert stage.dispatcher.pool.pulls(url)
 
             answer = await stage.http.post("/run/a", files=FORM)
             again = await stage.http.post("/run/a", files=FORM)
@@ -87,7 +87,7 @@ def test_all_agree_that_files_which_are_named_stand_behind_those_that_are_sent(t
             await stage.http.put(f"/inputs/{sha256_of(DATA)}", content=DATA)
             sent = await stage.http.post("/run/sent", files=FORM[::-1], params=query)
             agent._inputs = DispatcherInputs(parse_url(stage.url), "", None)
-            await stage.dispatcher.company._look(url)
+            await stage.dispatcher.pool._check(url)
             fetched = await stage.http.post("/run/fetched", files=FORM[::-1], params=query)
             compared = await stage.http.post("/run/fetched", files=FORM)
 

@@ -124,7 +124,7 @@ def test_our_client_follows_no_redirect_that_leads_on_to_another(tmp_path: Path)
 
             one.on_post, two.on_post = to_two, to_three
             async with AsyncAgentsClient(one.url, token="secret") as client:
-                with pytest.raises(Unavailable, match=f"it leads to {three.url}"):
+                with pytest.raises(Unavailable, match=f"it redirects to {three.url}"):
                     await client.run("pricer", files=[__file__], output=tmp_path / "result.zip", job_id="a", patience_s=0.0)
             assert "POST /run/a" in two.asked
             assert not three.asked

@@ -111,7 +111,7 @@ def test_what_one_node_cannot_run_goes_to_the_next_and_leaves_no_node_out(status
             answers(one, refusal(status, code))
 
             assert (await stage.post("a")).content == two.data
-            assert {line.standing for line in stage.dispatcher.company.ranking()} == {NodeState.FREE}
+            assert {line.standing for line in stage.dispatcher.pool.ranking()} == {NodeState.FREE}
 
             answers(two, refusal(status, code, "as well"))
             answer = await stage.post("b")
@@ -119,7 +119,7 @@ def test_what_one_node_cannot_run_goes_to_the_next_and_leaves_no_node_out(status
             assert code_of(answer) == (status, code)
             assert set(answer.json()["error"]["details"]["nodes"]) == {one.url, two.url}
             assert "as well" in answer.json()["error"]["message"]
-            assert {line.standing for line in stage.dispatcher.company.ranking()} == {NodeState.FREE}
+            assert {line.standing for line in stage.dispatcher.pool.ranking()} == {NodeState.FREE}
 
     tell(story())
 
@@ -167,7 +167,7 @@ def test_a_2xx_that_is_no_result_counts_as_a_failure_and_the_next_node_gets_the_
             answer = await stage.post("a")
 
             assert (answer.status_code, answer.content) == (200, two.data)
-            standing = {line.node: line.standing for line in stage.dispatcher.company.ranking()}
+            standing = {line.node: line.standing for line in stage.dispatcher.pool.ranking()}
             assert standing[one.url] is NodeState.LEFT_OUT
 
     tell(story())
@@ -196,7 +196,7 @@ def test_a_failing_node_is_left_out_and_comes_back_after_good_checks() -> None:
             assert standing[one.url]["standing"] == "left_out"
             assert standing[one.url]["breaker"] == "open"
             one.on_post = one.take
-            await one.until(lambda: stage.dispatcher.company.ranking()[0].node == one.url)
+            await one.until(lambda: stage.dispatcher.pool.ranking()[0].node == one.url)
             assert (await stage.post("b")).headers["tasuki-node"] == one.url
             assert len(two.posts) == 1
 

@@ -21,7 +21,7 @@ from tests.support.certificates import TestAuthority
 from tests.support.waiting import until
 
 LIMIT_S = 0.15
-SIZE_BYTES = 2_000_000
+SIZE_BYTES = 8_000_000
 SCRIPT = "head -c {} /dev/urandom > out/data.bin"
 
 

@@ -23,9 +23,9 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.folders import AgentRunFolders, JobFolders
-from tasuki.agent.input_sources import InputSource, PullingIntake
-from tasuki.agent.jobs import AgentJobs, AgentMetrics, AnsweredElsewhere, Registry, SlotJob, state_of
-from tasuki.agent.refusals import is_over, on_behalf_of, surely_answered
+from tasuki.agent.input_sources import InputSource, UploadWithStoredInputs
+from tasuki.agent.jobs import AgentJobs, AgentMetrics, Registry, ResultElsewhere, SlotJob, state_of
+from tasuki.agent.refusals import body_was_read, guarded, log_context
 from tasuki.agent.results import EarlyResponse, ResultResponse
 from tasuki.agent.settings import AgentConfig, Tokens
 from tasuki.agent.upload import Upload, boundary_of
@@ -103,7 +103,6 @@ class JobRetention:
 
 
 logger = logging.getLogger("tasuki.agent")
-LINGER_S = 2.0
 FREE_SHARE = 4  # without a limit of its own, an upload may take a quarter of what is free
 CLOSE_TIMEOUT_S = 60  # downloads that are under way when the agent ends
 HURRIED_CLOSE_S = 2
@@ -159,7 +158,7 @@ class Agent:
         logger.info("keeper: level %s (%s), limits %s", level.level, level.detail, level.limits)
         await asyncio.to_thread(self._runner.folders.sweep, self._dispose)
         for job_id in await asyncio.to_thread(self.folders.recover):
-            with on_behalf_of(job_id):
+            with log_context(job_id):
                 logger.warning("job %s was interrupted by the end of an earlier agent", job_id)
         here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
         if self.desk.registry is not None:
@@ -229,14 +228,14 @@ class Agent:
                 return refusals.refusal_answer(Overloaded(f"this agent is busy with {self._under_way} requests; try again"))
             self._under_way += 1
             try:
-                with on_behalf_of(request.path_params.get("job_id", "")):
-                    answer, code = await surely_answered(handler, request, self._tokens, "agent", logger)
+                with log_context(request.path_params.get("job_id", "")):
+                    answer, code = await guarded(handler, request, self._tokens, "agent", logger)
             finally:
                 self._under_way -= 1
             if request.method != "POST" or code is None:
                 return answer
             self._metrics.refused.labels(code).inc()
-            return answer if is_over(request) else EarlyResponse(answer, LINGER_S)
+            return answer if body_was_read(request) else EarlyResponse(answer)
 
         return endpoint
 
@@ -245,7 +244,7 @@ class Agent:
     async def _run(self, request: Request) -> Response:
         try:
             return await self._run_here(request)
-        except AnsweredElsewhere as elsewhere:
+        except ResultElsewhere as elsewhere:
             return elsewhere.answer
 
     async def _run_here(self, request: Request) -> Response:
@@ -262,10 +261,10 @@ class Agent:
         found = self.desk.arrive(job_id, sent, announced)
         if isinstance(found, EndedMarker):
             if sent is None:
-                await self._compare(found, PullingIntake(boundary, None, max_bytes, self._inputs), request)
+                await self._compare(found, UploadWithStoredInputs(boundary, None, max_bytes, self._inputs), request)
             return self._stored(job_id, cache="hit")
         place = self.folders.new_place()
-        intake = PullingIntake(boundary, place, max_bytes, self._inputs)
+        intake = UploadWithStoredInputs(boundary, place, max_bytes, self._inputs)
         answer = await self.desk.run(found, intake, place.path, request.stream(), sent)
         if answer.ended.outcome is not AgentOutcome.SUCCEEDED:
             raise refusals.program_failed(answer.ended)

@@ -132,7 +132,7 @@ class DispatcherInputs:
             await transport.close()
 
 
-class PullingIntake(Upload):
+class UploadWithStoredInputs(Upload):
     """An upload whose form may name stored inputs; they are fetched when the form is whole."""
 
     def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, inputs: InputSource | None) -> None:

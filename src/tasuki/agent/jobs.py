@@ -23,7 +23,7 @@ from starlette.responses import Response
 from tasuki.agent import refusals
 from tasuki.agent.folders import JobFolders
 from tasuki.agent.fsync_batch import FsyncBatch
-from tasuki.agent.refusals import on_behalf_of
+from tasuki.agent.refusals import log_context
 from tasuki.agent.settings import AgentConfig
 from tasuki.agent.upload import Upload, UploadForm
 from tasuki.blobs.files import check_free
@@ -149,7 +149,7 @@ def no_result(outcome: Outcome, *, started: bool) -> TasukiError:
 # The seam to what several agents share: which node has a job, and where its result is. An agent works without one.
 
 
-class AnsweredElsewhere(Exception):
+class ResultElsewhere(Exception):
     """Another node has the result already: this is the answer to the request, and nothing is run."""
 
     def __init__(self, answer: Response) -> None:
@@ -457,7 +457,7 @@ class AgentJobs:
     # ------------------------------------------------------------------------------------------------ running
 
     async def _carry_out(self, held: SlotJob, attempt: Attempt) -> None:
-        with on_behalf_of(held.job_id):
+        with log_context(held.job_id):
             try:
                 answer = await self._run_to_end(held, attempt)
             except TasukiError as error:

@@ -111,7 +111,7 @@ def refusal_answer(error: TasukiError) -> Response:
 
 DRAINED_BODY_BYTES = 1024 * 1024
 """A body that nobody wanted, up to this, is read by uvicorn, and the connection stays."""
-BODY_OVER = "tasuki.body_over"
+BODY_READ = "tasuki.body_over"
 """In a request's scope: its body was read to the end, though not through the request."""
 
 
@@ -122,9 +122,7 @@ class GuardedResponse(NamedTuple):
     code: str | None = None
 
 
-async def surely_answered(
-    handler: Handler, request: Request, tokens: Tokens, who: str, logger: logging.Logger
-) -> GuardedResponse:
+async def guarded(handler: Handler, request: Request, tokens: Tokens, who: str, logger: logging.Logger) -> GuardedResponse:
     """`who` asks for the token, in words."""
     try:
         if tokens and not tokens.admit(secret_of(request)):
@@ -140,9 +138,9 @@ async def surely_answered(
     return GuardedResponse(refusal_answer(told), code_of(told))
 
 
-def is_over(request: Request) -> bool:
+def body_was_read(request: Request) -> bool:
     """Whether the body was read, or is so small that the connection may stay open for the rest of it."""
-    if request._stream_consumed or request.scope.get(BODY_OVER):  # nothing else tells
+    if request._stream_consumed or request.scope.get(BODY_READ):  # nothing else tells
         return True
     length = request.headers.get("content-length", "0")
     small = length.isdecimal() and len(length) < 8 and int(length) <= DRAINED_BODY_BYTES
@@ -156,7 +154,7 @@ _job_id: contextvars.ContextVar[str] = contextvars.ContextVar("job_id", default=
 
 
 @contextlib.contextmanager
-def on_behalf_of(job_id: str) -> Iterator[None]:
+def log_context(job_id: str) -> Iterator[None]:
     """What is logged inside, by this task and those that it starts, is about this job."""
     token = _job_id.set(job_id)
     try:

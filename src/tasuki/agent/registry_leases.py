@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from tasuki.agent.refusals import on_behalf_of
+from tasuki.agent.refusals import log_context
 from tasuki.clocks import boot_time
 from tasuki.core.job import Outcome
 from tasuki.core.lifecycle import lease_deadline
@@ -62,7 +62,7 @@ class RegistryLease:
     def end(self, status: LeaseStatus, why: str) -> None:
         if not self.is_reported:
             self.is_reported = True
-            with on_behalf_of(self.held.job_id):
+            with log_context(self.held.job_id):
                 logger.info("job %s: the lease of %s has ended: %s", self.held.job_id, self.held.worker_id, why)
             self._on_end(status)
 

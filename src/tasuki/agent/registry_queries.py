@@ -23,7 +23,7 @@ from tasuki.agent.results import BlobSource, RemoteResultResponse, ResultRespons
 from tasuki.clocks import boot_time
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentState, EndedMarker
-from tasuki.core.failover.registry_records import Stand, attempt_of, held_of, place_of, stand_of
+from tasuki.core.failover.registry_records import RegistryState, attempt_of, held_of, registry_state_of, result_location_of
 from tasuki.core.job import Job, Outcome
 from tasuki.core.store_messages import Answers, BlobClaim, Grant, RequeueOrder, Submission, Turn
 from tasuki.errors import ConfigError, Conflict, InternalError, NotFound, TasukiError, Unavailable
@@ -103,7 +103,7 @@ class RegistryQueries:
 
     async def stored(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, ResultSource] | Response | None:
         """Its result, if it is where it outlives its node: small ones in the registry itself, others among the blobs."""
-        place, outcome = place_of(job), job.outcome
+        place, outcome = result_location_of(job), job.outcome
         if place is None or outcome is None:
             return None
         if outcome.result is not None:
@@ -150,11 +150,11 @@ class RegistryQueries:
                     await self.ask(Turn(fail=[report_of(self.holder.held(grant), registry_records.removed(self.holder.name))]))
                     raise refusals.was_canceled(job_id)  # while we were asking: what was released had been canceled
                 return RegistryGrant(grant, attempt_of(job), asked_at)
-            match stand_of(job, None):
-                case Stand.HELD | Stand.DONE:
+            match registry_state_of(job, None):
+                case RegistryState.HELD | RegistryState.DONE:
                     assert job is not None
                     return job
-                case Stand.QUEUED:
+                case RegistryState.QUEUED:
                     assert job is not None
                     check_wanted(job)
                     waits = job
@@ -168,7 +168,7 @@ class RegistryQueries:
         if job is not None and not job.state.terminal:
             first = job = await self._stop(job)
         for _ in range(CLAIM_TRIES):
-            if job is None or place_of(job) is None:
+            if job is None or result_location_of(job) is None:
                 return first
             job = await self._forget(job)
         raise Unavailable(f"job {job_id} could not be removed: it was set going again {CLAIM_TRIES} times; try again")
@@ -186,11 +186,11 @@ class RegistryQueries:
             if found is None or found.generation != was.generation:
                 return was  # somebody has sent it again since
             if found.state.terminal:
-                return found if place_of(found) is not None else was
+                return found if result_location_of(found) is not None else was
             waited_s = loop.time() - began
             if waited_s >= STOP_S:
                 raise refusals.still_stopping(job_id, self._where(found))
-            if stand_of(found, None) is Stand.QUEUED and waited_s >= QUEUE_STOP_S:
+            if registry_state_of(found, None) is RegistryState.QUEUED and waited_s >= QUEUE_STOP_S:
                 await self.ask(Turn(release=[held_of(found)]))  # its dispatcher is dead; what is canceled ends with its release
             await asyncio.sleep(STOP_LOOK_S)
 
@@ -209,26 +209,26 @@ class RegistryQueries:
 
     async def forget(self, job: Job) -> None:
         """The same, only if nothing has happened since it was read."""
-        if place_of(job) is not None:
+        if result_location_of(job) is not None:
             await self._forget(job)
 
 
 def _agents(job: Job | None) -> Job | None:
-    return job if job is not None and registry_records.is_agents(job) else None
+    return job if job is not None and registry_records.is_agent_job(job) else None
 
 
 def done_or_refused(job: Job | None, sent: str | None) -> Job | None:
     """Before an upload with this input (None: not known yet) is read: what forbids it is raised. The job, if it is done."""
     if job is None:
         return None
-    match stand_of(job, sent):
-        case Stand.OTHER_INPUT:
+    match registry_state_of(job, sent):
+        case RegistryState.OTHER_INPUT:
             raise refusals.other_input(job.job_id)
-        case Stand.HELD:
+        case RegistryState.HELD:
             raise is_held(job)
-        case Stand.QUEUED:
+        case RegistryState.QUEUED:
             check_wanted(job)
-        case Stand.DONE if sent is not None:
+        case RegistryState.DONE if sent is not None:
             return job
     return None
 
@@ -252,7 +252,7 @@ def described(job: Job) -> dict[str, Any] | None:
     """For `GET /jobs/{job_id}`."""
     if job.assigned_worker_id is None:
         return None
-    state, place, progress = registry_records.state_of(job), place_of(job), job.progress
+    state, place, progress = registry_records.state_of(job), result_location_of(job), job.progress
     facts: dict[str, Any] = {
         "job_id": job.job_id,
         "state": state.value,

@@ -1,11 +1,14 @@
-"""Results on their way out: streamed from an open file, whole or from a byte on, so that a download that was cut goes on.
+"""Responses that carry a result: from a file of this node, from another node, or from the blob store.
 
-One range is understood; of several, and of what is no range, the whole file is the answer, as HTTP allows.
+A download that was cut goes on with a Range request. One range is supported; several, or an invalid one, get the whole file, as
+HTTP allows. A result from elsewhere is verified while it is streamed: the last piece is held back until the hash is known; if it
+differs, the connection is cut. A part of a result cannot be verified here; its reader has the `ETag`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import ssl
@@ -32,17 +35,22 @@ from tasuki.net.streams import FileSource, pieces_from
 if TYPE_CHECKING:
     from tasuki.net.http.transport import HttpTransport
 
+logger = logging.getLogger("tasuki.agent")
+AT_ONCE_MAX_BYTES = 512 * 1024  # a longer response is stopped when its reader disconnects
+CONNECT_TIMEOUT_S = 2.0
+READ_S = 30.0
+DISCARD_S = 2.0
 
-AT_ONCE_MAX_BYTES = 512 * 1024  # what is longer ends when its reader leaves
+Pieces = AsyncIterator[bytes]
 
 
 class ResultResponse(Response):
-    """One result."""
+    """Response with a result of this node."""
 
     media_type = "application/zip"
 
     def __init__(self, ended: EndedMarker, source: FileIO | bytes, sent: Callable[[int], None], cache: str | None = None) -> None:
-        """`sent` hears how many bytes go out. `cache`: whether a POST was answered with what was stored."""
+        """`sent` is called with the number of bytes sent. `cache`: hit or miss, for the response to a POST."""
         super().__init__()
         self._source = source
         self._size_bytes = ended.result_bytes
@@ -99,8 +107,8 @@ class ResultResponse(Response):
             async for piece in pieces:
                 start += len(piece)
                 more = start < stop
-                self._sent(len(piece))
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
+                self._sent(len(piece))
         if more:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -114,45 +122,40 @@ class ResultResponse(Response):
 
 
 class EarlyResponse(Response):
-    """An answer to a request whose body was not read. What still comes is thrown away for a moment before the connection ends:
-    a peer that is cut off while it sends may never look at the answer."""
+    """Response to a request whose body was not read. The rest of the body is discarded for a moment before the connection is
+    closed: a peer whose connection is cut while it sends may never read the response."""
 
-    def __init__(self, answer: Response, linger_s: float) -> None:
+    def __init__(self, answer: Response) -> None:
         super().__init__(answer.body, answer.status_code, dict(answer.headers))
         self.headers["Connection"] = "close"
-        self._linger_s = linger_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        try:
-            async with asyncio.timeout(self._linger_s):
-                while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-                    """The rest of the body."""
-        except TimeoutError:
-            """It has had time enough to read the answer."""
+        await discard_body(receive)
         await send({"type": "http.response.body", "body": b""})
 
 
-# ----------------------------------------------------------------------------------------------------
-# Results that lie at another node or among the blobs, on their way through this one: streamed, and verified as they pass.
+async def discard_body(receive: Receive) -> None:
+    """Read the rest of a request's body and drop it, for DISCARD_S at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+                """The rest of the body."""
 
-logger = logging.getLogger("tasuki.agent")
-CONNECT_TIMEOUT_S = 2.0
-READ_S = 30.0
 
-Pieces = AsyncIterator[bytes]
+# ------------------------------------------------------------------------------------------------ results from elsewhere
 
 
 class ResultSource(Protocol):
-    """Where a result can be read."""
+    """Place from which a result can be read."""
 
     async def open(self, stack: AsyncExitStack, offset: int) -> Pieces:
-        """From there on. NotFound: it is not there any more; Unavailable: it cannot be had now."""
+        """Return the bytes from `offset` on. NotFound: the result is gone; Unavailable: it cannot be read now."""
 
 
 class BlobSource:
-    """Among the blobs."""
+    """Result in the blob store."""
 
     def __init__(self, blobs: BlobStore, place: BlobPlace) -> None:
         self._blobs = blobs
@@ -169,7 +172,7 @@ class BlobSource:
 
 
 class Peers:
-    """The other nodes. They have the same tokens as this one."""
+    """Connections to the other nodes, which have the same tokens as this one."""
 
     def __init__(self, token: str, tls: ssl.SSLContext | None) -> None:
         self._token = token
@@ -187,7 +190,7 @@ class Peers:
         return self._transports[address]
 
     async def remove(self, address: str, job_id: str) -> None:
-        """Have it removed there. Unavailable: it may still be there."""
+        """Remove a job at another node. Unavailable: it may still be there."""
         async with self.at(address).answer("DELETE", f"/jobs/{job_id}", answer_s=READ_S) as response:
             if not response.is_success and response.status_code != 404:
                 raise Unavailable(f"{address} answered {response.status_code}")
@@ -198,7 +201,7 @@ class Peers:
 
 
 class PeerSource:
-    """At the node where the job ran."""
+    """Result at the node where the job ran."""
 
     def __init__(self, peers: Peers, address: str, ended: EndedMarker) -> None:
         self._peers = peers
@@ -220,7 +223,7 @@ class PeerSource:
 
 
 class RemoteResultResponse(ResultResponse):
-    """One result from a source."""
+    """Response with a result from a source elsewhere."""
 
     def __init__(self, ended: EndedMarker, source: ResultSource, sent: Callable[[int], None], cache: str | None = None) -> None:
         super().__init__(ended, b"", sent, cache)
@@ -230,7 +233,7 @@ class RemoteResultResponse(ResultResponse):
         self._left: Pieces | None = None
 
     async def open(self) -> None:
-        """Be sure that it is there, before this becomes an answer; NotFound, Unavailable."""
+        """Open the source before this is used as a response; NotFound, Unavailable."""
         stack = AsyncExitStack()
         try:
             self._opened = stack, await self._from.open(stack, 0)
@@ -249,7 +252,7 @@ class RemoteResultResponse(ResultResponse):
             self._left = opened
             try:
                 await super().__call__(scope, receive, send)
-            except TasukiError as error:  # in mid-air: what was announced does not come, and the connection is cut
+            except TasukiError as error:  # the announced bytes do not follow, and the connection is cut
                 logger.warning("job %s: %s", self._ended.job_id, error.message)
 
     @asynccontextmanager
@@ -270,7 +273,7 @@ class RemoteResultResponse(ResultResponse):
 
 
 async def _verified(pieces: Pieces, ended: EndedMarker | None, left_bytes: int) -> AsyncGenerator[bytes]:
-    """So many bytes of them. With `ended` the last piece comes only if all of them have its hash."""
+    """Yield the next `left_bytes` bytes. With `ended`, yield the last piece only if all bytes together have its hash."""
     digest = hashlib.sha256()
     if not left_bytes:
         return
@@ -280,8 +283,8 @@ async def _verified(pieces: Pieces, ended: EndedMarker | None, left_bytes: int) 
         if ended is not None:
             digest.update(passed)
         if not left_bytes and ended is not None and digest.hexdigest() != ended.result_sha256:
-            raise Corrupt(f"the result of job {ended.job_id} from elsewhere has another sha256 than {ended.result_sha256}")
+            raise Corrupt(f"the result of job {ended.job_id} was fetched with another sha256 than {ended.result_sha256}")
         yield passed
         if not left_bytes:
             return
-    raise Unavailable(f"a result broke off {left_bytes} bytes before its end")
+    raise Unavailable(f"a result ended {left_bytes} bytes too early")

@@ -26,8 +26,8 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.folders import JobFolders
-from tasuki.agent.jobs import AnsweredElsewhere, RemovalResult
-from tasuki.agent.refusals import on_behalf_of
+from tasuki.agent.jobs import RemovalResult, ResultElsewhere
+from tasuki.agent.refusals import log_context
 from tasuki.agent.registry_leases import Holder, RegistryLease, RegistryLeases, report_of
 from tasuki.agent.registry_queries import RegistryGrant, RegistryQueries, described, done_or_refused, is_held
 from tasuki.agent.results import Peers, PeerSource, RemoteResultResponse, ResultSource
@@ -36,7 +36,15 @@ from tasuki.blobs.files import disk_full_as_error, durable_write, sync_folder
 from tasuki.core.address import Address
 from tasuki.core.failover import registry_records
 from tasuki.core.failover.agent_protocol import AgentOutcome, EndedMarker, RunningMarker
-from tasuki.core.failover.registry_records import ResultLocation, Stand, attempt_of, interrupted, outcome_of, place_of, stand_of
+from tasuki.core.failover.registry_records import (
+    RegistryState,
+    ResultLocation,
+    attempt_of,
+    interrupted,
+    outcome_of,
+    registry_state_of,
+    result_location_of,
+)
 from tasuki.core.ids import check_job_id
 from tasuki.core.job import RESULT_INLINE_MAX_BYTES, Job, Outcome
 from tasuki.core.lifecycle import lease_deadline
@@ -136,7 +144,7 @@ class StoreRegistry:
         await self._share.open()
         self._is_open = True
         for job_id in await asyncio.to_thread(self._notes.left):
-            with on_behalf_of(job_id):
+            with log_context(job_id):
                 await self._settle(job_id, folders)
         await self._drop_what_others_removed(folders)
         self._keeping = asyncio.create_task(self._leases.keep_renewing())
@@ -184,7 +192,7 @@ class StoreRegistry:
             jobs = await self._records.get_all([ended.job_id for ended in some])
             for ended, job in zip(some, jobs, strict=True):
                 if job is not None and attempt_of(job) > ended.attempt:
-                    with on_behalf_of(ended.job_id):
+                    with log_context(ended.job_id):
                         _drop(ended.job_id, folders, "its result was removed while this node was away")
 
     # ------------------------------------------------------------------------------------------------ questions
@@ -192,13 +200,13 @@ class StoreRegistry:
     async def look(self, job_id: str, sent_input: str | None) -> None:
         done = done_or_refused(await self._records.look(job_id), sent_input)
         if done is not None and (answer := await self._answer(done, cache="hit")) is not None:
-            raise AnsweredElsewhere(answer)
+            raise ResultElsewhere(answer)
 
     async def find(self, job_id: str) -> Response | None:
         job = await self._records.get(job_id)
         if job is None:
             return None
-        if stand_of(job, None) in (Stand.HELD, Stand.QUEUED):
+        if registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
             raise is_held(job)
         found = await self._source(job)
         if found is None or isinstance(found, Response):
@@ -222,7 +230,7 @@ class StoreRegistry:
     async def _source(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, ResultSource] | Response | None:
         """Where the result is; what is small is there at once. None: at this node, if anywhere."""
         found = await self._records.stored(job, cache)
-        place = place_of(job)
+        place = result_location_of(job)
         if found is not None or place is None or self._is_ours(job, place):
             return found
         return place.ended, PeerSource(self._peers, place.address, place.ended)
@@ -237,8 +245,8 @@ class StoreRegistry:
         await asyncio.to_thread(self._notes.write, job_id)
         try:
             granted = await self._granted(running)
-        except (AnsweredElsewhere, AgentRefusal) as error:
-            if isinstance(error, AnsweredElsewhere) or error.status < 500:  # else it may have been granted all the same
+        except (ResultElsewhere, AgentRefusal) as error:
+            if isinstance(error, ResultElsewhere) or error.status < 500:  # else it may have been granted all the same
                 await asyncio.to_thread(self._notes.remove, job_id)
             raise
 
@@ -257,10 +265,10 @@ class StoreRegistry:
             found = await self._records.claim(submission, again)
             if isinstance(found, RegistryGrant):
                 return found
-            if stand_of(found, None) is Stand.HELD:
+            if registry_state_of(found, None) is RegistryState.HELD:
                 raise is_held(found)
             if (answer := await self._answer(found, cache="hit")) is not None:
-                raise AnsweredElsewhere(answer)
+                raise ResultElsewhere(answer)
             again = RequeueOrder(job_id, self._holder.worker_id, "nobody has its result any more", found.generation)
         raise Unavailable(f"job {job_id} could not be claimed: its result was made and lost {AGAIN_TRIES} times; try again")
 
@@ -340,7 +348,7 @@ class StoreRegistry:
         job = await self._records.remove(job_id)
         if job is None:
             return None
-        state, place = registry_records.state_of(job), place_of(job)
+        state, place = registry_records.state_of(job), result_location_of(job)
         if place is None or self._is_ours(job, place):
             return RemovalResult(state)
         try:

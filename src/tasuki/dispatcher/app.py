@@ -21,23 +21,24 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.input_sources import open_store
-from tasuki.agent.refusals import is_over, on_behalf_of, surely_answered
+from tasuki.agent.refusals import body_was_read, guarded, log_context
 from tasuki.agent.registry_queries import described
 from tasuki.agent.results import EarlyResponse
 from tasuki.agent.settings import Tokens
 from tasuki.agent.upload import boundary_of
+from tasuki.client.agents.node import JobView
 from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import AgentState, IdDecision, check_input_hash, judge, only_running
 from tasuki.core.failover.nodes import NodeState, who_knows
-from tasuki.core.failover.registry_records import place_of
+from tasuki.core.failover.registry_records import result_location_of
 from tasuki.core.ids import check_job_id
 from tasuki.core.job import Job
 from tasuki.dispatcher.dispatch import Dispatch, nobody
 from tasuki.dispatcher.inputs import InputStore
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.node_pool import FIND_S, Knows, NodePool, NodeReports
-from tasuki.dispatcher.proxying import LINGER_S, NODE_HEADER, PassedAnswer, StreamedForm
+from tasuki.dispatcher.node_pool import FIND_S, NodePool, NodeReports
+from tasuki.dispatcher.proxying import NODE_HEADER, ProxiedResponse, StreamedForm
 from tasuki.dispatcher.registry import DispatcherRegistry, EarlyResult, refusal_of
 from tasuki.dispatcher.settings import DispatcherConfig, Mode
 from tasuki.doors.http.exchange import REQUESTS_MAX, json_answer, secret_of
@@ -59,9 +60,9 @@ class Dispatcher:
         self._registry = registry
         self._tokens = Tokens(config.tokens)
         self.metrics = DispatcherMetrics()
-        self.company = NodePool(config, self.metrics)
+        self.pool = NodePool(config, self.metrics)
         self._inputs = self._open_inputs()
-        self._dispatch = Dispatch(self.company, self.metrics, config.limit_s, config.silent_s)
+        self._dispatch = Dispatch(self.pool, self.metrics, config.limit_s, config.silent_s)
         self.draining = False
         self._in_hand: list[str] = []
         """Jobs whose requests are here, while perhaps no node knows of them."""
@@ -89,9 +90,9 @@ class Dispatcher:
         if self._registry is not None:
             await self._registry.open()
         self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
-        await self.company.fresh()
+        await self.pool.fresh()
         await self._serving.open(sock)
-        works = [self.company.keep_looking(), self._dispatch.leftovers.keep_clearing()]
+        works = [self.pool.keep_checking(), self._dispatch.abandoned.keep_stopping()]
         if self._inputs is not None:
             works += [self._inputs.keep_sweeping(), self._inputs.keeping.daily()]
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -116,7 +117,7 @@ class Dispatcher:
         if self._serving is not None:
             await self._serving.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.company.close()
+        await self.pool.close()
         if self._registry is not None:
             await self._registry.close()
         if self._inputs is not None:
@@ -146,17 +147,17 @@ class Dispatcher:
             self._under_way += 1
             self._idle.clear()
             try:
-                with on_behalf_of(request.path_params.get("job_id", "")):
-                    answer, _ = await surely_answered(handler, request, self._tokens, "dispatcher", logger)
+                with log_context(request.path_params.get("job_id", "")):
+                    answer, _ = await guarded(handler, request, self._tokens, "dispatcher", logger)
             finally:
                 self._under_way -= 1
                 if not self._under_way:
                     self._idle.set()
             if request.method == "POST":
                 self.metrics.runs.labels(str(answer.status_code)).inc()
-            whole = isinstance(answer, PassedAnswer | EarlyResult)
-            if request.method in ("POST", "PUT") and not whole and not is_over(request):
-                return EarlyResponse(answer, LINGER_S)
+            whole = isinstance(answer, ProxiedResponse | EarlyResult)
+            if request.method in ("POST", "PUT") and not whole and not body_was_read(request):
+                return EarlyResponse(answer)
             return answer
 
         return endpoint
@@ -173,10 +174,10 @@ class Dispatcher:
             raise refusals.is_draining()
         self._check_size(request)
         if self._registry is not None and (stored := await self._registry.look(job_id, sent)) is not None:
-            return stored if is_over(request) else EarlyResult(stored)
-        await self.company.fresh()
-        found = await self.company.find(job_id, FIND_S)
-        node = who_knows(job_id, found.says)
+            return stored if body_was_read(request) else EarlyResult(stored)
+        await self.pool.fresh()
+        found = await self.pool.find(job_id, FIND_S)
+        node = who_knows(job_id, found.statuses)
         first = None
         if node is not None:
             known = await self._known(request, job_id, sent, node, found.known[node])
@@ -185,7 +186,7 @@ class Dispatcher:
             first = known
         if first is None:
             if self._config.mode is Mode.REDIRECT and self._is_full(job_id):
-                await self.company.fresh(0.0)  # whoever was led to a node may be done there: nobody tells us
+                await self.pool.fresh(0.0)  # whoever was led to a node may be done there: nobody tells us
             self._check_places(job_id)
         if self._config.mode is Mode.REDIRECT:
             return self._redirected(job_id, sent, first)
@@ -193,10 +194,10 @@ class Dispatcher:
         try:
             if self._inputs is None:
                 return await self._dispatch.run(job_id, sent, StreamedForm(request), first)
-            async with self._inputs.taking_in(request, boundary) as parcel:
+            async with self._inputs.taking_in(request, boundary) as body:
                 if self._registry is None:
-                    return await self._dispatch.run(job_id, sent, parcel, first)
-                return await self._registry.run(job_id, sent, parcel, lambda: self._dispatch.run(job_id, sent, parcel, first))
+                    return await self._dispatch.run(job_id, sent, body, first)
+                return await self._registry.run(job_id, sent, body, lambda: self._dispatch.run(job_id, sent, body, first))
         finally:
             self._in_hand.remove(job_id)
 
@@ -207,13 +208,12 @@ class Dispatcher:
         if self._inputs is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= limit):
             raise TooLarge(f"an upload of {length[:20]} bytes is too large; the limit of this dispatcher is {limit}")
 
-    async def _known(self, request: Request, job_id: str, sent: str | None, node: str, knows: Knows) -> Response | str | None:
-        """A node has this id: the answer as far as that decides it, or the node that must see the upload; None: it runs anew."""
-        state = AgentState(knows.says.state) if knows.says.state in set(AgentState) else None
-        match judge(state, knows.says.input or None, sent):
+    async def _known(self, request: Request, job_id: str, sent: str | None, node: str, view: JobView) -> Response | str | None:
+        """Decide about a job that a node knows: return the response, or the node that must see the upload; None: run it."""
+        state = AgentState(view.status.state) if view.status.state in set(AgentState) else None
+        match judge(state, view.status.input or None, sent):
             case IdDecision.LOCKED:
-                facts = knows.facts
-                raise _runs_at(job_id, str(facts.get("node", node)), node, facts.get("started_at"))
+                raise _runs_at(job_id, view.node or node, node, view.started_at)
             case IdDecision.CONFLICT:
                 raise refusals.other_input(job_id)
             case IdDecision.COMPARE:
@@ -222,28 +222,28 @@ class Dispatcher:
                 return node
             case IdDecision.STORED:
                 try:
-                    answer = await self._dispatch.stored(job_id, node, {}, cached=True, unread=not is_over(request))
+                    answer = await self._dispatch.stored(job_id, node, {}, cached=True, unread=not body_was_read(request))
                 except Unavailable:  # it has just died: its result is gone, the job is not
                     return None
-                return answer if isinstance(answer, PassedAnswer) else node
+                return answer if isinstance(answer, ProxiedResponse) else node
             case IdDecision.RUN:
                 return None
 
     def _check_places(self, job_id: str) -> None:
         """Before the upload is read: is there anybody who could take it?"""
-        candidates = self.company.candidates(job_id)
+        candidates = self.pool.candidates(job_id)
         if not candidates:
-            raise nobody(job_id, {line.node: line.said for line in self.company.ranking()})
+            raise nobody(job_id, {line.node: line.said for line in self.pool.ranking()})
         if self._is_full(job_id):
             raise self._dispatch.full(job_id)
 
     def _is_full(self, job_id: str) -> bool:
-        return all(line.standing is NodeState.FULL for line in self.company.candidates(job_id))
+        return all(line.standing is NodeState.FULL for line in self.pool.candidates(job_id))
 
     def _redirected(self, job_id: str, sent: str | None, first: str | None) -> Response:
         """307 keeps the method and the body. Only to nodes of ours: whoever follows shows them the token."""
-        node = first or next(line.node for line in self.company.candidates(job_id) if line.standing is not NodeState.FULL)
-        self.company.nodes.taken(node)
+        node = first or next(line.node for line in self.pool.candidates(job_id) if line.standing is not NodeState.FULL)
+        self.pool.nodes.taken(node)
         logger.info("job %s: redirected to %s", job_id, node)
         return _leads_to(node, f"/run/{quote(job_id)}" + (f"?input={sent}" if sent is not None else ""))
 
@@ -254,8 +254,8 @@ class Dispatcher:
 
     async def _find(self, job_id: str) -> tuple[str, NodeReports]:
         """(the node whose word counts, what all said); NotFound."""
-        found = await self.company.find(job_id)
-        node = who_knows(job_id, found.says)
+        found = await self.pool.find(job_id)
+        node = who_knows(job_id, found.statuses)
         if node is not None:
             return node, found
         if job_id in self._in_hand:
@@ -270,7 +270,7 @@ class Dispatcher:
         job = await self._recorded(job_id)
         if self._registry is not None and job is not None and (stored := await self._registry.result(job)) is not None:
             return stored
-        place = place_of(job) if job is not None else None
+        place = result_location_of(job) if job is not None else None
         try:
             return await self._result_of_node(request, job_id, place.address if place is not None else "")
         except (NotFound, AgentRefusal):
@@ -280,7 +280,7 @@ class Dispatcher:
 
     async def _result_of_node(self, request: Request, job_id: str, address: str) -> Response:
         """`address`: where it lies, and nowhere else, if that is known and one of our nodes; nobody else is sent the token."""
-        known = self._config.mode is Mode.PROXY and self.company.has(address)
+        known = self._config.mode is Mode.PROXY and self.pool.has(address)
         node = address if known else (await self._find(job_id))[0]
         if self._config.mode is Mode.REDIRECT:
             return _leads_to(node, f"/result/{quote(job_id)}")
@@ -294,7 +294,7 @@ class Dispatcher:
         job_id = check_job_id(request.path_params["job_id"])
         job = await self._recorded(job_id)
         recorded = None if job is None else described(job)
-        if recorded is not None and job is not None and place_of(job) is not None:
+        if recorded is not None and job is not None and result_location_of(job) is not None:
             return json_answer(recorded)
         try:
             node, found = await self._find(job_id)
@@ -302,7 +302,7 @@ class Dispatcher:
             if recorded is None:
                 raise
             return json_answer(recorded)
-        node = found.best_told(node)
+        node = found.with_progress(node)
         return Response(found.known[node].body, headers={NODE_HEADER: node}, media_type="application/json")
 
     async def _delete(self, request: Request) -> Response:
@@ -316,15 +316,15 @@ class Dispatcher:
                 raise
             left = {"left_at": removed.left_at} if removed.left_at else {}
             return json_answer({"job_id": job_id, "state": removed.state, "removed": True, **left})
-        where = [other for other, says in found.says.items() if not running or says.state == AgentState.RUNNING]
+        where = [other for other, says in found.statuses.items() if not running or says.state == AgentState.RUNNING]
         if not where:
             raise NotFound(f"job {job_id} does not run at any node that is well")
-        removing = (self.company.remove(other, job_id, only_running=running) for other in where)
+        removing = (self.pool.remove(other, job_id, only_running=running) for other in where)
         ended = await asyncio.gather(*removing, return_exceptions=True)
         problems = {other: str(end) for other, end in zip(where, ended, strict=True) if isinstance(end, BaseException)}
         if problems:
             raise nobody(job_id, problems)
-        state = found.known[where[0] if running else node].says.state
+        state = found.known[where[0] if running else node].status.state
         logger.info("job %s: removed at %s, it was %s", job_id, ", ".join(where), state)
         return json_answer({"job_id": job_id, "state": state, "removed": True}, headers={NODE_HEADER: node})
 
@@ -346,25 +346,25 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ about itself
 
     async def _capacity(self, request: Request) -> Response:
-        await self.company.fresh()
-        places = self.company.capacity()
+        await self.pool.fresh()
+        places = self.pool.capacity()
         keeps = {"inputs": True} if self._inputs is not None and self._config.mode is Mode.PROXY else {}
         return json_answer({"running": places.running, "limit": places.limit, **keeps})
 
     async def _nodes(self, request: Request) -> Response:
-        await self.company.fresh()
-        return json_answer([line.view() for line in self.company.ranking()])
+        await self.pool.fresh()
+        return json_answer([line.view() for line in self.pool.ranking()])
 
     async def _scrape(self, request: Request) -> Response:
-        places = self.company.capacity()
-        text = self.metrics.text(self.company.ranking(), places.running, places.limit)
+        places = self.pool.capacity()
+        text = self.metrics.text(self.pool.ranking(), places.running, places.limit)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
         """It takes jobs, and so does one of its agents. For load balancers; they have no token."""
         if self.draining:
             return refusals.refusal_answer(refusals.is_draining())
-        if not self.company.well:
+        if not self.pool.well:
             return refusals.refusal_answer(Unavailable("no node agent takes jobs; see /nodes"))
         return json_answer("ok")
 

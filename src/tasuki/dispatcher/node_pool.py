@@ -1,7 +1,7 @@
-"""The agents as a dispatcher sees them: looked at by one poller, asked for jobs, ranked. Holds their connections, and no job.
+"""Node agents of a dispatcher: checked by one poller, asked for jobs, ranked. Holds their connections, and no job.
 
-At most one look per node is under way. Requests wait for a look only where the last answer is old, and only for a moment: a node
-that does not answer delays nobody for longer than RANK_WAIT_S.
+At most one check per node is under way. A request waits for a check only if the last answer is old, and only for a moment: a node
+that does not answer delays no request by more than RANK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Container
-from typing import Any
-from urllib.parse import quote
 
 import msgspec
 
-from tasuki.client.agents.node import ASK_S, AgentNode
-from tasuki.client.agents.transfer import Refusing
+from tasuki.client.agents.node import ASK_S, AgentNode, JobView
 from tasuki.clocks import now
-from tasuki.core.failover.events import JobSays, Refusal
+from tasuki.core.failover.events import JobStatus
 from tasuki.core.failover.nodes import RANK_WAIT_S, Capacity, Nodes, NodeState, Ranked, candidates, look_every_s, rendezvous, well
 from tasuki.dispatcher.metrics import DispatcherMetrics
-from tasuki.dispatcher.proxying import read_refusal
 from tasuki.dispatcher.settings import DispatcherConfig
-from tasuki.errors import NoConnection, TasukiError
+from tasuki.errors import NoConnection
 
 logger = logging.getLogger("tasuki.dispatcher")
 FRESH_S = 0.6  # an answer that is not older is good enough to choose by
@@ -34,39 +30,21 @@ REMOVE_S = 60.0
 SMALL_MAX_BYTES = 64 * 1024
 
 
-class _Job(msgspec.Struct):
-    state: str
-    input: str | None = None
-    exit_code: int | None = None
-
-
-class Knows(msgspec.Struct, frozen=True):
-    """A node's word about a job."""
-
-    says: JobSays
-    body: bytes
-    """As it was said."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return dict(msgspec.json.decode(self.body))
-
-
 class NodeReports(msgspec.Struct, frozen=True):
-    """What all nodes that could be asked say about a job."""
+    """Answers of all nodes that could be asked for a job."""
 
-    known: dict[str, Knows]
+    known: dict[str, JobView]
     silent: dict[str, str]
-    """Those that did not say, and why."""
+    """Nodes that did not answer, and why."""
 
     @property
-    def says(self) -> dict[str, JobSays]:
-        return {node: knows.says for node, knows in self.known.items()}
+    def statuses(self) -> dict[str, JobStatus]:
+        return {node: view.status for node, view in self.known.items()}
 
-    def best_told(self, node: str) -> str:
-        """Of those that say the same as this one: with a registry all know of a run, and one how far it is."""
-        same = (other for other, knows in self.known.items() if knows.says == self.known[node].says)
-        return next((other for other in same if self.known[other].facts.get("progress")), node)
+    def with_progress(self, node: str) -> str:
+        """Return a node that reports the same status as this one, and progress if any does: with a registry one node knows it."""
+        same = (other for other, view in self.known.items() if view.status == self.known[node].status)
+        return next((other for other in same if self.known[other].has_progress), node)
 
 
 class NodePool:
@@ -79,17 +57,17 @@ class NodePool:
         self._metrics = metrics
         self._pulls: set[str] = set()
         self._ours: Counter[str] = Counter()
-        """How many jobs of this dispatcher are at each node, or on their way there."""
+        """Number of this dispatcher's jobs at each node, or on their way there."""
         self._problems: dict[str, str] = {}
-        self._looks: dict[str, asyncio.Task[None]] = {}
+        self._checks: dict[str, asyncio.Task[None]] = {}
         self._wanted_at = now().monotonic
         self._wanted = asyncio.Event()
 
     async def close(self) -> None:
-        looks = list(self._looks.values())
-        for task in looks:
+        checks = list(self._checks.values())
+        for task in checks:
             task.cancel()
-        await asyncio.gather(*looks, return_exceptions=True)
+        await asyncio.gather(*checks, return_exceptions=True)
         await asyncio.gather(*(agent.close() for agent in self._agents.values()))
 
     def agent(self, node: str) -> AgentNode:
@@ -99,48 +77,39 @@ class NodePool:
         return node in self._agents
 
     def pulls(self, node: str) -> bool:
-        """Whether it fetches stored inputs itself."""
+        """Return whether a node fetches stored inputs itself."""
         return node in self._pulls
 
     # ------------------------------------------------------------------------------------------------ capacity
 
-    async def keep_looking(self) -> None:
-        """The one poller. A request after a pause wakes it."""
+    async def keep_checking(self) -> None:
+        """Check the nodes until canceled; more often while there are requests. A request after a pause wakes this."""
         while True:
             every_s = look_every_s(now().monotonic - self._wanted_at, well=self.well)
-            self._look_at_all(every_s * 0.9)
+            self._check_all(every_s * 0.9)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
                     await self._wanted.wait()
             self._wanted.clear()
 
-    def _look_at_all(self, fresh_s: float) -> None:
+    def _check_all(self, fresh_s: float) -> None:
         for node in self.nodes.to_look_at(now().monotonic, fresh_s):
-            self._looks[node] = asyncio.create_task(self._look(node))
+            self._checks[node] = asyncio.create_task(self._check(node))
 
-    async def _look(self, node: str) -> None:
-        end = "ok"
+    async def _check(self, node: str) -> None:
         try:
-            capacity = await self._agents[node].look()
-            self._note_pulls(node, capacity)
-            self.nodes.seen(node, capacity, now().monotonic)
-            self._tell(node, "")
-            for _ in range(self._ours[node] - (capacity.running if capacity is not None else 0)):
-                self.nodes.taken(node)  # on its way there: the node does not know of it
-        except (TasukiError, Refusing) as error:
-            end = "failed"
-            self.nodes.unwell(node, str(error), now().monotonic)
-            self._tell(node, str(error))
-        except Exception as error:  # a defect must not leave the node "being asked" for ever
-            end = "failed"
-            logger.exception("%s could not be looked at", node)
-            self.nodes.unwell(node, f"could not be looked at: {error!r}", now().monotonic)
+            capacity, problem = await self._agents[node].check(self.nodes, token_matters=False)
         finally:
-            self._looks.pop(node, None)
-        self._metrics.looks.labels(end).inc()
+            self._checks.pop(node, None)
+        if not problem:
+            self._note_pulls(node, capacity)
+            for _ in range(self._ours[node] - (capacity.running if capacity is not None else 0)):
+                self.nodes.taken(node)  # a job on its way there, which the node did not count
+        self._log(node, problem)
+        self._metrics.looks.labels("failed" if problem else "ok").inc()
 
-    def _tell(self, node: str, problem: str) -> None:
-        """Not with every look: when a problem begins, changes, or is over."""
+    def _log(self, node: str, problem: str) -> None:
+        """Log when a problem begins, changes, or ends; not with every check."""
         before = self._problems.pop(node, "")
         if problem:
             self._problems[node] = problem
@@ -156,15 +125,15 @@ class NodePool:
             self._pulls.discard(node)
 
     async def fresh(self, fresh_s: float = FRESH_S) -> None:
-        """There is something to decide: have answers that are not older, as far as they come soon."""
+        """Check the nodes whose last answer is older, and wait for a moment for the answers."""
         moment = now().monotonic
         if look_every_s(moment - self._wanted_at) > FRESH_S:
             self._wanted.set()
         self._wanted_at = moment
-        self._look_at_all(fresh_s)
+        self._check_all(fresh_s)
         left_out = {line.node for line in self.ranking() if line.standing is NodeState.LEFT_OUT}
         stale = self.nodes.older_than(moment, fresh_s) - left_out
-        waiting = [task for node, task in self._looks.items() if node in stale]
+        waiting = [task for node, task in self._checks.items() if node in stale]
         if waiting:
             await asyncio.wait(waiting, timeout=RANK_WAIT_S)
 
@@ -172,7 +141,7 @@ class NodePool:
         return self.nodes.ranking(now().monotonic)
 
     def sent(self, node: str) -> None:
-        """It is sent a job, and has a place less until `ended`."""
+        """Count a job that is sent to a node: it has a place less until `ended`."""
         self._ours[node] += 1
         self.nodes.taken(node)
 
@@ -181,17 +150,17 @@ class NodePool:
         self.nodes.given_back(node)
 
     def candidates(self, job_id: str, tried: Container[str] = ()) -> list[Ranked]:
-        """Who may be sent the job now, besides those that were tried."""
+        """Return the nodes that may be sent the job now, without those that were tried."""
         return candidates([line for line in self.ranking() if line.node not in tried], job_id)
 
     def capacity(self) -> Capacity:
-        """Of all that are well, together."""
+        """Return the sum over all nodes that are well."""
         lines = well(self.ranking())
         return Capacity(sum(line.running or 0 for line in lines), sum(line.limit or 0 for line in lines))
 
     @property
     def well(self) -> bool:
-        """At least one takes jobs, now or soon."""
+        """At least one node takes jobs, now or soon."""
         return bool(well(self.ranking()))
 
     # ------------------------------------------------------------------------------------------------ jobs
@@ -207,36 +176,21 @@ class NodePool:
             for task in tasks.values():
                 task.cancel()
             ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
-        said = dict(zip(tasks, ended, strict=True))
+        answers = dict(zip(tasks, ended, strict=True))
         late = f"did not answer within {wait_s:g} s"
         return NodeReports(
-            {node: knows for node, knows in said.items() if isinstance(knows, Knows)},
-            {node: str(error) or late for node, error in said.items() if isinstance(error, BaseException)},
+            {node: view for node, view in answers.items() if isinstance(view, JobView)},
+            {node: str(error) or late for node, error in answers.items() if isinstance(error, BaseException)},
         )
 
     async def remove(self, node: str, job_id: str, *, only_running: bool) -> None:
-        """Stop it there, and remove it. A job that does not end at once has time until it is killed. Unavailable, Refusing."""
-        path = f"/jobs/{quote(job_id)}" + ("?state=running" if only_running else "")
-        async with self._agents[node].answer("DELETE", path, answer_s=REMOVE_S) as response:
-            if not response.is_success and response.status_code != 404:
-                raise Refusing((await read_refusal(response)).refusal)
+        """Stop and remove a job at a node. The node may take a while to kill the program. Unavailable, NodeRefused."""
+        await self._agents[node].remove(job_id, only_running=only_running, answer_s=REMOVE_S)
 
-    async def ask(self, node: str, job_id: str) -> Knows | None:
-        """What it says about the job; None: it does not know it. Unavailable, Refusing."""
+    async def ask(self, node: str, job_id: str) -> JobView | None:
+        """Return what a node answers about a job; None if it does not know it. Unavailable, NodeRefused."""
         try:
-            async with self._agents[node].answer("GET", f"/jobs/{quote(job_id)}", answer_s=ASK_S) as response:
-                body = b""
-                async for piece in response.aiter_bytes():
-                    body += piece
-                    if len(body) > SMALL_MAX_BYTES:
-                        raise Refusing(Refusal(response.status_code, "", "and did not end; is this a node agent?"))
+            return await self._agents[node].ask(job_id)
         except NoConnection as error:
             self.nodes.failed(node, error.message, now().monotonic)
             raise
-        if response.status_code == 404:
-            return None
-        try:
-            job = msgspec.json.decode(body, type=_Job)
-        except msgspec.DecodeError:
-            raise Refusing(Refusal(response.status_code, "", "and told nothing about the job")) from None
-        return Knows(JobSays(job.state, job.input or "", job.exit_code), body)

@@ -1,4 +1,9 @@
-"""A node's answer on its way to the client: streamed, with the headers that the contract of agents knows and no others."""
+"""Bodies and responses that a dispatcher passes between its clients and the nodes, as streams.
+
+A request body is forwarded as it arrives, or is a form made from the store of inputs. A forwarded body is kept only up to
+KEPT_MAX_BYTES: while no more was sent, another node can be sent it too. A form from the store can be sent as often as needed; a
+node that fetches inputs itself is sent only their names. Responses keep the headers of the contract of agents, and no others.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +19,38 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tasuki.agent.input_sources import StoredInputs, missing
-from tasuki.agent.refusals import BODY_OVER, on_behalf_of
+from tasuki.agent.refusals import BODY_READ, log_context
+from tasuki.agent.results import discard_body
 from tasuki.agent.upload import UploadForm
-from tasuki.client.agents.transfer import ETAG, ZIP_TYPE
+from tasuki.client.agents.transfer import ETAG, ZIP_TYPE, read_refusal
 from tasuki.core.failover.agent_protocol import InputRecord, input_hash
 from tasuki.core.failover.events import Refusal
 from tasuki.core.failover.nodes import InputRef
 from tasuki.doors.http.uvicorn_server import while_connected
 from tasuki.errors import AgentRefusal, InvalidInput, NotFound, TasukiError, Unavailable
-from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody, MultipartForm, run_fields
+from tasuki.net.http.transport import MultipartForm, run_fields
 
 if TYPE_CHECKING:
     import httpx
 
-
-# ----------------------------------------------------------------------------------------------------
-# What is sent to a node: the client's own body as it comes in, or a form made of what lies in the store of inputs.
-
+logger = logging.getLogger("tasuki.dispatcher")
 KEPT_MAX_BYTES = 1024 * 1024
 PASSED_BYTES = 128 * 1024
 
 
-class Sending(NamedTuple):
-    """One request's body."""
+class OutgoingBody(NamedTuple):
+    """Body of one request to a node."""
 
     headers: dict[str, str]
     pieces: AsyncGenerator[bytes, None]
 
 
 class RequestBody(Protocol):
-    """What a job is sent with."""
+    """Body that a job is sent with."""
 
     @property
     def spent(self) -> bool:
-        """It cannot be sent once more."""
+        """The body cannot be sent once more."""
         ...
 
     @property
@@ -55,17 +58,16 @@ class RequestBody(Protocol):
         """The client may still be sending."""
         ...
 
-    def sending(self, *, pulls: bool) -> Sending:
-        """For one node; `pulls`: it fetches stored inputs itself."""
+    def sending(self, *, pulls: bool) -> OutgoingBody:
+        """Return the body for one node; `pulls`: the node fetches stored inputs itself."""
         ...
 
-    async def left(self) -> None:
-        """Returns when the client has gone."""
-        ...
+    async def client_left(self) -> None:
+        """Return when the client has disconnected."""
 
 
 class StreamedForm:
-    """The body of a request, passed on as it comes."""
+    """Body of a request, forwarded as it arrives."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -79,9 +81,11 @@ class StreamedForm:
     def unread(self) -> bool:
         return not self._over.is_set()
 
-    def sending(self, *, pulls: bool) -> Sending:
+    def sending(self, *, pulls: bool) -> OutgoingBody:
         names = ("content-type", "content-length")
-        return Sending({name: self._request.headers[name] for name in names if name in self._request.headers}, self._pieces())
+        return OutgoingBody(
+            {name: self._request.headers[name] for name in names if name in self._request.headers}, self._pieces()
+        )
 
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
         for piece in tuple(self._kept):
@@ -92,7 +96,7 @@ class StreamedForm:
             yield piece
 
     async def _some(self) -> bytes:
-        """What comes next, in pieces so large that the answer is listened for meanwhile. Canceled, it is there for the next."""
+        """Return the next piece; large, so that the answer is noticed meanwhile. A canceled call loses nothing."""
         while len(self._waiting) < PASSED_BYTES and not self._over.is_set():
             # Not request.stream(): a generator that was canceled in the middle would be over for the next node.
             message = await self._request.receive()
@@ -102,7 +106,7 @@ class StreamedForm:
             self._waiting += message.get("body", b"")
             if not message.get("more_body", False):
                 self._over.set()
-                self._request.scope[BODY_OVER] = True
+                self._request.scope[BODY_READ] = True
         piece = bytes(self._waiting)
         self._waiting.clear()
         return piece
@@ -115,19 +119,19 @@ class StreamedForm:
         else:
             self._kept.append(piece)
 
-    async def left(self) -> None:
+    async def client_left(self) -> None:
         await self._over.wait()
-        await until_gone(self._request)
+        await until_disconnected(self._request)
 
 
 class StoredForm:
-    """A form whose files lie in the store."""
+    """Form whose files are in the store of inputs."""
 
     spent = False
     unread = False
 
     def __init__(self, request: Request, inputs: StoredInputs, form: UploadForm, files: Sequence[tuple[InputRef, int]]) -> None:
-        """`files` with their sizes, in the order in which they were sent."""
+        """`files`: references and sizes, in the order in which they were sent."""
         self._request = request
         self._inputs = inputs
         self._form = form
@@ -135,12 +139,12 @@ class StoredForm:
 
     @property
     def exec(self) -> str | None:
-        """As the form names it; None: the agent's default."""
+        """Name of the exec in the form; None: the agent's default."""
         return self._form.exec
 
     @property
     def input(self) -> str | None:
-        """The input hash; None where the agent chooses the exec."""
+        """Input hash; None if the agent chooses the exec."""
         if self._form.exec is None:
             return None
         files = [InputRecord(ref.name, ref.sha256, size_bytes) for ref, size_bytes in self._files]
@@ -150,12 +154,12 @@ class StoredForm:
     def hashes(self) -> list[str]:
         return [ref.sha256 for ref, _ in self._files]
 
-    def sending(self, *, pulls: bool) -> Sending:
+    def sending(self, *, pulls: bool) -> OutgoingBody:
         fetched = self._files if pulls else ()
         sent = () if pulls else self._files
         fields = run_fields(self._form.exec, self._form.args, self._form.timeout_s, [str(ref) for ref, _ in fetched])
         form = MultipartForm(fields, [(ref.name, size_bytes) for ref, size_bytes in sent])
-        return Sending(form.headers, form.pieces(self._content(ref.sha256) for ref, _ in sent))
+        return OutgoingBody(form.headers, form.pieces(self._content(ref.sha256) for ref, _ in sent))
 
     async def _content(self, sha256: str) -> AsyncGenerator[bytes, None]:
         try:
@@ -164,42 +168,36 @@ class StoredForm:
                     yield piece
         except NotFound:
             raise missing(sha256) from None
-        except Unavailable as error:  # not to be taken for the node's failure
+        except Unavailable as error:  # this is no failure of the node
             logger.warning("input %s cannot be read: %s", sha256, error.message)
             raise AgentRefusal(503, error.code, "the store of inputs does not answer; try again", retry=True) from error
 
-    async def left(self) -> None:
-        await until_gone(self._request)
+    async def client_left(self) -> None:
+        await until_disconnected(self._request)
 
 
-async def until_gone(request: Request) -> None:
-    """After the body was read."""
+async def until_disconnected(request: Request) -> None:
+    """Wait for the client to disconnect, after the body was read."""
     while (await request.receive())["type"] != "http.disconnect":
-        """What came was the end of the body."""
+        """The end of the body."""
 
 
-logger = logging.getLogger("tasuki.dispatcher")
 PASSED_HEADERS = (
     "content-type", "content-length", "content-range", "content-disposition", "accept-ranges", "etag", "retry-after",
     "tasuki-cache", "tasuki-outcome",
 )  # fmt: skip
 NODE_HEADER = "Tasuki-Node"
-LINGER_S = 2.0
-
-
-class _NodeEnvelope(msgspec.Struct):
-    error: ErrorBody
 
 
 class NodeRefusal(msgspec.Struct, frozen=True):
-    """An answer that is no result, read to its end."""
+    """Response of a node that is not a result."""
 
     refusal: Refusal
     body: bytes
     headers: dict[str, str]
 
     def answer(self, node: str) -> Response:
-        """As it was given."""
+        """Return the response as the node gave it."""
         return Response(self.body, self.refusal.status, {**self.headers, NODE_HEADER: node})
 
 
@@ -208,31 +206,21 @@ def passed_headers(response: httpx.Response) -> dict[str, str]:
 
 
 def check_result(response: httpx.Response, *statuses: int) -> None:
-    """A 2xx answer is the result that was asked for; else Unavailable. Whatever answers there, it is not to be taken for one."""
+    """Raise Unavailable unless a 2xx response is the result that was asked for."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if response.status_code not in statuses or kind != ZIP_TYPE or not ETAG(response.headers.get("etag", "")):
         raise Unavailable(f"answered {response.status_code} without a ZIP and its ETag; is this a node agent?")
 
 
-async def read_refusal(response: httpx.Response) -> NodeRefusal:
-    body = b""
-    async for piece in response.aiter_raw():
-        body += piece
-        if len(body) > ERROR_MAX_BYTES:
-            break
+async def read_node_refusal(response: httpx.Response) -> NodeRefusal:
+    refusal, body = await read_refusal(response)
     headers = passed_headers(response)
     headers.pop("content-length", None)
-    retry_after = headers.get("retry-after", "")
-    retry_after_s = float(retry_after) if retry_after.isdecimal() and len(retry_after) < 6 else None
-    try:
-        said = msgspec.json.decode(body, type=_NodeEnvelope).error
-    except msgspec.DecodeError:
-        return NodeRefusal(Refusal(response.status_code, "", "", retry_after_s), body, headers)
-    return NodeRefusal(Refusal(response.status_code, said.code, said.message, retry_after_s), body, headers)
+    return NodeRefusal(refusal, body, headers)
 
 
-class PassedAnswer(Response):
-    """A result from a node. `stack` holds the connection to it, and is closed at the end."""
+class ProxiedResponse(Response):
+    """Result from a node. `stack` holds the connection to the node, and is closed at the end."""
 
     def __init__(
         self,
@@ -245,7 +233,7 @@ class PassedAnswer(Response):
         unread: bool = False,
         more: dict[str, str] | None = None,
     ) -> None:
-        """`unread`: the client may still be sending, to no avail. `more`: headers of our own."""
+        """`unread`: the client may still be sending a body that is not needed. `more`: headers of this dispatcher."""
         super().__init__(status_code=response.status_code)
         for name in ("content-length", "content-type"):
             if name in self.headers:
@@ -261,24 +249,24 @@ class PassedAnswer(Response):
         self._on_cut = on_cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with on_behalf_of(self._job_id):
+        with log_context(self._job_id):
             try:
                 async with self._stack:
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                     if not await while_connected(self._noting(receive), self._pass_on(send)):
-                        logger.info("job %s: whoever asked has left before the end of the result", self._job_id)
+                        logger.info("job %s: the client disconnected before the end of the result", self._job_id)
                         return
             except TasukiError as error:
-                # Without the end of the body the server cuts the connection: the client sees that it is not whole.
-                logger.warning("job %s: its result broke off: %s", self._job_id, error.message)
+                # Without the end of the body the server cuts the connection: the client sees that the result is incomplete.
+                logger.warning("job %s: its result was cut: %s", self._job_id, error.message)
                 self._on_cut()
                 return
             if self._unread:
-                await drain(receive)
+                await discard_body(receive)
             await send({"type": "http.response.body", "body": b""})
 
     def _noting(self, receive: Receive) -> Receive:
-        """The same; the end of the request is not to be waited for once more."""
+        """Wrap `receive` to note the end of the request, which must not be waited for again."""
 
         async def noting() -> Message:
             message = await receive()
@@ -290,13 +278,3 @@ class PassedAnswer(Response):
     async def _pass_on(self, send: Send) -> None:
         async for piece in self._response.aiter_raw():
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-async def drain(receive: Receive) -> None:
-    """Throw away what still comes, for a moment: a peer that is cut off while it sends may never look at the answer."""
-    try:
-        async with asyncio.timeout(LINGER_S):
-            while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-                """The rest of the body."""
-    except TimeoutError:
-        return

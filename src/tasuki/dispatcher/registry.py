@@ -27,11 +27,12 @@ from tasuki.agent import refusals
 from tasuki.agent.jobs import RemovalResult
 from tasuki.agent.registry_leases import RENEWALS_PER_TTL, Holder, RegistryLease, RegistryLeases, report_of
 from tasuki.agent.registry_queries import RegistryGrant, RegistryQueries, done_or_refused, is_held
+from tasuki.agent.results import discard_body
 from tasuki.core.failover import registry_records
-from tasuki.core.failover.registry_records import Stand, place_of, stand_of
+from tasuki.core.failover.registry_records import RegistryState, registry_state_of, result_location_of
 from tasuki.core.job import Job
 from tasuki.core.store_messages import Answers, HeldLease, LeaseStatus, Turn
-from tasuki.dispatcher.proxying import StoredForm, drain
+from tasuki.dispatcher.proxying import StoredForm
 from tasuki.errors import AgentRefusal, NotFound, RegistryUnavailable, TasukiError, Unavailable
 from tasuki.event_loop import BackgroundTasks
 from tasuki.server.assembly import StoreClient
@@ -181,7 +182,7 @@ class DispatcherRegistry:
     async def read(self, job_id: str) -> Job | None:
         """What it knows of a job; None also if it is away. A lease that is over is none, though no agent is left to end it."""
         job = await self._asked(lambda records: records.get(job_id))
-        if stand_of(job, None) in (Stand.HELD, Stand.QUEUED):
+        if registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
             job = await self._asked(lambda records: records.look(job_id))
         return job
 
@@ -217,7 +218,7 @@ class DispatcherRegistry:
             logger.info("job %s: %s", job_id, error.message)
             claimed = None
         if isinstance(claimed, Job):
-            if stand_of(claimed, None) is Stand.HELD:
+            if registry_state_of(claimed, None) is RegistryState.HELD:
                 raise is_held(claimed)
             return await self.result(claimed, "hit") or await send()
         if not isinstance(claimed, RegistryGrant):
@@ -252,15 +253,15 @@ class DispatcherRegistry:
         job = await self._asked(lambda records: records.remove(job_id))
         if job is None:
             return None
-        place = place_of(job)
+        place = result_location_of(job)
         return RemovalResult(registry_records.state_of(job), left_at=place.ended.node if place is not None else "")
 
 
 def refusal_of(job: Job) -> TasukiError:
     """What is said of a job whose result cannot be had, when no node says more."""
-    if stand_of(job, None) in (Stand.HELD, Stand.QUEUED):
+    if registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
         return is_held(job)
-    place = place_of(job)
+    place = result_location_of(job)
     if place is None:
         return NotFound(f"job {job.job_id} has no result: it did not come to its end; send it again to run it")
     node = place.ended.node
@@ -279,7 +280,7 @@ class EarlyResult(Response):
         async def hold_back(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 await send({**message, "more_body": True})
-                await drain(receive)
+                await discard_body(receive)
                 message = {"type": "http.response.body", "body": b""}
             await send(message)
 

@@ -1,12 +1,13 @@
-"""The HTTP API of one node agent, as requests: look, ask, post, fetch, remove. Decides nothing; see docs/operate/agents.md.
+"""Client of the HTTP API of one node agent or dispatcher (docs/operate/agents.md). Decides nothing.
 
-A result is collected in a file beside the output, and asked for from where it was when a connection is cut. A file that the node
-keeps already is named instead of sent.
+A result is downloaded into a part file beside the output, and the download is resumed when a connection is cut. A file that the
+node has stored already is named instead of sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
@@ -19,20 +20,21 @@ from tasuki.client.agents.transfer import (
     RESUMED_BYTES,
     Download,
     DownloadedResult,
-    Elsewhere,
-    NotOurs,
-    Refusing,
+    NodeRedirect,
+    NodeRefused,
     RunForm,
     RunRequest,
-    Telling,
+    TokenRefused,
+    TransferListener,
     found_inputs,
     put_missing,
-    refusal_of,
+    read_refusal,
 )
+from tasuki.clocks import now
 from tasuki.config import Address, parse_url
-from tasuki.core.failover.events import TOKEN_STATUSES, JobSays, Refusal
-from tasuki.core.failover.nodes import Capacity
-from tasuki.errors import ConfigError, ResponseLost, Unavailable
+from tasuki.core.failover.events import TOKEN_STATUSES, JobStatus, Refusal, not_trusted
+from tasuki.core.failover.nodes import Capacity, Nodes
+from tasuki.errors import ConfigError, ResponseLost, TasukiError, Unavailable, UntrustedCertificate
 from tasuki.net.http.transport import HttpTransport
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     import httpx
 
+logger = logging.getLogger("tasuki.agents")
 T = TypeVar("T")
 Answer = AbstractAsyncContextManager["httpx.Response"]
 
@@ -48,17 +51,25 @@ LOOK_S = 2.0
 ASK_S = 2.0
 REMOVE_S = 1.0
 READ_S = 30.0  # without a byte of a result; the plan notices silence sooner
-RESUMES_IN_VAIN = 2
+RESUMES_WITHOUT_PROGRESS = 2
 SMALL_MAX_BYTES = 64 * 1024
 INPUT_NOT_FOUND = "INPUT_NOT_FOUND"
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """`GET /jobs/{job_id}`: what the plan needs, and how far it is."""
+    """Response to `GET /jobs/{job_id}`."""
 
-    says: JobSays
+    status: JobStatus
     fraction: float | None = None
     message: str = ""
+    started_at: float | None = None
+    node: str = ""
+    body: bytes = b""
+    """The response as it was sent, for a dispatcher that forwards it."""
+
+    @property
+    def has_progress(self) -> bool:
+        return self.fraction is not None or bool(self.message)
 
 
 class _Progress(msgspec.Struct):
@@ -70,24 +81,26 @@ class _Job(msgspec.Struct):
     state: str
     input: str | None = None
     exit_code: int | None = None
+    started_at: float | None = None
+    node: str | None = None
     progress: _Progress | None = None
 
 
 class _Sending(NamedTuple):
-    """One job, as it is sent to whomever it takes."""
+    """Arguments of `post`, as they are sent to each node that is tried."""
 
     job_id: str
     upload: RunRequest
     target: Path
-    telling: Telling
+    listener: TransferListener
     limit_s: float
 
 
 class AgentNode:
-    """One node. Errors: Unavailable where there was no answer, Refusing where it was no result."""
+    """One node. Errors: Unavailable if there was no response, NodeRefused if the response was not the one asked for."""
 
     def __init__(self, address: Address, token: str, tls: ssl.SSLContext | None, *, proxies: bool = False) -> None:
-        """`proxies`: those of the environment are used."""
+        """`proxies`: use the HTTP proxies that the environment names."""
         self.name = str(address)
         self._proxies = proxies
         self._transport = HttpTransport(address, tls, CONNECT_TIMEOUT_S, stop_when_answered=True, proxies=proxies)
@@ -97,13 +110,39 @@ class AgentNode:
         await self._transport.close()
 
     def answer(self, method: str, path: str, **options: Any) -> Answer:
-        """Whatever the node answers, for those who pass it on; see HttpTransport.answer."""
+        """Send a request for a caller who forwards the response; see HttpTransport.answer."""
         return self._transport.answer(method, path, **options)
 
     # ------------------------------------------------------------------------------------------------ small questions
 
-    async def look(self) -> Capacity | None:
-        """Health and capacity, asked at once. Raises if it is not well, NotOurs if it is; None: it does not tell its capacity."""
+    async def check(self, nodes: Nodes, *, token_matters: bool) -> tuple[Capacity | None, str]:
+        """Ask for health and capacity, and record the answers in `nodes`; return the capacity and the problem, "" if none.
+
+        `token_matters`: a refused token or an untrusted certificate is recorded as a refusal, which is no failure of the node.
+        """
+        refusal: Refusal | None = None
+        try:
+            capacity = await self._capacity()
+        except TokenRefused as error:
+            problem, refusal = str(error), error.refusal
+        except UntrustedCertificate as error:
+            problem, refusal = error.message, not_trusted(error.message)
+        except (TasukiError, NodeRefused) as error:
+            problem = str(error)
+        except Exception as error:  # a defect must not leave the node in the state of being checked
+            logger.exception("%s could not be checked", self.name)
+            problem = f"could not be checked: {error!r}"
+        else:
+            nodes.seen(self.name, capacity, now().monotonic)
+            return capacity, ""
+        if refusal is not None and token_matters:
+            nodes.refused(self.name, refusal, now().monotonic)
+        else:
+            nodes.unwell(self.name, problem, now().monotonic)
+        return None, problem
+
+    async def _capacity(self) -> Capacity | None:
+        """Return the capacity of a healthy node; None if it does not report one. TokenRefused if it refuses only that."""
         asked = (self._small("GET", path, LOOK_S) for path in ("/health", "/capacity"))
         try:
             async with asyncio.timeout(LOOK_S):
@@ -111,36 +150,37 @@ class AgentNode:
         except TimeoutError:
             raise ResponseLost(f"{self.name} did not answer within {LOOK_S:g} s") from None
         if isinstance(health, Refusal):
-            raise Refusing(health)
+            raise NodeRefused(health)
         if isinstance(capacity, Refusal) and capacity.status in TOKEN_STATUSES:
-            raise NotOurs(capacity)
+            raise TokenRefused(capacity)
         return _read(capacity, Capacity)
 
     async def ask(self, job_id: str) -> JobView | None:
-        """How the job stands; None: it is not known here."""
+        """Return the status of a job; None if the node does not know it."""
         answer = await self._small("GET", f"/jobs/{quote(job_id)}", ASK_S)
         if isinstance(answer, Refusal):
             if answer.status == 404:
                 return None
-            raise Refusing(answer)
+            raise NodeRefused(answer)
         job = _read(answer, _Job)
         if job is None:
             raise Unavailable(f"{self.name} answered something that is no job")
         progress = job.progress or _Progress()
-        return JobView(JobSays(job.state, job.input or "", job.exit_code), progress.fraction, progress.message or "")
+        status = JobStatus(job.state, job.input or "", job.exit_code)
+        return JobView(status, progress.fraction, progress.message or "", job.started_at, job.node or "", answer)
 
-    async def remove(self, job_id: str, *, only_running: bool = False) -> bool:
-        """Cancel or remove it; whether it was there. `only_running`: what has ended stays."""
+    async def remove(self, job_id: str, *, only_running: bool = False, answer_s: float = REMOVE_S) -> bool:
+        """Cancel and remove a job; return whether it was there. `only_running`: keep a job that has ended."""
         which = "?state=running" if only_running else ""
-        answer = await self._small("DELETE", f"/jobs/{quote(job_id)}{which}", REMOVE_S)
+        answer = await self._small("DELETE", f"/jobs/{quote(job_id)}{which}", answer_s)
         if isinstance(answer, Refusal) and answer.status != 404:
-            raise Refusing(answer)
+            raise NodeRefused(answer)
         return not isinstance(answer, Refusal)
 
     async def _small(self, method: str, path: str, answer_s: float) -> bytes | Refusal:
         async with self._transport.answer(method, path, answer_s=answer_s) as response:
             if not response.is_success:
-                return await refusal_of(response)
+                return (await read_refusal(response))[0]
             body = b""
             async for piece in response.aiter_bytes():
                 body += piece
@@ -151,14 +191,21 @@ class AgentNode:
     # ------------------------------------------------------------------------------------------------ results
 
     async def post(
-        self, job_id: str, upload: RunRequest, target: Path, telling: Telling, *, limit_s: float, ask_from_bytes: int | None
+        self,
+        job_id: str,
+        upload: RunRequest,
+        target: Path,
+        listener: TransferListener,
+        *,
+        limit_s: float,
+        ask_from_bytes: int | None,
     ) -> DownloadedResult:
-        """Run it there and collect its result; `limit_s` is how long the answer may take. A redirect is followed, once.
+        """Run a job there and download its result. `limit_s` bounds the wait for the response. One redirect is followed.
 
-        Files from `ask_from_bytes` on are asked for first, and not sent if they are there; None: it keeps none. Large ones are
-        stored there first.
+        Files of at least `ask_from_bytes` are asked for first, and not sent if they are stored; None: the node stores none. Large
+        files are stored before the job is sent.
         """
-        sending = _Sending(job_id, upload, target, telling, limit_s)
+        sending = _Sending(job_id, upload, target, listener, limit_s)
         by_name = False
         found: set[str] = set()
         if ask_from_bytes is not None:
@@ -168,52 +215,52 @@ class AgentNode:
             if by_name:
                 return await self._post_names(sending, found)
             return await self._post(sending)
-        except Elsewhere as led:
-            async with self._led_by(led, f"/run/{quote(job_id)}", telling) as node:
+        except NodeRedirect as redirect:
+            async with self._redirected_to(redirect, f"/run/{quote(job_id)}", listener) as node:
                 return await node._post(sending)
 
     async def _post_names(self, sending: _Sending, found: set[str]) -> DownloadedResult:
-        await put_missing(self._transport, sending.upload, found, sending.telling, sending.limit_s)
+        await put_missing(self._transport, sending.upload, found, sending.listener, sending.limit_s)
         try:
             return await self._post(sending, by_name=True)
-        except Refusing as error:
+        except NodeRefused as error:
             if error.refusal.code != INPUT_NOT_FOUND:
                 raise
-        return await self._post(sending)  # it was cleaned away just now
+        return await self._post(sending)  # it was removed just now
 
     async def _post(self, sending: _Sending, *, by_name: bool = False) -> DownloadedResult:
-        form = RunForm(sending.upload, sending.telling, by_name=by_name)
+        form = RunForm(sending.upload, sending.listener, by_name=by_name)
         params = {"input": sending.upload.input} if sending.upload.input else {}
         path = f"/run/{quote(sending.job_id)}"
         async with aclosing(form.pieces()) as pieces:
             posting = self._transport.answer(
                 "POST", path, params=params, headers=form.headers, content=pieces, answer_s=sending.limit_s
             )
-            with Download(sending.target, sending.job_id, sending.telling.heard) as download:
+            with Download(sending.target, sending.job_id, sending.listener.received) as download:
                 return await self._save(sending.job_id, download, posting)
 
-    async def fetch(self, job_id: str, target: Path, telling: Telling) -> DownloadedResult:
-        """Collect the result that is there, from where an earlier process was with it. A redirect is followed, once."""
-        with Download(target, job_id, telling.heard) as download:
+    async def fetch(self, job_id: str, target: Path, listener: TransferListener) -> DownloadedResult:
+        """Download a stored result, continuing the part file of an earlier process. One redirect is followed."""
+        with Download(target, job_id, listener.received) as download:
             await asyncio.to_thread(download.take_up)
             try:
                 return await self._save(job_id, download, self._stored(job_id, download.range_headers()))
-            except Elsewhere as led:
-                async with self._led_by(led, f"/result/{quote(job_id)}", telling) as node:
+            except NodeRedirect as redirect:
+                async with self._redirected_to(redirect, f"/result/{quote(job_id)}", listener) as node:
                     return await node._save(job_id, download, node._stored(job_id, download.range_headers()))
 
     @asynccontextmanager
-    async def _led_by(self, led: Elsewhere, path: str, telling: Telling) -> AsyncIterator[AgentNode]:
-        """The node that a redirect names. It gets our token, as whoever redirects has had it; never in the clear after TLS."""
+    async def _redirected_to(self, redirect: NodeRedirect, path: str, listener: TransferListener) -> AsyncIterator[AgentNode]:
+        """Connect to the node that a redirect names. It is sent our token, but never in the clear after TLS."""
         try:
-            place, found, _ = led.location.partition(path)
+            place, found, _ = redirect.location.partition(path)
             (address,) = parse_url(place)
         except ConfigError:
-            raise led from None
+            raise redirect from None
         if not found or not address.http or (self._transport.address.scheme == "https" and address.scheme != "https"):
-            raise led
+            raise redirect
         node = AgentNode(address, self._transport.token, self._transport.tls, proxies=self._proxies)
-        telling.led(node.name)
+        listener.redirected(node.name)
         try:
             yield node
         finally:
@@ -223,8 +270,8 @@ class AgentNode:
         return self._transport.answer("GET", f"/result/{quote(job_id)}", headers=headers, answer_s=READ_S)
 
     async def _save(self, job_id: str, download: Download, asking: Answer) -> DownloadedResult:
-        """A result that was cut off goes on where it was, as long as there is more of it each time."""
-        in_vain = 0
+        """Download a result; resume a download that was cut as long as resuming makes progress."""
+        failures = 0
         while True:
             before = download.have
             try:
@@ -232,14 +279,14 @@ class AgentNode:
                     await download.take(response)
                 return download.whole(self.name)
             except ResponseLost:
-                in_vain = 0 if download.have > before else in_vain + 1
-                if not download.begun or in_vain >= RESUMES_IN_VAIN:
+                failures = 0 if download.have > before else failures + 1
+                if not download.begun or failures >= RESUMES_WITHOUT_PROGRESS:
                     raise
             asking = self._stored(job_id, download.range_headers())
 
 
 def _read(body: bytes | Refusal, kind: type[T]) -> T | None:
-    """A small answer; None if it is not one of its kind."""
+    """Decode a small response; None if it is not of that kind."""
     if isinstance(body, Refusal):
         return None
     try:

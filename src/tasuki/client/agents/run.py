@@ -1,6 +1,6 @@
-"""One job on node agents: drives its plan, and makes the requests that the plan asks for.
+"""Run of one job on node agents: drive its plan (core/failover/plan.py), and make the requests that the plan asks for.
 
-Touches the output file and one file beside it, which becomes the output when it is whole.
+Writes a part file beside the output, which becomes the output when it is complete.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from tasuki.client.agents.node import AgentNode, JobView
-from tasuki.client.agents.transfer import LARGE_BYTES, DownloadedResult, Refusing, RunRequest
+from tasuki.client.agents.node import AgentNode
+from tasuki.client.agents.transfer import LARGE_BYTES, DownloadedResult, NodeRefused, RunRequest
 from tasuki.clocks import now
 from tasuki.core.failover.events import (
     Ask,
     Begin,
+    CheckNode,
     Command,
     Drop,
     Event,
@@ -26,18 +27,17 @@ from tasuki.core.failover.events import (
     Fetch,
     Finish,
     GiveUp,
-    Heard,
-    JobStatusHeard,
-    Look,
-    Lost,
+    JobStatusMissing,
+    JobStatusReceived,
+    Notify,
     Post,
     Redirected,
     Refused,
     Remove,
+    RequestLost,
+    ResultPieceReceived,
     Saved,
-    Tell,
     TimePassed,
-    Untold,
     Uploaded,
     not_trusted,
 )
@@ -47,11 +47,11 @@ from tasuki.errors import InvalidInput, NoConnection, TasukiError, Unavailable, 
 from tasuki.event_loop import BackgroundTasks
 
 log = logging.getLogger(__name__)
-HEARD_EVERY_S = 0.25
+REPORT_EVERY_S = 0.25
 
 
 class RunProgress(msgspec.Struct, frozen=True):
-    """How far it is: of an upload or download in bytes, of a run as its program says."""
+    """Progress of a job: in bytes for an upload or download, as reported by the program for a run."""
 
     stage: str
     """upload, run or download"""
@@ -63,7 +63,7 @@ class RunProgress(msgspec.Struct, frozen=True):
 
 
 class AgentResult(msgspec.Struct, frozen=True):
-    """How a job ended. A program that failed is a result too: see `outcome`."""
+    """Result of a job. A program that failed has one too: see `outcome`."""
 
     job_id: str
     node: str
@@ -73,11 +73,11 @@ class AgentResult(msgspec.Struct, frozen=True):
     error_code: str | None
     message: str
     path: Path | None
-    """Where the ZIP was saved; None: its node was lost before it could be fetched."""
+    """File of the ZIP; None if the node was lost before the result could be fetched."""
     size_bytes: int
     sha256: str
     cached: bool
-    """It was there before: nothing was run for it."""
+    """The result was stored; nothing was run for it."""
 
     @property
     def succeeded(self) -> bool:
@@ -85,19 +85,19 @@ class AgentResult(msgspec.Struct, frozen=True):
 
 
 class SharedNodes(Protocol):
-    """What all runs of a client share."""
+    """Nodes that all runs of a client share."""
 
     nodes: Nodes
 
     def agent(self, node: str) -> AgentNode: ...
 
-    def look(self, node: str) -> asyncio.Task[None]: ...
+    def check(self, node: str) -> asyncio.Task[None]: ...
 
     def remove_soon(self, node: str, job_id: str) -> None: ...
 
 
 class AgentRun:
-    """One job: its plan, and the requests that the plan asked for."""
+    """Run of one job: drives its plan, and makes the requests that the plan asks for."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class AgentRun:
         self._ended: Finish | None = None
         self._error: BaseException | None = None
 
-    def hear(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         self._events.put_nowait(event)
 
     async def drive(self) -> AgentResult:
-        """Until the plan is over."""
+        """Run until the plan is over."""
         try:
             self._apply(Begin())
             while not self._plan.over and self._error is None:
@@ -144,91 +144,87 @@ class AgentRun:
 
     def _apply(self, event: Event) -> None:
         for command in self._plan.apply(event, now().monotonic):
-            self._obey(command)
+            self._execute(command)
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
-            case Look():
-                self._client.look(command.node)
+            case CheckNode():
+                self._client.check(command.node)
             case Ask():
-                task = self._asking.spawn(self._asked(command))
-                task.add_done_callback(self._broken)
+                task = self._asking.spawn(self._ask(command))
+                task.add_done_callback(self._end_if_broken)
             case Post() | Fetch():
                 self._posts += isinstance(command, Post)
                 task = self._requests[command.ticket] = asyncio.create_task(self._request(command))
-                task.add_done_callback(self._broken)
+                task.add_done_callback(self._end_if_broken)
             case Drop():
-                if command.ticket in self._requests:  # a run that is only followed has none
+                if command.ticket in self._requests:  # a run that is only polled has none
                     self._requests[command.ticket].cancel()
             case Remove():
                 self._client.remove_soon(command.node, self._job.job_id)
-            case Tell():
-                self._tell(command.text)
+            case Notify():
+                self._log(command.text)
             case Finish():
                 self._ended = command
             case GiveUp():
                 self._error = command.error
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         log.info("job %s: %s", self._job.job_id, text, extra={"job_id": self._job.job_id})
         if self._on_note is not None:
             self._on_note(text)
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    def _broken(self, task: asyncio.Task[None]) -> None:
-        """A defect in a request is the end of its run, and not a silence that the plan must find out about."""
+    def _end_if_broken(self, task: asyncio.Task[None]) -> None:
+        """End the run when a request fails by a defect, which the plan would take for silence."""
         if not task.cancelled() and task.exception() is not None:
             self._error = task.exception()
-            self.hear(TimePassed())
+            self.notify(TimePassed())
 
-    async def _asked(self, command: Ask) -> None:
+    async def _ask(self, command: Ask) -> None:
         try:
             view = await self._client.agent(command.node).ask(self._job.job_id)
-        except (TasukiError, Refusing) as error:
-            alive = isinstance(error, Refusing) and bool(error.refusal.code) and error.refusal.status == 503
-            self.hear(Untold(command.ticket, str(error), gone=isinstance(error, NoConnection), alive=alive))
+        except (TasukiError, NodeRefused) as error:
+            alive = isinstance(error, NodeRefused) and bool(error.refusal.code) and error.refusal.status == 503
+            self.notify(JobStatusMissing(command.ticket, str(error), gone=isinstance(error, NoConnection), alive=alive))
             return
-        self.hear(JobStatusHeard(command.ticket, view.says if view is not None else None))
-        if view is not None:
-            self._running(command.node, view)
-
-    def _running(self, node: str, view: JobView) -> None:
-        if view.says.state == "running":
-            self.progress(RunProgress("run", node, fraction=view.fraction, message=view.message))
+        self.notify(JobStatusReceived(command.ticket, view.status if view is not None else None))
+        if view is not None and view.status.state == "running":
+            self.progress(RunProgress("run", command.node, fraction=view.fraction, message=view.message))
 
     async def _request(self, command: Post | Fetch) -> None:
         ticket = command.ticket
         agent = self._client.agent(command.node)
-        telling = _Telling(self, command, self._upload.size_bytes)
+        listener = _RequestListener(self, command, self._upload.size_bytes)
         try:
             if isinstance(command, Post):
                 result = await agent.post(
                     self._job.job_id,
                     self._upload,
                     self._target,
-                    telling,
+                    listener,
                     limit_s=self._job.limit_s,
                     ask_from_bytes=self._ask_from_bytes(command.node),
                 )
             else:
-                result = await agent.fetch(self._job.job_id, self._target, telling)
-        except Refusing as error:
-            self.hear(Refused(ticket, error.refusal))
-        except UntrustedCertificate as error:  # one that a dispatcher led to is lost: it may lead to another
-            words = error.message
-            self.hear(Lost(ticket, words) if telling.is_led else Refused(ticket, not_trusted(words)))
+                result = await agent.fetch(self._job.job_id, self._target, listener)
+        except NodeRefused as error:
+            self.notify(Refused(ticket, error.refusal))
+        except UntrustedCertificate as error:  # after a redirect the request is lost: the next one may lead elsewhere
+            lost = RequestLost(ticket, error.message)
+            self.notify(lost if listener.is_redirected else Refused(ticket, not_trusted(error.message)))
         except Unavailable as error:
-            self.hear(Lost(ticket, error.message))
-        except (TasukiError, OSError) as error:  # of our own files: another node would be no better
+            self.notify(RequestLost(ticket, error.message))
+        except (TasukiError, OSError) as error:  # with a file of this machine: another node would not help
             self._error = error if isinstance(error, TasukiError) else self._unwritable(error)
-            self.hear(TimePassed())
+            self.notify(TimePassed())
         else:
             self._results[ticket] = result
-            self.hear(Saved(ticket, result.ended))
+            self.notify(Saved(ticket, result.ended))
 
     def _ask_from_bytes(self, node: str) -> int | None:
-        """What was sent before, perhaps through another dispatcher, is asked for whatever its size."""
+        """Return the size from which on files are asked for. After a first post, to any dispatcher, that is every file."""
         if not self._client.nodes.keeps_inputs(node):
             return None
         return LARGE_BYTES if self._posts == 1 else 0
@@ -274,33 +270,33 @@ class AgentRun:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for result in self._results.values():  # which were not needed
+        for result in self._results.values():  # those that were not needed
             result.part.discard()
 
 
-class _Telling:
-    """What one request tells: the plan, and whoever wants to see progress."""
+class _RequestListener:
+    """Progress of one request, for the plan and for the caller. See `TransferListener`."""
 
     def __init__(self, run: AgentRun, command: Post | Fetch, size_bytes: int) -> None:
         self._run = run
         self._ticket = command.ticket
         self._where = command.node
-        self.is_led = False
+        self.is_redirected = False
         self._size_bytes = size_bytes
-        self._told_at = 0.0
+        self._reported_at = 0.0
 
     def sent(self, done_bytes: int) -> None:
         self._run.progress(RunProgress("upload", self._where, done_bytes, self._size_bytes))
 
     def uploaded(self) -> None:
-        self._run.hear(Uploaded(self._ticket))
+        self._run.notify(Uploaded(self._ticket))
 
-    def heard(self, done_bytes: int, total_bytes: int | None) -> None:
-        if now().monotonic - self._told_at >= HEARD_EVERY_S or done_bytes == total_bytes:
-            self._told_at = now().monotonic
-            self._run.hear(Heard(self._ticket))
+    def received(self, done_bytes: int, total_bytes: int | None) -> None:
+        if now().monotonic - self._reported_at >= REPORT_EVERY_S or done_bytes == total_bytes:
+            self._reported_at = now().monotonic
+            self._run.notify(ResultPieceReceived(self._ticket))
             self._run.progress(RunProgress("download", self._where, done_bytes, total_bytes))
 
-    def led(self, to: str) -> None:
-        self._where, self.is_led = to, True
-        self._run.hear(Redirected(self._ticket, to))
+    def redirected(self, to: str) -> None:
+        self._where, self.is_redirected = to, True
+        self._run.notify(Redirected(self._ticket, to))

@@ -1,4 +1,8 @@
-"""What is sent to a node agent: input files as multipart/form-data, read from disk as they are sent. Touches only these files."""
+"""Transfers between this client and a node agent or dispatcher: the run request, stored inputs, the download of a result.
+
+Input files are read while they are sent. A dispatcher that has a store of inputs is asked for files by their hashes, so that only
+missing ones are sent. A result is downloaded into a part file beside the output, and verified while it arrives.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.core.ranges import content_range, is_number, parse_content_range, range_headers
 from tasuki.errors import InvalidInput, ResponseLost
-from tasuki.net.http.transport import HttpTransport, MultipartForm, run_fields, said_in
+from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody, HttpTransport, MultipartForm, run_fields
 from tasuki.net.streams import FileSink, FileSource
 
 if TYPE_CHECKING:
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class RunRequest(msgspec.Struct, frozen=True):
-    """One request to run something, the same for every node."""
+    """Request to run an exec with files; the same for every node."""
 
     exec: str
     args: tuple[str, ...]
@@ -40,7 +44,7 @@ class RunRequest(msgspec.Struct, frozen=True):
 
     @property
     def input(self) -> str:
-        """The input hash; empty where the agent chooses the exec."""
+        """Input hash; empty if the agent chooses the exec."""
         return input_hash(self.exec, self.args, [record for _, record in self.files]) if self.exec else ""
 
     @property
@@ -51,7 +55,7 @@ class RunRequest(msgspec.Struct, frozen=True):
 def read_upload(
     exec_: str, args: Sequence[str], files: Sequence[str | os.PathLike[str]], timeout_s: float | None = None
 ) -> RunRequest:
-    """Reads every file once, for its sha256. Blocks: for a thread."""
+    """Make a request. Reads every file once, for its sha256; blocks, so call it in a thread."""
     if not files:
         raise InvalidInput("a node agent needs at least one input file; give it with --file")
     found: list[tuple[Path, InputRecord]] = []
@@ -84,31 +88,27 @@ async def pieces_of(path: Path, size_bytes: int, start: int = 0) -> AsyncGenerat
         raise InvalidInput(f"the input file {str(path)!r} became shorter while it was sent")
 
 
-class Telling(Protocol):
-    """Who hears how far a request is."""
+class TransferListener(Protocol):
+    """Receiver of the progress of one request."""
 
     def sent(self, done_bytes: int) -> None:
-        """So many bytes of the files are there, sent now or before."""
-        ...
+        """Note that the node has this many bytes of the files, sent now or earlier."""
 
     def uploaded(self) -> None:
-        """The node has the whole request."""
-        ...
+        """Note that the node has the whole request."""
 
-    def heard(self, done_bytes: int, total_bytes: int | None) -> None:
-        """So many bytes of the result are here, of so many."""
-        ...
+    def received(self, done_bytes: int, total_bytes: int | None) -> None:
+        """Note that this many bytes of the result have arrived."""
 
-    def led(self, to: str) -> None:
-        """A dispatcher leads to this node."""
-        ...
+    def redirected(self, to: str) -> None:
+        """Note that a dispatcher redirected the request to this node."""
 
 
 class RunForm:
-    """The body of one request, to be sent once. With `by_name` the node has the files, and gets their hashes."""
+    """Body of one request, sent once. With `by_name` the node has the files, and is sent their hashes."""
 
-    def __init__(self, upload: RunRequest, telling: Telling, *, by_name: bool = False) -> None:
-        self._telling = telling
+    def __init__(self, upload: RunRequest, listener: TransferListener, *, by_name: bool = False) -> None:
+        self._listener = listener
         self._files = () if by_name else upload.files
         self._sent_bytes = upload.size_bytes if by_name else 0
         names = [str(InputRef(record.sha256, record.name)) for _, record in upload.files] if by_name else []
@@ -124,56 +124,69 @@ class RunForm:
         async with aclosing(self._form.pieces(contents)) as pieces:
             async for piece in pieces:
                 yield piece
-        self._telling.sent(self._sent_bytes)
-        self._telling.uploaded()
+        self._listener.sent(self._sent_bytes)
+        self._listener.uploaded()
 
     async def _content(self, path: Path, size_bytes: int) -> AsyncGenerator[bytes, None]:
         async with aclosing(pieces_of(path, size_bytes)) as pieces:
             async for piece in pieces:
                 yield piece
                 self._sent_bytes += len(piece)
-                self._telling.sent(self._sent_bytes)
+                self._listener.sent(self._sent_bytes)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a node agent or a dispatcher answers instead of a result. Reads answers, touches nothing else.
+# ------------------------------------------------------------------------------------------------ refusals
 
 _seconds = re.compile(r"\d{1,6}").fullmatch
 
 
-class Refusing(Exception):
-    """The node answered something else than a result."""
+class NodeRefused(Exception):
+    """A response that is not a result."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.words())
         self.refusal = refusal
 
 
-class NotOurs(Refusing):
-    """The node is well, and does not take our token."""
+class TokenRefused(NodeRefused):
+    """The node is healthy, and does not accept our token."""
 
 
-class Elsewhere(Refusing):
-    """A dispatcher answered that another node is to be asked the same."""
+class NodeRedirect(NodeRefused):
+    """A dispatcher redirects the request to another node."""
 
     def __init__(self, refusal: Refusal, location: str) -> None:
         super().__init__(refusal)
         self.location = location
 
 
-async def refusal_of(response: httpx.Response) -> Refusal:
-    """An answer that is not 2xx, read to its end."""
-    said = await said_in(response)
+class _ErrorEnvelope(msgspec.Struct):
+    error: ErrorBody
+
+
+async def read_refusal(response: httpx.Response) -> tuple[Refusal, bytes]:
+    """Read a response that is not 2xx; return what it says, and its body."""
+    body = b""
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > ERROR_MAX_BYTES:
+            break
+    return _refusal_in(response, body), body
+
+
+def _refusal_in(response: httpx.Response, body: bytes) -> Refusal:
     retry_after = response.headers.get("retry-after", "")
     retry_after_s = float(retry_after) if _seconds(retry_after) else None
-    if said is None:
+    try:
+        error = msgspec.json.decode(body, type=_ErrorEnvelope).error
+    except msgspec.DecodeError:
         where = response.headers.get("location", "")[:200]
-        return Refusal(response.status_code, "", f"it leads to {where}" if where else "", retry_after_s)
-    exit_code, error_code, differs = (said.details.get(name) for name in ("exit_code", "error_code", "differs"))
+        return Refusal(response.status_code, "", f"it redirects to {where}" if where else "", retry_after_s)
+    exit_code, error_code, differs = (error.details.get(name) for name in ("exit_code", "error_code", "differs"))
     return Refusal(
         response.status_code,
-        said.code,
-        said.message,
+        error.code,
+        error.message,
         retry_after_s,
         exit_code if isinstance(exit_code, int) else None,
         error_code if isinstance(error_code, str) else None,
@@ -181,18 +194,17 @@ async def refusal_of(response: httpx.Response) -> Refusal:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Files that a dispatcher has already: asked for by their hashes, so that only what is missing is sent. Reads these files.
+# ------------------------------------------------------------------------------------------------ stored inputs
 
-LARGE_BYTES = 1024 * 1024  # what is smaller is sent sooner than asked for
+LARGE_BYTES = 1024 * 1024  # to send a smaller file takes less time than to ask for it
 RESUMED_BYTES = 16 * 1024 * 1024
-"""From this size on a file is stored before the job is sent: what was cut off goes on then, also through another dispatcher."""
+"""A file of this size is stored before the job is sent: an upload that was cut can be resumed, also at another dispatcher."""
 HEAD_S = 5.0
 HEADS_AT_ONCE = 8
 
 
 async def found_inputs(transport: HttpTransport, upload: RunRequest, from_bytes: int) -> set[str]:
-    """The hashes of those files, of this size or larger, that are stored. A store that cannot say has none. Unavailable."""
+    """Return the hashes of the stored files of at least `from_bytes`; none if the node has no store. Unavailable."""
     turn = asyncio.Semaphore(HEADS_AT_ONCE)
 
     async def is_there(sha256: str) -> bool:
@@ -207,40 +219,42 @@ async def found_inputs(transport: HttpTransport, upload: RunRequest, from_bytes:
     return {sha256 for sha256, found in zip(asked, there, strict=True) if found}
 
 
-async def put_missing(transport: HttpTransport, upload: RunRequest, found: set[str], telling: Telling, limit_s: float) -> None:
-    """Store the other files, large ones from where an earlier try was cut off. Refusing, Unavailable."""
+async def put_missing(
+    transport: HttpTransport, upload: RunRequest, found: set[str], listener: TransferListener, limit_s: float
+) -> None:
+    """Store the other files; an upload of a large one that was cut is resumed. NodeRefused, Unavailable."""
     stored = set(found)
     done = 0
     for path, record in upload.files:
         if record.sha256 not in stored:
-            await _Putting(transport, path, record, telling, done, limit_s).put()
+            await _Putting(transport, path, record, listener, done, limit_s).put()
             stored.add(record.sha256)
         done += record.size_bytes
-        telling.sent(done)
+        listener.sent(done)
 
 
 class _Putting(NamedTuple):
-    """One file on its way."""
+    """Upload of one file into the store of inputs."""
 
     transport: HttpTransport
     path: Path
     record: InputRecord
-    telling: Telling
+    listener: TransferListener
     before_bytes: int
     limit_s: float
 
     async def put(self) -> None:
-        start = await self._kept() if self.record.size_bytes >= RESUMED_BYTES else 0
+        start = await self._stored_bytes() if self.record.size_bytes >= RESUMED_BYTES else 0
         if start == self.record.size_bytes:
             return
         refusal = await self._send(start)
-        if refusal is not None and start:  # what is there is of no use, or somebody else goes on with it
+        if refusal is not None and start:  # the stored part is of no use, or another client resumes it
             refusal = await self._send(0)
         if refusal is not None:
-            raise Refusing(refusal)
+            raise NodeRefused(refusal)
 
-    async def _kept(self) -> int:
-        """How much of it is there. Of a store that cannot say: nothing."""
+    async def _stored_bytes(self) -> int:
+        """Return how many bytes are stored; 0 if the node does not answer that."""
         headers = {"Content-Range": content_range(0, 0, self.record.size_bytes), "Content-Length": "0"}
         async with self.transport.answer("PUT", f"/inputs/{self.record.sha256}", headers=headers, answer_s=HEAD_S) as response:
             if not response.is_success:
@@ -262,7 +276,7 @@ class _Putting(NamedTuple):
                 "PUT", f"/inputs/{self.record.sha256}", headers=headers, content=pieces, answer_s=self.limit_s
             ) as response,
         ):
-            return None if response.is_success else await refusal_of(response)
+            return None if response.is_success else (await read_refusal(response))[0]
 
     async def _pieces(self, start: int) -> AsyncGenerator[bytes, None]:
         sent = self.before_bytes + start
@@ -270,30 +284,23 @@ class _Putting(NamedTuple):
             async for piece in pieces:
                 yield piece
                 sent += len(piece)
-                self.telling.sent(sent)
+                self.listener.sent(sent)
 
 
 class _Offset(msgspec.Struct):
     offset: int
 
 
-# ----------------------------------------------------------------------------------------------------
-# A result on its way into a file beside the output, verified as it comes. Touches that file, and the output when it is whole.
-
-Heard = Callable[[int, int | None], None]
-"""How many bytes of a result are here, and how many there will be."""
+# ------------------------------------------------------------------------------------------------ results
 
 ZIP_TYPE = "application/zip"
-NAME_MAX_CHARS = 100  # of the output's name in the name of the file beside it; file systems allow 255 bytes in all
+NAME_MAX_CHARS = 100  # of the output's name in the name of the part file; file systems allow 255 bytes in all
 
 ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?').fullmatch
 
 
-# ---------------------------------------------------------------------------------------------------- the file
-
-
 def part_path(target: Path, job_id: str) -> Path:
-    """Where the result of this job is collected."""
+    """Return the part file for the result of a job."""
     name = target.name if len(target.name) <= NAME_MAX_CHARS else _short(target.name)
     return target.with_name(f".{name}.{_short(job_id)}.part")
 
@@ -316,11 +323,8 @@ def make_part(target: Path, job_id: str) -> PartFile:
     return part
 
 
-# ---------------------------------------------------------------------------------------------------- the download
-
-
 class DownloadedResult(msgspec.Struct, frozen=True):
-    """A result that lies in a file, whole and verified."""
+    """Complete and verified result in its part file."""
 
     ended: JobEnded
     sha256: str
@@ -330,14 +334,15 @@ class DownloadedResult(msgspec.Struct, frozen=True):
 
 
 class Download:
-    """A result on its way, over as many answers as it takes. There is no file before the first byte, and none after an error."""
+    """Download of one result, over as many responses as needed. No part file exists before the first byte, or after an error."""
 
-    def __init__(self, target: Path, job_id: str, heard: Heard) -> None:
+    def __init__(self, target: Path, job_id: str, received: Callable[[int, int | None], None]) -> None:
+        """`received` is called with the number of bytes so far, and in total if that is known."""
         self.have = 0
         self._target = target
         self._job_id = job_id
         self._part: PartFile | None = None
-        self._heard = heard
+        self._received = received
         self._hash = hashlib.sha256()
         self._answered = False
         self._total: int | None = None
@@ -357,13 +362,13 @@ class Download:
         return self._part is not None
 
     def take_up(self) -> None:
-        """Go on behind what an earlier process left. Blocks: for a thread. Whether it is of the same result shows in the end."""
+        """Continue the part file of an earlier process; blocks. The hash shows in the end if it is of the same result."""
         self._part = find_part(self._target, self._job_id)
         if self._part is not None:
             self.have = self._part.read_into(self._hash.update)
 
     def range_headers(self) -> dict[str, str]:
-        """For the rest of it. Without its ETag nobody could say whether the rest is of the same."""
+        """Return the headers that ask for the rest; none without an ETag, as the rest could be of another result."""
         if not self.have or (self._answered and not self._sha256):
             return {}
         return range_headers(self.have, f'"{self._sha256}"' if self._sha256 else "")
@@ -371,15 +376,16 @@ class Download:
     async def take(self, response: httpx.Response) -> None:
         if response.status_code == 416 and self.have:
             self.have = 0
-            raise ResponseLost("what an earlier process left is not of this result")
+            raise ResponseLost("the part file of an earlier process is of another result")
         if not response.is_success:
-            refusal, location = await refusal_of(response), response.headers.get("location", "")
-            raise Elsewhere(refusal, location) if response.status_code == 307 else Refusing(refusal)
+            refusal, _ = await read_refusal(response)
+            is_redirect = response.status_code == 307
+            raise NodeRedirect(refusal, response.headers.get("location", "")) if is_redirect else NodeRefused(refusal)
         if response.status_code == 206:
             self._go_on(response)
         else:
             self._start_over(response)
-        self._heard(self.have, self._total)
+        self._received(self.have, self._total)
         assert self._part is not None
         received = self.have
         async with FileSink(self._write, self._hash) as sink:
@@ -387,8 +393,8 @@ class Download:
                 async for piece in response.aiter_raw():
                     await sink.add(piece)
                     received += len(piece)
-                    self._heard(received, self._total)
-            finally:  # also of an answer that was cut: what came need not come again
+                    self._received(received, self._total)
+            finally:  # also if the response was cut: the bytes that arrived are kept
                 await sink.flush()
 
     def _write(self, piece: bytes) -> None:
@@ -398,18 +404,22 @@ class Download:
     def _go_on(self, response: httpx.Response) -> None:
         found = parse_content_range(response.headers.get("content-range", ""))
         if self._part is None or (found is not None and found.start != self.have):
-            raise Refusing(Refusal(response.status_code, "", "but not with the part that was asked for; is this a node agent?"))
+            raise NodeRefused(
+                Refusal(response.status_code, "", "but not with the part that was asked for; is this a node agent?")
+            )
         if not self._answered:
             self._note(response)
             self._total = found.size_bytes if found is not None else None
         if not self._sha256:
-            raise ResponseLost("it cannot be known whether this is the rest of what an earlier process left")
+            raise ResponseLost("without an ETag nobody knows if this is the rest of the part file of an earlier process")
 
     def _start_over(self, response: httpx.Response) -> None:
         if ZIP_TYPE not in response.headers.get("content-type", ""):
-            raise Refusing(Refusal(response.status_code, "", "but with no ZIP; is this a node agent?"))
+            raise NodeRefused(Refusal(response.status_code, "", "but with no ZIP; is this a node agent?"))
         if response.status_code != 200 or not ETAG(response.headers.get("etag", "")):
-            raise Refusing(Refusal(response.status_code, "", "with a ZIP, but without its sha256 as ETag; is this a node agent?"))
+            raise NodeRefused(
+                Refusal(response.status_code, "", "with a ZIP, but without its sha256 as ETag; is this a node agent?")
+            )
         if self._part is None:
             self._part = make_part(self._target, self._job_id)
         self._part.truncate()
@@ -428,7 +438,7 @@ class Download:
         self._ended = JobEnded(outcome, 0 if outcome == "succeeded" else None)
 
     def whole(self, node: str) -> DownloadedResult:
-        """All answers are over: is it what was announced?"""
+        """Return the result if it is what was announced; ResponseLost, NodeRefused."""
         assert self._part is not None
         digest = self._hash.hexdigest()
         if self._total is not None and self.have != self._total:
@@ -437,5 +447,5 @@ class Download:
             self.have = 0  # nothing of it can be used
             raise ResponseLost(f"the result from {node} has the sha256 {digest}, not {self._sha256} as announced")
         if not zipfile.is_zipfile(self._part.path):
-            raise Refusing(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))
+            raise NodeRefused(Refusal(200, "", "with a result that is no ZIP; is this a node agent?"))
         return DownloadedResult(self._ended, digest, self.have, self._cached, self._part)

@@ -38,7 +38,7 @@ class FailoverJob(msgspec.Struct, frozen=True):
     silent_s: float = SILENT_S
 
 
-class JobSays(msgspec.Struct, frozen=True):
+class JobStatus(msgspec.Struct, frozen=True):
     """What `GET /jobs/{job_id}` says; only what the plan needs of it."""
 
     state: str
@@ -85,7 +85,7 @@ class RefusalMeaning(Enum):
     FAILED = "no outcome; the next node"
 
 
-def verdict_of(refusal: Refusal) -> RefusalMeaning:
+def meaning_of(refusal: Refusal) -> RefusalMeaning:
     """By status and code; an answer without a code is no node's own, so that only its status counts."""
     match refusal.status, refusal.code:
         case 423, _:
@@ -147,14 +147,14 @@ class Begin(msgspec.Struct, frozen=True):
     """Find a node for the job."""
 
 
-class JobStatusHeard(msgspec.Struct, frozen=True):
+class JobStatusReceived(msgspec.Struct, frozen=True):
     """A node answered how the job stands; None: it does not know it."""
 
     ticket: int
-    says: JobSays | None
+    status: JobStatus | None
 
 
-class Untold(msgspec.Struct, frozen=True):
+class JobStatusMissing(msgspec.Struct, frozen=True):
     """A node did not say how the job stands. `gone`: nobody is there. `alive`: it answered that it cannot say now."""
 
     ticket: int
@@ -176,7 +176,7 @@ class Uploaded(msgspec.Struct, frozen=True):
     ticket: int
 
 
-class Heard(msgspec.Struct, frozen=True):
+class ResultPieceReceived(msgspec.Struct, frozen=True):
     """A piece of the result came."""
 
     ticket: int
@@ -196,7 +196,7 @@ class Refused(msgspec.Struct, frozen=True):
     refusal: Refusal
 
 
-class Lost(msgspec.Struct, frozen=True):
+class RequestLost(msgspec.Struct, frozen=True):
     """The request ended without an answer."""
 
     ticket: int
@@ -207,13 +207,24 @@ class TimePassed(msgspec.Struct, frozen=True):
     """Time has passed, or a node was looked at."""
 
 
-Event = Begin | JobStatusHeard | Untold | Redirected | Uploaded | Heard | Saved | Refused | Lost | TimePassed
+Event = (
+    Begin
+    | JobStatusReceived
+    | JobStatusMissing
+    | Redirected
+    | Uploaded
+    | ResultPieceReceived
+    | Saved
+    | Refused
+    | RequestLost
+    | TimePassed
+)
 
 
 # ---------------------------------------------------------------------------------------------------- commands
 
 
-class Look(msgspec.Struct, frozen=True):
+class CheckNode(msgspec.Struct, frozen=True):
     """Ask this node for its health and capacity, and tell `Nodes`; then say Ticked."""
 
     node: str
@@ -252,7 +263,7 @@ class Remove(msgspec.Struct, frozen=True):
     node: str
 
 
-class Tell(msgspec.Struct, frozen=True):
+class Notify(msgspec.Struct, frozen=True):
     """A word about what goes on, for people and logs."""
 
     text: str
@@ -272,7 +283,7 @@ class GiveUp(msgspec.Struct, frozen=True):
     error: TasukiError
 
 
-Command = Look | Ask | Post | Fetch | Drop | Remove | Tell | Finish | GiveUp
+Command = CheckNode | Ask | Post | Fetch | Drop | Remove | Notify | Finish | GiveUp
 
 
 # ---------------------------------------------------------------------------------------------------- what is under way

@@ -18,7 +18,7 @@ from enum import IntEnum, StrEnum
 import msgspec
 
 from tasuki.core.failover.agent_protocol import AgentState
-from tasuki.core.failover.events import JobSays, Refusal
+from tasuki.core.failover.events import JobStatus, Refusal
 from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput
@@ -419,7 +419,7 @@ def well(ranking: Sequence[Ranked]) -> list[Ranked]:
     return answered or [line for line in ranking if line.steady]
 
 
-def who_knows(job_id: str, said: Mapping[str, JobSays]) -> str | None:
+def who_knows(job_id: str, said: Mapping[str, JobStatus]) -> str | None:
     """Whose word counts, of those that know the job."""
     ranks = {str(state): rank for rank, state in enumerate(_STATES)}
     in_order = rendezvous(job_id, said)

@@ -27,6 +27,7 @@ from tasuki.core.failover.events import (
     FOLLOW_FIRST_S,
     Ask,
     Begin,
+    CheckNode,
     Command,
     Drop,
     Event,
@@ -34,13 +35,12 @@ from tasuki.core.failover.events import (
     Fetch,
     Finish,
     GiveUp,
-    Heard,
     JobEnded,
-    JobSays,
-    JobStatusHeard,
-    Look,
-    Lost,
+    JobStatus,
+    JobStatusMissing,
+    JobStatusReceived,
     NodeRequest,
+    Notify,
     Post,
     Redirected,
     Refusal,
@@ -48,14 +48,14 @@ from tasuki.core.failover.events import (
     Refused,
     Remove,
     RequestKind,
+    RequestLost,
+    ResultPieceReceived,
     Saved,
-    Tell,
     TimePassed,
-    Untold,
     Uploaded,
     about,
     error_of,
-    verdict_of,
+    meaning_of,
 )
 from tasuki.core.failover.nodes import RANK_WAIT_S, Nodes, NodeState, Ranked
 from tasuki.errors import Conflict, DeadlineExceeded, TasukiError, Unavailable
@@ -84,7 +84,7 @@ class FailoverPlan:
         self._began = 0.0
         self._asked: dict[int, str] = {}
         """First questions that are not answered yet."""
-        self._found: dict[str, JobSays] = {}
+        self._found: dict[str, JobStatus] = {}
         self._looks_until = self._asks_until = 0.0
         self._choosing = False
         self._runs: dict[int, NodeRequest] = {}
@@ -112,7 +112,7 @@ class FailoverPlan:
         match event:
             case Begin():
                 return self._begin(now)
-            case JobStatusHeard() | Untold():
+            case JobStatusReceived() | JobStatusMissing():
                 return self._first_answer(event) if event.ticket in self._asked else self._asked_again(event, now)
             case TimePassed():
                 return []
@@ -121,7 +121,7 @@ class FailoverPlan:
                 return [] if run is None else self._of_run(run, event, now)
 
     def _of_run(
-        self, run: NodeRequest, event: Redirected | Uploaded | Heard | Saved | Refused | Lost, now: float
+        self, run: NodeRequest, event: Redirected | Uploaded | ResultPieceReceived | Saved | Refused | RequestLost, now: float
     ) -> list[Command]:
         run.heard_at = now
         match event:
@@ -131,14 +131,14 @@ class FailoverPlan:
             case Uploaded():
                 run.uploaded = True
                 return []
-            case Heard():
+            case ResultPieceReceived():
                 run.answering = True
                 return []
             case Saved():
                 return self._saved(run, event.ended, now)
             case Refused():
                 return self._refused(run, event.refusal, now)
-            case Lost():
+            case RequestLost():
                 return self._lost(run, event.reason, now)
 
     # ------------------------------------------------------------------------------------------------ the first look
@@ -155,10 +155,10 @@ class FailoverPlan:
         self._asked.update(asked)
         return [Ask(ticket, node) for ticket, node in asked.items()]
 
-    def _first_answer(self, event: JobStatusHeard | Untold) -> list[Command]:
+    def _first_answer(self, event: JobStatusReceived | JobStatusMissing) -> list[Command]:
         node = self._asked.pop(event.ticket)
-        if isinstance(event, JobStatusHeard) and event.says is not None:
-            self._found[node] = event.says
+        if isinstance(event, JobStatusReceived) and event.status is not None:
+            self._found[node] = event.status
         return []
 
     def _still_choosing(self, now: float) -> bool:
@@ -192,7 +192,7 @@ class FailoverPlan:
             node = next((node for node, says in theirs.items() if says.state == state and node not in busy), None)
             if node is not None:
                 word = "has the result" if state == "done" else "runs it already"
-                return [Tell(f"{node} {word}"), *self._start(node, kind, now)]
+                return [Notify(f"{node} {word}"), *self._start(node, kind, now)]
         return []
 
     # ------------------------------------------------------------------------------------------------ runs
@@ -235,9 +235,9 @@ class FailoverPlan:
         self._said[run.node] = refusal.words() if not run.led_to else f"{run.led_to} {refusal.words()}"
         if run.kind is RequestKind.FETCH and run.ended is not None:
             return self._without_result(run)
-        match verdict_of(refusal):
+        match meaning_of(refusal):
             case RefusalMeaning.RUNNING:
-                return [Tell(f"{run.where}: the job runs there already"), *self._instead(run, RequestKind.FOLLOW, now)]
+                return [Notify(f"{run.where}: the job runs there already"), *self._instead(run, RequestKind.FOLLOW, now)]
             case RefusalMeaning.FULL if run.led_to:
                 del self._runs[run.ticket]
                 self._paused_until[run.node] = now + LED_PAUSE_S
@@ -264,7 +264,7 @@ class FailoverPlan:
                     self._nodes.answered(run.node, now)
                 self._done_with.add(run.node)
                 self._not_here[run.node] = refusal
-                return [Tell(about(run.where, refusal.words()))]
+                return [Notify(about(run.where, refusal.words()))]
             case RefusalMeaning.FINAL:
                 error = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return self._refused_for_good(run, error, now)
@@ -290,7 +290,7 @@ class FailoverPlan:
         self._done_with.add(run.node)
         self._said.setdefault(run.node, "the job passed its time limit there")
         self._late = (run.node, ended)
-        return [Tell(f"{run.node}: the job passed its time limit there")]
+        return [Notify(f"{run.node}: the job passed its time limit there")]
 
     def _lost(self, run: NodeRequest, reason: str, now: float) -> list[Command]:
         """No outcome. The next node is chosen right after."""
@@ -307,7 +307,7 @@ class FailoverPlan:
             self._done_with.add(run.node)
         if run.led_to:
             self._paused_until[run.node] = now + (tries - 1) * LED_PAUSE_S
-        return [Tell(about(run.where, reason))]
+        return [Notify(about(run.where, reason))]
 
     def _without_result(self, run: NodeRequest) -> list[Command]:
         """How it ended is known; what it left cannot be had."""
@@ -317,20 +317,20 @@ class FailoverPlan:
 
     # ------------------------------------------------------------------------------------------------ asking a node about the job
 
-    def _asked_again(self, event: JobStatusHeard | Untold, now: float) -> list[Command]:
+    def _asked_again(self, event: JobStatusReceived | JobStatusMissing, now: float) -> list[Command]:
         run = self._runs.get(event.ticket)
         if run is None:
             return []
         run.asking = False
-        if isinstance(event, Untold):
+        if isinstance(event, JobStatusMissing):
             if event.alive and run.kind is RequestKind.POST and not run.led_to:
                 run.heard_at = now
             gone = event.gone and run.kind is RequestKind.FOLLOW  # a request of our own hears it by itself, and more exactly
             return self._lost(run, event.reason, now) if gone else []
         run.heard_at = now
-        return self._followed(run, event.says, now) if run.kind is RequestKind.FOLLOW else self._watched(run, event.says, now)
+        return self._followed(run, event.status, now) if run.kind is RequestKind.FOLLOW else self._watched(run, event.status, now)
 
-    def _followed(self, run: NodeRequest, says: JobSays | None, now: float) -> list[Command]:
+    def _followed(self, run: NodeRequest, says: JobStatus | None, now: float) -> list[Command]:
         state = says.state if says is not None else ""
         match state:
             case "running" | "queued":
@@ -348,7 +348,7 @@ class FailoverPlan:
                     self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
                 return []
 
-    def _watched(self, run: NodeRequest, says: JobSays | None, now: float) -> list[Command]:
+    def _watched(self, run: NodeRequest, says: JobStatus | None, now: float) -> list[Command]:
         """A request that waits for an answer which the node has already given, or will never give, waits on a dead connection."""
         running = says is not None and says.state in ("running", "queued")
         fits = run.kind is not RequestKind.POST or run.answering or running or not run.uploaded
@@ -373,7 +373,7 @@ class FailoverPlan:
         if now < self._looked_at + self._look_every_s():
             return []
         self._looked_at = now
-        return [Look(node) for node in self._nodes.to_look_at(now, self._look_every_s())]
+        return [CheckNode(node) for node in self._nodes.to_look_at(now, self._look_every_s())]
 
     def _time_limit(self, now: float) -> list[Command]:
         return self._give_up(self._out_of_time()) if now >= self._began + self._job.limit_s else []
@@ -428,7 +428,7 @@ class FailoverPlan:
         if best is None and not hope:
             best = next((line for line in candidates if line.steady), None)
         if best is not None:
-            told = [Tell(f"going on at {best.node}")] if self._said else []
+            told = [Notify(f"going on at {best.node}")] if self._said else []
             return [*told, *self._start(best.node, RequestKind.POST, now)]
         if hope:
             self._hopeless_since = None
@@ -463,7 +463,7 @@ class FailoverPlan:
         best = next((line for line in self._candidates(now) if self._ready(line, now)), None)
         if best is None:
             return []
-        return [Tell(f"no answer yet: also at {best.node}"), *self._start(best.node, RequestKind.POST, now)]
+        return [Notify(f"no answer yet: also at {best.node}"), *self._start(best.node, RequestKind.POST, now)]
 
     # ------------------------------------------------------------------------------------------------ the end
 

@@ -50,7 +50,7 @@ class Meta(msgspec.Struct, frozen=True):
     agent: ResultLocation
 
 
-class Stand(enum.Enum):
+class RegistryState(enum.Enum):
     """What the registry says of a job, to a node that is asked for it."""
 
     FREE = enum.auto()
@@ -98,7 +98,7 @@ def submission_of(job_id: str, exec_: str, input_hash: str) -> Submission:
     return Submission(spec, SUBMITTER, body_hash(spec))
 
 
-def is_agents(job: Job) -> bool:
+def is_agent_job(job: Job) -> bool:
     """A store that servers use too has their jobs as well."""
     return job.submitter == SUBMITTER and job.spec.subject == SUBJECT
 
@@ -107,15 +107,15 @@ def input_of(job: Job) -> str:
     return job.spec.payload.decode("ascii", "replace")
 
 
-def stand_of(job: Job | None, sent_input: str | None) -> Stand:
+def registry_state_of(job: Job | None, sent_input: str | None) -> RegistryState:
     """Before anything is read (None: the input is not known yet)."""
     if job is None:
-        return Stand.FREE
+        return RegistryState.FREE
     if sent_input is not None and input_of(job) != sent_input:
-        return Stand.OTHER_INPUT
+        return RegistryState.OTHER_INPUT
     if job.lease is not None and not job.state.terminal:
-        return Stand.QUEUED if is_queued(job) else Stand.HELD
-    return Stand.DONE if job.state is State.SUCCEEDED else Stand.FREE
+        return RegistryState.QUEUED if is_queued(job) else RegistryState.HELD
+    return RegistryState.DONE if job.state is State.SUCCEEDED else RegistryState.FREE
 
 
 def outcome_of(ended: EndedMarker, address: str, *, result: bytes | None = None, is_blob: bool = False) -> Outcome:
@@ -147,7 +147,7 @@ def removed(by: str) -> Outcome:
     return Outcome(error_code=INTERRUPTED, message=f"it was removed by {by}; send it again to run it")
 
 
-def place_of(job: Job) -> ResultLocation | None:
+def result_location_of(job: Job) -> ResultLocation | None:
     """How it ended, if it did with a result."""
     if not job.state.terminal or job.outcome is None:
         return None
@@ -161,5 +161,5 @@ def state_of(job: Job) -> AgentState:
     """In the words of an agent."""
     if not job.state.terminal:
         return AgentState.QUEUED if is_queued(job) else AgentState.RUNNING
-    place = place_of(job)
+    place = result_location_of(job)
     return AgentState.INTERRUPTED if place is None else place.ended.outcome.state
