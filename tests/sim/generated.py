@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasuki.testing.sim.history import AnyLine
-from tests.sim.stories import (
+from tests.sim.history_lines import (
     HEALED,
     answered,
     arrived,

@@ -35,7 +35,7 @@ from tasuki.testing.sim.history import (
     write,
 )
 from tests.sim.generated import Model
-from tests.sim.stories import HEALED, broken, ended, finished, reaped, row, submitted, told
+from tests.sim.history_lines import HEALED, broken, ended, finished, reaped, row, submitted, told
 
 seeds = st.integers(0, 1 << 32)
 EXCUSES = (RemovedEvent, DriftedEvent, ProcessEvent, HealedEvent, EndedEvent)

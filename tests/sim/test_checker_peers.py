@@ -9,7 +9,7 @@ import pytest
 
 from tasuki.testing.sim.checker import Checker
 from tasuki.testing.sim.history import AnyLine, DriftedEvent
-from tests.sim.stories import (
+from tests.sim.history_lines import (
     HEALED,
     UNSTAMPED,
     answered,

@@ -140,12 +140,12 @@ class _One:
     """One case: run, shown, and shrunk if that is wanted."""
 
     def __init__(self, case: Case, output: Output, *, trace: bool) -> None:
-        from tasuki.testing.sim.cases import Story
+        from tasuki.testing.sim.cases import Narrative
 
         self.case = case
         self.output = output
         self.with_trace = trace
-        self.story = Story(events=trace)
+        self.story = Narrative(events=trace)
         self.lines: list[AnyLine] = []
 
     def run(self, history: Path | None, *, shrink: bool, save: Path | None) -> int:

@@ -1,4 +1,4 @@
-"""The conformance suite of the blob contract. Whoever writes a blob store subclasses it and gives two fixtures:
+"""The conformance suite of the blob contract. A new blob store subclasses it and gives two fixtures:
 
     class TestMyBlobs(BlobSuite):
         @pytest.fixture
@@ -38,13 +38,13 @@ def sha256_of(data: bytes) -> str:
 
 
 def content(size_bytes: int) -> bytes:
-    """Bytes of which no two neighbouring chunks are alike."""
+    """Return bytes of which no two neighbouring chunks are alike."""
     period = bytes(range(251))
     return (period * (size_bytes // 251 + 1))[:size_bytes]
 
 
 class BlobSuite:
-    """All cases. A subclass is collected by pytest when its name begins with Test."""
+    """Conformance cases of a blob store. pytest collects a subclass whose name begins with Test."""
 
     @pytest.fixture
     def blobs(self) -> BlobStore:
@@ -183,7 +183,7 @@ class BlobSuite:
 
     # -- cut off, and gone on with --------------------------------------------------------------------------------
     def half_of(self, blobs: BlobStore, data: bytes, resume_key: str = "alice") -> int:
-        """Write the first half of it and suspend the writer; how much that is."""
+        """Write the first half and suspend the writer; return the number of bytes written."""
         writer = blobs.begin(sha256_of(data), len(data), resume_key=resume_key)
         writer.write(data[: len(data) // 2])
         writer.suspend()

@@ -15,11 +15,11 @@ class FakeClock:
         self._wall = wall
 
     def lease(self) -> float:
-        """Seconds since boot."""
+        """Return the seconds since boot."""
         return self._lease
 
     def wall(self) -> float:
-        """Unix time."""
+        """Return the Unix time."""
         return self._wall
 
     def advance(self, seconds: float) -> None:
@@ -30,9 +30,9 @@ class FakeClock:
         self._wall += seconds
 
     def reboot(self) -> None:
-        """The machine was started again: its lease clock begins anew."""
+        """Start the machine again: its lease clock begins anew."""
         self._lease = REBOOTED_S
 
     def jump_wall(self, seconds: float) -> None:
-        """Somebody set the wall clock, forwards or backwards. Leases must not care."""
+        """Set the wall clock forwards or backwards; leases must not depend on it."""
         self._wall += seconds

@@ -1,4 +1,4 @@
-"""The conformance suite of the coordination contract. Whoever writes a back end subclasses it and gives two fixtures:
+"""The conformance suite of the coordination contract. A new back end subclasses it and gives two fixtures:
 
     class TestMyCoordination(CoordinationSuite):
         @pytest.fixture
@@ -47,7 +47,7 @@ def member(name: str = "a", **fields: Any) -> ClusterMember:
 
 
 def seen_by(coordination: Coordination, *, seen: dict[str, int] | None = None, me: str = "observer") -> dict[str, LiveMember]:
-    """Who is alive besides the one that asks."""
+    """Return the members that are alive besides the one that asks."""
     view = coordination.beat(member(me), seen=seen or {})
     return {live.member_id: live for live in view.members if live.member_id != me}
 
@@ -65,7 +65,7 @@ class CoordinationCase:
 
 
 class MemberCases(CoordinationCase):
-    """beat, leave."""
+    """Cases of beat and leave."""
 
     def test_who_beats_is_seen_by_the_others_and_by_itself(self, one: Coordination, two: Coordination) -> None:
         mine = one.beat(member("a", kind="server", schema_version=7), seen={})
@@ -177,7 +177,7 @@ class MemberCases(CoordinationCase):
 
 
 class LockCases(CoordinationCase):
-    """acquire, renew, release."""
+    """Cases of acquire, renew and release."""
 
     def test_a_free_lock_is_given_with_the_first_epoch(self, one: Coordination) -> None:
         assert one.acquire(SCOPE, "one", TTL_S, 0) == Locked(1)
@@ -295,7 +295,7 @@ class LockCases(CoordinationCase):
 
 
 class DetachCases(CoordinationCase):
-    """set_detached, detached."""
+    """Cases of set_detached and detached."""
 
     def test_a_detached_worker_is_seen_by_all_until_it_is_attached(self, one: Coordination, two: Coordination) -> None:
         assert one.set_detached("w1", True, actor="admin", reason="loud fan")
@@ -325,4 +325,4 @@ class DetachCases(CoordinationCase):
 
 
 class CoordinationSuite(MemberCases, LockCases, DetachCases):
-    """All cases. A subclass is collected by pytest when its name begins with Test."""
+    """All conformance cases of a coordination. pytest collects a subclass whose name begins with Test."""

@@ -3,9 +3,9 @@
 A `Harness` has a fake clock and in-memory links; every message passes through the wire's bytes. Things happen one at a time and
 only when a test says so: a message is delivered, the store takes or commits a turn, a clock moves. Links can be cut or held up,
 servers killed between any two steps and started again on the same store, servers and workers frozen or killed. After every commit
-the invariants of RELIABILITY §1 that the store decides are checked; `check()` adds what clients and workers can see.
+`History` checks the invariants that the store decides (docs/invariants.md); `check()` adds what clients and workers can see.
 
-With several servers the world is also their coordination: it tells each who is alive, carries their hints (or loses them), and
+With several servers the harness is also their coordination: it tells each who is alive, carries their hints (or loses them), and
 elects a leader when there is none or the last one has not ticked for LOCK_TTL_S.
 """
 
@@ -51,7 +51,7 @@ WIDE_PAGE = 1_000
 
 
 class Harness:
-    """Servers, their store and their peers. `restart` gets the store of the only, dead server and gives the one of the next."""
+    """Servers, their store and their peers. `restart` makes the store of the next server from that of the only one."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Harness:
         self.links: dict[int, HarnessLink] = {}
         self.turns = 0
         self.disk_problem = ""
-        """What the driver sees when it looks at the disk."""
+        """The problem that the driver sees when it looks at the disk; empty if there is none."""
         self.refuse: Callable[[Turn], TasukiError | None] = lambda turn: None
-        """Makes the store refuse a turn, before it did anything."""
+        """Return the error with which the store refuses a turn before it did anything."""
         self.lose_answer: Callable[[Turn], TasukiError | None] = lambda turn: None
-        """Makes the store commit a turn and then say that it does not know."""
+        """Return the error with which the store answers a turn that it has committed."""
         self.lose_hints = False
         self._restart = restart
         self._numbers = itertools.count(1)
@@ -95,7 +95,7 @@ class Harness:
         return Now(self.clock.lease(), self.clock.wall())
 
     def tick(self) -> None:
-        """Everybody's timer fires."""
+        """Fire the timers of all servers and peers."""
         self._coordinate()
         for server in self.servers:
             if server.awake:
@@ -106,7 +106,7 @@ class Harness:
                 node.apply(Ticked())
 
     def run_for(self, seconds: float, step_s: float = STEP_S) -> None:
-        """Let time pass; all that can happen happens."""
+        """Let time pass, and let everything happen that can."""
         end = self.clock.lease() + seconds
         while self.clock.lease() < end - 1e-9:
             self.clock.advance(min(step_s, end - self.clock.lease()))
@@ -124,7 +124,7 @@ class Harness:
     def client(
         self, name: str = "client", *, peer: Peer = SAME_USER, token: str = "", to: Sequence[ServerNode] = ()
     ) -> ClientNode:
-        """A client that was given the addresses of `to`, of all servers if none is named."""
+        """Add a client that knows the addresses of `to`, by default those of all servers."""
         return self._join(ClientNode(self, name, peer, token, self._given(to)))
 
     def worker(
@@ -161,14 +161,14 @@ class Harness:
         return [node for node in self.nodes if isinstance(node, ClientNode)]
 
     def kill(self, node: Node) -> None:
-        """The process is gone, and its connection with it."""
+        """Kill the process of a peer, and cut its connection."""
         node.dead = True
         if isinstance(node, WorkerNode):
             node.running.clear()
         self.cut(node)
 
     def exit(self, node: Node) -> None:
-        """The process ends by itself: what it sent before still arrives."""
+        """Let the process of a peer end by itself: what it sent before still arrives."""
         node.dead = True
         link, node.link = node.link, None
         if link is not None:
@@ -189,7 +189,7 @@ class Harness:
         node.apply(Opened(conn, node.peer))
 
     def _accept(self, link: HarnessLink) -> None:
-        """The kernel has taken the connection; the server hears of it when it runs."""
+        """Tell the server of a connection that the kernel has taken, if the server runs."""
         if not link.accepted and link.server.awake:
             link.accepted = True
             link.server.apply(Opened(link.conn, link.node.peer))
@@ -199,7 +199,7 @@ class Harness:
             node.link.to_server.append(encode(message))
 
     def deliver_to_server(self, link: HarnessLink) -> None:
-        """The next piece of this way arrives."""
+        """Deliver the next piece of bytes to the server."""
         self._accept(link)
         data = link.to_server.popleft()
         for frame in link.server_decoder.feed(data):
@@ -207,7 +207,7 @@ class Harness:
                 link.server.apply(Received(link.conn, decode(frame, FRAME_MAX_BYTES)))
 
     def deliver_to_node(self, link: HarnessLink) -> None:
-        """The next piece of this way arrives; if the server hung up, after the last one the end."""
+        """Deliver the next piece of bytes to the peer; after the last one, the end if the server hung up."""
         if link.to_node:
             data = link.to_node.popleft()
             for frame in link.node_decoder.feed(data):
@@ -217,7 +217,7 @@ class Harness:
             self._node_loses(link, link.ending)
 
     def cut(self, node: Node, reason: str = "the connection was cut") -> None:
-        """Both sides lose the connection, and all that was on its way."""
+        """Cut the connection for both sides, and lose all that was on its way."""
         if (link := node.link) is not None:
             self._server_loses(link, reason)
             self._node_loses(link, reason)
@@ -235,7 +235,7 @@ class Harness:
             link.server.apply(Closed(link.conn, reason))
 
     def hang_up(self, conn: int, last_words: bytes, reason: str) -> None:
-        """A server ends a connection: the node hears of it when it has read what was sent before."""
+        """End a connection from the server: the peer hears of it when it has read what was sent before."""
         link = self.links.pop(conn, None)
         if link is not None and not link.mute:
             if last_words:
@@ -254,7 +254,7 @@ class Harness:
     # -- servers --------------------------------------------------------------------------------------------------
     @property
     def broker(self) -> Broker | None:
-        """Of the first server, as are `turn` and `answers`: where there is one only, it needs no name."""
+        """The broker of the first server, as are `turn` and `answers`: where there is only one server, it needs no name."""
         return self.servers[0].broker
 
     @property
@@ -275,7 +275,7 @@ class Harness:
         self.servers[0].answer_turn()
 
     def kill_server(self, server: ServerNode | None = None) -> None:
-        """SIGKILL: its peers see a reset connection."""
+        """Kill a server (SIGKILL): its peers see a reset connection."""
         server = server or self.servers[0]
         server.die()
         for link in [link for link in self.links.values() if link.server is server]:
@@ -289,11 +289,11 @@ class Harness:
         server.start()
 
     def freeze_server(self, server: ServerNode) -> None:
-        """SIGSTOP: connections stay, new ones are taken by the kernel, nothing is answered."""
+        """Freeze a server (SIGSTOP): connections stay, the kernel takes new ones, nothing is answered."""
         server.frozen = True
 
     def thaw_server(self, server: ServerNode) -> None:
-        """SIGCONT: it reads what came meanwhile, and hears of connections that are gone."""
+        """Wake a frozen server (SIGCONT): it reads what came meanwhile, and hears of connections that are gone."""
         server.frozen = False
         for link in [link for link in self.links.values() if link.server is server and link.lost]:
             while link.to_server:
@@ -301,18 +301,18 @@ class Harness:
             self._server_loses(link, link.lost)
 
     def server_of(self, node: Node) -> ServerNode:
-        """Where a node is connected at the moment."""
+        """Return the server that a peer is connected to at the moment."""
         assert node.link is not None, f"{node.name} is not connected"
         return node.link.server
 
     def hint(self, sender: ServerNode, hint: Hint) -> None:
-        """On its way to all other servers, unless hints are lost at the moment."""
+        """Send a hint to all other servers, unless hints are lost at the moment."""
         for server in self.servers:
             if server is not sender and server.broker is not None and not self.lose_hints:
                 server.hints.append(hint)
 
     def _coordinate(self) -> None:
-        """Who is alive, and who leads."""
+        """Tell the servers who is alive, and elect a leader if there is none."""
         if len(self.servers) == 1:
             return
         awake = [server for server in self.servers if server.awake]
@@ -343,7 +343,7 @@ class Harness:
 
     # -- running --------------------------------------------------------------------------------------------------
     def choices(self) -> list[Callable[[], object]]:
-        """Everything that could happen next."""
+        """Return everything that could happen next."""
         found: list[Callable[[], object]] = []
         for link in [node.link for node in self.nodes if node.link is not None]:
             if link.to_server and not link.hold_to_server and link.server.awake:
@@ -381,7 +381,7 @@ class Harness:
                 return jobs
 
     def check(self) -> None:
-        """What must hold between any two steps."""
+        """Check all that must hold between any two steps."""
         jobs = self.all_jobs()
         self.history.check(jobs, {job.job_id: self.store.incidents(job.job_id) for job in jobs})
         stored = {job.job_id: job for job in jobs}
@@ -393,7 +393,7 @@ class Harness:
             self._check_client(client, stored)
 
     def _check_runs(self) -> None:
-        """No attempt runs at two places; and (I9) of workers that stop when cut off, only one runs a job."""
+        """Check that no attempt runs at two places and (I9) that of workers that stop when cut off, only one runs a job."""
         attempts = [run for worker in self.workers for run in worker.runs]
         assert len(attempts) == len(set(attempts)), "an attempt ran at two workers"
         now = [
@@ -419,7 +419,7 @@ class Harness:
 
 
 class History:
-    """What callers know of each job, by id."""
+    """All that callers know of each job, by id, checked against the invariants that a store decides (docs/invariants.md)."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -431,7 +431,7 @@ class History:
 
     # -- what callers were told -----------------------------------------------------------------------------------
     def submitted(self, submissions: Sequence[Submission], answers: Sequence[Submitted | Conflict | MissingBlobs]) -> None:
-        """I2: one job per id, all acks agree, another body is refused."""
+        """Check I2: one job per id, all acknowledgements agree, another body is refused."""
         for submission, answer in zip(submissions, answers, strict=True):
             known = self._bodies.get(answer.job_id)
             if isinstance(answer, MissingBlobs):
@@ -445,7 +445,7 @@ class History:
             self._bodies[answer.job_id] = submission.body_hash
 
     def granted(self, grant: Grant, job: Job) -> None:
-        """I5: every grant is one attempt more. I12: none before its time (of any wall clock ever shown), nor after it."""
+        """Check I5: each grant is one attempt more. I12: none is before its time (by any wall clock ever shown), or after it."""
         self.saw_time()
         self._grants[grant.job_id] += 1
         assert grant.attempt == job.attempt == self._grants[grant.job_id], f"I5: {grant.job_id}"
@@ -455,7 +455,7 @@ class History:
     def reported(
         self, verb: str, reports: Sequence[Report], before: Sequence[Job | None], answers: Sequence[ReportAnswer]
     ) -> None:
-        """I3: at most one finish per attempt. I6: it held the current lease. I14: a cancel and a finish do not both win."""
+        """Check I3: one finish per attempt at most. I6: it held the current lease. I14: a cancel and a finish do not both win."""
         for report, job, answer in zip(reports, before, answers, strict=True):
             if answer.answer is not ReportStatus.RECORDED:
                 continue
@@ -469,7 +469,7 @@ class History:
             assert (verb == "finish") == (answer.state is State.SUCCEEDED), f"I14: {verb} led to {answer.state}"
 
     def pruned(self, job_ids: Iterable[str]) -> None:
-        """Ids that are gone are new again."""
+        """Forget jobs that retention deleted: their ids are new again."""
         for job_id in list(job_ids):
             for known in (self._bodies, self._grants, self._recorded, self._seen):
                 known.pop(job_id, None)
@@ -479,7 +479,7 @@ class History:
 
     # -- what the store shows -------------------------------------------------------------------------------------
     def check(self, jobs: Sequence[Job], stories: dict[str, list[JobIncident]]) -> None:
-        """All jobs, after a step."""
+        """Check all jobs after a step."""
         self.saw_time()
         assert {job.job_id for job in jobs} == set(self._bodies), "I1, I2: acked jobs and stored jobs differ"
         assert len(jobs) == len(self._bodies), "I2: two jobs of one id"
@@ -504,7 +504,7 @@ class History:
 
     @staticmethod
     def _check_budgets(job: Job, story: list[JobIncident]) -> None:
-        """I11."""
+        """Check I11: failures and losses stay within the budgets of the job."""
         spec = job.spec
         if not job.state.terminal:
             assert job.failures <= spec.max_retries, f"I11: {job.job_id} is past its retries"
@@ -518,7 +518,7 @@ class History:
 
     @staticmethod
     def _check_step(earlier: Job, job: Job) -> None:
-        """I4: terminal absorbs; only a new generation leaves it, with its budgets whole."""
+        """Check I4: terminal absorbs; only a new generation leaves it, with its budgets whole."""
         assert job.attempt >= earlier.attempt, f"I5: the attempt of {job.job_id} fell"
         assert job.generation >= earlier.generation, f"I4: the generation of {job.job_id} fell"
         if job.generation == earlier.generation:

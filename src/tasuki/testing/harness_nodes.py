@@ -1,7 +1,9 @@
-"""The peers of a `World` (harness.py): a client's and a worker's machine, each with what its driver would keep, and their links.
+"""Processes of a `Harness` (harness.py): clients, workers and servers, each a machine with the state that its driver would
+keep.
 
-Touches nothing: bytes go into lists, and the world moves them. The simulator (`sim/`) has peers of the same kinds, and another
-world: what a peer needs of either is `HarnessContext`, and what happens in time in only one of them is a method of its own here.
+Touches nothing: bytes go into lists, and the harness moves them. The simulator (`sim/`) subclasses these processes for its own
+world. `HarnessContext` and `ServerContext` are what a process needs of either; what takes time in the simulator is a method of
+its own here.
 """
 
 from __future__ import annotations
@@ -78,10 +80,10 @@ from tasuki.wire.messages import encode
 
 
 class HarnessContext(Protocol):
-    """What a peer needs of the world that it lives in."""
+    """The part of harness or simulator that a peer needs."""
 
     random: random.Random
-    """For the jitter of its machine."""
+    """The source of the jitter of the machine."""
 
     def now(self) -> Now: ...
     def send_to_server(self, node: Any, conn: int, message: Message) -> None: ...
@@ -91,16 +93,16 @@ class HarnessContext(Protocol):
 
 
 class HarnessLink:
-    """One connection: bytes on their way in both directions. `held` ways keep their bytes; a `mute` link loses them."""
+    """One connection: bytes on their way in both directions. A held direction keeps its bytes; a `mute` link loses them."""
 
     def __init__(self, conn: int, node: Node, server: ServerNode) -> None:
         self.conn = conn
         self.node = node
         self.server = server
         self.accepted = False
-        """The server has heard of it."""
+        """The server has heard of the connection."""
         self.lost = ""
-        """The node has left it, and the server cannot know yet."""
+        """The reason why the peer has left; a frozen server hears of it later."""
         self.to_server: deque[bytes] = deque()
         self.to_node: deque[bytes] = deque()
         self.server_decoder = FrameDecoder(FRAME_MAX_BYTES)
@@ -109,13 +111,13 @@ class HarnessLink:
         self.hold_to_node = False
         self.mute = False
         self.loses: Callable[[Message], bool] = lambda message: False
-        """Which of the server's messages are lost on this link."""
+        """Decide which of the server's messages are lost on this link."""
         self.ending = ""
-        """The server hung up: the node hears of it when it has read what was sent before."""
+        """The reason why the server hung up: the peer hears of it when it has read what was sent before."""
 
 
 class Node:
-    """One peer of the server: a machine and what its driver would keep."""
+    """One peer of the server: a machine, and the state that its driver would keep."""
 
     def __init__(self, world: HarnessContext, name: str, peer: Peer) -> None:
         self.world = world
@@ -131,7 +133,7 @@ class Node:
         return not (self.frozen or self.dead)
 
     def now(self) -> Now:
-        """What its clocks say."""
+        """Return what the clocks of this process show."""
         return self.world.now()
 
     def apply(self, event: Any) -> None:
@@ -141,11 +143,11 @@ class Node:
         self.world.dial(self, wanted.address)
 
     def flush(self) -> None:
-        """Workers say at the end of a turn of their loop what they have to say."""
+        """Send what the machine has gathered in this turn of its loop; only workers gather anything."""
 
 
 class ClientNode(Node):
-    """A client process: what it asked, what it was told."""
+    """A client process, with the answers and results that it received."""
 
     def __init__(self, world: HarnessContext, name: str, peer: Peer, token: str, addresses: Sequence[Address]) -> None:
         super().__init__(world, name, peer)
@@ -198,7 +200,7 @@ class ClientNode(Node):
 
     # -- what a user does -----------------------------------------------------------------------------------------
     def call(self, make: Callable[[int], Message], *, lasting: bool = True) -> int:
-        """Ask; the ticket under which `answers` will have the answer."""
+        """Send a call; return the ticket under which `answers` will have the answer."""
         ticket = next(self._tickets)
         self.apply(Call(ticket, make, lasting))
         return ticket
@@ -223,7 +225,7 @@ class ClientNode(Node):
         self.apply(Watch(list(job_ids)))
 
     def result(self, job_id: str) -> JobResult:
-        """The one result that came for this job."""
+        """Return the only result that came for this job."""
         [result] = self.results[job_id]
         return result
 
@@ -242,10 +244,10 @@ class WorkerNode(Node):
         self.stopped: list[tuple[str, str]] = []
         self.forgotten: list[tuple[str, str]] = []
         self.disk: dict[str, Ending] = {}
-        """Endings that it saved."""
+        """Endings that the worker has saved."""
         self.exited: Exit | None = None
         self.handlers = False
-        """Its attempts are handlers in its loop: a start is reported only if they take longer."""
+        """Attempts are handlers in the worker's loop: a start is reported only if they take longer."""
 
     def apply(self, event: WorkerEvent) -> None:
         for command in self.machine.apply(event, self.now()):
@@ -299,7 +301,7 @@ class WorkerNode(Node):
     # -- what happens in the process ------------------------------------------------------------------------------
     @property
     def jobs(self) -> list[str]:
-        """The ids of what it runs now."""
+        """The ids of the jobs that run now."""
         return [grant.job_id for grant in self.running.values()]
 
     def grant_of(self, job_id: str) -> Grant:
@@ -324,7 +326,7 @@ class WorkerNode(Node):
         self.apply(GaveBack(grant.lease_id))
 
     def restore(self, disk: dict[str, Ending]) -> None:
-        """It finds what an earlier process of its id saved."""
+        """Restore the endings that an earlier process of this worker saved."""
         for ending in disk.values():
             self.disk[ending.lease_id] = ending
             self.apply(Restored(ending))
@@ -334,7 +336,7 @@ class WorkerNode(Node):
 
     @property
     def outstanding(self) -> int:
-        """Places that are taken: attempts that it was given and that have not ended."""
+        """The number of attempts that the worker was given and that have not ended."""
         return sum(1 for held in self.machine.held.values() if held.ending is None)
 
 
@@ -344,7 +346,7 @@ OWN_UID = 1000
 
 
 class ServerContext(Protocol):
-    """What a server needs of the harness that it lives in."""
+    """The part of the harness that a server needs."""
 
     store: Store
     links: dict[int, HarnessLink]
@@ -369,11 +371,11 @@ class ServerNode:
         self.frozen = False
         self.broker: Broker | None = None
         self.turn: Turn | None = None
-        """Taken by the store, not committed."""
+        """The turn that the store has taken and not committed."""
         self.answers: Answers | None = None
-        """Committed; the broker has not heard of it."""
+        """The answers of a committed turn that the broker has not heard of."""
         self.hints: deque[Hint] = deque()
-        """From other servers, on their way."""
+        """Hints of other servers, on their way."""
         self._shared = shared
         self._lease_ttl_s = lease_ttl_s
 
@@ -383,7 +385,7 @@ class ServerNode:
 
     @property
     def leads(self) -> int:
-        """The epoch under which it believes to lead; 0: it does not."""
+        """The epoch under which the server believes to lead; 0 if it does not."""
         return self.broker.epoch if self.broker is not None else 0
 
     def start(self) -> None:
@@ -406,13 +408,13 @@ class ServerNode:
         self.broker.addresses = (str(self.address),)
 
     def die(self) -> None:
-        """SIGKILL: a turn that was not committed never was; nothing that was not sent is sent."""
+        """Kill the process (SIGKILL): a turn that was not committed never happened; nothing more is sent."""
         self.broker = self.turn = self.answers = None
         self.frozen = False
         self.hints.clear()
 
     def now(self) -> Now:
-        """What its clocks say."""
+        """Return what the clocks of this process show."""
         return self.world.now()
 
     def apply(self, event: BrokerEvent) -> None:
@@ -441,7 +443,7 @@ class ServerNode:
         self.world.hang_up(command.conn, last_words, error.message if error else "")
 
     def _told(self, command: Publish | TakeoverDone | Deposed) -> None:
-        """What concerns the other servers; the world is also the election, and counts every win."""
+        """Carry out a command that concerns other servers; the harness is also the election, and counts every win."""
         match command:
             case Publish():
                 self.world.hint(self, command.hint)
@@ -469,14 +471,14 @@ class ServerNode:
 
     # -- the store ------------------------------------------------------------------------------------------------
     def take_turn(self) -> bool:
-        """If it has none under way, the store takes what the broker has drafted."""
+        """Let the store take what the broker has gathered, if no turn is under way; return whether it did."""
         if self.broker is None or self.frozen or self.turn is not None:
             return False
         self.turn = self.broker.next_turn(self.now())
         return self.turn is not None
 
     def commit_turn(self) -> None:
-        """The turn becomes durable; the broker does not know it yet."""
+        """Make the turn durable; the broker does not know it yet."""
         assert self.turn is not None
         assert self.answers is None
         turn, world = self.turn, self.world
@@ -497,7 +499,7 @@ class ServerNode:
         self.answers = answers
 
     def answer_turn(self) -> None:
-        """The broker hears of the commit, and sends what follows from it."""
+        """Tell the broker of the commit, and let it send what follows."""
         assert self.turn is not None
         assert self.answers is not None
         turn, answers = self.turn, self.answers
@@ -510,7 +512,7 @@ class ServerNode:
         self.apply(TurnFailed(turn, error))
 
     def choices(self) -> list[Callable[[], object]]:
-        """What of the store and the other servers could reach it next."""
+        """Return the events of store and other servers that could reach this server next."""
         if not self.awake:
             return []
         found: list[Callable[[], object]] = [self._hear_hint] if self.hints else []

@@ -1,4 +1,4 @@
-"""What submitters may rely on: submit, cancel, requeue. Part of `tasuki.testing.store_suite`."""
+"""Cases of the store suite for clients: submitters (submit, cancel, requeue), readers, and tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUBJECTS = ["render.eu", template_of(DEFAULT_APP).subject]  # a store may keep t
 
 
 class SubmitterCases(StoreCase):
-    """submit, cancel, requeue."""
+    """Cases of submit, cancel and requeue."""
 
     # -- submit ---------------------------------------------------------------------------------------------------
     def test_a_new_job_is_created_and_pending(self, stage: Stage) -> None:
@@ -412,12 +412,11 @@ def _fields(spec: JobSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in spec.__struct_fields__ if name != "job_id"}
 
 
-# ----------------------------------------------------------------------------------------------------
-# What readers may rely on: get, find, incidents, counts, ready_ahead, blob_owners; and the tokens. Part of `store_suite`.
+# ---------------------------------------------------------------------------------------------------- readers
 
 
 class ReaderCases(StoreCase):
-    """get, find, incidents, counts, ready_ahead, blob_owners, tokens."""
+    """Cases of get, find, incidents, counts, ready_ahead, blob_owners and tokens."""
 
     # -- get ------------------------------------------------------------------------------------------------------
     def test_get_gives_none_for_an_unknown_job(self, stage: Stage) -> None:
@@ -563,7 +562,7 @@ class ReaderCases(StoreCase):
         assert counts == {group: GroupCounts(**counter) for group, counter in recount.items()}
 
     def _live_a_while(self, stage: Stage) -> None:
-        """Every verb, many times, over three groups; the same story on every run."""
+        """Call every verb many times, over three groups; the calls are the same on every run."""
         for step in range(40):
             stage.add(*(f"job-{step}-{n}" for n in range(5)), subject=f"g{step % 3}.x", max_retries=step % 2, max_losses=1)
             grants = stage.lease(limit=4, **(KEEP if step % 4 == 0 else {}))

@@ -1,4 +1,4 @@
-"""What the leader may rely on: epochs, targeted grants, reaping, delayed jobs, retention; and turns. Part of `store_suite`."""
+"""Cases of the store suite for the leader (epochs, targeted grants, reaping, delayed jobs, retention), turns, and blobs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Abandoned(Exception):
 
 
 class LeaderCases(StoreCase):
-    """take_over, assign, reap, promote, prune, next_due, turn."""
+    """Cases of take_over, assign, reap, promote, prune, next_due and turns."""
 
     # -- epochs ---------------------------------------------------------------------------------------------------
     def test_a_store_without_a_leader_says_so(self, store: Store) -> None:
@@ -103,7 +103,7 @@ class LeaderCases(StoreCase):
         assert stage.renew(grant) is LeaseStatus.GO_ON
 
     def test_a_worker_that_stays_silent_is_waited_for_by_one_takeover_not_by_each(self, stage: Stage) -> None:
-        """Servers that come and go more often than a lease lasts, or `tasuki duties --once` every minute."""
+        """Repeated takeovers: servers that come and go more often than a lease lasts, or `tasuki duties --once` every minute."""
         stage.running("a")
         stage.clock.advance(14)
         stage.lead("leader-2")
@@ -483,16 +483,15 @@ class LeaderCases(StoreCase):
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What those who bring, refer to and collect blobs may rely on. Part of `store_suite`.
+# ---------------------------------------------------------------------------------------------------- blobs
 
 A, B, C, D = (letter * 64 for letter in "abcd")
 FAR = 1e12
-"""A time that everything was touched before."""
+"""A time later than any at which a blob was touched."""
 
 
 def needs(*sha256s: str) -> dict[str, Any]:
-    """The fields of a job whose inputs are these blobs."""
+    """Return the fields of a job whose inputs are these blobs."""
     return {"files": tuple(InputFile(f"in{number}", sha256=sha256, size_bytes=3) for number, sha256 in enumerate(sha256s))}
 
 
@@ -501,12 +500,12 @@ def condemn(stage: Stage, *, unused_since: float = FAR, limit: int = 256) -> lis
 
 
 def names(places: list[BlobPlace]) -> str:
-    """The letters of the blobs, in order."""
+    """Return the letters of the blobs, in order."""
     return "".join(place.sha256[0] for place in places)
 
 
 class BlobCases(StoreCase):
-    """place_blobs, blobs_stored, blob_places, condemn_blobs, forget_blobs; and what submit, finish and fail make of blobs."""
+    """Cases of place_blobs, blobs_stored, blob_places, condemn_blobs, forget_blobs; and of references by submit and reports."""
 
     # -- places ---------------------------------------------------------------------------------------------------
     def test_new_bytes_get_a_place_that_is_theirs_until_they_are_stored(self, stage: Stage) -> None:
@@ -770,7 +769,7 @@ class BlobCases(StoreCase):
         assert stage.store.blob_places([A]) == places
 
     def test_collection_gets_past_many_blobs_that_are_in_use(self, stage: Stage) -> None:
-        """However it divides its work, in a few calls it has seen them all."""
+        """A collection that divides its work has seen all blobs after a few calls."""
         used = [f"{number:064x}" for number in range(300)]
         stage.store_blobs(*used)
         stage.add("a", **needs(*used))

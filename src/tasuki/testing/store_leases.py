@@ -1,4 +1,4 @@
-"""What workers may rely on while they get and hold work: lease, held, start, renew, release. Part of `store_suite`."""
+"""Cases of the store suite for workers that get and hold jobs: lease, held, start, renew, release; and for late jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ids(grants: list[Grant]) -> list[str]:
 
 
 class LeaseCases(StoreCase):
-    """lease, held, start, renew, release."""
+    """Cases of lease, held, start, renew and release."""
 
     # -- which jobs -----------------------------------------------------------------------------------------------
     def test_nothing_ready_gives_nothing(self, stage: Stage) -> None:
@@ -485,8 +485,7 @@ class LeaseCases(StoreCase):
         assert stage.job("a").state is State.PENDING
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a job with a `not_after` may rely on: never granted past it, skipped when it waited too long. Part of `store_suite`.
+# ---------------------------------------------------------------------------------------------------- late jobs
 
 IN_S = 100.0  # how long the jobs of these cases may wait
 
@@ -499,7 +498,7 @@ WAYS: dict[str, Callable[[Stage], object]] = {
 
 
 class LateCases(StoreCase):
-    """skip, and how grants treat a not_after."""
+    """Cases of skip, and of grants of jobs with a not_after."""
 
     def _add(self, stage: Stage, *job_ids: str, **fields: object) -> None:
         stage.add(*job_ids, **{"not_after": stage.clock.wall() + IN_S, **fields})

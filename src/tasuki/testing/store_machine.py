@@ -1,10 +1,10 @@
-"""Random histories, told to a store under test and to the memory store alike; whatever one answers, the other must too.
+"""Random histories, given to a store under test and to the memory store: both must answer alike.
 
-Subclass `StoreMachine`, give it `make_store`, and hand its `TestCase` to pytest. Lease ids are random in each store, so a
-grant is remembered as a pair of both stores' ids and shown to each by its own. What the contract leaves to the store (which
-of several fair choices a lease makes) is judged by its rule and then followed by the model. After every step all jobs,
-their stories and the counters are compared, and the invariants of RELIABILITY §1 that a store decides are checked.
-Touches only the stores that `make_store` opens.
+Subclass `StoreMachine`, give it `make_store`, and hand its `TestCase` to pytest. Lease ids are random in each store, so a grant
+is kept as a pair of both stores' ids and shown to each by its own. A choice that the contract leaves to the store (which of
+several fair jobs a lease takes) is judged by its rule and then followed by the model. After every step all jobs, their
+incidents and the counters are compared, and the invariants that a store decides (docs/invariants.md) are checked. Touches only
+the stores that `make_store` opens.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class _Abandoned(Exception):
-    """Ends a turn that must leave nothing."""
+    """Raised to end a turn that must leave nothing."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -126,21 +126,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- telling both ---------------------------------------------------------------------------------------------
     def both(self, verb: str, *arguments: Any, **named: Any) -> Any:
-        """The same call to both; their answers must be alike."""
+        """Make the same call to both stores, and compare the answers."""
         mine = getattr(self.under_test, verb)(*arguments, **named)
         theirs = getattr(self.model, verb)(*arguments, **named)
         assert self.plain(mine) == self.plain(theirs), f"{verb}{arguments}{named}"
         return mine
 
     def both_show(self, verb: str, shown: list[tuple[Any, Any]], **named: Any) -> Any:
-        """Like `both`, for calls that show each store its own lease_ids."""
+        """Make a call that shows each store its own lease_ids, and compare the answers."""
         mine = getattr(self.under_test, verb)([one for one, _ in shown], **named)
         theirs = getattr(self.model, verb)([other for _, other in shown], **named)
         assert self.plain(mine) == self.plain(theirs), f"{verb}{[one for one, _ in shown]}"
         return mine
 
     def plain(self, answer: Any) -> Any:
-        """The answer without what may differ: lease ids become names, free texts go."""
+        """Return the answer without what may differ: lease ids become names, free texts are left out."""
         match answer:
             case list() | tuple():
                 return [self.plain(part) for part in answer]
@@ -249,11 +249,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(worker_id=workers, limit=st.integers(1, 4), terms=lease_terms)
     def lease_anything(self, worker_id: str, limit: int, terms: dict[str, Any]) -> None:
-        """The common case, so that histories are rich in grants."""
+        """Lease without conditions: the common case, so that histories are rich in grants."""
         self.lease(worker_id, "1", (">",), limit, {}, Takes.ANY, terms)
 
     def candidates(self, request: LeaseRequest) -> list[Job]:
-        """What the request may be given, oldest first."""
+        """Return the jobs that the request may be given, oldest first."""
         found = self.model.find(Filter(states=(State.PENDING, State.ORPHANED))).jobs[::-1]
         others = {
             (worker_id, pattern)
@@ -309,7 +309,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(ids=some_job_ids, worker_id=workers, verb=st.sampled_from(["start", "renew"]))
     def come_back(self, ids: list[str], worker_id: str, verb: str) -> None:
-        """A worker that keeps its job is silent for longer than its lease and its grace, and shows the lease again."""
+        """Let a worker that keeps its job be silent for longer than lease and grace, and show the lease again."""
         self.lease_by_id(worker_id, "1", ids, 1, {"ttl_s": 5.0, "on_disconnect": OnDisconnect.KEEP, "reconnect_grace_s": 0.0})
         self.advance(8.0, looks=True)
         if self.pairs:
@@ -343,7 +343,7 @@ class StoreMachine(RuleBasedStateMachine):
     def set_going_again(
         self, pick: int, outcome: Outcome, worker_id: str, terms: dict[str, Any], result: Outcome, repeats: bool
     ) -> None:
-        """A job that misbehaves: its attempt fails, somebody cancels and requeues it, and this time it is done."""
+        """Fail an attempt, cancel and requeue the job, and finish the next attempt."""
         pair = self.pick(pick)
         job_id = pair.under_test.job_id
         self.report("fail", [(pair, outcome, {})], repeats=False)
@@ -353,7 +353,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.report("finish", [(self.pairs[-1], result, {})], repeats)
 
     def pick(self, number: int) -> Pair:
-        """Mostly one of the latest grants, where the interesting races are; now and then an old one."""
+        """Return mostly one of the latest grants, where the interesting races are; now and then an old one."""
         if number % 4:
             return self.pairs[-1 - number % min(4, len(self.pairs))]
         return self.pairs[number % len(self.pairs)]
@@ -418,7 +418,7 @@ class StoreMachine(RuleBasedStateMachine):
     # -- time and accidents ---------------------------------------------------------------------------------------
     @rule(seconds=st.sampled_from([1.0, 4.25, 8.0, 18.0, 40.0]), looks=st.booleans())
     def advance(self, seconds: float, looks: bool) -> None:
-        """Time passes; mostly the leader then does its duties, sometimes it is late."""
+        """Let time pass; mostly the leader then does its duties, sometimes late."""
         self.clock.advance(seconds)
         if looks:
             self.reap()
@@ -432,7 +432,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(ids=some_job_ids, bodies=st.lists(specs, min_size=1, max_size=2))
     def abandon_a_turn(self, ids: list[str], bodies: list[JobSpec]) -> None:
-        """All of this, and then none of it: the model is not even told."""
+        """Do all of this in a turn that is abandoned: the model is not told."""
         try:
             with self.under_test.turn():
                 self.under_test.submit([Submission(spec, "eve", body_hash(spec)) for spec in bodies], on_failed="rerun")
@@ -474,7 +474,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def _check_choice(candidates: list[Job], chosen: list[str], limit: int) -> None:
-    """Strict priority; inside a band every group gets a share; inside a group the oldest first."""
+    """Check strict priority; within a priority a share for every group; within a group the oldest first."""
     by_id = {job.job_id: job for job in candidates}
     assert set(chosen) <= set(by_id), f"granted {set(chosen) - set(by_id)}, which was not to be had"
     assert len(chosen) == len(set(chosen)) == min(limit, len(candidates))

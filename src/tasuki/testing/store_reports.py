@@ -1,4 +1,4 @@
-"""What a worker's report comes to: finish and fail, fencing, repeats, budgets and delays. Part of `store_suite`."""
+"""Cases of the store suite for reports: finish and fail, fencing, repeats, budgets and delays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRONG_FIELDS = [{"worker_id": "w2"}, {"lease_id": "0" * 32}, {"attempt": 0}, {"a
 
 
 class ReportCases(StoreCase):
-    """finish and fail."""
+    """Cases of finish and fail."""
 
     # -- finish ---------------------------------------------------------------------------------------------------
     def test_finish_records_the_outcome(self, stage: Stage) -> None:

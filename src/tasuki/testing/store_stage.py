@@ -1,6 +1,6 @@
-"""One store, one clock, and the short forms in which the cases of the conformance suite speak.
+"""One store, one clock, and the short forms that the cases of the conformance suite are written in.
 
-`StoreCase` is the base of the case classes; `Stage` is what they get as a fixture. Touches only the store it was given.
+`StoreCase` is the base of the case classes; `Stage` is their fixture. Touches only the store it was given.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEEP: dict[str, Any] = {"on_disconnect": OnDisconnect.KEEP, "reconnect_grace_s":
 
 
 def token_row(token_id: str, **fields: Any) -> TokenRow:
-    """A token whose hash is its id repeated."""
+    """Return a token whose hash is its id repeated."""
     return TokenRow(**{"token_id": token_id, "kind": "client", "sha256": (token_id * 64)[:64], **fields})
 
 
@@ -77,13 +77,13 @@ class Stage:
         assert [isinstance(answer, Submitted) and answer.created for answer in answers] == [True] * len(job_ids)
 
     def store_blobs(self, *sha256s: str, size_bytes: int = 3) -> list[BlobPlace]:
-        """Blobs whose bytes are there."""
+        """Place blobs and mark their bytes as stored."""
         places = self.store.place_blobs([BlobClaim(sha256, size_bytes) for sha256 in sha256s])
         assert self.store.blobs_stored(places) == [True] * len(places)
         return [replace(place, stored=True) for place in places]
 
     def running(self, job_id: str, worker_id: str = "w1", *, lease: dict[str, Any] | None = None, **fields: Any) -> Grant:
-        """A new job that the worker holds and has started."""
+        """Add a job that the worker holds and has started."""
         grant = self.assigned(job_id, worker_id, lease=lease, **fields)
         assert self.store.start([self.claim(grant, worker_id)]) == [LeaseStatus.GO_ON]
         return grant
@@ -99,7 +99,7 @@ class Stage:
         return grant
 
     def ended(self, job_id: str, state: str) -> Grant:
-        """A job that one attempt brought to this terminal state."""
+        """Add a job that one attempt brought to this terminal state."""
         grant = self.running(job_id, max_retries=0)
         if state == "SUCCEEDED":
             self.finish(grant, message="all good")
@@ -166,11 +166,11 @@ class Stage:
         return self.store.skip(epoch=self.epoch)
 
     def promote(self) -> list[str]:
-        """The subjects."""
+        """Promote delayed jobs; return their subjects."""
         return list(self.store.promote(epoch=self.epoch).subjects)
 
     def lose(self) -> list[Reaped]:
-        """Every lease runs out and is reaped."""
+        """Let every lease run out, and reap."""
         self.clock.advance(PAST_LEASE_S)
         return self.reap()
 
@@ -184,7 +184,7 @@ class Stage:
         return [incident.kind for incident in self.store.incidents(job_id)]
 
     def found(self, *, limit: int = 50, **fields: Any) -> list[str]:
-        """The ids of all pages."""
+        """Return the ids of all pages."""
         return [job.job_id for job in self.find_all(limit=limit, **fields)]
 
     def find_all(self, *, limit: int = 50, **fields: Any) -> list[Job]:

@@ -1,13 +1,13 @@
-"""The conformance suite of the store contract. Whoever writes a store subclasses it and gives one fixture:
+"""The conformance suite of the store contract. A new store subclasses it and gives one fixture:
 
     class TestMyStore(StoreSuite):
         @pytest.fixture
         def make_store(self):
             return lambda clock: MyStore(clock)
 
-Every case is one behaviour of DESIGN §2 that a caller may rely on, told as given, when, then; the cases stand in the
-modules that are imported here, one per side of the contract. Touches only the stores that `make_store` opens.
-With `pytest.register_assert_rewrite("tasuki.testing.store_leases")` and so on in a conftest.py, failures show their values.
+Every case is one behaviour of `stores/store.py` that a caller may rely on, as given, when, then; the cases are in the modules
+that are imported here, one per side of the contract. Touches only the stores that `make_store` opens. With
+`pytest.register_assert_rewrite("tasuki.testing.store_leases")` and so on in a conftest.py, failures show their values.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ __all__ = ["MakeStore", "Stage", "StoreSuite"]
 
 
 class StoreSuite(SubmitterCases, LeaseCases, ReportCases, LeaderCases, LateCases, ReaderCases, BlobCases):
-    """All cases. A subclass is collected by pytest when its name begins with Test."""
+    """All conformance cases of a store. pytest collects a subclass whose name begins with Test."""

@@ -1,18 +1,22 @@
-"""A whole system in one thread: the production machines of servers, workers and clients on one heap of events that owns time,
-network, processes, clocks, store and disks. The same seed gives the same run, to the last event.
+"""The simulator: production machines of servers, workers and clients on one heap of events that owns time, network, processes,
+clocks, store and disks, in one thread. The same seed gives the same run, to the last event.
 
-`run.run_seed(seed)` runs one; `history.py` is what an observer hears, `checker.py` what must hold of it. Where to look:
+`run.run_seed(seed)` draws options and a plan (operations of clients, faults), builds a `System`, and runs it; each event
+becomes a line of the history, which the checker judges. May import everything below `tasuki.cli`; only `tasuki sim` and tests
+import it.
 
-    options.py   what a seed leaves open, and what it draws         faults.py     what is done to the system, and when
-    world.py     time, chance, the trace                             load.py       what clients ask for, and when
-    process.py   a process: its life, its clocks, its pauses         network.py    connections
-    servers.py   broker, election, hints (company.py)                storage.py    the store behind its faults (recorder.py)
-    workers.py   attempts, keeper, disk                              clients.py    calls and what they came to
-    system.py    all of them together                                run.py        one seed, from its start to the verdict
+    world        options, time, randomness, processes     faults       kinds of fault, and when they happen
+    network      connections between processes            servers      broker, election, hints, the store behind its faults
+    workers      attempts, keeper, disk                   clients      operations, calls and their answers
+    system       all processes together                   run          one seed, from its start to the verdict
+    history      lines that an observer hears             recorder     lines of a committed turn
+    checker      judges of the invariants                 checker_store   findings, and judges of the store's commits
 
-    cases.py     a run that can be kept and tried                    shrink.py     the least of it that fails alike
-    story.py     a run told to people                                many.py       thousands of seeds (crew.py)
-    ablations.py what each safeguard is good for (seams.py)          coverage.py   what of the rare came (probes.py)
+    cases        a run that can be kept, tried, made smaller and told
+    seed_runner  thousands of seeds on several processes
+    coverage     rare events that must have happened
+    ablations    safeguards taken away, to show that the checker notices (ablations_store: those of the stores)
+    scale        large worlds: delay, fairness and upkeep under load (scale_world: their processes)
 
-No transition, lease or retry rule stands here: those of `core/` and `stores/` run.
+No transition, lease or retry rule is written here: those of `core/` and `stores/` run.
 """

@@ -1,18 +1,18 @@
-"""Safeguards, each of which can be taken away for the time of a run: the simulator must notice that it is gone.
+"""Ablations: safeguards that are taken away for the time of a run, so that the simulator must notice.
 
-    found = hunt(ABLATIONS["epoch_fence"], seeds_max=300)      # Found(seed=3, tries=4, violation=I8: …)
+    found = hunt(ABLATIONS["epoch_fence"], seeds_max=300)      # AblationFinding(seed=3, tries=4, violation=I8: …)
     python -m tasuki.testing.sim.ablations                     # a table of all
 
 A simulator that finds nothing shows nothing, unless it is known what it would have found. Production code has no switch for any
 of this: for the time of a `with` block a function, a constant or a statement is replaced from outside, and then put back. An
 ablation that no longer finds what it replaces is an error.
 
-`UNSEEN` are those that are not missed: something else holds the promise, and they spare time or losses. Not among these is the
-condition of `reap` that is repeated in its write, nor the lock on rows that are read to be judged: only where several writers
-commit at the same time do they matter, and neither of the stores here has those.
+`UNSEEN` are ablations without a violation: something else holds the promise, and the safeguard saves time or losses. Not among
+these are the condition of `reap` that is repeated in its write, and the lock on rows that are read to be judged: they matter
+only where several writers commit at the same time, which neither of the stores here has.
 
-The table is put together here; what is taken away from the store is in `ablations_store.py` and `ablations_orders.py`, from the
-machines of server, worker, client and election in `ablations_machines.py`. How a replacement is made is in `seams.py`.
+This module has the table, and the safeguards of broker, worker, client, election and keeper; `ablations_store.py` has those of
+the stores, and the classes that replace something.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ from tasuki.testing.sim.run import SeedOutcome, check_seed
 from tasuki.testing.sim.workers import SimWorker
 from tasuki.testing.sim.world import SimOptions
 
-# ----------------------------------------------------------------------------------------------------
-# Safeguards of the machines: broker, worker, client, election; and of the keeper, which the simulator itself stands in for.
-
 NEVER_S = 1e9
 LONG = SimOptions(lease_ttl_s=2.0, jobs=30, attempts_scale=5.0, faults=30, heal_limit_s=400.0)
-"""Attempts that outlast their leases, if nobody renews those."""
+"""Options under which attempts outlast their leases, if nobody renews them."""
 
 Method = Callable[..., Any]
 
@@ -120,45 +117,45 @@ _OF_THE_BROKER = (
         name="accepted_after_commit",
         what="a submit is acknowledged after its commit",
         invariants=("I1", "I2"),
-        seams=(Instead(client_messages, "submit", _accepted_at_once),),
+        patches=(Instead(client_messages, "submit", _accepted_at_once),),
         options=SimOptions(latency_s=0.0005, kinds=("store_slow", "store_refused", "crash")),
     ),
     Ablation(
         name="recorded_after_commit",
         what="a worker is told that its report is recorded after the commit",
         invariants=("I14",),
-        seams=(Instead(worker_messages, "received", _recorded_at_once),),
+        patches=(Instead(worker_messages, "received", _recorded_at_once),),
     ),
     Ablation(
         name="result_after_commit",
         what="a client is told a result after the commit of its finish",
         invariants=("I13",),
-        seams=(Instead(worker_messages, "received", _told_at_once),),
+        patches=(Instead(worker_messages, "received", _told_at_once),),
     ),
     Ablation(
         name="fenced_is_not_told",
         what="no client is told the result of a report that was fenced",
         invariants=("I13", "I14"),
-        seams=(Instead(worker_messages, "_reported", _fenced_counts),),
+        patches=(Instead(worker_messages, "_reported", _fenced_counts),),
     ),
     Ablation(
         name="credit_at_the_broker",
         what="credit that was reserved is not spent again",
         invariants=("credit",),
-        seams=(Instead(Account, "reserve", _spent_twice),),
+        patches=(Instead(Account, "reserve", _spent_twice),),
     ),
     Ablation(
         name="carried_over",
         what="what workers said in a turn that failed stands in the next one",
         invariants=("I1", "liveness"),
-        seams=(Instead(TurnBuilder, "repeat", _nothing),),
+        patches=(Instead(TurnBuilder, "repeat", _nothing),),
         options=SimOptions(kinds=("store_lost", "store_refused", "disk_full")),
     ),
     Ablation(
         name="look_again",
         what="a worker with credit looks for work now and then, whatever hint was lost",
         invariants=("I1", "liveness"),
-        seams=(Instead(broker, "LOOK_INTERVAL_S", _never),),
+        patches=(Instead(broker, "LOOK_INTERVAL_S", _never),),
         # Few jobs: whoever ends one looks for the next, and so finds what a hint did not tell of.
         options=SimOptions(servers=3, workers=3, jobs=8, kinds=("hints_lost",), faults=24),
     ),
@@ -166,7 +163,7 @@ _OF_THE_BROKER = (
         name="poll_ends",
         what="servers ask the store now and then whether watched jobs have ended, whatever hint was lost",
         invariants=("liveness",),
-        seams=(Instead(cluster, "POLL_INTERVAL_S", _never),),
+        patches=(Instead(cluster, "POLL_INTERVAL_S", _never),),
         options=SimOptions(servers=3, kinds=("hints_lost",), faults=24),
     ),
 )
@@ -239,47 +236,47 @@ _OF_WORKERS = (
         name="doubles_dropped",
         what="a worker runs a delivery that comes twice once",
         invariants=("I5",),
-        seams=(Instead(WorkerMachine, "_assigned", _all_are_new),),
+        patches=(Instead(WorkerMachine, "_assigned", _all_are_new),),
         options=SimOptions(kinds=("store_lost", "reset", "late", "half_open"), faults=40),
     ),
     Ablation(
         name="credit_at_the_worker",
         what="a worker runs no more attempts at once than it has places",
         invariants=("credit",),
-        seams=(Instead(Slots, "take", _anyone),),
+        patches=(Instead(Slots, "take", _anyone),),
     ),
     Ablation(
         name="stops_at_the_deadline",
         what="a worker that cannot renew stops its attempts at their deadline",
         invariants=("I9",),
-        seams=(Instead(WorkerMachine, "_ticked", _goes_on),),
+        patches=(Instead(WorkerMachine, "_ticked", _goes_on),),
         options=replace(LONG, kinds=("partition", "one_way", "half_open")),
     ),
     Ablation(
         name="counts_from_before",
         what="a deadline is counted from before the heartbeat was sent",
         invariants=("I9",),
-        seams=(Instead(WorkerMachine, "_received", _from_the_answer),),
+        patches=(Instead(WorkerMachine, "_received", _from_the_answer),),
         options=replace(LONG, kinds=("pause",), latency_s=0.1, faults=80, workers=5, servers=1),
     ),
     Ablation(
         name="keeper_at_death",
         what="the keeper ends the attempts of a worker that died",
         invariants=("I9", "I10"),
-        seams=(Instead(SimWorker, "_end", _leaves_them),),
+        patches=(Instead(SimWorker, "_end", _leaves_them),),
     ),
     Ablation(
         name="keeper_at_the_deadline",
         what="the keeper ends the attempts of a worker that hangs at their deadline",
         invariants=("I9",),
-        seams=(Instead(SimWorker, "_watch_deadline", _nothing),),
+        patches=(Instead(SimWorker, "_watch_deadline", _nothing),),
         options=replace(LONG, kinds=("pause",)),
     ),
     Ablation(
         name="reconnects",
         what="a worker or client that lost its server dials again",
         invariants=("I1", "liveness"),
-        seams=(Instead(Redial, "lost", _gives_up),),
+        patches=(Instead(Redial, "lost", _gives_up),),
     ),
 )
 
@@ -315,20 +312,20 @@ _OF_CLIENTS = (
         name="same_id_again",
         what="a client that does not know what became of a submit says it again with the same id",
         invariants=("I1", "I2", "I16"),
-        seams=(Instead(ClientMachine, "_say", _another_id),),
+        patches=(Instead(ClientMachine, "_say", _another_id),),
     ),
     Ablation(
         name="said_once",
         what="what is not the same when it is done twice is not said again",
         invariants=("I16",),
-        seams=(Instead(client_machine, "safe_to_repeat", lambda _: lambda _: True),),
+        patches=(Instead(client_machine, "safe_to_repeat", lambda _: lambda _: True),),
         options=SimOptions(kinds=("late",), faults=40, latency_s=0.05),
     ),
     Ablation(
         name="asks_for_the_lock",
         what="a server that does not lead asks for the lock again",
         invariants=("I1", "liveness"),
-        seams=(Instead(Election, "_follow", _asks_no_more),),
+        patches=(Instead(Election, "_follow", _asks_no_more),),
         options=SimOptions(servers=3, kinds=("coordination_lost", "coordination_cut", "pause")),
     ),
 )
@@ -355,38 +352,38 @@ UNSEEN = (
         name="redelivery",
         what="an assignment of which no sign came back is delivered again, and what a failed turn granted is read back",
         why="its lease runs out, and the job is granted again: it costs a loss, and the time that takes",
-        seams=(Instead(worker_messages, "redeliver", _nothing), Instead(worker_messages, "read_back", _nothing)),
+        patches=(Instead(worker_messages, "redeliver", _nothing), Instead(worker_messages, "read_back", _nothing)),
     ),
     Ablation(
         name="says_what_it_holds",
         what="a worker that was connected before is given nothing until it has said what it holds",
         why="it gives credit only behind that heartbeat, and the store takes renewals before it grants",
-        seams=(Instead(WorkerIdentity, "hello", _as_new),),
+        patches=(Instead(WorkerIdentity, "hello", _as_new),),
     ),
     Ablation(
         name="steps_down_in_time",
         what="a leader that could not renew its lock stops by itself",
         why="the epoch fence refuses its next duty; no duty relies on there being no other leader",
-        seams=(Instead(Election, "_until", _until_fenced),),
+        patches=(Instead(Election, "_until", _until_fenced),),
         options=SimOptions(servers=3),
     ),
     Ablation(
         name="settled_meanwhile",
         what="what a worker reported while the store was asked what it holds is not delivered again",
         why="the worker remembers its attempts, and drops the double",
-        seams=(Instead(worker_messages, "_redelivered", _told_of_all),),
+        patches=(Instead(worker_messages, "_redelivered", _told_of_all),),
     ),
     Ablation(
         name="silent_workers",
         what="a worker that missed a heartbeat is given nothing",
         why="what it is given is lost with it, and granted again: it costs a loss",
-        seams=(Instead(worker_messages, "_is_silent", lambda _: lambda *_: False),),
+        patches=(Instead(worker_messages, "_is_silent", lambda _: lambda *_: False),),
     ),
     Ablation(
         name="saved_endings",
         what="an ending that waits is saved, and offered after a restart",
         why="the job is run again: it costs a loss, and the work that was done",
-        seams=(Instead(WorkerMachine, "_save_what_waits", lambda _: lambda *_: []),),
+        patches=(Instead(WorkerMachine, "_save_what_waits", lambda _: lambda *_: []),),
     ),
 )
 
@@ -401,7 +398,7 @@ SEEDS_MAX = 300
 
 
 class AblationFinding(msgspec.Struct, frozen=True):
-    """The first seed that showed it, and how many were tried."""
+    """The first seed in which the checker found something, and the number of seeds tried."""
 
     seed: int
     tries: int
@@ -409,7 +406,7 @@ class AblationFinding(msgspec.Struct, frozen=True):
 
 
 def hunt(ablation: Ablation, seeds_max: int = SEEDS_MAX, *, store: str = "memory", first_seed: int = 0) -> AblationFinding | None:
-    """Run seed after seed without the safeguard until the checker finds something; None: it did not."""
+    """Run seed after seed without the safeguard until the checker finds something; return None if it did not."""
     options = replace(ablation.options, store=store)
     with ablation.switch_off():
         for tries, seed in enumerate(range(first_seed, first_seed + seeds_max), 1):
@@ -426,7 +423,7 @@ def _broken(outcome: SeedOutcome) -> Violation | None:
 
 
 def table(found: Mapping[str, Mapping[str, AblationFinding | None]]) -> str:
-    """For people: for each ablation and store after how many seeds it was found, and what was broken; then those unseen."""
+    """Return the table for people: by ablation and store, the seeds until it was found and what was broken; then those unseen."""
     lines = ["| Without | the promise that | Seeds (memory) | Seeds (SQLite) | Broken |", "|---|---|---|---|---|"]
     for name, hits in found.items():
         seeds = [_seeds(hits[store]) if store in hits else "" for store in ("memory", "sqlite")]
@@ -442,7 +439,7 @@ def _seeds(found: AblationFinding | None) -> str:
 
 
 def main() -> None:
-    """The table for docs/simulator.md."""
+    """Print the table for docs/simulator.md."""
     found = {
         name: {store: hunt(ablation, store=store, first_seed=1) for store in ablation.stores}
         for name, ablation in ABLATIONS.items()

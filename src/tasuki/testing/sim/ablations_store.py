@@ -1,6 +1,7 @@
-"""Safeguards of the stores: reports of workers, and grants. `what` says what each leaves out.
+"""Classes that replace production code for a while, and safeguards of the stores that they take away.
 
-Where both stores have a safeguard, both lose it; for SQLite that is a condition of a statement, or of the code that judges a row.
+A replaced name or statement must be there: one that is gone, or reads otherwise by now, is an error. Where both stores have a
+safeguard, both lose it; for SQLite that is a condition of a statement, or of the code that judges a row.
 """
 
 from __future__ import annotations
@@ -22,21 +23,20 @@ from tasuki.stores.sql import lease, report, submit
 from tasuki.stores.sql.transaction import Transaction
 from tasuki.testing.sim.world import SimOptions
 
-# ----------------------------------------------------------------------------------------------------
-# How a safeguard is taken away from outside: something of the production code is replaced, and put back. Touches nothing else.
+# ---------------------------------------------------------------------------------------------------- replacements
 
 
-class Seam(Protocol):
+class Patch(Protocol):
     """One thing that can be replaced for a while."""
 
     def open(self) -> AbstractContextManager[None]: ...
 
 
 class Instead(msgspec.Struct, frozen=True):
-    """`make` is given a function, class attribute or constant as it is, and says what stands in its place."""
+    """A replacement: `make` gets a function, class attribute or constant, and returns what stands in its place."""
 
     owner: Any
-    """The class or module that defines it; for a name that was imported, whoever imported it."""
+    """The class or module that defines it; for an imported name, the importing module."""
     name: str
     make: Callable[[Any], Any]
 
@@ -51,7 +51,7 @@ class Instead(msgspec.Struct, frozen=True):
 
 
 class Reworded(msgspec.Struct, frozen=True):
-    """A statement of SQLite's without some of its words, or with others for them."""
+    """A statement of SQLite without some of its words, or with others for them."""
 
     statement: str
     words: str
@@ -84,20 +84,20 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     """The safeguard, for people."""
     invariants: tuple[str, ...] = ()
-    """What the checker may find broken first."""
-    seams: tuple[Seam, ...]
+    """Invariants that the checker may find broken first."""
+    patches: tuple[Patch, ...]
     options: SimOptions = SimOptions()
-    """What makes it likely that somebody needed the safeguard."""
+    """Options that make it likely that somebody needs the safeguard."""
     stores: tuple[str, ...] = ("memory",)
-    """Where it is tried: on each store whose own code has it."""
+    """Stores whose own code has the safeguard."""
     why: str = ""
-    """Why nothing breaks without it: something else holds the promise, and this one spares time or losses."""
+    """The reason why nothing breaks without it: something else holds the promise, and this one saves time or losses."""
 
     @contextmanager
     def switch_off(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for seam in self.seams:
-                stack.enter_context(seam.open())
+            for patch in self.patches:
+                stack.enter_context(patch.open())
             yield
 
 
@@ -168,7 +168,7 @@ _OF_REPORTS = (
         name="finish_lease",
         what="a finish must show the current lease, its worker and its attempt",
         invariants=("I3", "I6", "I17"),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_report", _taken_for_the_holder),
             Reworded("finish_plain", _SHOWN),
         ),
@@ -179,7 +179,7 @@ _OF_REPORTS = (
         name="finish_state",
         what="a terminal job takes no report",
         invariants=("I3", "I4", "I6", "I14"),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_report", _taken_after_the_end),
             Reworded("finish_plain", " AND state IN ('ASSIGNED', 'RUNNING')"),
             Reworded("leased_groups", " AND state IN ('ASSIGNED', 'RUNNING')"),
@@ -191,7 +191,7 @@ _OF_REPORTS = (
         name="repeat_known",
         what="an exact repeat of a recorded report is answered as recorded",
         invariants=("I14",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_repeated_or_fenced", _never_repeated),
             Instead(report, "_is_repeat", lambda _: lambda *_: False),
         ),
@@ -201,7 +201,7 @@ _OF_REPORTS = (
         name="owner",
         what="only the owner of a lease can start, renew or release it",
         invariants=("I17", "I5"),
-        seams=(
+        patches=(
             Instead(MemoryRecords, "_claimed", _nothing_known),
             Instead(report, "_is_holder", lambda _: lambda *_: True),
         ),
@@ -212,7 +212,7 @@ _OF_REPORTS = (
         name="release_is_free",
         what="an attempt that was given back unstarted is no loss",
         invariants=("I11",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_release", _costs_a_loss),
             Reworded("release", "ready = 1,", "ready = 1, losses = losses + 1,"),
         ),
@@ -257,7 +257,7 @@ def _of_any_process(held: Method) -> Method:
 
 
 def ahead(duty: Method) -> Method:
-    """A duty whose clock is fast."""
+    """Wrap a duty so that its clock is fast."""
 
     def _duty(self: Any, **named: Any) -> Any:
         clock = self.clock
@@ -297,7 +297,7 @@ _OF_GRANTS = (
         name="attempt_counts",
         what="each grant counts the attempt up by one",
         invariants=("I5",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_grant", _same_attempt),
             Reworded("grant", "attempt = attempt + 1", "attempt = max(attempt, 1)"),
         ),
@@ -307,7 +307,7 @@ _OF_GRANTS = (
         name="one_lease",
         what="a leased job is not granted",
         invariants=("I5",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_lease_next", _also_what_is_leased),
             Reworded("grant", "ready = 0, "),
         ),
@@ -317,14 +317,14 @@ _OF_GRANTS = (
         name="held_of_this_life",
         what="what a worker's earlier process was given is not delivered to the next one",
         invariants=("I5", "I9", "I17"),
-        seams=(Instead(MemoryStore, "held", _of_any_process),),
+        patches=(Instead(MemoryStore, "held", _of_any_process),),
         options=SimOptions(kinds=("crash", "store_lost"), faults=40),
     ),
     Ablation(
         name="not_before_at_submit",
         what="a job with a later not_before is not ready when it is submitted",
         invariants=("I12",),
-        seams=(
+        patches=(
             Instead(MemoryRecords, "_is_later", lambda _: lambda *_: False),
             Instead(submit, "ready_value", lambda _: lambda *_: 1),
         ),
@@ -334,7 +334,7 @@ _OF_GRANTS = (
         name="not_before_at_promotion",
         what="a delayed job is made ready when its time has come, not before",
         invariants=("I12",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "promote", ahead),
             Reworded("delayed_due", "not_before <= ?1", f"not_before <= ?1 + {EARLY_S}"),
         ),
@@ -344,7 +344,7 @@ _OF_GRANTS = (
         name="not_after",
         what="a job is not granted after its not_after",
         invariants=("I12",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_is_late", lambda _: lambda *_: False),
             Reworded("oldest_of_queue", "not_after >= ?6", f"not_after >= ?6 - {EARLY_S}"),
             Reworded("oldest_of_queues", "not_after >= ?5", f"not_after >= ?5 - {EARLY_S}"),
@@ -358,23 +358,20 @@ _OF_GRANTS = (
         name="retry_budget",
         what="a job fails for good when its retries are used up",
         invariants=("I11",),
-        seams=_with_more("max_retries"),
+        patches=_with_more("max_retries"),
         stores=BOTH,
     ),
     Ablation(
         name="loss_budget",
         what="a job fails for good when its losses are used up",
         invariants=("I11",),
-        seams=_with_more("max_losses"),
+        patches=_with_more("max_losses"),
         stores=BOTH,
     ),
 )
 
 STORE = (*_OF_REPORTS, *_OF_GRANTS)
 
-
-# ----------------------------------------------------------------------------------------------------
-# Safeguards of the stores against what clients order, and of the leader's duties. See `ablations_store.py`.
 
 _KNOWN = "ON CONFLICT (idempotency_key) DO NOTHING"
 
@@ -464,7 +461,7 @@ _OF_CLIENTS = (
         name="unique_id",
         what="an id that is stored is not stored again",
         invariants=("I2",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_submit", _created_again),
             Reworded("submit_full", _KNOWN, "ON CONFLICT (idempotency_key) DO UPDATE SET created_at = excluded.created_at"),
         ),
@@ -474,7 +471,7 @@ _OF_CLIENTS = (
         name="body_hash",
         what="the same id with another body is refused",
         invariants=("I2",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_submit", _any_body),
             Instead(submit, "_answer_known", _any_body_in_sql),
         ),
@@ -484,7 +481,7 @@ _OF_CLIENTS = (
         name="cancel_after_the_end",
         what="a cancel leaves a terminal job as it is",
         invariants=("I4", "I14"),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_cancel", _ends_what_is_over),
             Instead(submit, "_cancel", _ends_what_is_over_in_sql),
         ),
@@ -494,7 +491,7 @@ _OF_CLIENTS = (
         name="cancel_is_kept",
         what="a job whose cancel was asked for is not tried again",
         invariants=("I14",),
-        seams=tuple(
+        patches=tuple(
             Instead(module, name, _forgets_the_cancel) for module in (memory, report) for name in ("after_failure", "after_loss")
         ),
         stores=BOTH,
@@ -503,13 +500,13 @@ _OF_CLIENTS = (
         name="requeue_after_the_end",
         what="only a terminal job is set going again",
         invariants=("I4",),
-        seams=(Instead(MemoryStore, "_requeue_one", _any_state),),
+        patches=(Instead(MemoryStore, "_requeue_one", _any_state),),
     ),
     Ablation(
         name="budgets_reset",
         what="a job that is set going again has both budgets whole",
         invariants=("I4", "I11"),
-        seams=(
+        patches=(
             Instead(MemoryStore, "_requeue", _spent),
             Reworded("requeue", "failures = 0, losses = 0, "),
         ),
@@ -545,7 +542,7 @@ _OF_THE_LEADER = (
         name="epoch_fence",
         what="a duty is written only under the latest epoch",
         invariants=("I8",),
-        seams=(
+        patches=(
             Instead(MemoryRecords, "_check_epoch", lambda _: lambda *_: None),
             Instead(Transaction, "check_epoch", lambda _: lambda *_: None),
         ),
@@ -556,7 +553,7 @@ _OF_THE_LEADER = (
         name="rising_epochs",
         what="an epoch is registered only if it is higher than the last",
         invariants=("I7",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "take_over", _any_epoch),
             Reworded("take_over", " WHERE epoch < excluded.epoch"),
         ),
@@ -567,7 +564,7 @@ _OF_THE_LEADER = (
         name="renewal_at_takeover",
         what="a new leader takes every live lease for renewed, once",
         invariants=("lease",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "take_over", _renews_nothing),
             Reworded("renew_all", "WHERE lease_expires_at IS NOT NULL", "WHERE 0"),
         ),
@@ -578,7 +575,7 @@ _OF_THE_LEADER = (
         name="reap_expiry",
         what="a lease is ended by the leader only when it is over",
         invariants=("lease",),
-        seams=(
+        patches=(
             Instead(MemoryStore, "reap", ahead),
             Reworded("leases_over", "lease_expires_at <= ?1", f"lease_expires_at <= ?1 + {EARLY_S}"),
         ),
@@ -588,7 +585,7 @@ _OF_THE_LEADER = (
         name="reconnect_grace",
         what="a lease with on_disconnect=keep lasts longer by its grace",
         invariants=("lease",),
-        seams=(
+        patches=(
             Instead(MemoryJob, "over_at", lambda _: property(lambda record: record.job.lease.expires_at)),
             Instead(lease, "lease_over_at", lambda _: lambda clock, to: clock.lease() + to.ttl_s + LEASE_MARGIN_S),
             Reworded("renew", " + CASE on_disconnect WHEN 'keep' THEN reconnect_grace_s ELSE 0 END"),

@@ -1,11 +1,12 @@
-"""A case is what makes a run: seed, options, plan. It can be tried, kept as a file, and made smaller (`shrink.py`).
+"""A case is seed, options and plan of a run. It can be tried, kept as a file, made smaller, and told to people.
 
     case = case_of(7)
     tried = try_case(case)
-    tried.failure                # None, or what went wrong: Failure(what="I5", message=…, at=…)
+    tried.failure                # None, or what went wrong: CaseFailure(what="I5", message=…, at=…)
 
 Everything that a seed brings to light is a failure: a violation that the checker found, a hot loop, a world that does not come to
-its end, and an exception out of the code under test.
+its end, and an exception out of the code under test. `shrink` leaves out operations and jobs, faults, then processes, as long as
+the case fails alike. A `Narrative` listens to a run (`observe` and `trace` of `run.check_plan`) and changes nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ HOT_LOOP, UNFINISHED = "hot loop", "unfinished"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, complete: the same case gives the same run."""
+    """One complete run: the same case gives the same run."""
 
     seed: int
     options: SimOptions
     plan: Plan
 
     def encode(self) -> bytes:
-        """As JSON, for a file."""
+        """Return the case as JSON, for a file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
     @classmethod
@@ -54,15 +55,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case brought to light."""
+    """The failure that a case leads to."""
 
     what: str
     """The invariant, `hot loop`, `unfinished`, or the name of an exception; it stays the same while a case is made smaller."""
     message: str
     at: float | None = None
-    """Virtual time; None: not known."""
+    """Virtual time; None if not known."""
     line: int | None = None
-    """Of the history, from 0; None: not one line is to blame."""
+    """The line of the history, from 0; None if no single line is to blame."""
     details: str = ""
     """The traceback of an exception."""
 
@@ -71,14 +72,14 @@ class CaseFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """What came of a case. Without an outcome the run broke off with an exception."""
+    """The result of a case. Without an outcome the run broke off with an exception."""
 
     outcome: SeedOutcome | None
     failure: CaseFailure | None
 
 
 def case_of(seed: int, options: SimOptions | None = None) -> Case:
-    """What this seed does, with all that was left open drawn from it."""
+    """Return the case of this seed, with every open option drawn from it."""
     complete = derived(seed, options or SimOptions(), tuple(KINDS))
     return Case(seed=seed, options=complete, plan=plan_of(seed, complete))
 
@@ -90,7 +91,7 @@ def try_case(
     trace: Trace | None = None,
     make_store: MakeStore | None = None,
 ) -> Tried:
-    """Run it under the checker."""
+    """Run a case under the checker."""
     try:
         outcome = check_plan(case.seed, case.options, case.plan, observe, trace=trace, make_store=make_store)
     except Exception as error:  # noqa: BLE001 - whatever the code under test raises is what this seed has found
@@ -116,14 +117,14 @@ def _raised(error: Exception) -> CaseFailure:
 
 
 def switched_off(without: str) -> AbstractContextManager[None]:
-    """While it lasts, this safeguard (`ablations.py`) is gone; empty: nothing is."""
+    """Return a context in which this safeguard (`ablations.py`) is switched off; empty: none is."""
     if not without:
         return nullcontext()
     return ablation(without).switch_off()
 
 
 def ablation(without: str) -> Ablation:
-    """What is switched off under this name."""
+    """Return the ablation of this name."""
     from tasuki.testing.sim.ablations import ABLATIONS  # loads Django, which nobody else here needs
 
     if without not in ABLATIONS:
@@ -132,7 +133,7 @@ def ablation(without: str) -> Ablation:
 
 
 def command_of(seed: int, options: SimOptions, without: str = "") -> str:
-    """What repeats a seed; `options` are those that were chosen, before anything was drawn."""
+    """Return the command that repeats a seed; `options` are those that were chosen, before anything was drawn."""
     usual = ablation(without).options if without else SimOptions()
     chosen = [
         f"--set {name}={_shown(getattr(options, name))}"
@@ -154,22 +155,22 @@ RUNS_MAX = 800  # a minute or so; most cases need 30 to 300
 SMALL_ENOUGH = 10  # faults and operations that a person can take in at once
 
 StillFails = Callable[[SimOptions, Plan], CaseFailure | None]
-"""Runs it, and tells the failure if it is the one that was looked for."""
+"""Runs a plan, and returns its failure if it is the one that is looked for."""
 Item = TypeVar("Item")
 
 
 class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left, and what there was."""
+    """The smallest failing case, and the case before."""
 
     case: Case
     failure: CaseFailure
     before: Case
     runs: int
     is_minimal: bool
-    """Nothing more could go. False: the runs were used up before that was known."""
+    """Nothing more could be left out; False if the runs were used up before that was known."""
 
     def lines(self) -> list[str]:
-        """For people: what is left, in the order of its times."""
+        """Return the remaining plan as text, in the order of its times."""
         case, before = self.case, self.before
         counts = [
             f"{len(case.plan.faults)} of {len(before.plan.faults)} faults",
@@ -188,7 +189,7 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Faults and operations, one line each."""
+    """Return faults and operations as text, one line each."""
     timed = [(fault.at, _fault_text(fault)) for fault in plan.faults]
     timed += [(operation.at, _operation_text(operation)) for operation in plan.operations]
     return [f"  {at:8.3f}  {text}" for at, text in sorted(timed)]
@@ -207,7 +208,7 @@ def _operation_text(operation: Operation) -> str:
 
 
 def same_failure(case: Case, what: str, make_store: MakeStore | None = None) -> StillFails:
-    """Fails with this invariant or exception (`CaseFailure.what`), under the case's seed."""
+    """Return a function that runs a plan, and returns its failure if it is of this kind (`CaseFailure.what`)."""
 
     def still_fails(options: SimOptions, plan: Plan) -> CaseFailure | None:
         found = try_case(Case(seed=case.seed, options=options, plan=plan), make_store=make_store).failure
@@ -217,7 +218,7 @@ def same_failure(case: Case, what: str, make_store: MakeStore | None = None) -> 
 
 
 def shrink(seed: int, options: SimOptions, plan: Plan, still_fails: StillFails, *, runs_max: int = RUNS_MAX) -> Shrunk:
-    """`options` are complete, as `options.derived` makes them."""
+    """Make a failing plan smaller; `options` are complete, as `world.derived` makes them."""
     before = Case(seed=seed, options=options, plan=plan)
     failure = still_fails(options, plan)
     if failure is None:
@@ -237,7 +238,7 @@ def _size(case: Case) -> int:
 
 
 class _Shrinking:
-    """The smallest case so far that fails."""
+    """The smallest failing case so far."""
 
     def __init__(self, case: Case, failure: CaseFailure, still_fails: StillFails, runs: int, runs_max: int) -> None:
         self.case = case
@@ -246,7 +247,7 @@ class _Shrinking:
         self._still_fails = still_fails
         self._runs_max = runs_max
         self._known: set[bytes] = set()
-        """What was tried and does not fail."""
+        """Cases that were tried and do not fail."""
 
     @property
     def is_used_up(self) -> bool:
@@ -266,7 +267,7 @@ class _Shrinking:
             self._simpler()
 
     def _try(self, options: SimOptions, plan: Plan) -> bool:
-        """Whether it still fails; then it is the case from now on."""
+        """Return whether a smaller case still fails; if so, it becomes the case."""
         case = Case(seed=self.case.seed, options=options, plan=plan)
         key = msgspec.msgpack.encode(case)
         if case == self.case or key in self._known or self.is_used_up:
@@ -281,7 +282,7 @@ class _Shrinking:
 
     # -- the plan -------------------------------------------------------------------------------------------------
     def _without_what_came_later(self) -> None:
-        """What was planned for after the failure has no part in it. A hot loop is found some time after it began."""
+        """Leave out what was planned for after the failure. A hot loop is found some time after it began."""
         at = self.failure.at
         if at is not None and self.failure.what != HOT_LOOP:
             plan = self.case.plan
@@ -296,7 +297,7 @@ class _Shrinking:
         self._fewer(self.case.plan.operations, lambda left: replace(self.case.plan, operations=left))
 
     def _fewer_jobs(self) -> None:
-        """Of operations on several jobs."""
+        """Leave out jobs of operations on several jobs."""
         several = [
             (operation.number, job_id)
             for operation in self.case.plan.operations
@@ -356,7 +357,7 @@ def _without_jobs(operation: Operation, gone: set[tuple[int, str]]) -> Operation
 
 
 def _within(plan: Plan, options: SimOptions) -> Plan:
-    """The plan for a smaller cast: nothing befalls who is not there, and the first client asks for what others would have."""
+    """Return the plan for fewer processes: faults of missing ones go, and the first client makes the calls of missing clients."""
     cast = cast_of(options)
     there = {*cast.processes, STORE, COORDINATION, ""}
     faults = tuple(fault for fault in plan.faults if fault.target in there and fault.other in there)
@@ -381,24 +382,24 @@ _SPEAKERS = ("client", "worker_id", "server_id", "name")
 _WALL = ("wall", "highest_wall", "not_before", "not_after")  # shown from the start of the world on
 
 
-class StoryLine(msgspec.Struct, frozen=True):
-    """One line of a story."""
+class NarrativeLine(msgspec.Struct, frozen=True):
+    """One line of a run's story."""
 
     at: float
     who: str
     what: str
     line: int | None
-    """Its place in the history, from 0; None: an event that left no line."""
+    """The place in the history, from 0; None for an event that left no line."""
 
     def text(self, mark: str = " ") -> str:
         return f"{mark} {self.at:9.4f}  {self.who:<12} {self.what}".rstrip()
 
 
-class Story:
-    """`events`: not only what the history has but each delivery, timer and commit, as `--trace` shows."""
+class Narrative:
+    """Records a run as text. `events`: not only the history but each delivery, timer and commit, as `--trace` shows."""
 
     def __init__(self, *, events: bool = False) -> None:
-        self.told: list[StoryLine] = []
+        self.told: list[NarrativeLine] = []
         self._events = events
         self._lines = 0
 
@@ -406,16 +407,16 @@ class Story:
         number, self._lines = self._lines, self._lines + 1
         if not isinstance(line, WatchingEvent):
             who, what = in_words(line)
-            self.told.append(StoryLine(line.at, who, what, number))
+            self.told.append(NarrativeLine(line.at, who, what, number))
 
     def trace(self, at: float, label: str) -> None:
-        """An event of the world."""
+        """Record an event of the world."""
         if self._events and not _TOLD_ELSEWHERE.search(label):
             who, _, what = label.partition(" ")
-            self.told.append(StoryLine(at, who, what.replace("> ", "to ", 1) if what.startswith("> ") else what, None))
+            self.told.append(NarrativeLine(at, who, what.replace("> ", "to ", 1) if what.startswith("> ") else what, None))
 
     def lines(self, failure: CaseFailure | None = None) -> Iterator[str]:
-        """All of it. Of a failing run the last lines are marked with `>`, the one that broke it with `!`."""
+        """Return all lines. Of a failing run the last lines are marked with `>`, the one that broke it with `!`."""
         end = failure.line if failure is not None else None
         for told in self.told:
             before = end - told.line if end is not None and told.line is not None else None
@@ -425,7 +426,7 @@ class Story:
             yield f"! {short(str(failure))}"
 
     def of_the_job(self, failure: CaseFailure) -> list[str]:
-        """What befell the job that the failure names, and what was done to everybody meanwhile; empty: it names none."""
+        """Return the lines of the job that the failure names, and the faults meanwhile; empty if it names none."""
         named = _JOB.search(failure.message)
         if named is None:
             return []
@@ -437,7 +438,7 @@ class Story:
 
 
 def in_words(line: AnyLine) -> tuple[str, str]:
-    """(who, what) of a line of the history; who is `store` where it tells of a commit."""
+    """Return (who, what) of a line of the history; who is `store` for commits."""
     if isinstance(line, FaultEvent):
         return "fault", f"{line.fault} {line.target}"
     fields = {name: getattr(line, name) for name in line.__struct_fields__ if name != "at"}
@@ -457,5 +458,5 @@ def _value_text(value: object) -> str:
 
 
 def short(text: str) -> str:
-    """With hashes cut: nobody compares more of them by eye."""
+    """Return a text with its hashes cut: nobody compares more of them by eye."""
     return _HASH.sub(lambda found: found.group()[:SHORT_HASH] + "…", text)

@@ -73,19 +73,19 @@ _RESTARTS = ("rerun", "requeue")
 
 
 class ClientJudge(Judge):
-    """Follows calls from question to answer."""
+    """Judge of calls: compares each answer with what the store did."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
         self._open: dict[str, AskedEvent] = {}
         self._bodies: dict[str, str] = {}
-        """Of acknowledged jobs whose stored body was not known yet."""
+        """Bodies of acknowledged jobs whose stored body was not known yet."""
         self._new: set[str] = set()
         self._canceled: list[tuple[str, str]] = []
         self._arrived: list[ArrivedEvent] = []
         self._results: dict[tuple[str, int], str | None] = {}
         self._finished: dict[str, int] = {}
-        """lease_id → how often its job had been set going when the finish was accepted."""
+        """lease_id → the number of restarts of its job when the finish was accepted."""
 
     def handlers(self) -> dict[type[HistoryLine], Handler]:
         return {
@@ -121,7 +121,7 @@ class ClientJudge(Judge):
             self._cancel_answered(asked, line)
 
     def _acked(self, asked: AskedEvent, line: AnsweredEvent) -> None:
-        """I1: what is acknowledged is stored by then. I2: all acknowledgements agree, and one at most calls it new."""
+        """Judge I1: what is acknowledged is stored by then. I2: all acknowledgements agree, and one at most calls it new."""
         bodies = dict(zip(asked.job_ids, asked.bodies, strict=True)) if asked.bodies else {}
         for job_id in line.accepted:
             job = self.job(job_id)
@@ -142,7 +142,7 @@ class ClientJudge(Judge):
             self._new.add(job_id)
 
     def _cancel_answered(self, asked: AskedEvent, line: AnsweredEvent) -> None:
-        """I14: a caller that is told an end is told the one that it came to."""
+        """Judge I14: a caller that is told an end is told the one that the job came to."""
         for job_id, state in zip(asked.job_ids, line.states, strict=False):
             if state not in TERMINAL:
                 continue
@@ -165,7 +165,7 @@ class ClientJudge(Judge):
     # ------------------------------------------------------------------------------------------------ how jobs ended
 
     def _has_arrived(self, line: ArrivedEvent) -> None:
-        """I13: nobody is told another result than that of the accepted finish, nor sooner. I14: nor another end."""
+        """Judge I13: a client is told the result of the accepted finish, and not sooner. I14: no other end either."""
         job = self.job(line.job_id)
         if line.state == State.SUCCEEDED:
             self.evidence["I13"] += 1
@@ -193,7 +193,7 @@ class ClientJudge(Judge):
             self._finished[line.lease_id] = self.job(line.job_id).restarts
 
     def _settled(self, line: SettledEvent) -> None:
-        """I14: a worker learns whether its finish was taken."""
+        """Judge I14: a worker learns whether its finish was taken."""
         lease = self.findings.leases.get(line.lease_id)
         if lease is None or ReportedEvent not in self.told:
             return
@@ -230,7 +230,7 @@ class ClientJudge(Judge):
                 )
 
     def _arrived_as_stored(self, line: ArrivedEvent, job: JobFacts) -> None:
-        """I13, I14, where only the last row is known: it says the same, if it is of the same attempt."""
+        """Judge I13 and I14 where only the last row is known: it agrees, if it is of the same attempt."""
         row = job.row
         if row is None or row.attempt != line.attempt:
             return
@@ -253,7 +253,7 @@ FOUND_AGAIN = 3  # times what it asks for: other servers may have had as much fo
 
 
 class WorkerJudge(Judge):
-    """Knows which attempts run where."""
+    """Judge of processes: which attempts run where."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
@@ -264,7 +264,7 @@ class WorkerJudge(Judge):
         self._dead: set[str] = set()
         """Processes that ended and did not start again."""
         self._unkept: dict[str, int] = {}
-        """worker → the line at which its keeper was killed: what ran then may outlive the worker until it starts again."""
+        """worker → the line at which its keeper was killed: attempts may then outlive the worker until it starts again."""
         self._began_at: dict[tuple[str, int], int] = {}
 
     def handlers(self) -> dict[type[HistoryLine], Handler]:
@@ -296,7 +296,7 @@ class WorkerJudge(Judge):
         self._began_at[line.job_id, line.attempt] = self.findings.line
 
     def _no_other_runs(self, line: BeganEvent) -> None:
-        """I9: whoever lost its lease has stopped by now. The one with the lower attempt is the one that lost it."""
+        """Judge I9: a worker that lost its lease has stopped by now. The lower attempt is the one that lost it."""
         self.evidence["I9"] += 1
         for other in self._by_job.get(line.job_id, {}).values():
             older, newer = (line, other) if line.attempt < other.attempt else (other, line)
@@ -305,7 +305,7 @@ class WorkerJudge(Judge):
                 self.found("I9", f"{ran} while attempt {newer.attempt} did at {newer.worker_id}")
 
     def _may_go_on(self, began: BeganEvent) -> bool:
-        """It was told to, its clock was wrong, or nobody was left to stop it; or it is not known whether one of these holds."""
+        """Return whether an attempt may go on: by order, for a wrong clock, for want of a keeper; or if that is not known."""
         lease = self.findings.leases.get(began.lease_id)
         return (
             lease is None
@@ -320,7 +320,7 @@ class WorkerJudge(Judge):
         return killed is not None and killed > self._began_at[began.job_id, began.attempt]
 
     def _earlier_life_is_gone(self, line: BeganEvent) -> None:
-        """I10: a worker that starts again sweeps what an earlier life of it left behind, before it takes work."""
+        """Judge I10: a worker that starts again ends what an earlier life left behind, before it takes work."""
         self.evidence["I10"] += 1
         for other in self._by_worker.get(line.worker_id, {}).values():
             if other.incarnation != line.incarnation:
@@ -354,7 +354,7 @@ class WorkerJudge(Judge):
         self.findings.drifted.add(line.name)
 
     def end(self) -> None:
-        """I10: what still runs when all is over belongs to a live worker that still holds its lease."""
+        """Judge I10: an attempt that runs when all is over belongs to a live worker that holds its lease."""
         if not self.findings.is_over or GoneEvent not in self.told:
             return
         for runs in self._by_job.values():
@@ -377,7 +377,7 @@ class WorkerJudge(Judge):
 
 
 class EpochJudge(Judge):
-    """Follows epochs in the order of commits, and what servers believe of themselves."""
+    """Judge of leadership: epochs in the order of commits, and what servers believe of themselves."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
@@ -397,7 +397,7 @@ class EpochJudge(Judge):
         }
 
     def _took_over(self, line: TookOverEvent) -> None:
-        """I7: epochs strictly rise."""
+        """Judge I7: epochs strictly rise."""
         if not line.done:
             return
         self.evidence["I7"] += 1
@@ -407,7 +407,7 @@ class EpochJudge(Judge):
         self.findings.registered = max(self.findings.registered, line.epoch)
 
     def _led(self, line: LedEvent) -> None:
-        """I8: never under an older epoch than the one registered last. I17: by its holder."""
+        """Judge I8: no write is under an older epoch than the one registered last. I17: writes are by its holder."""
         if not line.done:
             return
         self._write(line.epoch, line.server_id)
@@ -431,7 +431,7 @@ class EpochJudge(Judge):
         self._written = max(self._written, epoch)
 
     def _leading(self, line: LeadingEvent) -> None:
-        """I7: each epoch has one holder, once."""
+        """Judge I7: each epoch has one holder, once."""
         if not line.epoch:
             self._leaders.pop(line.server_id, None)
             return
@@ -450,7 +450,7 @@ class EpochJudge(Judge):
             self._leaders.pop(line.name, None)
 
     def end(self) -> None:
-        """I7: nobody led under an epoch that was never registered. Liveness: one leader, of the latest epoch."""
+        """Judge I7: nobody led under an epoch that was never registered. Liveness: one leader, of the latest epoch."""
         if TookOverEvent in self.told and self._led_by:
             self.evidence["I7"] += 1
             highest = max(self._led_by)
@@ -469,7 +469,7 @@ class EpochJudge(Judge):
 
 
 class ScheduleJudge(Judge):
-    """Compares what was due with what was fired."""
+    """Judge of schedules: compares the times that were due with the runs."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
@@ -483,7 +483,7 @@ class ScheduleJudge(Judge):
         self._due.add((line.definition, line.nominal))
 
     def _was_fired(self, line: FiredEvent) -> None:
-        """At most one. A schedule is also who asked for the job."""
+        """Judge I15: at most one run. A schedule also counts as a caller that asked for the job."""
         self.job(line.job_id).asked = True
         self.evidence["I15"] += 1
         first = self._fired.setdefault((line.definition, line.nominal), line.job_id)
@@ -491,7 +491,7 @@ class ScheduleJudge(Judge):
             self.found("I15", f"{line.definition} ran twice for {line.nominal:.0f}: as {first} and as {line.job_id}")
 
     def end(self) -> None:
-        """None is missed. What was due a moment before the end of a history that was cut off may still come."""
+        """Judge I15: no run is missed. A time due a moment before a history was cut off may still get its run."""
         if not self.findings.is_over:
             return
         for definition, nominal in sorted(self._due):
@@ -504,7 +504,7 @@ class ScheduleJudge(Judge):
 
 
 class LivenessJudge(Judge):
-    """Knows when the history was healed and when it ended."""
+    """Judge of rest: when the faults ended, and whether the system came to rest without a hot loop."""
 
     def __init__(self, findings: Findings, events_per_s_max: float) -> None:
         super().__init__(findings)
@@ -544,8 +544,11 @@ _KINDS: dict[str, type[HistoryLine]] = {
 
 
 class Checker:
-    """`whole`: the observer sees everything, as a simulator does; the same as a first line that is `WatchingEvent` all kinds.
-    `raises`: the first violation is raised as `Broken` instead of only being kept."""
+    """All judges on one history.
+
+    `whole`: the observer sees everything, as a simulator does; the same as a first line that is `WatchingEvent` of all kinds.
+    `raises`: the first violation is raised as `Broken` instead of only being kept.
+    """
 
     def __init__(self, *, whole: bool = False, raises: bool = False, events_per_s_max: float = EVENTS_PER_S_MAX) -> None:
         self._findings = findings = Findings(raises=raises)
@@ -573,11 +576,11 @@ class Checker:
 
     @property
     def evidence(self) -> Counter[str]:
-        """For each invariant, on how many facts it was judged; one that is missing was not judged at all."""
+        """The number of facts on which each invariant was judged; a missing one was not judged at all."""
         return self._findings.evidence
 
     def observe(self, line: AnyLine) -> None:
-        """The next thing that happened."""
+        """Judge the next line."""
         findings = self._findings
         findings.at = line.at
         findings.line += 1
@@ -600,17 +603,17 @@ class Checker:
         self._findings.told |= self._findings.watched
 
     def end(self) -> None:
-        """The history is whole: judge what only its end can show."""
+        """Judge what only the end of the whole history can show."""
         for judge in self._judges:
             judge.end()
 
     def check(self, lines: Iterable[AnyLine]) -> Self:
-        """All of a history at once."""
+        """Judge a whole history at once."""
         for line in lines:
             self.observe(line)
         self.end()
         return self
 
     def report(self) -> str:
-        """The violations for people, one per line."""
+        """Return the violations as text, one per line."""
         return "\n".join(map(str, self.violations)) or "no violation"

@@ -1,6 +1,6 @@
-"""What a check of a history came to, and what its judges know in common: each job, each lease, who had a wrong clock.
+"""Findings of a check, the facts that its judges share, and the judges of the store's commits and rows. Pure.
 
-The judges (checker_*.py) share these facts: those of the store's commits keep them, the others read them. Pure.
+`JobJudge` and `RowJudge` keep the facts about jobs and leases up to date; the judges in `checker.py` read them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tasuki.testing.sim.history import (
 )
 
 INVARIANTS = (*(f"I{n}" for n in range(1, 18)), "lease", "credit", "liveness")
-"""Those of RELIABILITY §1; `lease`: no lease is ended before its time (§3); `credit`: no worker has more than it asked for."""
+"""The invariants of docs/invariants.md; `lease`: none ends before its time; `credit`: no worker gets more than it asks for."""
 
 STORE = "store"
-"""The name under which a history tells that the store's own clock was wrong."""
+"""The name of the store in lines about a wrong clock."""
 
 Handler = Callable[[Any], None]
 
@@ -60,7 +60,7 @@ class Broken(AssertionError):
 
 
 class GrantedLease:
-    """The right to one attempt, as it was given."""
+    """The right to one attempt, as it was granted."""
 
     __slots__ = ("attempt", "incarnation", "job_id", "keep", "lease_id", "since", "ttl_s", "worker_id")
 
@@ -73,14 +73,14 @@ class GrantedLease:
         self.keep = False
         self.ttl_s: float | None = None
         self.since = 0.0
-        """When it was given, or last renewed."""
+        """The time of the grant, or of the last renewal."""
 
     def __str__(self) -> str:
         return f"lease {self.lease_id} (attempt {self.attempt}, {self.worker_id})"
 
 
 class JobFacts:
-    """What is known of one job. None: not known."""
+    """The facts known of one job. None: not known."""
 
     __slots__ = (
         "acked",
@@ -112,22 +112,22 @@ class JobFacts:
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
         self.endings: set[tuple[str, int]] = set()
-        """(state, attempt) in which it ever ended."""
+        """(state, attempt) of each of its ends."""
         self.results: dict[int, set[str | None]] = {}
-        """attempt → sha256 of its accepted finish; empty: not told."""
+        """attempt → sha256 of its accepted finish; empty if not known."""
         self.removed = False
-        """Once, at least."""
+        """The job was removed at least once."""
         self.existed = False
         self.acked = False
-        """A client was told that it is stored."""
+        """A client was told that the job is stored."""
         self.asked = False
-        """Somebody wanted it: a client, or a schedule."""
+        """A client or a schedule asked for the job."""
         self.asked_restarts = 0
         self.restarts = 0
         self.forget()
 
     def forget(self) -> None:
-        """The job is not there, or nothing is known of it: all of one life. What clients were told of earlier ones stays."""
+        """Forget the facts of one life of the job, which is not there any more. What clients were told of earlier ones stays."""
         self.exists = False
         self.body: str | None = None
         self.attempt: int | None = None
@@ -137,11 +137,11 @@ class JobFacts:
         self.lease_known = False
         """`lease` is the current one, or there is none."""
         self.orphaned = False
-        """The lease is over, and yet counts until another is given."""
+        """The lease is over, and yet counts until another is granted."""
         self.reports: dict[int, str] = {}
         """attempt → the verb of its accepted report."""
         self.ends: dict[int, str] = {}
-        """attempt → how it ended."""
+        """attempt → the way in which it ended."""
         self.began: set[int] = set()
         self.counted = False
         """Failures and losses of this generation are known from its first moment."""
@@ -149,12 +149,12 @@ class JobFacts:
         self.row: RowEvent | None = None
 
     def has_result(self, attempt: int, sha256: str | None) -> bool:
-        """Whether this may be the result of that attempt."""
+        """Return whether this may be the result of that attempt."""
         results = self.results.get(attempt, ())
         return sha256 in results or "" in results
 
     def let_go(self, attempt: int, how: str) -> None:
-        """No lease is current any more."""
+        """Note that no lease is current any more."""
         self.ends[attempt] = how
         self.lease, self.lease_known, self.orphaned = None, True, False
 
@@ -167,9 +167,9 @@ class Findings:
         self.evidence: Counter[str] = Counter()
         self.raises = raises
         self.told: set[type[HistoryLine]] = set()
-        """The kinds of which no line is missing."""
+        """Kinds of which no line is missing."""
         self.watched: frozenset[type[HistoryLine]] = frozenset()
-        """Those of which this was so from the start."""
+        """Kinds of which no line was missing from the start."""
         self.at = 0.0
         self.line = -1
         self.healed_at: float | None = None
@@ -178,7 +178,7 @@ class Findings:
         self.leases: dict[str, GrantedLease] = {}
         self.drifted: set[str] = set()
         self.takeovers: list[float] = []
-        """When, in their order."""
+        """Times of the takeovers, in order."""
         self.registered = 0
         """The highest epoch that a server took over."""
 
@@ -202,7 +202,7 @@ class Findings:
 
 
 class Judge:
-    """Judges some invariants. `handlers`: what it looks at; `end`: what can be judged only when all is over."""
+    """Base of the judges. `handlers` maps the kinds of line that a judge looks at; `end` judges what only the end can show."""
 
     def __init__(self, findings: Findings) -> None:
         self.findings = findings
@@ -215,21 +215,20 @@ class Judge:
         raise NotImplementedError
 
     def end(self) -> None:
-        """Nothing, unless said otherwise."""
+        """Judge nothing, unless a subclass says otherwise."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the store's commits did to jobs: submits, grants, reports, ends of leases, cancels, requeues. I2 to I6, I12, I14, I16,
+# ---------------------------------------------------------------------------------------------------- the store's commits
 
 _ENDS = frozenset({ReportedEvent, ReapedEvent, ShownEvent})
-"""Whoever tells these tells how every lease ends."""
+"""Kinds that together tell how every lease ends."""
 _STATES = _ENDS | {CanceledEvent, RowEvent}
-"""Whoever tells these tells every state."""
+"""Kinds that together tell every state."""
 EARLY_S = 1e-6  # what rounding may take from the time between two events
 
 
 class JobJudge(Judge):
-    """Follows each job through its commits."""
+    """Judge of the store's commits: submits, grants, reports, ends of leases, cancels, requeues."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
@@ -252,7 +251,7 @@ class JobJudge(Judge):
     # ------------------------------------------------------------------------------------------------ submitters
 
     def _submitted(self, line: SubmittedEvent) -> None:
-        """I2: one job per id, all acks agree, another body is refused, and only another body."""
+        """Judge I2: one job per id, all acknowledgements agree, another body is refused, and only another body."""
         if line.refused and line.refused != "CONFLICT":
             return
         job = self.job(line.job_id)
@@ -284,7 +283,7 @@ class JobJudge(Judge):
             self._set_going(job, expected)
 
     def _set_going(self, job: JobFacts, generation: int) -> None:
-        """I4: only from a terminal state, one generation more. I16: for each call that asked for it, once at most."""
+        """Judge I4: only from a terminal state, one generation more. I16: once at most for each call that asked for it."""
         self.evidence["I4"] += 1
         job.restarts += 1
         if job.state is not None and job.state not in TERMINAL and self.told >= _STATES:
@@ -307,7 +306,7 @@ class JobJudge(Judge):
         job.counted = True
 
     def _canceled(self, line: CanceledEvent) -> None:
-        """I14: what a cancel was told is what came of it."""
+        """Judge I14: a cancel is told what came of it."""
         if not line.state:
             return
         job = self.job(line.job_id)
@@ -322,7 +321,7 @@ class JobJudge(Judge):
         job.state = line.state
 
     def _removed(self, line: RemovedEvent) -> None:
-        """I4: nothing but what is over may go."""
+        """Judge I4: only terminal jobs are removed."""
         job = self.job(line.job_id)
         self.evidence["I4"] += 1
         if job.state is not None and job.state not in TERMINAL and self.told >= _STATES:
@@ -333,7 +332,7 @@ class JobJudge(Judge):
     # ------------------------------------------------------------------------------------------------ leases
 
     def _granted(self, line: GrantedEvent) -> None:
-        """I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time."""
+        """Judge I5: one attempt more, and no other live lease. I4: of a job that is not over. I12: not before its time."""
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         if line.generation != job.generation:
@@ -358,7 +357,7 @@ class JobJudge(Judge):
         job.exists = job.existed = True
 
     def _in_time(self, line: GrantedEvent) -> None:
-        """I12, on the highest that the store's wall clock ever showed; not_after on what it shows."""
+        """Judge I12, by the highest value of the store's wall clock so far; not_after by its current value."""
         self._latest_wall = max(self._latest_wall, line.wall, line.highest_wall or line.wall)
         if line.not_before is not None:
             self.evidence["I12"] += 1
@@ -372,7 +371,7 @@ class JobJudge(Judge):
                 self.found("I12", f"attempt {line.attempt} of {line.job_id} was granted {late_s:g} s after its time")
 
     def _shown(self, line: ShownEvent) -> None:
-        """I17: a lease that was taken for the current one is, and its owner showed it."""
+        """Judge I17: a lease that was taken for the current one is, and its owner showed it."""
         if not line.held:
             return
         job = self.job(line.job_id)
@@ -400,8 +399,9 @@ class JobJudge(Judge):
             lease.since = line.at
 
     def _reaped(self, line: ReapedEvent) -> None:
-        """I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first takeover
-        after that is one."""
+        """Judge I5: each lease ends once. I4: terminal absorbs. `lease`: it lasts its time from its latest renewal; the first
+        takeover after that is one.
+        """
         job = self.job(line.job_id)
         self.evidence["I5"] += 1
         lease = job.lease
@@ -434,14 +434,14 @@ class JobJudge(Judge):
             self.found("lease", f"{lease} of {lease.job_id} was ended {lasted_s:g} s after it was renewed; it lasts {ttl_s:g} s")
 
     def _took_over(self, line: TookOverEvent) -> None:
-        """Every live lease counts as renewed, unless one before did that and its worker has not renewed it since."""
+        """Count every live lease as renewed, unless an earlier takeover did that and its worker has not renewed it since."""
         if line.done:
             self.findings.takeovers.append(line.at)
 
     # ------------------------------------------------------------------------------------------------ reports
 
     def _reported(self, line: ReportedEvent) -> None:
-        """I3: one per attempt. I6: with the current lease. I17: from its owner. I14: not besides a cancel."""
+        """Judge I3: one report per attempt. I6: with the current lease. I17: from its owner. I14: not besides a cancel."""
         if not line.accepted:
             return
         job = self.job(line.job_id)
@@ -494,15 +494,14 @@ def _shown(line: ReportedEvent) -> str:
     return f"attempt {line.attempt} under lease {line.lease_id}"
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the store's commits left in the rows, and what must be there when all is over. I1, I2, I4, I5, I8, I11, I13, I14.
+# ---------------------------------------------------------------------------------------------------- rows
 
 _DEAD = frozenset({State.FAILED, State.TIMED_OUT})
-"""What a job becomes whose budgets are used up, by one failure or loss more than they allow."""
+"""States of a job whose budgets are used up, by one failure or loss more than they allow."""
 
 
 class RowJudge(Judge):
-    """Looks at every row."""
+    """Judge of the rows that the store's commits left, and of those at the end."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
@@ -532,7 +531,7 @@ class RowJudge(Judge):
         job.row = line
 
     def _identity(self, job: JobFacts, line: RowEvent) -> None:
-        """I2: the body of a job never changes. I8: nor do leader writes on it go back to an older epoch. I17: nor go beyond."""
+        """Judge I2: a body never changes. I8: writes of leaders to a job never go back to an older epoch. I17: nor go beyond."""
         if line.body:
             self.evidence["I2"] += 1
             if job.body is not None and job.body != line.body:
@@ -554,7 +553,7 @@ class RowJudge(Judge):
                 )
 
     def _generation(self, job: JobFacts, line: RowEvent) -> None:
-        """I4: terminal absorbs; only a new generation that was asked for leaves it, with both budgets whole."""
+        """Judge I4: terminal absorbs; only a new generation that was asked for leaves it, with both budgets whole."""
         if job.generation is None:
             return
         self.evidence["I4"] += 1
@@ -580,7 +579,7 @@ class RowJudge(Judge):
                 self.found("I4", f"{line.job_id} was set going again with {spent} on its budgets")
 
     def _attempt(self, job: JobFacts, line: RowEvent) -> None:
-        """I5: as many attempts as grants; a lease while somebody holds it, and only then."""
+        """Judge I5: as many attempts as grants; a lease while somebody holds it, and only then."""
         self.evidence["I5"] += 1
         if job.attempt is not None and line.attempt != job.attempt:
             if line.attempt < job.attempt:
@@ -599,7 +598,7 @@ class RowJudge(Judge):
             self.found("I5", f"{line.job_id} has lease {line.lease_id}, and the current one is {job.lease}")
 
     def _budgets(self, job: JobFacts, line: RowEvent) -> None:
-        """I11: as many failures and losses as there were, within the budgets; more of them end the job, with a reason."""
+        """Judge I11: the failures and losses that happened, within the budgets; more of them end the job, with a reason."""
         self.evidence["I11"] += 1
         over = max(line.failures - line.max_retries, line.losses - line.max_losses)
         if over > (line.state in _DEAD):
@@ -612,7 +611,7 @@ class RowJudge(Judge):
             self.found("I11", f"{line.job_id} is {line.state} without a reason")
 
     def _result(self, job: JobFacts, line: RowEvent) -> None:
-        """I13: the result of the accepted finish, and none before it."""
+        """Judge I13: the result of the accepted finish, and none before it."""
         if line.state == State.SUCCEEDED and line.attempt in job.results:
             self.evidence["I13"] += 1
             if not job.has_result(line.attempt, line.result_sha256):
@@ -627,7 +626,7 @@ class RowJudge(Judge):
                 self.found("I6", f"{line.job_id} succeeded without a finish of attempt {line.attempt}")
 
     def _cancel(self, line: RowEvent) -> None:
-        """I14: what somebody was told is being canceled is not tried again."""
+        """Judge I14: a job that is being canceled is not tried again."""
         if line.cancel_requested:
             self.evidence["I14"] += 1
             if line.state in READY:
@@ -646,7 +645,7 @@ class RowJudge(Judge):
                     self._each_attempt_ended(job, job.row)
 
     def _kept(self, job: JobFacts, *, exists: bool) -> None:
-        """I1: what was acknowledged is there, and over once there were no more faults. What was not acknowledged as well."""
+        """Judge I1: acknowledged jobs are there, and over once there were no more faults. Liveness: others are over as well."""
         if not job.acked and not exists:
             return
         if job.acked and (self._at_end is not None or SubmittedEvent in self.told or RowEvent in self.told) and not job.removed:
@@ -661,14 +660,14 @@ class RowJudge(Judge):
                 self.found(invariant, f"{job.job_id} is still {job.row.state} at the end")
 
     def _wanted(self, job: JobFacts) -> None:
-        """I2: there is no job that nobody asked for."""
+        """Judge I2: there is no job that nobody asked for."""
         if AskedEvent in self.told:
             self.evidence["I2"] += 1
             if not job.asked:
                 self.found("I2", f"{job.job_id} exists, and nobody submitted it")
 
     def _each_attempt_ended(self, job: JobFacts, row: RowEvent) -> None:
-        """I5, where grants are not told: each attempt but the latest has its end, and there are no others."""
+        """Judge I5 where grants are not told: each attempt but the latest has its end, and there are no others."""
         self.evidence["I5"] += 1
         missing = [attempt for attempt in range(1, row.attempt) if attempt not in job.ends]
         if missing:

@@ -1,4 +1,7 @@
-"""A simulated client: the production machine, the calls that were planned for it, and what it was told."""
+"""Simulated clients: the production machine, the operations that a seed draws for it, and the answers that it receives.
+
+Operations are drawn once, as a list, so that a failing seed can be tried with fewer of them.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,13 @@ from tasuki.testing.harness_nodes import ClientNode
 from tasuki.testing.sim.history import AnsweredEvent, ArrivedEvent, AskedEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.servers import SimServer
-from tasuki.testing.sim.world import WALL_START_S, HostClock, Life, SimOptions, Streams, World
+from tasuki.testing.sim.world import WALL_START_S, HostClock, SimOptions, SimProcess, Streams, World
 
-# ----------------------------------------------------------------------------------------------------
-# What clients ask for, and when: drawn once from the seed, as a list, so that a failing seed can be tried with less of it.
+# ---------------------------------------------------------------------------------------------------- operations
 
 SUBJECTS = ("render.fast", "render.slow", "price.all", "price.worker-1", "job.submit.books.close")
 PATTERNS = ((">",), ("render.>", "job.>"), ("price.*", "render.fast"))
-"""Of workers; the first worker of every world takes everything, so that every job has one that fits."""
+"""Patterns of workers; the first worker of every world takes everything, so that every job has one that fits."""
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,13 +38,13 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     client: str
     verb: str
-    """submit, rerun, cancel, requeue, get, watch"""
+    """submit, rerun, cancel, requeue, get or watch."""
     specs: tuple[JobSpec, ...] = ()
     job_ids: tuple[str, ...] = ()
 
 
 def draw_operations(streams: Streams, options: SimOptions) -> list[Operation]:
-    """All that is asked during the chaos; most of it in its first two thirds."""
+    """Draw all operations of the chaos phase; most are in its first two thirds."""
     return _Drawing(streams, options).operations()
 
 
@@ -52,7 +54,7 @@ class _Drawing:
         self.options = options
         self.clients = [f"client-{number}" for number in range(1, (options.clients or 1) + 1)]
         self.known: list[tuple[str, JobSpec]] = []
-        """(client, spec) of what was submitted so far."""
+        """(client, spec) of the jobs submitted so far."""
 
     def operations(self) -> list[Operation]:
         chance, jobs = self.chance, self.options.jobs or 1
@@ -92,7 +94,7 @@ class _Drawing:
         )
 
     def _another(self, at: float) -> Operation:
-        """Something about jobs that were, or will soon be, submitted."""
+        """Draw an operation about jobs that were, or will soon be, submitted."""
         chance = self.chance
         client, spec = chance.choice(self.known)
         if chance.random() < 0.3:
@@ -117,7 +119,7 @@ class Asking(msgspec.Struct, frozen=True):
     job_ids: tuple[str, ...]
 
 
-class SimClient(Life, ClientNode):
+class SimClient(SimProcess, ClientNode):
     """One client process, and after a crash the next one, which asks again for the results of the same jobs."""
 
     machine: ClientMachine
@@ -139,12 +141,12 @@ class SimClient(Life, ClientNode):
         self.link: SimulatedLink | None = None  # type: ignore[assignment]  # of the simulated network, not of the harness
         self.asking: dict[int, Asking] = {}
         self.waiting: dict[str, None] = {}
-        """Jobs whose ends it wants to hear of, and has not yet."""
+        """Jobs of whose ends the client has not heard yet."""
         self.refused = {}
         self.failed = None
         self._wanted: list[Operation] = []
         self._tickets = itertools.count(1)
-        Life.__init__(self, world, name, clock)
+        SimProcess.__init__(self, world, name, clock)
 
     def now(self) -> Now:
         return self.clock.now()
@@ -166,7 +168,7 @@ class SimClient(Life, ClientNode):
         self.asking = {}
 
     def crash(self, *, silent: bool = False) -> None:
-        """Whoever asked will never know."""
+        """Kill the process: nobody will know what came of its open calls."""
         link = self.link
         for asking in self.asking.values():
             self.sim.tell(AnsweredEvent(at=self.sim.at, client=self.name, call=asking.call, answer="unknown"))
@@ -209,7 +211,7 @@ class SimClient(Life, ClientNode):
 
     # -- what its user does ---------------------------------------------------------------------------------------
     def operate(self, operation: Operation) -> None:
-        """A planned call. What its user wants while it is down or paused is done when it is back."""
+        """Make a planned call. A call that is due while the client is down or paused is made when it is back."""
         if not self.alive or self.paused:
             self._wanted.append(operation)
             return
@@ -293,5 +295,5 @@ class SimClient(Life, ClientNode):
     # -- then -----------------------------------------------------------------------------------------------------
     @property
     def idle(self) -> bool:
-        """It waits for nothing."""
+        """The client waits for nothing."""
         return self.alive and not self.paused and not (self.asking or self.waiting or self._wanted)

@@ -1,4 +1,4 @@
-"""What of the rare has happened in a run: each kind of fault, and each branch that only faults lead to. What never came is named.
+"""Counts of rare events in a run: each kind of fault, and each branch that only faults lead to. Missing ones are named.
 
     counts = Counter()
     for seed in range(2000):
@@ -6,7 +6,7 @@
         counts.update(covered)
     assert not missing(counts)
 
-Seen from outside: in the lines of the history, in the outcome, and by counting calls of production functions for the time of a
+Events are seen from outside: in the lines of the history, in the outcome, and by counting calls of production functions during a
 run (`Probe`). A simulator whose faults no longer reach a branch shows nothing about it, however many seeds it runs.
 """
 
@@ -60,12 +60,12 @@ from tasuki.testing.sim.world import SimOptions, derived
 # ---------------------------------------------------------------------------------------------------- probes
 
 Is = Callable[[tuple[Any, ...], Any], bool]
-"""(what it was called with, what it answered or raised)"""
+"""(arguments of the call, its answer or exception)"""
 _LAST = "_probed_server"
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A call of `owner.name` for which `applies` holds. `before`: it is asked before the call, without an answer."""
+    """A call of `owner.name` for which `applies` holds. `before`: asked before the call, without an answer."""
 
     owner: Any
     name: str
@@ -86,7 +86,7 @@ def _answered_late(given: tuple[Any, ...], _: Any) -> bool:
 
 
 def _moves(kind: type) -> Is:
-    """A peer of this kind comes to another server than the last time."""
+    """Return a condition: a peer of this kind dials another server than the last time."""
 
     def moves(given: tuple[Any, ...], _: Any) -> bool:
         _network, node, server = given
@@ -100,7 +100,7 @@ def _moves(kind: type) -> Is:
 
 
 def _tells(kind: type) -> Is:
-    """A hint led to such a command, or to a message of this kind."""
+    """Return a condition: a hint led to such a command, or to a message of this kind."""
     return lambda _, answer: any(isinstance(getattr(command, "message", command), kind) for command in answer)
 
 
@@ -257,16 +257,16 @@ EXPECTED: dict[str, str] = {
     **LINES,
     **PROBES,
 }
-"""All that must have come at least once in a run of many seeds, and what each means."""
+"""All events that must happen at least once in a run of many seeds, with their meanings."""
 
 
 def missing(counts: Mapping[str, int]) -> list[str]:
-    """What never came."""
+    """Return the names of expected events that never happened."""
     return [name for name in EXPECTED if not counts.get(name)]
 
 
 class Coverage:
-    """What one seed has covered."""
+    """The events that one seed has covered."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -299,7 +299,7 @@ class Coverage:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While it lasts, calls of production functions are counted too."""
+        """Count calls of production functions too, while the context lasts."""
         with ExitStack() as stack:
             for name, probe in _ALL.items():
                 counted = _counted(self.counts, name, probe, vars(probe.owner)[probe.name])
@@ -307,13 +307,13 @@ class Coverage:
             yield
 
     def observe(self, line: AnyLine) -> None:
-        """The next line of the history."""
+        """Count the next line of the history."""
         handle = self._handlers.get(type(line))
         if handle is not None:
             handle(line)
 
     def end(self, outcome: SeedOutcome) -> None:
-        """The run is over."""
+        """Count the figures of a run that is over."""
         self.counts.update({f"fault {kind}": count for kind, count in outcome.faults.items()})
         self.counts.update({f"effect {kind}": count for kind, count in outcome.effects.items()})
         self.counts.update({f"verb {verb}": count for verb, count in outcome.verbs.items()})
@@ -421,7 +421,7 @@ class Coverage:
 
 
 def cover_seed(seed: int, options: SimOptions | None = None) -> tuple[SeedOutcome, Counter[str]]:
-    """Run a seed under the checker, and see what it covers."""
+    """Run a seed under the checker, and return what it covers."""
     complete = derived(seed, options or SimOptions(), tuple(KINDS))
     coverage = Coverage()
     with coverage.watching():

@@ -1,7 +1,8 @@
-"""What is done to the system, and when: drawn once from the seed, as a list, so that a failing seed can be tried with less of it.
+"""Kinds of fault, and when they happen: drawn once from the seed, as a list, so that a failing seed can be tried with fewer of
+them.
 
-Each kind of fault says whom it can hit, how it begins and how it ends. All are over when the world is healed. A fault that finds
-nothing to hit (a crash of what is down) does not happen, and is not counted.
+Each kind says whom it can hit, how it begins and how it ends. All faults are over when the world is healed. A fault that finds
+nothing to hit (a crash of a process that is down) does not happen, and is not counted.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class PlannedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     at: float
     kind: str
     target: str
-    """The host or process that it hits."""
+    """The host or process that the fault hits."""
     other: str = ""
-    """Of what is between two: the other one; empty: everybody else."""
+    """The other one of two between which the fault is; empty if it is between the target and everybody."""
     for_s: float = 0.0
-    """How long it lasts; 0: it is done at once."""
+    """The duration; 0 if the fault is done at once."""
     amount: float = 0.0
-    """How bad it is: seconds, a probability, or a rate."""
+    """The severity: seconds, a probability, or a rate."""
 
 
 class FaultKind(NamedTuple):
-    """`begin` does it, and says whether there was anything to do it to; `end` undoes what lasts."""
+    """A kind of fault. `begin` returns whether there was anything to hit; `end` undoes what lasts."""
 
     hits: Callable[[Cast], tuple[str, ...]]
     begin: Callable[[System, PlannedFault], bool]
@@ -45,9 +46,9 @@ class FaultKind(NamedTuple):
     lasts_s: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
     between: Callable[[Cast], tuple[str, ...]] | None = None
-    """Who the other one is; one in three hits everybody."""
+    """Candidates for the other one; one fault in three hits everybody."""
     several: bool = False
-    """Only where several servers work on one store."""
+    """Possible only where several servers work on one store."""
 
 
 # ---------------------------------------------------------------------------------------------------- the network
@@ -133,7 +134,7 @@ def _reset(system: System, fault: PlannedFault) -> bool:
 
 
 def _late(system: System, fault: PlannedFault) -> bool:
-    """What the peer sends is stuck; then the connection breaks, and comes to the server after what the peer sends next."""
+    """Hold up what the peer sends, then break the connection: it comes to the server after what the peer sends next."""
     links = [link for link in _links(system, fault) if not link.to_server.stuck]
     for link in links:
         link.to_server.stuck = True
@@ -187,7 +188,7 @@ def _drain(system: System, fault: PlannedFault) -> bool:
 
 
 def _stop(system: System, fault: PlannedFault) -> bool:
-    """A server is stopped in order, as for an upgrade."""
+    """Stop a server in order, as for an upgrade."""
     server = system.server(fault.target)
     if not server.alive or server.paused or server.stopping:
         return False
@@ -292,7 +293,7 @@ def _worker_disk_full_over(system: System, fault: PlannedFault) -> None:
 
 
 def _likely(name: str) -> tuple[Callable[[System, PlannedFault], bool], Callable[[System, PlannedFault], None]]:
-    """A probability of the coordination, set and reset."""
+    """Return functions that set and reset a probability of the coordination."""
 
     def begin(system: System, fault: PlannedFault) -> bool:
         setattr(system.coordination, name, fault.amount)
@@ -380,7 +381,7 @@ KINDS: dict[str, FaultKind] = {
 
 
 def draw_faults(streams: Streams, options: SimOptions) -> list[PlannedFault]:
-    """All faults of a seed, in the order of their times."""
+    """Draw all faults of a seed, in the order of their times."""
     chance, cast = streams.faults, cast_of(options)
     kinds = [kind for kind in options.kinds or () if not KINDS[kind].several or (options.servers or 0) > 1]
     moments = sorted(options.chaos_s * (0.04 + 0.9 * chance.random()) for _ in range(options.faults or 0))
@@ -398,7 +399,7 @@ def _one(chance: random.Random, cast: Cast, number: int, at: float, name: str) -
 
 
 class Faults:
-    """Those of one run: begins and ends them, and counts those that happened."""
+    """Faults of one run: begins and ends them, and counts those that happened."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -426,6 +427,6 @@ class Faults:
             end(self.system, fault)
 
     def heal(self) -> None:
-        """All that lasts is over."""
+        """End all faults that still last."""
         for fault in list(self._lasting.values()):
             self._end(fault)

@@ -1,16 +1,17 @@
-"""What happened, as one line of JSON each: the only thing that the checker (`checker.py`) looks at.
+"""Events of a run, each as one line of JSON: the only input of the checker (`checker.py`).
 
-A history is written by whoever watches a system run: the simulator, which sees everything, or a test with real processes, which
-has the rows of the database, what clients were told and what the jobs themselves noted. Lines stand in the order in which things
-happened; commits of one store in the order of their commits, and what a commit did before the rows that it left. What an observer
-cannot see it leaves out: the checker judges what is there, and says which invariants it had evidence for. But of each kind of
-line an observer tells all or none: the checker takes it that after the first line of a kind none of that kind is missing
-(`WatchingEvent` says so from the start, also of kinds of which there may be none). Events that excuse others are never left out:
-`RemovedEvent`, `ProcessEvent` and `DriftedEvent` are told by the observer of the jobs and processes that they concern.
+A history is written by an observer of a running system: the simulator, which sees everything, or a test with real processes,
+which has the rows of the database, the answers to clients and the notes of the jobs themselves. Lines stand in the order of
+events; commits of one store in the order of their commits, and the effects of a commit before the rows that it left. An
+observer leaves out what it cannot see: the checker judges the lines that are there, and says which invariants it had evidence
+for. But of each kind of line an observer tells all or none: the checker assumes that after the first line of a kind none of
+that kind is missing (`WatchingEvent` says so from the start, also of kinds of which there may be none). Events that excuse
+others are never left out: `RemovedEvent`, `ProcessEvent` and `DriftedEvent` are told by the observer of the jobs and processes
+that they concern.
 
-Three voices. Store lines tell what a committed transaction did (`SubmittedEvent` … `FiredEvent`). Client and worker lines tell
-what those processes saw (`AskedEvent` … `ArrivedEvent`, `BeganEvent` … `BusyEvent`). World lines tell what was done to them
-(`FaultEvent`, `HealedEvent`, `EndedEvent`).
+There are three groups. Store lines tell what a committed transaction did (`SubmittedEvent` … `FiredEvent`). Client and worker
+lines tell what those processes saw (`AskedEvent` … `ArrivedEvent`, `BeganEvent` … `BusyEvent`). World lines tell what was done
+to them (`FaultEvent`, `HealedEvent`, `EndedEvent`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def kind_of(name: str) -> str:
 
 
 class HistoryLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kind_of, omit_defaults=True):
-    """`at`: when, in seconds of one clock for the whole history (the simulator's own, or the host's)."""
+    """One line of a history. `at` is in seconds of one clock for the whole history (the simulator's own, or the host's)."""
 
     at: float
 
@@ -40,12 +41,12 @@ class SubmittedEvent(HistoryLine, frozen=True):
 
     job_id: str
     body: str
-    """The hash that decides 'same body'."""
+    """The hash that decides whether two bodies are the same."""
     created: bool = False
     refused: str = ""
-    """CONFLICT, BLOB_MISSING; empty: the job exists."""
+    """CONFLICT or BLOB_MISSING; empty if the job exists."""
     generation: int = 0
-    """After it; one more than before if a rerun set it going."""
+    """The generation afterwards; one more than before if a rerun set the job going."""
 
 
 class GrantedEvent(HistoryLine, frozen=True):
@@ -62,13 +63,13 @@ class GrantedEvent(HistoryLine, frozen=True):
     not_before: float | None = None
     not_after: float | None = None
     highest_wall: float | None = None
-    """The highest that the same clock has shown so far, if it can be set back: a job that was due once stays due."""
+    """The highest value of the same clock so far, if it can be set back: a job that was due once stays due."""
     on_disconnect: str = "stop"
-    """stop or keep: whether I9 speaks of it."""
+    """stop or keep: I9 holds for stop only."""
     ttl_s: float | None = None
-    """How long it lasts if it is not renewed, without the store's margin."""
+    """The duration of the lease if it is not renewed, without the store's margin."""
     grace_s: float = 0.0
-    """How much longer, because it is kept for a worker that was cut off."""
+    """The additional time for which it is kept for a worker that was cut off."""
 
 
 class ShownEvent(HistoryLine, frozen=True):
@@ -93,12 +94,12 @@ class ReportedEvent(HistoryLine, frozen=True):
     lease_id: str
     worker_id: str
     accepted: bool
-    """It was written. An exact repeat of one that was is answered alike and writes nothing: not accepted, but `repeated`."""
+    """The report was written. An exact repeat writes nothing and is answered alike: not accepted, but `repeated`."""
     state: str = ""
-    """Of the job afterwards, if it was accepted."""
+    """The state of the job afterwards, if the report was accepted."""
     repeated: bool = False
     result_sha256: str | None = None
-    """Empty: not told."""
+    """The hash of the result; empty if not known."""
 
 
 class ReapedEvent(HistoryLine, frozen=True):
@@ -116,9 +117,9 @@ class CanceledEvent(HistoryLine, frozen=True):
 
     job_id: str
     state: str
-    """Of the job afterwards; empty: no such job."""
+    """The state of the job afterwards; empty if there is no such job."""
     requested: bool = False
-    """It runs, and its worker will be told."""
+    """The job runs, and its worker will be told."""
 
 
 class RequeuedEvent(HistoryLine, frozen=True):
@@ -159,15 +160,15 @@ class RowEvent(HistoryLine, frozen=True):
     lease_id: str | None = None
     not_before: float | None = None
     error_code: str = ""
-    """Of the outcome, once it is terminal."""
+    """The error code of the outcome, once the job is terminal."""
     result_sha256: str | None = None
     cancel_requested: bool = False
     body: str = ""
-    """The hash that decides 'same body'; empty: not told."""
+    """The hash that decides whether two bodies are the same; empty if not known."""
     leader_epoch: int = 0
-    """Of the last write that a leader made here."""
+    """The epoch of the last write of a leader to this row."""
     at_end: bool = False
-    """Told when all was over. If there is one such row, then all jobs that exist have one."""
+    """The row was read when all was over. If there is one such row, then all jobs that exist have one."""
 
 
 class RemovedEvent(HistoryLine, frozen=True):
@@ -200,25 +201,25 @@ class AskedEvent(HistoryLine, frozen=True):
     client: str
     call: str
     verb: str
-    """submit, rerun (a submit with on_failed="rerun"), cancel, requeue; others are not judged."""
+    """submit, rerun (a submit with on_failed="rerun"), cancel or requeue; others are not judged."""
     job_ids: tuple[str, ...]
     bodies: tuple[str, ...] = ()
-    """Of a submit: the hash of each."""
+    """The hash of each body of a submit."""
 
 
 class AnsweredEvent(HistoryLine, frozen=True):
-    """What it was told in the end."""
+    """The final answer to a call."""
 
     client: str
     call: str
     answer: str
-    """ok, refused, unknown"""
+    """ok, refused or unknown."""
     accepted: tuple[str, ...] = ()
-    """Of a submit or a cancel: the jobs for which the answer was yes."""
+    """Jobs of a submit or a cancel for which the answer was yes."""
     states: tuple[str, ...] = ()
-    """Of a cancel: the state that it was told of each of its job_ids."""
+    """States that a cancel was told, one for each of its job_ids."""
     created: tuple[str, ...] = ()
-    """Of a submit: those of `accepted` that the answer called new."""
+    """Jobs of `accepted` that the answer to a submit called new."""
 
 
 class ArrivedEvent(HistoryLine, frozen=True):
@@ -265,15 +266,15 @@ class SettledEvent(HistoryLine, frozen=True):
 
 
 class BusyEvent(HistoryLine, frozen=True):
-    """How many attempts a worker has at once, told when one is added; more than `capacity` breaks the credit bound."""
+    """The number of attempts of a worker, told when one is added; more than `capacity` breaks the credit bound."""
 
     worker_id: str
     attempts: int
     capacity: int
     waiting: int = 0
-    """Assignments that it has besides, unstarted."""
+    """The number of assignments besides, unstarted."""
     ahead: int = 0
-    """How many of those it asks for at most."""
+    """The number of those that the worker asks for at most."""
 
 
 # ---------------------------------------------------------------------------------------------------- the world
@@ -283,7 +284,7 @@ class ProcessEvent(HistoryLine, frozen=True):
     """A process began or ended. `what`: started, crashed, exited, paused, resumed."""
 
     name: str
-    """As other lines call it: a server_id, a worker_id, a client. The keeper of worker w is `w/keeper`."""
+    """The name in other lines: a server_id, a worker_id, a client. The keeper of worker w is `w/keeper`."""
     what: str
 
 
@@ -298,7 +299,7 @@ class DriftedEvent(HistoryLine, frozen=True):
     """The clock of this process differs from the store's by more than the margins allow: I9 is not promised for it."""
 
     name: str
-    """Of a process; `store`: of the store itself, and so of all."""
+    """The name of the process; `store` for the clock of the store itself, and so of all."""
 
 
 class HealedEvent(HistoryLine, frozen=True):
@@ -323,7 +324,7 @@ class EndedEvent(HistoryLine, frozen=True):
 
     quiet: bool = True
     events: int = 0
-    """How many things happened since it was healed: a hot loop shows here."""
+    """The number of events since the last fault: a hot loop shows here."""
 
 
 StoreLine = (

@@ -1,8 +1,8 @@
 """Connections as TCP has them: in order, and nothing is lost inside one without its end, though the end may never be heard of.
 
-Each `SimulatedLink` has two ways. A way that is muted delivers nothing more (half-open). One between two hosts
-that are cut off from each
-other keeps what was sent, as retransmission does, until they are not. Whoever sends to an end that is gone hears of that.
+Each `SimulatedLink` has two directions. A muted direction delivers nothing more (half-open). Between two hosts that are cut off
+from each other it keeps what was sent, as retransmission does, until they are not. A sender to an end that is gone hears of
+that.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class NetworkPeer(Protocol):
 
 
 class ConnectionBegin:
-    """First on the way to a server: a connection is there."""
+    """The first item on the way to a server: a connection is there."""
 
 
 class End:
-    """Last on either way: the other end is gone."""
+    """The last item in either direction: the other end is gone."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -74,21 +74,21 @@ class LinkDirection:
         self.up = up
         self.mute = False
         self.stuck = False
-        """Nothing arrives for now, but it will, however late."""
+        """Nothing arrives for now; the pieces arrive later."""
         self.pieces: deque[list[Any]] = deque()
-        """What is on its way; each piece was written at once."""
+        """Pieces on their way; each was written at once."""
         self.written_at = -1.0
         self.last_at = 0.0
-        """When the last piece arrives: later ones come later."""
+        """The time at which the last piece arrives: later ones come later."""
         self.held = 0
-        """Pieces that have come as far as they could."""
+        """The number of pieces that are held up on their way."""
         names = (link.node.name, link.server.name)
         self.sender, self.receiver = names if up else names[::-1]
         self.label = f"{self.sender} > {self.receiver}"
 
     @property
     def open(self) -> bool:
-        """There is somebody at its end."""
+        """Somebody is at the receiving end."""
         return self.link.server_open if self.up else self.link.node_open
 
 
@@ -101,22 +101,22 @@ class SimulatedLink:
         self.server = server
         self.node_open = self.server_open = True
         self.extra_s = 0.0
-        """How much slower than others this connection is."""
+        """The extra delay of this connection."""
         self.to_server = LinkDirection(self, up=True)
         self.to_node = LinkDirection(self, up=False)
 
 
 class Network:
-    """All links, and what is wrong between which hosts."""
+    """All links, and the faults between hosts."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.links: dict[int, SimulatedLink] = {}
-        """Those of which at least one end is open."""
+        """Links of which at least one end is open."""
         self.cut: Counter[tuple[str, str]] = Counter()
         """(from, to): hosts between which nothing passes."""
         self.slow: dict[str, float] = {}
-        """Seconds more for everything from and to this host."""
+        """Extra seconds for everything from and to a host."""
         self.refusing: Counter[str] = Counter()
         """Servers to which nobody can connect."""
         self.random = world.streams.jitter
@@ -126,7 +126,7 @@ class Network:
         self._number = 0
 
     def delay_s(self, one: str, other: str) -> float:
-        """How long something takes from one host to the other now."""
+        """Return the time that something takes from one host to the other now."""
         delay_s = self._latency_s * (1.0 + 3.0 * self._chance.random())
         slow = self.slow
         if slow and (one in slow or other in slow):
@@ -138,16 +138,16 @@ class Network:
         return bool(self.cut) and self.cut[one, other] > 0
 
     def now(self) -> Now:
-        """Of nobody's host: each has clocks of its own."""
+        """Return virtual time: the network has no host with clocks of its own."""
         return Now(self.world.at, self.world.at)
 
     # -- connecting -----------------------------------------------------------------------------------------------
     def dial(self, node: NetworkPeer, address: Address) -> None:
-        """With the patience of somebody who has nowhere else to turn to."""
+        """Connect with the usual timeout."""
         self.connect(node, node.servers[address], Connect(address))
 
     def connect(self, node: NetworkPeer, server: NetworkServer, wanted: Connect) -> None:
-        """The peer hears Opened or Closed."""
+        """Connect; the peer hears Opened or Closed."""
         delay_s = 2 * self.delay_s(node.name, server.name)
         if self.is_cut(node.name, server.name) or self.is_cut(server.name, node.name) or delay_s > wanted.timeout_s:
             node.later(wanted.timeout_s, f"{node.name} gives up on {server.name}", node.hear, Closed(0, "timed out"))
@@ -218,7 +218,7 @@ class Network:
                 self._bounce(way, piece)
 
     def _bounce(self, way: LinkDirection, piece: list[Item]) -> None:
-        """Nobody is there any more: the sender's kernel is told so."""
+        """Tell the sender's kernel that nobody is at the receiving end any more."""
         back = way.link.to_node if way.up else way.link.to_server
         if not isinstance(piece[-1], End) and back.open and not back.mute:
             self._put(back, End("connection reset"))
@@ -251,7 +251,7 @@ class Network:
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def node_loses(self, link: SimulatedLink, reason: str) -> None:
-        """The peer's side is over, and it hears so."""
+        """End the peer's side, and tell the peer."""
         if link.node_open:
             link.node_open = False
             node = link.node
@@ -267,17 +267,17 @@ class Network:
             link.server.apply(Closed(link.conn, reason))
 
     def close_from_node(self, node: NetworkPeer, reason: str) -> None:
-        """The peer closes: it hears so at once, the server when that reaches it."""
+        """Close from the peer: it hears so at once, the server when the end reaches it."""
         if (link := node.link) is not None:
             self._put(link.to_server, End(reason))
             self.node_loses(link, reason)
 
     def exit(self, node: NetworkPeer) -> None:
-        """The peer's process ends by itself: what it sent before still arrives."""
+        """End the peer's process by itself: what it sent before still arrives."""
         node.exit_now()
 
     def hang_up(self, conn: int, last_words: Message | None, reason: str) -> None:
-        """A server closes: the peer hears of it when it has read what was sent before."""
+        """Close from the server: the peer hears of it when it has read what was sent before."""
         link = self.links.get(conn)
         if link is not None and link.server_open:
             if last_words is not None:
@@ -287,14 +287,14 @@ class Network:
             self._tidy(link)
 
     def reset(self, link: SimulatedLink) -> None:
-        """The connection breaks, and what was on its way is lost."""
+        """Break the connection, and lose what was on its way."""
         self.node_loses(link, "connection reset")
         link.to_server.pieces.clear()
         if link.server_open:
             link.server.hear_later(link, "connection reset")
 
     def come_late(self, link: SimulatedLink, late_s: float) -> None:
-        """The connection breaks for its peer; what was stuck comes to the server when the peer may have sent more on another."""
+        """Break the connection for its peer; what was stuck comes to the server when the peer may have sent more on another."""
         self.node_loses(link, "connection reset")
         self.world.after(late_s, f"{link.to_server.label}: late", self._unstuck, link)
 
@@ -304,7 +304,7 @@ class Network:
         self.go_on()
 
     def process_gone(self, links: list[SimulatedLink], *, server: bool, silent: bool) -> None:
-        """A process ended. Its kernel says so to the other ends, unless its host is gone too (`silent`)."""
+        """End the links of a process. Its kernel tells the other ends, unless its host is gone too (`silent`)."""
         for link in links:
             mine, other = (link.to_node, link.to_server) if server else (link.to_server, link.to_node)
             if silent:
@@ -324,7 +324,7 @@ class Network:
 
     # -- faults that end ------------------------------------------------------------------------------------------
     def go_on(self) -> None:
-        """Something that held messages up is over: those that are not held up any more arrive."""
+        """Deliver the pieces that were held up, after a fault is over or a process goes on."""
         for link in list(self.links.values()):
             for way in (link.to_server, link.to_node):
                 held, way.held = way.held, 0

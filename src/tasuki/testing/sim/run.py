@@ -1,10 +1,10 @@
 """One seed from its first event to the verdict: chaos, then a healed world that must come to its end.
 
-    outcome = run_seed(7)                          # Outcome(seed=7, trace_hash=…, violations=[…], …)
-    outcome = run_seed(7, SimOptions(servers=2))   # what is not chosen is drawn from the seed
-    outcome = run_plan(7, options, plan)           # with a plan of one's own: a seed's, and some of it left out
+    outcome = run_seed(7)                          # SeedOutcome(seed=7, trace_hash=…, violations=[…], …)
+    outcome = run_seed(7, SimOptions(servers=2))   # options that are not chosen are drawn from the seed
+    outcome = run_plan(7, options, plan)           # with another plan: a seed's, and some of it left out
 
-`check_seed` and `check_plan` do the same under the checker.
+`check_seed` and `check_plan` run under the checker.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ VERBS_MIN, FAULTS_MIN = 300, 10  # below these a seed shows too little to count
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a seed does to its world. Any part of it may be left out."""
+    """All that a seed does to its world. Any part of it may be left out."""
 
     faults: tuple[faults.PlannedFault, ...]
     operations: tuple[clients.Operation, ...]
 
 
 class SeedOutcome(msgspec.Struct, kw_only=True):
-    """What came of one seed."""
+    """The result of one seed."""
 
     seed: int
     options: SimOptions
@@ -51,17 +51,17 @@ class SeedOutcome(msgspec.Struct, kw_only=True):
     verbs: Counter[str] = msgspec.field(default_factory=Counter)
     """Calls of the store's verbs, without a leader's that found nothing to do."""
     faults: Counter[str] = msgspec.field(default_factory=Counter)
-    """Those that happened, by kind."""
+    """The faults that happened, by kind."""
     effects: Counter[str] = msgspec.field(default_factory=Counter)
-    """How often each kind made a difference."""
+    """The number of times that each kind made a difference."""
     healed_after_s: float = 0.0
-    """How long it took, once healed, until nothing was left to do."""
+    """The time from the last fault until nothing was left to do."""
     unfinished: str = ""
-    """What was still to be done when its time was over."""
+    """The work that was still to be done when the time was over."""
     problem: str = ""
-    """Why the run could not go on: a hot loop."""
+    """The reason why the run could not go on: a hot loop."""
     violations: list[Violation] = msgspec.field(default_factory=list)
-    """What the checker found; it ends with the first."""
+    """Violations found by the checker, which stops at the first."""
 
     @property
     def good(self) -> bool:
@@ -69,11 +69,11 @@ class SeedOutcome(msgspec.Struct, kw_only=True):
 
     @property
     def counts(self) -> bool:
-        """Enough happened for this seed to show anything."""
+        """Enough happened for this seed to count as evidence."""
         return self.verbs.total() >= VERBS_MIN and self.faults.total() >= FAULTS_MIN
 
     def text(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         wrong = [*map(str, self.violations), self.problem, f"unfinished: {self.unfinished}" if self.unfinished else ""]
         verdict = "; ".join(filter(None, wrong)) or "ok"
         done = f"{self.verbs.total()} verbs, {self.faults.total()} faults, {self.events} events, {self.virtual_s:.0f} s"
@@ -81,7 +81,7 @@ class SeedOutcome(msgspec.Struct, kw_only=True):
 
 
 def plan_of(seed: int, options: SimOptions) -> Plan:
-    """What this seed does under these options, which are complete."""
+    """Return the plan of this seed under these options, which are complete."""
     streams = Streams(seed)
     return Plan(tuple(faults.draw_faults(streams, options)), tuple(clients.draw_operations(streams, options)))
 
@@ -94,7 +94,7 @@ def run_seed(
     trace: Trace | None = None,
     make_store: MakeStore | None = None,
 ) -> SeedOutcome:
-    """Everything that was left open is drawn from the seed; `observe` hears every line of the history as it happens."""
+    """Run a seed with its open options drawn from it; `observe` hears every line of the history as it happens."""
     complete = derived(seed, options or SimOptions(), tuple(faults.KINDS))
     return run_plan(seed, complete, plan_of(seed, complete), observe, trace=trace, make_store=make_store)
 
@@ -135,7 +135,7 @@ def run_plan(
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """A world is one large knot until its end: looking for garbage in it again and again takes a tenth of the time."""
+    """Collect garbage seldom: a world is one large graph until its end, and searching it often costs a tenth of the time."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, 50, 100)
     try:
@@ -193,7 +193,7 @@ def check_plan(
     trace: Trace | None = None,
     make_store: MakeStore | None = None,
 ) -> SeedOutcome:
-    """The same with a plan of one's own; `observe` hears each line before the checker does, also the one that breaks it."""
+    """Run a plan under the checker; `observe` hears each line before the checker does, also the one that breaks an invariant."""
     checker = Checker(raises=True)
 
     def heard(line: AnyLine) -> None:

@@ -1,4 +1,4 @@
-"""Big worlds: thousands of workers, many servers, an hour of load, and how delay, fairness and duties behave in it.
+"""Large worlds: thousands of workers, many servers, an hour of load; the figures are delay, fairness and upkeep.
 
     python -m tasuki.testing.sim.scale                              # 10,000 workers, 20 servers, 1,000 jobs/s, one hour
     python -m tasuki.testing.sim.scale --workers 500 --servers 4 --jobs-per-s 50 --minutes 5
@@ -33,13 +33,13 @@ from tasuki.testing.sim.scale_world import (
     PATTERNS,
     PRIORITIES,
     USUAL_PRIORITY,
-    BigClient,
-    BigCoordination,
-    BigNetwork,
-    BigStore,
-    BigWorker,
-    BigWorld,
     Load,
+    ScaleClient,
+    ScaleCoordination,
+    ScaleNetwork,
+    ScaleStore,
+    ScaleWorker,
+    ScaleWorld,
     Tally,
 )
 from tasuki.testing.sim.servers import SimServer
@@ -61,17 +61,17 @@ OFFSET_MAX_S = 10_000.0
 
 
 class ScaleOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a big world."""
+    """The shape of a large world."""
 
     seed: int = 1
     servers: int = 20
     workers: int = 10_000
-    """With one place each."""
+    """Workers with one slot each."""
     clients: int = 40
     jobs_per_s: float = 1_000.0
     minutes: float = 60.0
     load: float = 0.7
-    """The share of the places that this keeps busy; it decides how long the average job takes."""
+    """The share of busy slots, which decides how long the average job takes."""
     disasters: bool = True
     """One server dies, then the leader, then a rack of workers, then one group floods the others."""
 
@@ -89,7 +89,7 @@ class ScaleOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disaster(msgspec.Struct, frozen=True):
-    """What befell the world, when, and to whom."""
+    """A disaster: its time, kind and target."""
 
     at: float
     what: str
@@ -97,17 +97,17 @@ class Disaster(msgspec.Struct, frozen=True):
 
 
 class ScaleSystem:
-    """All processes of a big world."""
+    """All processes of a large world."""
 
     def __init__(self, options: ScaleOptions) -> None:
         self.options = options
-        self.world = world = BigWorld(options.seed, _sim_options(options), lambda line: None)
+        self.world = world = ScaleWorld(options.seed, _sim_options(options), lambda line: None)
         world.leaderships = []
-        self.network = BigNetwork(world)
-        self.storage = BigStore(world, self.network)
+        self.network = ScaleNetwork(world)
+        self.storage = ScaleStore(world, self.network)
         self.tally: Tally = self.storage.recorder
         self.load = Load(world.streams, self.tally, options.mean_s)
-        self.coordination = BigCoordination(world, self.network, self.storage.clock)
+        self.coordination = ScaleCoordination(world, self.network, self.storage.clock)
         self.coordination.tally = self.tally
         self.servers = [
             SimServer(world, number, self.network, self.storage, self.coordination, self._clock())
@@ -118,28 +118,28 @@ class ScaleSystem:
         self.clients = [self._client(number) for number in range(options.clients)]
         self.disasters: list[Disaster] = []
         self.queue: list[tuple[float, int, int]] = []
-        """Now and then: (at, jobs that wait for their first attempt, busy workers)."""
+        """Samples: (at, jobs that wait for their first attempt, busy workers)."""
 
     def _clock(self) -> HostClock:
         return HostClock(self.world, OFFSET_MAX_S * self.world.streams.clocks.random())
 
-    def _worker(self, number: int) -> BigWorker:
+    def _worker(self, number: int) -> ScaleWorker:
         name = f"worker-{number}"
         identity = WorkerIdentity(worker_id=name, incarnation="", token="", patterns=PATTERNS[number % len(PATTERNS)], capacity=1)
         peer = Peer("unix", OWN_UID, "unix socket")
-        worker = BigWorker(self.world, self.network, self.servers, identity, peer, self._clock(), DrawnEndings(self.world))
+        worker = ScaleWorker(self.world, self.network, self.servers, identity, peer, self._clock(), DrawnEndings(self.world))
         worker.load, worker.tally = self.load, self.tally
         return worker
 
-    def _client(self, number: int) -> BigClient:
+    def _client(self, number: int) -> ScaleClient:
         peer = Peer("unix", OWN_UID, "unix socket")
-        client = BigClient(self.world, self.network, self.servers, f"client-{number}", peer, "", self._clock())
+        client = ScaleClient(self.world, self.network, self.servers, f"client-{number}", peer, "", self._clock())
         client.tally = self.tally
         return client
 
     # -- running --------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Servers first, then everybody else; the load begins when they are there."""
+        """Start the servers, then everybody else; the load begins when they are connected."""
         for server in self.servers:
             server.start()
         self.world.run_until(3.0)
@@ -203,7 +203,7 @@ class ScaleSystem:
 
     @property
     def disaster_free_from(self) -> float:
-        """By then places have filled up."""
+        """The time from which slots count as filled."""
         return WARM_S + min(60.0, 0.05 * self.options.virtual_s)
 
     @property
@@ -234,11 +234,11 @@ def _sim_options(options: ScaleOptions) -> SimOptions:
 
 
 Progress = Callable[["ScaleSystem", float], None]
-"""Told every ten virtual seconds: the world so far, and the CPU time that it took."""
+"""Told every ten virtual seconds: the world so far, and its CPU time."""
 
 
-def run_big(options: ScaleOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Run one world to its end; the figures as plain data (`big_report.text` shows them to people)."""
+def run_scale(options: ScaleOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Run one world to its end; return the figures as plain data (`text` shows them to people)."""
     begun = time.process_time()
     system = ScaleSystem(options)
     thresholds = gc.get_threshold()
@@ -263,17 +263,17 @@ def _run(system: ScaleSystem, progress: Progress | None, begun: float) -> None:
 
 
 def run_curve(seed: int = 1, minutes: float = 10.0) -> list[dict[str, Any]]:
-    """How the delay grows with the load: the same small world again and again, without disasters."""
+    """Return the delay at several loads: the same small world again and again, without disasters."""
     found = []
     for load in CURVE:
         shape = ScaleOptions(seed=seed, servers=4, workers=500, clients=8, jobs_per_s=50.0 * load, load=load, minutes=minutes)
-        figures = run_big(msgspec.structs.replace(shape, disasters=False))
+        figures = run_scale(msgspec.structs.replace(shape, disasters=False))
         found.append({"load": load, **figures["delay"]["all"], "busy": figures["busy"]})
     return found
 
 
 def _show(system: ScaleSystem, cpu_s: float, file: Path | None) -> None:
-    """How far it is; and the figures so far, because a run may be ended before it is over."""
+    """Show the progress, and write the figures so far, because a run may be ended before it is over."""
     tally, at = system.tally, system.world.at - WARM_S
     done = f"{tally.submits} submitted, {tally.ends} ended, {len(tally.waiting)} wait"
     sys.stderr.write(f"{at:7.0f} s virtual, {cpu_s:6.0f} s CPU: {done}\n")
@@ -282,7 +282,7 @@ def _show(system: ScaleSystem, cpu_s: float, file: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tasuki.testing.sim.scale", description=(__doc__ or "").splitlines()[0])
     usual = ScaleOptions()
     parser.add_argument("--workers", type=int, default=usual.workers)
@@ -302,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
         figures = run_curve(chosen["seed"])
         shown, good = curve_text(figures), True
     else:
-        figures = run_big(ScaleOptions(**chosen, disasters=not calm), lambda system, cpu_s: _show(system, cpu_s, file))
+        figures = run_scale(ScaleOptions(**chosen, disasters=not calm), lambda system, cpu_s: _show(system, cpu_s, file))
         shown, good = text(figures), not figures["violations"]
     sys.stdout.write(f"{shown}\n")
     if file is not None:
@@ -314,8 +314,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# ----------------------------------------------------------------------------------------------------
-# The figures of a big world: from its counters to plain data, and from these to tables for people.
+# ---------------------------------------------------------------------------------------------------- figures
 
 WINDOW_S = 90.0  # what is looked at after a disaster
 
@@ -323,7 +322,7 @@ Key = tuple[int, str, int]
 
 
 def figures(system: ScaleSystem, cpu_s: float) -> dict[str, Any]:
-    """All figures as plain data, in seconds and counts."""
+    """Return all figures as plain data, in seconds and counts."""
     tally, world, options = system.tally, system.world, system.options
     busy = [count for at, _, count in system.queue if at >= system.disaster_free_from and at < system.load_ends]
     return {
@@ -377,7 +376,7 @@ def _some(tally: Tally, wanted: Callable[[Key], bool]) -> dict[str, float]:
 
 
 def _delays(system: ScaleSystem) -> dict[str, Any]:
-    """From the submit to the first start; apart from the whole, in the calm time before anything befell the world."""
+    """Return the delays from submit to first start: of the whole, and of the time before the first disaster."""
     tally = system.tally
     first, last = int(system.disaster_free_from // BUCKET_S), int(system.disaster_free_until // BUCKET_S)
 
@@ -396,7 +395,7 @@ def _delays(system: ScaleSystem) -> dict[str, Any]:
 
 
 def _timeline(system: ScaleSystem) -> list[dict[str, float]]:
-    """Each ten seconds of submits: p50, p99 and the longest delay; how many waited and how many places were busy."""
+    """Return for each ten seconds of submits p50, p99 and longest delay, waiting jobs and busy slots."""
     found = []
     for bucket in sorted({key[0] for key in system.tally.delays}):
         delays = _some(system.tally, lambda key, bucket=bucket: key[0] == bucket)  # type: ignore[misc]
@@ -407,8 +406,9 @@ def _timeline(system: ScaleSystem) -> list[dict[str, float]]:
 
 
 def _disasters(system: ScaleSystem) -> list[dict[str, Any]]:
-    """What each did to the jobs that were submitted after it, until the next one. Groups are compared within one priority: a
-    lower one waits for all of a higher one, whatever its group."""
+    """Return the effect of each disaster on jobs submitted between it and the next. Groups are compared within one priority: a
+    lower one waits for all of a higher one, whatever its group.
+    """
     found = []
     ends = [disaster.at for disaster in system.disasters[1:]] + [system.load_ends]
     for disaster, end in zip(system.disasters, ends, strict=False):  # without any, the end of the load stands alone

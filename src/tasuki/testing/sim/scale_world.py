@@ -1,8 +1,8 @@
-"""A world of thousands of workers: the same servers, machines, store and network as in a small one, told about less and looked at
-less often.
+"""A world of thousands of workers: servers, machines, store and network of a small one, observed less and with fewer timers.
 
-What is left out is what only costs time at this size: the history, the hash over all events, timers that find nothing due. A
-worker's timer fires when a heartbeat is due, or soon again while it has no connection; its machine judges as always.
+It leaves out what only costs time at this size: the history, the hash over all events, timers that find nothing due. A worker's
+timer fires when a heartbeat is due, or soon again while it has no connection; its machine judges as always. `Load` draws the
+jobs, `Tally` counts delays by time, group and priority, the work of each server, and follows a sample of jobs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from tasuki.testing.sim.servers import CoordinationNode, SimServer, StoreNode, T
 from tasuki.testing.sim.workers import SimulatedAttempt, SimWorker
 from tasuki.testing.sim.world import HostClock, Streams, World
 
-# ----------------------------------------------------------------------------------------------------
-# What is counted in a big world: delays by time, group and priority; turns, verbs and duties by server; and a sample of jobs
+# ---------------------------------------------------------------------------------------------------- counters
 
 BUCKET_S = 10.0  # how finely the delays are told apart by the time of their submit
 SAMPLED = "sampled-"  # how the ids of jobs begin that are followed
@@ -56,7 +55,7 @@ class Followed(msgspec.Struct):
     accepted: bool = False
     grants: list[int] = []
     finished: list[tuple[int, str | None]] = []
-    """(attempt, sha256 of the result) of reports that were accepted and ended it."""
+    """(attempt, sha256 of the result) of accepted reports that ended the job."""
     results: list[tuple[str, int, str | None]] = []
     """(state, attempt, sha256) as its submitter heard."""
 
@@ -66,11 +65,11 @@ class ServerTally(msgspec.Struct):
 
     turns: int = 0
     items: array[int] = msgspec.field(default_factory=lambda: array("I"))
-    """How many items each turn had."""
+    """The number of items of each turn."""
     submitted: int = 0
     granted: int = 0
     store_s: float = 0.0
-    """Virtual time during which a turn of it was at the store."""
+    """The virtual time during which a turn of the server was at the store."""
     duty_turns: int = 0
     duty_s: float = 0.0
     leading_s: float = 0.0
@@ -82,25 +81,25 @@ class Tally(Recorder):
     def __init__(self, world: World, store: Store, clock: HostClock) -> None:
         super().__init__(world, store, clock)
         self.items: Counter[str] = Counter()
-        """Jobs, claims and requests in the calls of each verb."""
+        """Jobs, leases and requests in the calls of each verb."""
         self.duties: Counter[str] = Counter()
-        """What leaders found to do."""
+        """Work that leaders found to do."""
         self.servers: defaultdict[str, ServerTally] = defaultdict(ServerTally)
         self.delays: defaultdict[tuple[int, str, int], array[float]] = defaultdict(lambda: array("f"))
-        """By (bucket of the submit, group, priority): from the submit to the start of the first attempt."""
+        """By (bucket of the submit, group, priority): delays from the submit to the start of the first attempt."""
         self.attempts: Counter[str] = Counter()
-        """By worker."""
+        """Attempts by worker."""
         self.waiting: dict[str, tuple[float, str, int]] = {}
-        """Jobs of which no attempt has started: when, group and priority."""
+        """Jobs of which no attempt has started: submit time, group and priority."""
         self.unheard: dict[str, None] = {}
         """Accepted jobs whose result has not come to their submitter."""
         self.groups: dict[str, str] = {}
-        """Of the jobs that have not ended."""
+        """Groups of the jobs that have not ended."""
         self.followed: dict[str, Followed] = {}
         self.lost_at: dict[str, float] = {}
-        """Jobs whose worker died, and when."""
+        """Times at which jobs lost their worker."""
         self.recovered: list[float] = []
-        """How long it took until such a job ran again."""
+        """Delays until such jobs ran again."""
         self.submits = self.accepted = self.starts = self.ends = 0
         self.empty_leases = self.heartbeats = self.hints = self.hints_heard = self.fenced = 0
 
@@ -181,7 +180,7 @@ class Tally(Recorder):
 
     # -- the sample -----------------------------------------------------------------------------------------------
     def violations(self) -> list[str]:
-        """What the followed jobs show against I1, I5 and I13, once nothing is left to do."""
+        """Return what the followed jobs show against I1, I5 and I13, once nothing is left to do."""
         found = [f"I1: {job_id} was accepted, and its submitter never heard of its end" for job_id in list(self.unheard)[:5]]
         for job_id, job in self.followed.items():
             if not job.accepted:
@@ -196,8 +195,7 @@ class Tally(Recorder):
         return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a big world is asked to do: Poisson arrivals of jobs in groups of unequal size, and how long each attempt takes.
+# ---------------------------------------------------------------------------------------------------- load
 
 SIGMA = 0.8  # of the lognormal times: the longest of a hundred attempts takes some five times the mean
 FAILING = 0.02  # of all attempts; each is tried again after BACKOFF_S
@@ -208,7 +206,7 @@ USUAL_PRIORITY = 5
 
 
 class LoadGroup(msgspec.Struct, frozen=True):
-    """Jobs of one kind: how many of all, and how long they take beside the average job."""
+    """Jobs of one kind: their share of all jobs, and their length beside the average job."""
 
     name: str
     share: float
@@ -227,7 +225,7 @@ SUBJECTS = {group.name: tuple(f"{group.name}.{region}" for region in REGIONS) fo
 FLOODING = "report"
 
 PATTERNS = ((">",), (">",), (">",), (">",), ("render.>",))
-"""Of workers: four in five take everything, the others are kept for the largest group."""
+"""Patterns of workers: four in five take everything, the others are kept for the largest group."""
 
 DONE = Outcome(exit_code=0)
 BROKEN = Outcome(exit_code=1, error_code="EXIT_CODE", message="it broke")
@@ -250,7 +248,7 @@ class Load:
         return self._chance.expovariate(rate)
 
     def spec(self, at: float, group: str = "") -> JobSpec:
-        """The next job; of this group, at the usual priority, if one is named."""
+        """Draw the next job; if a group is named, of this group at the usual priority."""
         chance = self._chance
         name = group or GROUPS[_pick(chance, self._group_marks)].name
         priority = USUAL_PRIORITY if group else PRIORITIES[_pick(chance, self._priority_marks)][0]
@@ -290,8 +288,8 @@ LATE_S = 0.001  # a worker's timer fires so much after its heartbeat is due, nev
 _ITEMS = ("finish", "fail", "start", "renew", "release", "submit", "held", "get")
 
 
-class BigWorld(World):
-    """Time and chance without a hash, and of all that is told only who leads."""
+class ScaleWorld(World):
+    """A world without a hash; of all lines only leaderships are kept."""
 
     leaderships: list[list[float | str | int]]
     """[at, server_id, epoch]; epoch 0: no more."""
@@ -309,8 +307,8 @@ class BigWorld(World):
             self.leaderships.append([round(line.at, 3), line.server_id, line.epoch])
 
 
-class BigNetwork(Network):
-    """All links are of one kind: none is slower than the others by itself."""
+class ScaleNetwork(Network):
+    """A network whose links are all alike: none is slower than the others by itself."""
 
     def _dialed(self, node: NetworkPeer, server: NetworkServer) -> None:
         super()._dialed(node, server)
@@ -318,8 +316,8 @@ class BigNetwork(Network):
             node.link.extra_s = 0.0
 
 
-class BigStore(StoreNode):
-    """One busy database: a turn takes longer the more is in it. Nothing is wrong with it."""
+class ScaleStore(StoreNode):
+    """One busy database without faults: a turn takes longer the more is in it."""
 
     recorder: Tally
 
@@ -344,8 +342,8 @@ class BigStore(StoreNode):
             task.server.answered(task.turn, answer)
 
 
-class BigCoordination(CoordinationNode):
-    """Hints reach everybody at once, and are decoded once: twenty servers would each do the same."""
+class ScaleCoordination(CoordinationNode):
+    """A coordination whose hints reach everybody at once, and are decoded once for all servers."""
 
     tally: Tally
 
@@ -362,8 +360,8 @@ class BigCoordination(CoordinationNode):
                     server.tell(Hinted(hint))
 
 
-class BigWorker(SimWorker):
-    """A worker that is looked at when something is due."""
+class ScaleWorker(SimWorker):
+    """A worker whose timers fire only when something is due."""
 
     load: Load
     tally: Tally
@@ -377,7 +375,7 @@ class BigWorker(SimWorker):
         return (self.sim.options.lease_ttl_s or 15.0) / 3 + LATE_S
 
     def _tick_in(self, delay_s: float) -> None:
-        """In the place of whatever timer it had."""
+        """Plan the next look, in place of an earlier one."""
         self._timer += 1
         self.sim.after(delay_s, "ticks", self._tick_now, self.life, self._timer)
 
@@ -429,7 +427,7 @@ class BigWorker(SimWorker):
         self.hear(event)
 
 
-class BigClient(SimClient):
+class ScaleClient(SimClient):
     """A client that submits one job at a time and counts what comes of it."""
 
     tally: Tally

@@ -1,7 +1,11 @@
-"""Many seeds on several processes (`crew.py`), and what came of them added up.
+"""Many seeds on several processes, and their results added up.
 
-summary = run_many(orders(range(1, 2001), sqlite_every=10), processes=2)
-print(*summary.lines_of_numbers(), *summary.lines_of_failures(), summary.verdict(), sep="\n")
+    summary = run_seeds(SeedRunner(count=2000, sqlite_every=10), processes=2)
+    print(*summary.lines_of_numbers(), *summary.lines_of_failures(), summary.verdict(), sep="\n")
+
+`python -m tasuki.testing.sim.seed_runner` is one such process: an order is a line of JSON, and so is the answer. It ends when
+nobody gives it orders any more, so also when its parent was killed. A process that dies or hangs over a seed is that seed's
+failure, and is replaced.
 """
 
 from __future__ import annotations
@@ -26,8 +30,7 @@ from tasuki.testing.sim.coverage import Coverage, missing
 from tasuki.testing.sim.run import SeedOutcome
 from tasuki.testing.sim.world import SimOptions
 
-# ----------------------------------------------------------------------------------------------------
-# Processes that run seeds, one after another, and say what came of each: an order is a line of JSON, and so is the answer.
+# ---------------------------------------------------------------------------------------------------- processes that run seeds
 
 SEED_LIMIT_S = 120.0  # a seed takes a tenth of a second; one that takes so long never ends
 LOOK_S = 1.0  # how often that is looked at
@@ -36,28 +39,28 @@ PROGRAM = (sys.executable, "-m", "tasuki.testing.sim.seed_runner")
 
 
 class SeedOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One seed to be run."""
+    """One seed to run."""
 
     seed: int
     options: SimOptions = SimOptions()
-    """Those that were chosen; what is left open is drawn from the seed."""
+    """The options that were chosen; open ones are drawn from the seed."""
     without: str = ""
     """The name of a safeguard that is switched off (`ablations.py`)."""
     cover: bool = False
-    """Count what of the rare happens (`coverage.py`)."""
+    """Count the rare events that happen (`coverage.py`)."""
 
     @property
     def command(self) -> str:
-        """What repeats it."""
+        """The command that repeats the seed."""
         return command_of(self.seed, self.options, self.without)
 
 
 class SeedReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of an order. Without an outcome it ended with an exception, or with its process."""
+    """The result of an order. Without an outcome it ended with an exception, or with its process."""
 
     order: SeedOrder
     cpu_s: float = 0.0
-    """The same on a busy machine, more or less."""
+    """The CPU time, which is about the same on a busy machine."""
     outcome: SeedOutcome | None = None
     failure: CaseFailure | None = None
     covered: Counter[str] = msgspec.field(default_factory=Counter)
@@ -84,16 +87,16 @@ _decode_ran = msgspec.json.Decoder(SeedReport, dec_hook=_counter).decode
 
 
 def results(processes: int, orders: Iterator[SeedOrder], program: Sequence[str] = PROGRAM) -> Generator[SeedReport, None, None]:
-    """What came of the orders, as it comes. Whoever stops asking for more has all processes ended."""
-    crew = _SeedWorkers(processes, orders, program)
+    """Yield the reports of the orders as they come. Closing the generator ends all processes."""
+    workers = _SeedWorkers(processes, orders, program)
     try:
-        yield from crew.results()
+        yield from workers.results()
     finally:
-        crew.end()
+        workers.end()
 
 
 class _SeedWorkers:
-    """So many processes, each with the order that it has."""
+    """A number of processes, each with its current order."""
 
     def __init__(self, processes: int, orders: Iterator[SeedOrder], program: Sequence[str]) -> None:
         self._processes = processes
@@ -102,7 +105,7 @@ class _SeedWorkers:
         self._busy: list[_Runner] = []
 
     def results(self) -> Iterator[SeedReport]:
-        """As they come."""
+        """Yield reports as they come."""
         for order in islice(self._orders, self._processes):
             self._busy.append(_Runner(self._program, order))
         while self._busy:
@@ -126,7 +129,7 @@ class _SeedWorkers:
         return ran
 
     def end(self) -> None:
-        """Whatever they do: it is not wanted any more."""
+        """Kill all processes."""
         for runner in self._busy:
             runner.kill()
             runner.end()
@@ -143,7 +146,7 @@ class _Runner:
         self.give(order)
 
     def fileno(self) -> int:
-        """Where its answer can be read: for `select`."""
+        """Return the descriptor from which the answer is read, for `select`."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -186,7 +189,7 @@ class _Runner:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """What is started meanwhile never hears of a Ctrl-C, which a terminal sends to all: its parent decides."""
+    """Block SIGINT for processes started meanwhile: a terminal sends Ctrl-C to all, and the parent decides."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -201,18 +204,18 @@ RAREST_SHOWN = 8
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What came of many seeds."""
+    """Sums over many seeds."""
 
     seeds: int = 0
     first: int | None = None
     last: int = 0
     on_sqlite: int = 0
     counted: int = 0
-    """Seeds in which enough happened."""
+    """The number of seeds in which enough happened."""
     processes: int = 0
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of all seeds."""
+    """The CPU time of all seeds."""
     events: int = 0
     turns: int = 0
     lines: int = 0
@@ -226,9 +229,9 @@ class Summary(msgspec.Struct, kw_only=True):
     """(virtual seconds from the last fault until all was at rest, seed)"""
     failures: list[SeedReport] = msgspec.field(default_factory=list)
     too_little: list[int] = msgspec.field(default_factory=list)
-    """Seeds that do not count."""
+    """Seeds in which too little happened."""
     covered: Counter[str] = msgspec.field(default_factory=Counter)
-    """What of the rare came, if that was wanted (`SeedRunner.cover`)."""
+    """Counts of rare events, if they were wanted (`SeedRunner.cover`)."""
     is_interrupted: bool = False
 
     def add(self, ran: SeedReport) -> None:
@@ -294,7 +297,7 @@ class Summary(msgspec.Struct, kw_only=True):
         yield "longest until all was at rest: " + ", ".join(f"seed {seed} ({rest_s:.1f} s)" for rest_s, seed in self.longest)
 
     def verdict(self) -> str:
-        """In one line."""
+        """Return the verdict in one line."""
         wrong = f"{len(self.failures)} FAILED" if self.failures else "no violation"
         few = f", {len(self.too_little)} too quiet to count" if self.too_little else ""
         sqlite = f"; {self.on_sqlite} on SQLite" if self.on_sqlite else ""
@@ -311,12 +314,12 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def options_for(seed: int, options: SimOptions, sqlite_every: int) -> SimOptions:
-    """Every `sqlite_every`-th seed runs on SQLite; 0: none does, unless `options` say so."""
+    """Return the options of a seed: every `sqlite_every`-th runs on SQLite; 0: none does, unless `options` say so."""
     return replace(options, store="sqlite") if sqlite_every and seed % sqlite_every == 0 else options
 
 
 class SeedRunner(msgspec.Struct, frozen=True, kw_only=True):
-    """Which seeds: so many that count, from the first on. For each that does not count one more is run, up to a tenth more."""
+    """The seeds to run: `count` of them must count as evidence. For each that does not, one more is run, up to a tenth."""
 
     first: int = 1
     count: int
@@ -325,13 +328,13 @@ class SeedRunner(msgspec.Struct, frozen=True, kw_only=True):
     without: str = ""
     """The name of a safeguard that is switched off."""
     cover: bool = False
-    """Count what of the rare happens."""
+    """Count the rare events that happen."""
 
     def orders(self, seeds: Iterable[int]) -> Iterator[SeedOrder]:
         return (SeedOrder(seed, options_for(seed, self.options, self.sqlite_every), self.without, self.cover) for seed in seeds)
 
     def rounds(self, summary: Summary) -> Iterator[Iterator[SeedOrder]]:
-        """All of them; then as many as were too quiet, and so on."""
+        """Yield the orders of all seeds, then of as many more as were too quiet, and so on."""
         begin, missing, end = self.first, self.count, self.first + self.count + self.count // 10
         while missing and begin < end:
             following = min(end, begin + missing)
@@ -346,7 +349,7 @@ def run_seeds(
     heard: Callable[[Summary], None] | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> Summary:
-    """Default: one process per core. `heard` is told after each seed. Ctrl-C ends it with what there is."""
+    """Run seeds on several processes, by default one per core. `heard` is called after each seed. Ctrl-C ends the run early."""
     summary = Summary(processes=processes or len(os.sched_getaffinity(0)))
     began = time.monotonic()
     try:
@@ -364,7 +367,7 @@ def run_seeds(
 
 
 def main() -> None:
-    """One order after another, until there are no more. What the code under test prints goes to stderr."""
+    """Run one order after another, until there are no more. Output of the code under test goes to stderr."""
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with os.fdopen(answers, "wb", buffering=0) as file:

@@ -1,6 +1,11 @@
-"""A simulated server: the production broker, its election, and its turns at the shared store.
+"""Simulated servers: the production broker and election, and the store and coordination that they share, behind their faults.
 
-Stands in for `server/server.py`."""
+`SimServer` stands in for `server/server.py`, `SimulatedCluster` for `server/cluster.py`: calls to the reference coordination
+can be lost before or after they were carried out, come late, or be carried out twice, and so can hints. `StoreNode` is slow,
+refuses, is away, full, or silent after a commit; `stores.batching.execute` is what a turn means. An interrupted turn is retried
+here with the `Retries` of the real store thread, but without a thread: `execute_surely` waits, and cannot be driven from a heap
+of events.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +54,13 @@ from tasuki.testing.harness_nodes import ServerNode
 from tasuki.testing.sim.history import LeadingEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.recorder import Recorder
-from tasuki.testing.sim.world import HostClock, Life, World
+from tasuki.testing.sim.world import HostClock, SimProcess, World
 
 if TYPE_CHECKING:
     from tasuki.core.broker.events import Event
 
 
-# ----------------------------------------------------------------------------------------------------
-# The store that the simulated servers share, behind its faults: slow, refusing, away for a while, full, silent after a commit.
+# ---------------------------------------------------------------------------------------------------- the store
 
 STORE = "store"
 LATENCY_S = 0.002
@@ -66,7 +70,7 @@ KNOWN_AFTER_ALL = 0.5  # how often a server that lost the answer can find out wh
 
 Random = Callable[[int], bytes]
 MakeStore = Callable[[Clock, Random], Store]
-"""How a test puts a store of its own in the place of the real one."""
+"""Returns a store of a test's own in the place of the real one."""
 
 
 class Task(msgspec.Struct, eq=False):
@@ -76,28 +80,28 @@ class Task(msgspec.Struct, eq=False):
     life: int
     turn: Turn
     begun_at: float
-    """On its server's clock."""
+    """The time on its server's clock."""
     retries: Retries | None = None
     answers: Answers | None = None
-    """It is committed, and its server does not know yet."""
+    """Answers of a committed turn that its server does not know yet."""
 
 
 class Troubles:
-    """What is wrong with the store at the moment. Each is 0 when nothing is."""
+    """Faults of the store at the moment. Each is 0 when there is none."""
 
     def __init__(self) -> None:
         self.slow_s = 0.0
         self.lost = 0.0
-        """How likely the answer to a commit is lost."""
+        """The probability that the answer to a commit is lost."""
         self.refused = 0.0
-        """How likely a turn is refused before it did anything."""
+        """The probability that a turn is refused before it did anything."""
         self.down: Counter[str] = Counter()
         self.full: Counter[str] = Counter()
         """`hard`: nothing can be written. `floor`: there is so little room that servers take no new jobs."""
 
 
 class StoreNode:
-    """One store, and the turns that are on their way to it."""
+    """One store, and the turns on their way to it."""
 
     def __init__(self, world: World, network: Network, make_store: MakeStore | None = None) -> None:
         self.world = world
@@ -133,7 +137,7 @@ class StoreNode:
         return LATENCY_S * (0.5 + chance.random()) + slow_s
 
     def away(self, server: SimServer) -> bool:
-        """This server cannot reach it now."""
+        """Return whether this server cannot reach the store now."""
         if self.troubles.down and self.troubles.down["restart"]:
             self.world.effects["store_restart"] += 1
             return True
@@ -143,12 +147,12 @@ class StoreNode:
         return False
 
     def disk_problem(self) -> str:
-        """What a server sees when it looks at the disk."""
+        """Return the problem that a server sees when it looks at the disk."""
         return "the disk is full" if any(self.troubles.full.values()) else ""
 
     # -- turns ----------------------------------------------------------------------------------------------------
     def take(self, server: SimServer, turn: Turn) -> None:
-        """The server's store thread begins with it."""
+        """Begin a turn, as the server's store thread does."""
         self._try(Task(server, server.life, turn, server.clock.monotonic()), 0.0)
 
     def _try(self, task: Task, wait_s: float) -> None:
@@ -211,7 +215,7 @@ class StoreNode:
 
     # -- reads ----------------------------------------------------------------------------------------------------
     def read(self, server: SimServer, what: str, ask: Callable[[Store], Any], then: Callable[[Any], None]) -> None:
-        """On a connection of its own; `then` gets the answer, or the error."""
+        """Read on a connection of its own; `then` gets the answer, or the error."""
         server.later(self.latency_s(), f"{server.name} reads {what}", self._read, server, ask, then)
 
     def _read(self, server: SimServer, ask: Callable[[Store], Any], then: Callable[[Any], None]) -> None:
@@ -225,8 +229,7 @@ class StoreNode:
         then(answer)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A server among others: its election and its beats over the shared coordination, and hints to and fro.
+# ---------------------------------------------------------------------------------------------------- the cluster
 
 COORDINATION = "coordination"
 TIMEOUT_SHARE = 0.4  # of the lock's ttl, as in coords/sql.py
@@ -237,7 +240,7 @@ _decode = lru_cache(64)(msgspec.msgpack.Decoder(ServerInfo).decode)  # all serve
 
 
 class CoordinationNode:
-    """What all servers share besides the store. Its clock is the store's wall clock, as in a database, and may jump."""
+    """The coordination that all servers share. Its clock is the store's wall clock, as in a database, and may jump."""
 
     def __init__(self, world: World, network: Network, clock: HostClock) -> None:
         self.world = world
@@ -245,13 +248,13 @@ class CoordinationNode:
         self.coordination = MemoryCoordination(clock.wall)
         self.servers: list[SimServer] = []
         self.lost = self.late = self.doubled = 0.0
-        """How likely a call is."""
+        """Probabilities that a call is lost, late or carried out twice."""
         self.hints_lost = self.hints_late = self.hints_doubled = 0.0
         self._chance = world.streams.network
 
     # -- calls ----------------------------------------------------------------------------------------------------
     def call(self, server: SimServer, name: str, verb: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """`then` gets the answer, or None if there was none in time."""
+        """Carry out a call; `then` gets the answer, or None if there was none in time."""
         chance, world = self._chance, self.world
         timeout_s = TIMEOUT_SHARE * (world.options.lock_ttl_s or election.LOCK_TTL_S)
         delay_s = self.network.delay_s(server.name, COORDINATION)
@@ -302,7 +305,7 @@ def _carry_out(verb: Callable[[], Any]) -> None:
 
 
 class SimulatedCluster:
-    """One server's part in it, for one life."""
+    """The part of one server in the cluster, for one life of its process."""
 
     def __init__(self, server: SimServer, node: CoordinationNode, incarnation: str) -> None:
         self.server = server
@@ -318,12 +321,12 @@ class SimulatedCluster:
         self._calling = False
 
     def join(self) -> None:
-        """Be seen, and hear everything once: something may have been told before we listened."""
+        """Become a member, and hear everything once: something may have been published before."""
         self.tick()
         self.heard(everything())
 
     def leave(self) -> None:
-        """Let the lock go, and say that we leave: the next leader need not wait for a ttl."""
+        """Release the lock and leave: the next leader need not wait for a ttl."""
         self._decide(election.Resign())
         me = (self.server.name, self._incarnation)
         self._call("leaves", lambda: self.node.coordination.leave(*me), _ignore)
@@ -413,7 +416,7 @@ class SimulatedCluster:
         self.server.tell(Elected(epoch))
 
     def _find_floor(self, asked_at: float) -> None:
-        """No epoch that the store has ever seen is asked for again."""
+        """Read the latest epoch of the store, so that no epoch is used a second time."""
         server = self.server
         server.storage.read(server, "the epoch", lambda store: store.epoch()[0], lambda floor: self._acquire(floor, asked_at))
 
@@ -445,14 +448,14 @@ class SimulatedCluster:
 
 
 def _ignore(answer: Any) -> None:
-    """Nothing follows from it."""
+    """Ignore an answer from which nothing follows."""
 
 
 DISK_LOOK_S = 1.0
 START_AGAIN_S = 1.0  # a server that finds no store at its start ends, and whoever supervises it tries again
 
 
-class SimServer(Life, ServerNode):
+class SimServer(SimProcess, ServerNode):
     """One server process; `shared` ones elect a leader, the only one of its store leads from its start."""
 
     def __init__(
@@ -468,12 +471,12 @@ class SimServer(Life, ServerNode):
         ttl_s = world.options.lease_ttl_s or 15.0
         address, harness = Address("tcp", f"10.0.0.{number}", 7000), cast(Any, None)  # all that it would ask of one is below
         ServerNode.__init__(self, harness, name, address, shared=coordination is not None, lease_ttl_s=ttl_s)
-        Life.__init__(self, world, name, clock)
+        SimProcess.__init__(self, world, name, clock)
         self.now = clock.now  # type: ignore[method-assign]
         self.network = network
         self.storage = storage
         self.coordination = coordination
-        self.company: SimulatedCluster | None = None
+        self.cluster: SimulatedCluster | None = None
         self.stopping = False
         self._disk_at = 0.0
 
@@ -494,8 +497,8 @@ class SimServer(Life, ServerNode):
         self._disk_at = 0.0
         self.stopping = False
         if self.coordination is not None:
-            self.company = SimulatedCluster(self, self.coordination, f"{self.name}-{self.life}")
-            self.company.join()
+            self.cluster = SimulatedCluster(self, self.coordination, f"{self.name}-{self.life}")
+            self.cluster.join()
         else:
             self.sim.tell(LeadingEvent(at=self.sim.at, server_id=self.name, epoch=epoch))
         self.tick_for_ever(self._tick, self.sim.options.tick_s)
@@ -505,7 +508,7 @@ class SimServer(Life, ServerNode):
             self.start()
 
     def crash(self, *, silent: bool = False) -> None:
-        """SIGKILL, or (`silent`) its host loses power."""
+        """Kill the process (SIGKILL); if `silent`, its host loses power."""
         self._gone("crashed", silent=silent)
 
     def _gone(self, what: str, *, silent: bool = False) -> None:
@@ -513,20 +516,20 @@ class SimServer(Life, ServerNode):
             self.sim.tell(LeadingEvent(at=self.sim.at, server_id=self.name, epoch=0))
         self.died(what)
         self.die()
-        self.company = None
+        self.cluster = None
         mine = [link for link in self.network.links.values() if link.server is self and link.server_open]
         self.network.process_gone(mine, server=True, silent=silent)
 
     def stop(self) -> None:
-        """SIGTERM: the lock is given back, what is under way is answered, nothing new is heard; then it is started again."""
+        """Stop in order (SIGTERM): release the lock, answer what is under way, hear nothing new; then start again."""
         self.stopping = True
-        if self.company is not None:
-            self.company.leave()
+        if self.cluster is not None:
+            self.cluster.leave()
         self.later(self.sim.options.tick_s, f"{self.name} stops", self._stop_when_done, self.clock.monotonic() + STOP_TIMEOUT_S)
 
     def _stop_when_done(self, deadline: float) -> None:
         assert self.broker is not None
-        under_way = self.turn is not None or (self.company is not None and self.company.asking)
+        under_way = self.turn is not None or (self.cluster is not None and self.cluster.asking)
         if (under_way or len(self.broker.builder)) and self.clock.monotonic() < deadline:
             self.pump()
             self.later(self.sim.options.tick_s, f"{self.name} stops", self._stop_when_done, deadline)
@@ -547,13 +550,13 @@ class SimServer(Life, ServerNode):
             self.sim.effects["disk_full"] += bool(problem)
             self.apply(DiskSpace(problem))
         self.apply(Ticked())
-        if self.company is not None and not self.stopping:
-            self.company.tick()
+        if self.cluster is not None and not self.stopping:
+            self.cluster.tick()
         self.pump()
 
     # -- the broker's driver --------------------------------------------------------------------------------------
     def tell(self, event: Event) -> None:
-        """Something happened: the broker decides, and the store begins if it is idle."""
+        """Apply an event to the broker, and let the store begin if it is idle."""
         self.apply(event)
         self.pump()
 
@@ -562,16 +565,16 @@ class SimServer(Life, ServerNode):
             self.storage.take(self, cast(Turn, self.turn))
 
     def answered(self, turn: Turn, answer: Answers | TasukiError) -> None:
-        """The store thread has brought this back."""
+        """Tell the broker what its turn came to."""
         self.turn = None
         self.tell(TurnDone(turn, answer) if isinstance(answer, Answers) else TurnFailed(turn, answer))
 
     def hinted(self, piece: bytes) -> None:
-        if self.company is not None:
-            self.company.heard(piece)
+        if self.cluster is not None:
+            self.cluster.heard(piece)
 
     def hear_later(self, link: SimulatedLink, reason: str) -> None:
-        """Its kernel knows that a connection is gone."""
+        """Lose a connection, of which the kernel knows already."""
         self.later(0.0, f"{self.name} lost {link.node.name}", self._lost, link, reason)
 
     def _lost(self, link: SimulatedLink, reason: str) -> None:
@@ -588,8 +591,8 @@ class SimServer(Life, ServerNode):
         self.network.hang_up(command.conn, last_words, error.message if error is not None else "closed")
 
     def _told(self, command: Publish | TakeoverDone | Deposed) -> None:
-        if self.company is not None:
-            self.company.told(command)
+        if self.cluster is not None:
+            self.cluster.told(command)
 
     def _ask(self, command: AskEnded | AskRevoked) -> None:
         if isinstance(command, AskEnded):

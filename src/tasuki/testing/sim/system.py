@@ -1,4 +1,4 @@
-"""One simulated system: who is in it, how it is started, and whether anything is left to do."""
+"""One simulated system: its processes, how they are started, and whether anything is left to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WALL_OFFSET_MAX_S = 2.0
 
 
 class Cast(NamedTuple):
-    """The names of all that faults can hit."""
+    """The names of all processes that faults can hit."""
 
     servers: tuple[str, ...]
     workers: tuple[str, ...]
@@ -129,7 +129,7 @@ class System:
         client.operate(operation)
 
     def heal(self) -> None:
-        """Whatever is down is started, whatever is paused goes on, clocks run as they should."""
+        """Start all processes that are down, continue those that are paused."""
         for process in self.processes.values():
             if not process.alive:
                 process.start()
@@ -137,7 +137,7 @@ class System:
                 process.resume()
 
     def unfinished(self) -> str:
-        """What is still to be done; empty: nothing."""
+        """Return what is still to be done; empty if nothing is."""
         if self.storage.recorder.open:
             return f"not terminal: {', '.join(list(self.storage.recorder.open)[:5])}"
         for client in self.clients:

@@ -22,7 +22,7 @@ from tasuki.testing.harness_nodes import WorkerNode
 from tasuki.testing.sim.history import BeganEvent, BusyEvent, GoneEvent, SettledEvent
 from tasuki.testing.sim.network import Network, SimulatedLink
 from tasuki.testing.sim.servers import SimServer
-from tasuki.testing.sim.world import HostClock, Life, World
+from tasuki.testing.sim.world import HostClock, SimProcess, World
 
 START_MAX_S = 0.05
 STOP_MAX_S = 0.6  # how long an attempt that is told to end may take; after that it is killed
@@ -37,14 +37,14 @@ class SimulatedAttempt(msgspec.Struct, eq=False):
     grant: Grant
     incarnation: str
     deadline: float | None
-    """On the worker's clock, as the keeper was told last."""
+    """The deadline on the worker's clock, as the keeper was told last."""
     runs: bool = False
     stopping: str = ""
     gone: bool = False
 
 
 class DrawnEndings:
-    """How attempts end, as a seed draws it."""
+    """Durations and outcomes of attempts, drawn from the seed."""
 
     def __init__(self, world: World) -> None:
         self._chance = world.streams.attempts
@@ -75,7 +75,7 @@ class DrawnEndings:
         return self._chance.random() < 0.02
 
 
-class SimWorker(Life, WorkerNode):
+class SimWorker(SimProcess, WorkerNode):
     """One worker process, and after a crash the next one of the same id on the same disk."""
 
     machine: WorkerMachine
@@ -102,7 +102,7 @@ class SimWorker(Life, WorkerNode):
         self.disk: dict[str, Ending] = {}
         self.attempts: dict[str, SimulatedAttempt] = {}
         self._flush_planned: float | None = None
-        Life.__init__(self, world, identity.worker_id, clock)
+        SimProcess.__init__(self, world, identity.worker_id, clock)
 
     def now(self) -> Now:
         return self.clock.now()
@@ -118,7 +118,7 @@ class SimWorker(Life, WorkerNode):
         self.tick_for_ever(self._tick, self.sim.options.tick_s)
 
     def crash(self, *, silent: bool = False) -> None:
-        """SIGKILL, or its host loses power: its keeper ends all attempts, or they end with the host."""
+        """Kill the process, or (`silent`) its host: the keeper ends all attempts, or they end with the host."""
         self._end("crashed", silent=silent)
 
     def _end(self, what: str, *, silent: bool = False) -> None:
@@ -143,7 +143,7 @@ class SimWorker(Life, WorkerNode):
         self.hear(Ticked())
 
     def exit_now(self) -> None:
-        """The machine says that it is done, or can never do what it was told to; a supervisor starts it again."""
+        """End the process because its machine is done, or can never do its work; a supervisor starts it again."""
         self.sim.effects["drain"] += self.machine.draining
         self._end("exited")
         self.sim.after(1.0, f"{self.name} is started again", self._start_again, self.life)
@@ -153,7 +153,7 @@ class SimWorker(Life, WorkerNode):
             self.start()
 
     def drain(self) -> None:
-        """SIGTERM: it takes no more work, and ends when all is done and recorded."""
+        """Drain (SIGTERM): take no more work, and end when all is done and recorded."""
         self.hear(Drain())
 
     # -- the machine's driver -------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class SimWorker(Life, WorkerNode):
                 self._perform(command)
 
     def hear(self, event: Event) -> None:
-        """Something happened by itself: the end of this turn of its loop follows."""
+        """Apply an event, and end this turn of the worker's loop."""
         life = self.life
         self.apply(event)
         if self.life == life:
@@ -296,7 +296,7 @@ class SimWorker(Life, WorkerNode):
         attempt.gone = True
 
     def _notify(self, event: Started | AttemptEnded) -> None:
-        """The keeper tells the worker, which hears it when it runs."""
+        """Pass an event of the keeper to the worker, which hears it when it runs."""
         if self.paused:
             self.later(0.0, f"{self.name} is told", self._told_by_keeper, event)
         else:
@@ -311,7 +311,7 @@ class SimWorker(Life, WorkerNode):
         self.hear(event)
 
     def _watch_deadline(self, attempt: SimulatedAttempt) -> None:
-        """The keeper's own timer. It matters only while the worker is paused: else that is as quick."""
+        """Start the keeper's own timer. It matters only while the worker is paused: otherwise the worker is as quick."""
         if attempt.deadline is not None and not attempt.gone:
             delay_s = max(0.0, self.clock.when(attempt.deadline) - self.sim.at)
             delay_s += LOST_GRACE_S * self.sim.streams.attempts.random()
@@ -325,5 +325,5 @@ class SimWorker(Life, WorkerNode):
     # -- then -----------------------------------------------------------------------------------------------------
     @property
     def idle(self) -> bool:
-        """It holds nothing, and has nothing to say."""
+        """The worker holds nothing, and has nothing to say."""
         return self.alive and not self.paused and not self.machine.held and not self.attempts

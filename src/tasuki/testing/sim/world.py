@@ -1,6 +1,7 @@
-"""The heap of events: the only time there is, chance in one stream per concern, and a hash over all that happened.
+"""The world of a simulation: options, the heap of events that is the only time there is, randomness in one stream per concern,
+a hash over all events, and the base of all processes (`SimProcess`) with their clocks.
 
-Touches nothing: no clock, thread or socket. What happens at one moment happens in the order in which it was planned.
+Touches nothing: no clock, thread or socket. Events of one moment happen in the order in which they were planned.
 """
 
 from __future__ import annotations
@@ -21,46 +22,45 @@ from tasuki.core.machine import Now
 from tasuki.testing.sim import history
 from tasuki.testing.sim.history import AnyLine, HistoryLine, ProcessEvent
 
-# ----------------------------------------------------------------------------------------------------
-# What can be chosen of a simulated world, and what a seed draws of what was left open.
+# ---------------------------------------------------------------------------------------------------- options
 
 
 class SimOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """None: the seed decides."""
+    """Options of a simulated world; a field that is None is drawn from the seed."""
 
     servers: int | None = None
     workers: int | None = None
     clients: int | None = None
     jobs: int | None = None
     store: str = "memory"
-    """memory or sqlite"""
+    """memory or sqlite."""
     tokens: bool | None = None
     """Peers show tokens, which the store looks up; else all are the server's own user."""
     wire: bool | None = None
     """Messages pass through the wire's bytes."""
     kinds: tuple[str, ...] | None = None
-    """Kinds of fault (`faults.KINDS`) that the seed chooses from for each."""
+    """Kinds of fault (`faults.KINDS`) among which the seed chooses."""
     faults: int | None = None
-    """How many are planned."""
+    """The number of planned faults."""
     chaos_s: float = 18.0
-    """How long faults and load last."""
+    """The duration of faults and load."""
     heal_limit_s: float = 150.0
-    """By when, after that, everything must have come to its end."""
+    """The time within which everything must have ended after that."""
     rest_s: float = 2.0
-    """How long a world that has come to its end is watched on: nothing must happen any more."""
+    """The time for which a world at rest is watched: nothing must happen any more."""
     tick_s: float = 0.25
-    """How often a process looks at its timers. The real ones do every 0.05 to 0.1 s."""
+    """The interval of a process's timers. Real processes have 0.05 to 0.1 s."""
     lease_ttl_s: float | None = None
     lock_ttl_s: float | None = None
     retention_s: float | None = None
-    """How long finished jobs are kept."""
+    """The time for which finished jobs are kept."""
     attempts_scale: float = 1.0
-    """How many times as long attempts take."""
+    """The factor by which attempts take longer."""
     latency_s: float | None = None
-    """Of one message on a network that is well; drawn anew for each, up to four times that."""
+    """The latency of one message on a healthy network; each message draws up to four times that."""
 
     def text(self) -> str:
-        """For people who want the same run again."""
+        """Return the options as text, for people who want the same run again."""
         return " ".join(f"{name}={_shown(getattr(self, name))}" for name in self.__struct_fields__)
 
 
@@ -69,7 +69,7 @@ def _shown(value: object) -> str:
 
 
 def derived(seed: int, options: SimOptions, kinds: tuple[str, ...]) -> SimOptions:
-    """The options with everything that was left open drawn from the seed; `kinds` are all that there are."""
+    """Return the options with every open field drawn from the seed; `kinds` are all kinds of fault."""
     chance = random.Random(f"tasuki {seed} options")  # noqa: S311 - it must be the same again
     swarm = [kind for kind in kinds if chance.random() < 0.4]
     swarm += [kind for kind in chance.sample(kinds, min(4, len(kinds))) if kind not in swarm]
@@ -101,11 +101,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class HotLoop(AssertionError):
-    """So much happened in so little time that nothing will come of it."""
+    """Raised when so many events happen in so little time that the run makes no progress."""
 
 
 class Streams:
-    """One source of chance per concern, so that a fault more or less does not change what clients ask for."""
+    """One source of randomness per concern, so that a fault more or less does not change what clients ask for."""
 
     def __init__(self, seed: int) -> None:
         self.network = _stream(seed, "network")
@@ -125,7 +125,7 @@ def _stream(seed: int, concern: str) -> random.Random:
 
 
 class World:
-    """Time, chance, and what is told to the observer."""
+    """The heap of events: time, randomness, and the lines that the observer hears."""
 
     def __init__(self, seed: int, options: SimOptions, observe: Observe, trace: Trace | None = None) -> None:
         self.seed = seed
@@ -135,9 +135,9 @@ class World:
         """Seconds of virtual time since the start."""
         self.events = 0
         self.idle_events = 0
-        """Of these, timers that fire whether or not anything is to be done."""
+        """The number of these events that were timers, which fire whether or not anything is to be done."""
         self.effects: Counter[str] = Counter()
-        """What the faults did: how often each kind made a difference to somebody."""
+        """The number of times that each kind of fault made a difference to somebody."""
         self._observe = observe
         self._trace = trace
         self._heap: list[tuple[float, int, str, Callable[..., None], tuple[Any, ...]]] = []
@@ -146,7 +146,7 @@ class World:
         self._labels: list[str] = []
         self._times = array("d")
         self._lines: list[bytes] = []
-        """What goes into the hash next: many at once cost less."""
+        """Lines that go into the hash next: many at once cost less."""
         self._storm_until = 0.0
         self._storm_from = 0
         nodes = (options.servers or 0) + (options.workers or 0) + (options.clients or 0)
@@ -154,7 +154,7 @@ class World:
 
     # -- time -----------------------------------------------------------------------------------------------------
     def after(self, delay_s: float, label: str, action: Callable[..., None], *arguments: Any) -> None:
-        """Have this happen so much later; the label is what the trace says of it."""
+        """Plan an action; the label is its text in the trace."""
         self._number += 1
         heapq.heappush(self._heap, (self.at + delay_s, self._number, label, action, arguments))
 
@@ -163,7 +163,7 @@ class World:
         heapq.heappush(self._heap, (max(at, self.at), self._number, label, action, arguments))
 
     def run_until(self, end: float) -> None:
-        """Let everything happen that is due by then."""
+        """Run all events that are due by `end`."""
         heap, pop, trace = self._heap, heapq.heappop, self._trace
         label_it, time_it = self._labels.append, self._times.append
         while heap and heap[0][0] <= end:
@@ -191,21 +191,21 @@ class World:
 
     # -- what is told ---------------------------------------------------------------------------------------------
     def tell(self, line: AnyLine) -> None:
-        """The observer hears it, and the hash has it."""
+        """Pass a line to the observer, and add it to the hash."""
         self._lines.append(_encode(_HASHED[type(line)](line)))
         self._observe(line)
         if self._trace is not None:
-            self._trace(self.at, f"· {told(line)}")
+            self._trace(self.at, f"· {line_text(line)}")
 
     @property
     def trace_hash(self) -> str:
-        """Of everything that has happened so far."""
+        """The hash of everything that has happened so far."""
         self._digest()
         return self._hash.hexdigest()
 
 
-def told(line: HistoryLine) -> str:
-    """A line for people."""
+def line_text(line: HistoryLine) -> str:
+    """Return a line as text for people."""
     shown = ((name, getattr(line, name)) for name in line.__struct_fields__ if name != "at")
     return f"{type(line).__name__.removesuffix('Event')} " + " ".join(
         f"{name}={value}" for name, value in shown if value not in (None, "", ())
@@ -224,16 +224,15 @@ _HASHED = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
-# A simulated process: its life, its pauses, its clocks. What is planned for it dies with it, and waits while it is paused.
+# ---------------------------------------------------------------------------------------------------- processes
 
 WALL_START_S = 1_700_000_000.0
 
 
 class HostClock:
-    """One host's clocks: a monotonic one with a rate of its own that nobody can set, and a wall clock that jumps.
+    """Clocks of one host: a monotonic one with a rate of its own that nobody can set, and a wall clock that jumps.
 
-    It is also the clock of a store (`tasuki.stores.store.Clock`).
+    A store can use it as its clock (`tasuki.stores.store.Clock`).
     """
 
     def __init__(self, world: World, offset_s: float = 0.0, wall_offset_s: float = 0.0) -> None:
@@ -255,34 +254,34 @@ class HostClock:
         return self.monotonic() + self._wall_ahead
 
     def now(self) -> Now:
-        """Both; kept while no time passes, because every event asks several times."""
+        """Return both clocks; the value is kept while no time passes, because every event asks several times."""
         if self._now_at != self._world.at:
             monotonic = self._monotonic + (self._world.at - self._since) * self.rate
             self._now, self._now_at = Now(monotonic, monotonic + self._wall_ahead), self._world.at
         return self._now
 
     def set_rate(self, rate: float) -> None:
-        """From now on it runs faster or slower than time does."""
+        """Let the monotonic clock run faster or slower than time does, from now on."""
         self._monotonic, self._since = self.monotonic(), self._world.at
         self.rate = rate
 
     def jump_wall(self, seconds: float) -> None:
-        """Somebody set the wall clock."""
+        """Set the wall clock forwards or backwards."""
         self._highest_wall = self.highest_wall()
         self._wall_ahead += seconds
         self._now_at = -1.0
 
     def highest_wall(self) -> float:
-        """That it has ever shown."""
+        """Return the highest wall time that was ever shown."""
         return max(self._highest_wall, self.wall())
 
     def when(self, monotonic: float) -> float:
-        """The virtual time at which it will show this, if its rate stays."""
+        """Return the virtual time at which the monotonic clock will show this, if its rate stays."""
         return self._world.at + (monotonic - self.monotonic()) / self.rate
 
 
-class Life:
-    """What a simulated process is besides its machine. `life` counts its starts: what was planned for an earlier one is void."""
+class SimProcess:
+    """A simulated process without its machine. `life` counts its starts: events planned for an earlier life are void."""
 
     def __init__(self, world: World, name: str, clock: HostClock) -> None:
         self.sim = world
@@ -292,10 +291,10 @@ class Life:
         self.alive = False
         self.paused = False
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """What became due while it was paused."""
+        """Actions that became due while the process was paused."""
 
     def later(self, delay_s: float, label: str, action: Callable[..., None], *arguments: Any) -> None:
-        """Have this happen in the process so much later, if it lives so long."""
+        """Plan an action of the process; it is void if the process ends before."""
         self.sim.after(delay_s, label, self._due, self.life, action, arguments)
 
     def _due(self, life: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -307,7 +306,7 @@ class Life:
         action(*arguments)
 
     def tick_for_ever(self, tick: Callable[[], None], every_s: float) -> None:
-        """Its timer, from a moment of its own on."""
+        """Start the periodic timer of the process, at a random moment."""
         label = f"{self.name} ticks"
 
         def again(life: int) -> None:
@@ -334,12 +333,12 @@ class Life:
         self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what=what))
 
     def pause(self) -> None:
-        """SIGSTOP: nothing runs, nothing is lost."""
+        """Stop the process (SIGSTOP): nothing runs, nothing is lost."""
         self.paused = True
         self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="paused"))
 
     def resume(self) -> None:
-        """SIGCONT: what became due meanwhile happens now, in its order."""
+        """Continue the process (SIGCONT): actions that became due meanwhile happen now, in their order."""
         self.paused = False
         self.sim.tell(ProcessEvent(at=self.sim.at, name=self.name, what="resumed"))
         waiting, self._waiting = self._waiting, []

@@ -215,7 +215,7 @@ def test_an_exception_of_the_code_under_test_is_a_failure() -> None:
 
     assert failure is not None
     assert failure.what == "ZeroDivisionError"
-    assert "by nothing (in reap, sim/test_shrink.py:" in failure.message
+    assert "by nothing (in reap, sim/test_cases.py:" in failure.message
     assert "Traceback" in failure.details
 
 

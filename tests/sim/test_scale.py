@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, figures, main, percentiles, run_big, text
+from tasuki.testing.sim.scale import ScaleOptions, ScaleSystem, figures, main, percentiles, run_scale, text
 from tasuki.testing.sim.scale_world import Followed, Tally
 
 CALM = ScaleOptions(servers=2, workers=50, clients=4, jobs_per_s=6.0, minutes=0.6, load=0.5, disasters=False)
@@ -16,7 +16,7 @@ ROUGH = ScaleOptions(seed=2, servers=3, workers=50, clients=2, jobs_per_s=2.0, m
 
 @functools.cache
 def figures_of(options: ScaleOptions) -> dict[str, Any]:
-    return run_big(options)
+    return run_scale(options)
 
 
 def test_every_job_comes_to_its_end() -> None:
@@ -30,7 +30,7 @@ def test_every_job_comes_to_its_end() -> None:
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
-    again = run_big(CALM)
+    again = run_scale(CALM)
 
     assert _virtual(again) == _virtual(figures_of(CALM))
 
