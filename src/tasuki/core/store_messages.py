@@ -1,5 +1,6 @@
-"""What the machines and a store say to each other: the batches that go in, the answers that come out, and the `Turn`
-that carries everything of one turn of the event loop into one transaction. Plain data; a store's promise is in `stores/store.py`.
+"""Messages between the machines and a store: requests, answers, and the `Turn` that carries all requests of one transaction.
+
+Plain data, and `VERBS`, the table of everything that a turn can ask. The store's contract is in `stores/store.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from tasuki.core.lifecycle import LEASE_TTL_S
 from tasuki.core.subject import matches
 from tasuki.errors import Conflict
 
-# ---------------------------------------------------------------------------------------------------- what goes in
+# ---------------------------------------------------------------------------------------------------- requests
 
 
 class Submission(msgspec.Struct, frozen=True, gc=False):
-    """A checked spec, who sent it, and the hash that decides 'same body'."""
+    """A checked spec, its submitter, and the hash by which a resubmit is compared."""
 
     spec: JobSpec
     submitter: str
@@ -28,30 +29,31 @@ class Submission(msgspec.Struct, frozen=True, gc=False):
 
 
 class JobKind(enum.IntEnum):
-    """What it takes to run a job. Stored with it, in the index of ready rows."""
+    """Requirement of a job on its worker. Stored with the job, in the index of ready rows."""
 
     COMMAND = 0
-    """It names an exec of a worker's list."""
+    """Names an exec of a worker's list."""
     HANDLER = 1
-    """It names none: a Python handler's, chosen by subject."""
+    """Names no exec: for a Python handler, chosen by subject."""
     LOCAL_COMMAND = 2
-    """A command that the server's own user submitted over the unix socket: its workers there may run any program for it."""
+    """A command that the server's own user submitted over the unix socket: that user's workers may run any program for it."""
 
 
 def kind_of(exec: str, submitter: str) -> JobKind:
+    """Return the kind of a job with this exec and submitter."""
     if not exec:
         return JobKind.HANDLER
     return JobKind.LOCAL_COMMAND if submitter.startswith("uid:") else JobKind.COMMAND
 
 
 class Takes(enum.StrEnum):
-    """Which kinds of job a worker can run."""
+    """Kinds of job that a worker can run."""
 
     ANY = "any"
     COMMANDS = "commands"
     HANDLERS = "handlers"
     OWN = "own"
-    """Only local commands: a worker that has no list, and may run any program for its own user."""
+    """Local commands only: a worker without a list of programs, which may run any program for its own user."""
 
     @property
     def kinds(self) -> tuple[JobKind, ...]:
@@ -70,29 +72,29 @@ _KINDS = {
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One worker asks for up to `limit` ready jobs, by patterns or by job_ids (which may also take over an expired lease)."""
+    """A worker's request for up to `limit` ready jobs, by patterns or by job_ids (which may also take over an expired lease)."""
 
     worker_id: str
     incarnation: str
     patterns: tuple[str, ...] = ()
     job_ids: tuple[str, ...] = ()
     takes: Takes = Takes.ANY
-    """Of the jobs that the patterns match; a job_id is asked for whatever it is."""
+    """Kinds to take among the jobs that the patterns match; a job_id is granted whatever its kind."""
     limit: int = 1
     ttl_s: float = LEASE_TTL_S
     on_disconnect: OnDisconnect = OnDisconnect.STOP
     reconnect_grace_s: float = 0.0
     live_workers: Mapping[str, tuple[str, ...]] = {}
-    """Who else takes work, by worker_id, and by which patterns."""
+    """Patterns of all workers that take work, by worker_id."""
 
     def leaves(self, subject: str) -> bool:
-        """Whether the subject's last token names another live worker that subscribes to it: then it is left for that one."""
+        """Return whether the subject's last token names another live worker that subscribes to it: its jobs are left for it."""
         last = subject.rpartition(".")[2]
         return last != self.worker_id and any(matches(pattern, subject) for pattern in self.live_workers.get(last, ()))
 
 
 class HeldLease(msgspec.Struct, frozen=True, gc=False):
-    """A worker's claim to one attempt, as it shows it with `start`, `renew` and `release`."""
+    """A worker's lease of one attempt, as the worker shows it with `start`, `renew` and `release`."""
 
     job_id: str
     worker_id: str
@@ -101,11 +103,11 @@ class HeldLease(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     ttl_s: float = LEASE_TTL_S
     progress: Progress | None = None
-    """With `renew`: how far it is, if that changed."""
+    """Progress of the attempt, if it changed since the last `renew`."""
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):
-    """A worker's word on how its attempt ended, for `finish` (it succeeded) and `fail` (it did not)."""
+    """A worker's report of how its attempt ended, for `finish` (it succeeded) and `fail` (it did not)."""
 
     job_id: str
     worker_id: str
@@ -116,13 +118,13 @@ class Report(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequeueOrder(NamedTuple):
-    """A terminal job is to be set going again."""
+    """An order to set a terminal job going again."""
 
     job_id: str
     actor: str
     reason: str = ""
     generation: int | None = None
-    """Only if it is still this one: nobody else has set it going since it was read."""
+    """Generation that the job must still have: nobody else has set it going since it was read. None: any."""
 
 
 class Assignment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -137,7 +139,7 @@ class Assignment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """Which jobs `find` returns; empty fields do not restrict."""
+    """Filter of `find`; empty fields do not restrict."""
 
     states: tuple[State, ...] = ()
     subject: str | None = None
@@ -145,14 +147,14 @@ class Filter(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=
     array_id: str | None = None
     worker_id: str | None = None
     submitter: str | None = None
-    """Only jobs of this submitter, or whose subject `scope` covers."""
+    """Submitter of the jobs; jobs whose subject `scope` covers are found too."""
     scope: tuple[str, ...] = ()
     text: str | None = None
     """Part of the job_id or of the error (Feature.FIND_TEXT)."""
 
 
 class BlobClaim(msgspec.Struct, frozen=True, gc=False):
-    """Bytes that somebody brings, or is about to refer to."""
+    """A blob that a peer brings, or is about to refer to."""
 
     sha256: str
     size_bytes: int
@@ -167,9 +169,9 @@ class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_default
     sha256: str
     label: str = ""
     scope: tuple[str, ...] = ()
-    """Patterns of subjects that it may use besides its own jobs; a worker token with a scope may subscribe only within it."""
+    """Patterns of subjects that the token allows beside its own jobs; a worker token may subscribe only within its scope."""
     worker_id: str = ""
-    """The only worker that may use it. Of an enrol token: the worker that it registers again; empty: a new one."""
+    """The only worker that may use the token. For an enrol token the worker that it registers again; empty: a new one."""
     created_at: float = 0.0
     created_by: str = ""
     expires_at: float | None = None
@@ -177,29 +179,29 @@ class TokenRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_default
     revoked_by: str = ""
 
 
-# ---------------------------------------------------------------------------------------------------- what comes out
+# ---------------------------------------------------------------------------------------------------- answers
 
 
 class BlobPlace(msgspec.Struct, frozen=True, gc=False):
-    """Where a blob's bytes are, or are to be. `generation` is part of the place: it grows when bytes that were condemned come
-    back, so that whoever still deletes the old ones does not touch the new."""
+    """The place of a blob's bytes, present or future. `generation` is part of the place: it grows when bytes that were condemned
+    come back, so that a server that still deletes the old ones does not touch the new."""
 
     sha256: str
     size_bytes: int
     generation: int = 0
     stored: bool = False
-    """The bytes are there, whole and durable."""
+    """True if the bytes are there, whole and durable."""
 
 
 class MissingBlobs(msgspec.Struct, frozen=True, gc=False):
-    """A job was not stored: it refers to blobs that are not there. Bring them, and submit again."""
+    """Refusal of a job that refers to blobs that are not stored. Upload them, and submit again."""
 
     job_id: str
     sha256s: tuple[str, ...]
 
 
 class Condemned(msgspec.Struct, frozen=True, gc=False):
-    """Blobs whose bytes are to be deleted now, and what all blobs together take (None: nobody asked)."""
+    """Blobs whose bytes are to be deleted now, and the size of all blobs together (None: not computed)."""
 
     places: tuple[BlobPlace, ...] = ()
     stored_bytes: int | None = None
@@ -209,7 +211,7 @@ class Condemned(msgspec.Struct, frozen=True, gc=False):
 
 
 class AuditRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """Who did what to whom may come in."""
+    """A change of the tokens, and the actor who made it."""
 
     at: float
     actor: str
@@ -220,7 +222,7 @@ class AuditRow(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_default
 
 
 class Submitted(msgspec.Struct, frozen=True, gc=False):
-    """The job is stored. `job` is filled only when it existed before, and without the bytes of its result: read them with get."""
+    """A stored job. `job` is filled only if it existed before, and without the bytes of its result: read them with get."""
 
     job_id: str
     created: bool
@@ -228,7 +230,7 @@ class Submitted(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def before(cls, job: Job) -> Submitted:
-        """The answer for a job that was known before."""
+        """Return the answer for a job that existed before."""
         if job.outcome is not None and job.outcome.result is not None:
             job = replace(job, outcome=replace(job.outcome, result=None))
         return cls(job.job_id, False, job)
@@ -258,14 +260,14 @@ class ReportStatus(enum.StrEnum):
 
     RECORDED = "recorded"
     REPEATED = "repeated"
-    """An exact repeat of one that was recorded: the stored answer, nothing written."""
+    """An exact repeat of a recorded report: the stored answer, nothing written."""
     FENCED = "fenced"
     BLOB_MISSING = "blob_missing"
-    """Its result is a blob that is not there; nothing was written, and the lease still stands."""
+    """The result is a blob that is not stored; nothing was written, and the lease still stands."""
 
 
 class ReportAnswer(msgspec.Struct, frozen=True, gc=False):
-    """What a finish or fail came to. `state` is the job's state after it (None if the job is unknown)."""
+    """The answer to a finish or fail. `state` is the job's state after it (None if the job is unknown)."""
 
     answer: ReportStatus
     state: State | None
@@ -273,7 +275,7 @@ class ReportAnswer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Canceled(msgspec.Struct, frozen=True, gc=False):
-    """What a cancel came to: CANCELED at once, or `requested` of the worker that holds it, or it was terminal before."""
+    """The answer to a cancel: CANCELED at once, or `requested` of the worker that holds the job, or terminal before."""
 
     state: State | None
     """None: there is no such job."""
@@ -283,14 +285,14 @@ class Canceled(msgspec.Struct, frozen=True, gc=False):
 
 
 class Requeued(msgspec.Struct, frozen=True, gc=False):
-    """What a requeue came to: `done` if it was terminal and is PENDING now."""
+    """The answer to a requeue: `done` if the job was terminal and is PENDING now."""
 
     done: bool
     state: State | None
 
 
 class Reaped(msgspec.Struct, frozen=True, gc=False):
-    """One lease that was over, and what became of its job."""
+    """An expired lease, and what became of its job."""
 
     job_id: str
     state: State
@@ -300,7 +302,7 @@ class Reaped(msgspec.Struct, frozen=True, gc=False):
 
 
 class Promoted(msgspec.Struct, frozen=True, gc=False):
-    """What became ready: how many jobs, and their subjects, each once. A count that reaches the limit: there may be more."""
+    """Jobs that became ready: their number, and their subjects, each once. If the number reaches the limit, there may be more."""
 
     subjects: tuple[str, ...] = ()
     count: int = 0
@@ -310,14 +312,14 @@ class Promoted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Some jobs, newest first, and where to go on (None: there are no more). A page may be short and still have a cursor."""
+    """Some jobs, newest first, and the cursor to go on with (None: no more). A page may be short and still have a cursor."""
 
     jobs: list[Job]
     cursor: str | None
 
 
 class GroupCounts(msgspec.Struct, frozen=True, gc=False):
-    """How many jobs of a group stand where. `active` is ASSIGNED + RUNNING."""
+    """Number of jobs of a group by state. `active` is ASSIGNED + RUNNING."""
 
     pending: int = 0
     active: int = 0
@@ -496,9 +498,9 @@ class StoreVerb(msgspec.Struct, frozen=True):
     method: str = ""
     """Method of the `Store`, if it has another name than the verb."""
     leads: bool = False
-    """Only the leader asks, with its epoch."""
+    """True if only the leader asks it, with its epoch."""
     lasting: bool = True
-    """Must survive a power cut."""
+    """True if the answer promises that a power cut cannot undo it."""
 
     def __post_init__(self) -> None:
         if not self.method:
@@ -538,5 +540,6 @@ VERBS: tuple[StoreVerb, ...] = (
 
 Reports and renewals come before submits and leases, so that work that is done never waits behind new work; reads come last, so
 that they see what the turn wrote. A new verb needs four changes: (1) here its row and its fields in `Turn` and `Answers`; (2) the
-contract in `stores/store.py`; (3) its implementation in each store; (4) the conversation that asks it (`core/broker`).
+contract in `stores/store.py`; (3) its implementation in each store; (4) the conversation that asks it (`core/broker`, with a
+place in `turn_builder.REPLY_ORDER`).
 """

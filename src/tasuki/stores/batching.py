@@ -1,8 +1,8 @@
 """Group commit: one Turn is one transaction on one store thread, whatever the number of jobs in it.
 
-`execute` is the whole meaning of a Turn and has no thread in it; the simulator calls it too. `execute_surely` does it again when
-what interrupted it passes (`retrying.py`). `StoreThread` owns the store: it opens it, runs turns, and gives the answers to a
-callback. There is one hop to the thread and one back for each turn.
+`execute` is the whole meaning of a Turn and has no thread in it; the simulator calls it too. `execute_surely` repeats a turn that
+was interrupted by a passing problem (`Retries`). `StoreThread` owns the store: it opens it, runs turns, and gives the answers to
+a callback. There is one hop to the thread and one back for each turn.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _fields = attrgetter(*(verb.name for verb in VERBS))
 _LASTING = tuple(verb.name for verb in VERBS if verb.lasting)
 
 Pause = Callable[[float], bool]
-"""Waits that many seconds; False if it was woken because there is no point in waiting on."""
+"""Waits that many seconds; returns False if the wait was ended early because the turn must not be tried again."""
 
 
 def execute(store: Store, turn: Turn) -> Answers:
-    """Do everything in the turn, in one transaction. The order is Turn's promise."""
+    """Run all verbs of the turn, in the order of `VERBS`, in one transaction."""
     answers = Answers()
     with store.turn():
         _fill(answers, store, turn)
@@ -38,16 +38,15 @@ def execute(store: Store, turn: Turn) -> Answers:
 
 
 def is_lasting(turn: Turn) -> bool:
-    """Whether it must outlive a power cut. A start alone need not: the lease was durable before, the worker shows it again when
-    it is back, and its finish carries the time. So a short command waits for the disk once less."""
+    """Return whether the turn must survive a power cut: not if it has only starts (see `VERBS`)."""
     return not turn.start or any(getattr(turn, name) for name in _LASTING)
 
 
 def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
-    """The same, again and again while it is interrupted by what passes: a restart of the database, a deadlock.
+    """Execute a turn, and repeat it while passing problems interrupt it: a restart of the database, a deadlock.
 
-    A turn whose commit was interrupted is not done again before it is known that it was not stored: if it was, the answers that
-    were computed in it are the answers. `pause` waits, and says whether to go on.
+    A turn whose commit was interrupted is not repeated before it is known that it was not stored: if it was, the answers that
+    were computed in it are the answers. `pause` waits between tries, and says whether to go on.
     """
     retries = Retries(time.monotonic(), random.random)
     answers = Answers()
@@ -72,7 +71,7 @@ def execute_surely(store: Store, turn: Turn, pause: Pause) -> Answers:
 
 def _fill(answers: Answers, store: Store, turn: Turn) -> None:
     fill_turn: Callable[[Answers, Turn], None] | None = getattr(store, "fill_turn", None)
-    if fill_turn is not None:  # a store may do a whole turn in one call, with the meaning of what follows
+    if fill_turn is not None:  # a store may run a whole turn in one call, with the same meaning
         fill_turn(answers, turn)
         return
     for verb, asked in zip(VERBS, _fields(turn), strict=True):
@@ -92,7 +91,7 @@ class StoreThread:
         self._thread = threading.Thread(target=self._run, name="tasuki-store", daemon=True)
 
     def open(self, holder: str) -> int:
-        """Open the store. Returns the epoch if nobody but us can lead it, else 0. Errors of the opening are raised here."""
+        """Open the store; return the epoch if only its opener can lead it, else 0. Errors of the opening are raised here."""
         self._holder = holder
         self._thread.start()
         answer = self._opened.get()
@@ -101,15 +100,15 @@ class StoreThread:
         return answer
 
     def submit(self, turn: Turn) -> None:
-        """Have a turn executed after those before it."""
+        """Queue a turn behind those submitted before."""
         self._turns.put(turn)
 
     def hurry(self) -> None:
-        """From now on no turn waits for a database that is away."""
+        """Let no turn wait any longer for a database that is away."""
         self._closing.set()
 
     def close(self) -> None:
-        """Finish what was submitted, close the store, end the thread. A turn that waits for its database is not waited for."""
+        """Run the queued turns, close the store, end the thread. A turn does not wait for a database that is away."""
         self.hurry()
         self._turns.put(None)
         self._thread.join()
@@ -129,7 +128,7 @@ class StoreThread:
             store.close()
 
     def _lead(self, store: Store) -> int:
-        """A store that nobody else can open: its user is its leader."""
+        """Register a new epoch for the only user of the store, who leads it."""
         epoch = store.epoch()[0] + 1
         store.take_over(self._holder, epoch)
         return epoch

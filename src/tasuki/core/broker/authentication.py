@@ -1,4 +1,4 @@
-"""Who a peer is: Hello, tokens, and how a worker gets a token of its own. Pure.
+"""Authentication of peers: Hello, tokens, and the enrolment of workers. Pure.
 
 Hello. A Hello with a token waits for the store to look the token up; one without is welcome only on the unix socket of the
 server's own user.

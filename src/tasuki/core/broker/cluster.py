@@ -1,4 +1,4 @@
-"""What servers on one store know of each other, and tell each other. Pure.
+"""Servers on one store: the knowledge that they have of each other, and the hints that they send. Pure.
 
 Two ways. Every server says once a second that it is alive, at which addresses, and which workers are connected to it
 (`ServerInfo`, through the coordination): so all know which workers a subject's last token may name, and which servers a peer can

@@ -26,9 +26,9 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     lease_ttl_s: float = LEASE_TTL_S
     retention_s: float = 30 * 86400.0
-    """How long finished jobs and their results are kept."""
+    """Time for which finished jobs and their results are kept."""
     blob_grace_s: float = 3600.0
-    """How long a blob that no job refers to is kept after it was last brought or asked for."""
+    """Time for which a blob that no job refers to is kept after it was last brought or asked for."""
     blob_budget_bytes: int | None = None
     """While all blobs take more than this, unused ones are collected sooner; new ones are refused if that does not help."""
     collects_blobs: bool = True
@@ -151,9 +151,9 @@ class Query(msgspec.Struct, frozen=True):
     identity: Identity
     workers: list[dict[str, object]]
     question: LogQuestion | None = None
-    """For `logs`: the driver gives the job to the broker as JobSeen instead of answering."""
+    """Question of a request `logs`: the driver gives the job to the broker as JobSeen instead of answering."""
     trouble: str = ""
-    """For `explain`: the reason why this server grants nothing at the moment."""
+    """Reason why this server grants nothing at the moment, for `explain`."""
 
 
 class ReceiveBlob(msgspec.Struct, frozen=True):

@@ -122,7 +122,7 @@ class ClientSession(Session):
     client_id: str = ""
     watching: set[str] = msgspec.field(default_factory=set)
     log_reads: int = 0
-    """How many of its reads of logs wait for workers."""
+    """Number of its log reads that wait for workers."""
 
 
 class TransferSession(Session, kw_only=True):

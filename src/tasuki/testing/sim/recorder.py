@@ -1,6 +1,7 @@
-"""What a committed turn did, told as lines of the history: from the turn, its answers, and the rows after it.
+"""History lines of committed turns: from the turn, its answers, and the rows after it.
 
-Only reads. Lines stand in the order in which `stores.batching.execute` does what they tell of; the rows come last, each once.
+Reads the store, and never writes. Lines have the order in which `stores.batching.execute` runs the verbs that they tell of; the
+rows come last, each once.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ _lists = attrgetter(*_LISTS)
 
 
 class Recorder:
-    """Watches one store."""
+    """Records what turns did to one store."""
 
     def __init__(self, world: World, store: Store, clock: HostClock) -> None:
         self.world = world
         self.store = store
         self._clock = clock
         self.verbs: Counter[str] = Counter()
-        """Calls of each verb; those of a leader's that found nothing to do are not counted."""
+        """Calls of each verb; a leader's calls that found nothing to do are not counted."""
         self.open: dict[str, None] = {}
         """Jobs that are not terminal."""
         self.jobs: dict[str, None] = {}
-        """All that were ever stored and not removed."""
+        """Jobs that were stored and not removed."""
         self._last: dict[str, RowEvent] = {}
         self._touched: dict[str, None] = {}
 
     def turn(self, server_id: str, turn: Turn, answers: Answers) -> None:
-        """It is committed."""
+        """Record a committed turn."""
         self._touched = {}
         if turn.epoch:
-            self._duties(server_id, turn, answers)
+            self._leader(server_id, turn, answers)
         else:
             self.verbs.update(compress(_LISTS, _lists(turn)))
             self._workers(turn, answers)
@@ -67,7 +68,7 @@ class Recorder:
         self._rows()
 
     def refused(self, server_id: str, turn: Turn) -> None:
-        """The store refused its epoch."""
+        """Record that the store refused the turn's epoch."""
         self.world.tell(LedEvent(at=self.world.at, server_id=server_id, epoch=turn.epoch, done=False))
 
     def took_over(self, server_id: str, epoch: int, *, done: bool) -> None:
@@ -75,7 +76,7 @@ class Recorder:
         self.world.tell(TookOverEvent(at=self.world.at, server_id=server_id, epoch=epoch, done=done))
 
     # -- the leader -----------------------------------------------------------------------------------------------
-    def _duties(self, server_id: str, turn: Turn, answers: Answers) -> None:
+    def _leader(self, server_id: str, turn: Turn, answers: Answers) -> None:
         at = self.world.at
         if turn.take_over:
             self.took_over(server_id, turn.epoch, done=answers.take_over)
@@ -207,14 +208,14 @@ class Recorder:
                 self._row(job_id, job, always=False)
 
     def all_rows(self) -> None:
-        """At the end."""
+        """Record the rows of all jobs, at the end of a run."""
         known = list(self.jobs)
         for job_id, job in zip(known, self.store.get(known), strict=True):
             if job is not None:
                 self._row(job_id, job, always=True)
 
     def _row(self, job_id: str, job: Job, *, always: bool) -> None:
-        """A row that a commit touched and left as it was is not told again."""
+        """Record a row, unless a commit touched it and left it as it was."""
         outcome = job.outcome
         terminal = job.state in TERMINAL
         row = RowEvent(
