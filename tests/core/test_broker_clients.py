@@ -32,12 +32,12 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.store_messages import BlobClaim, BlobPlace
 from tasuki.errors import ProtocolError, Unauthorized
-from tests.core.desk import Desk, ending
+from tests.core.broker_stage import BrokerStage, ending
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def stage() -> BrokerStage:
+    return BrokerStage()
 
 
 # ---------------------------------------------------------------------------------------------------- which messages
@@ -58,10 +58,10 @@ def desk() -> Desk:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_a_client_may_not_send_what_workers_and_servers_send(desk: Desk, message: Any) -> None:
-    conn = desk.node()
-    desk.tell(conn, message)
-    assert isinstance(desk.hung_up[conn], ProtocolError)
+def test_a_client_may_not_send_what_workers_and_servers_send(stage: BrokerStage, message: Any) -> None:
+    conn = stage.node()
+    stage.tell(conn, message)
+    assert isinstance(stage.hung_up[conn], ProtocolError)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +69,28 @@ def test_a_client_may_not_send_what_workers_and_servers_send(desk: Desk, message
     [SubmitJobs(1, []), CancelJobs(1, []), AssignJobs(1.0, []), Results([]), Reply(1)],
     ids=lambda message: type(message).__name__,
 )
-def test_a_worker_may_not_send_what_clients_and_servers_send(desk: Desk, message: Any) -> None:
-    conn = desk.worker()
-    desk.tell(conn, message)
-    assert isinstance(desk.hung_up[conn], ProtocolError)
+def test_a_worker_may_not_send_what_clients_and_servers_send(stage: BrokerStage, message: Any) -> None:
+    conn = stage.worker()
+    stage.tell(conn, message)
+    assert isinstance(stage.hung_up[conn], ProtocolError)
 
 
-def test_a_clients_heartbeat_is_answered_without_the_store(desk: Desk) -> None:
-    conn = desk.node()
-    desk.tell(conn, Heartbeat(41))
-    assert desk.last(conn, HeartbeatAnswer).corr_id == 41
+def test_a_clients_heartbeat_is_answered_without_the_store(stage: BrokerStage) -> None:
+    conn = stage.node()
+    stage.tell(conn, Heartbeat(41))
+    assert stage.last(conn, HeartbeatAnswer).corr_id == 41
 
 
-def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(desk: Desk) -> None:
-    conn = desk.client()
+def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(stage: BrokerStage) -> None:
+    conn = stage.client()
     put, chunk, get = BlobPut(1, "a" * 64, 3), Chunk(1, 0, b"abc", True), BlobGet(2, "a" * 64, "job")
-    desk.ask(conn, put)
-    desk.tell(conn, chunk)
-    desk.tell(conn, get)
-    identity = desk.broker.sessions[conn].identity
+    stage.ask(conn, put)
+    stage.tell(conn, chunk)
+    stage.tell(conn, get)
+    identity = stage.broker.sessions[conn].identity
     assert identity is not None
     place = BlobPlace("a" * 64, 3)
-    assert desk.others == [
+    assert stage.others == [
         ReceiveBlob(conn, put, place, identity.uploader),
         BlobPiece(conn, chunk),
         SendBlob(conn, get, identity),
@@ -98,20 +98,20 @@ def test_blobs_and_slow_reads_are_handed_to_the_driver_with_who_asks(desk: Desk)
 
 
 @pytest.mark.parametrize("verb", ["get", "find", "counts", "explain"])
-def test_reads_become_queries_under_the_askers_identity(desk: Desk, verb: str) -> None:
+def test_reads_become_queries_under_the_askers_identity(stage: BrokerStage, verb: str) -> None:
     from tasuki.core.protocol import Request
 
-    conn = desk.client()
-    desk.worker("w1")
-    desk.tell(conn, Request(9, verb, {"job_id": "a"}))
-    [query] = desk.others
+    conn = stage.client()
+    stage.worker("w1")
+    stage.tell(conn, Request(9, verb, {"job_id": "a"}))
+    [query] = stage.others
     assert isinstance(query, Query)
     assert (query.msg_id, query.verb, query.identity.name) == (9, verb, "token:alice")
     assert [worker["worker_id"] for worker in query.workers] == (["w1"] if verb == "explain" else [])
 
 
-def test_an_unknown_request_is_answered_with_the_known_ones(desk: Desk) -> None:
-    answer = desk.request(desk.node(), "frobnicate")
+def test_an_unknown_request_is_answered_with_the_known_ones(stage: BrokerStage) -> None:
+    answer = stage.request(stage.node(), "frobnicate")
     assert isinstance(answer, ErrorMessage)
     assert answer.code == "NOT_FOUND"
     assert "requeue" in answer.message
@@ -119,8 +119,8 @@ def test_an_unknown_request_is_answered_with_the_known_ones(desk: Desk) -> None:
 
 @pytest.mark.parametrize("job_ids", [None, "a", [1], {"a": 1}])
 @pytest.mark.parametrize("verb", ["watch", "requeue"])
-def test_requests_with_job_ids_want_a_list_of_texts(desk: Desk, verb: str, job_ids: Any) -> None:
-    answer = desk.request(desk.node(), verb, job_ids=job_ids)
+def test_requests_with_job_ids_want_a_list_of_texts(stage: BrokerStage, verb: str, job_ids: Any) -> None:
+    answer = stage.request(stage.node(), verb, job_ids=job_ids)
     assert isinstance(answer, ErrorMessage)
     assert answer.code == "INVALID"
 
@@ -128,18 +128,18 @@ def test_requests_with_job_ids_want_a_list_of_texts(desk: Desk, verb: str, job_i
 # ---------------------------------------------------------------------------------------------------- submit
 
 
-def test_a_submit_is_acknowledged_after_the_commit_and_not_before(desk: Desk) -> None:
-    conn = desk.node()
-    desk.tell(conn, SubmitJobs(5, [JobSpec(job_id="a")]))
-    turn = desk.broker.next_turn(desk.now())
+def test_a_submit_is_acknowledged_after_the_commit_and_not_before(stage: BrokerStage) -> None:
+    conn = stage.node()
+    stage.tell(conn, SubmitJobs(5, [JobSpec(job_id="a")]))
+    turn = stage.broker.next_turn(stage.now())
     assert turn is not None
-    assert desk.all(conn, Accepted) == []
-    assert desk.job("a") is None
+    assert stage.all(conn, Accepted) == []
+    assert stage.job("a") is None
 
 
-def test_each_job_of_a_submit_is_judged_by_itself_and_named_by_its_index(desk: Desk) -> None:
-    conn = desk.node()
-    desk.submit(conn, "existed")
+def test_each_job_of_a_submit_is_judged_by_itself_and_named_by_its_index(stage: BrokerStage) -> None:
+    conn = stage.node()
+    stage.submit(conn, "existed")
     specs = [
         JobSpec(job_id="good"),
         JobSpec(job_id="../bad"),
@@ -148,73 +148,73 @@ def test_each_job_of_a_submit_is_judged_by_itself_and_named_by_its_index(desk: D
         JobSpec(job_id="existed", payload=b"other"),
         JobSpec(job_id="also-good"),
     ]
-    desk.ask(conn, SubmitJobs(5, specs))
-    accepted = desk.last(conn, Accepted)
+    stage.ask(conn, SubmitJobs(5, specs))
+    accepted = stage.last(conn, Accepted)
     assert (accepted.corr_id, accepted.count) == (5, 6)
     told = {item.index: item.code or item.state for item in accepted.exceptions}
     assert told == {1: "INVALID", 2: "PENDING", 3: "INVALID", 4: "CONFLICT"}
-    assert [desk.job(job_id) is not None for job_id in ("good", "also-good", "bad-priority")] == [True, True, False]
+    assert [stage.job(job_id) is not None for job_id in ("good", "also-good", "bad-priority")] == [True, True, False]
 
 
-def test_an_empty_submit_is_answered_too(desk: Desk) -> None:
-    conn = desk.node()
-    desk.ask(conn, SubmitJobs(5, []))
-    assert desk.last(conn, Accepted) == Accepted(5, 0, [])
+def test_an_empty_submit_is_answered_too(stage: BrokerStage) -> None:
+    conn = stage.node()
+    stage.ask(conn, SubmitJobs(5, []))
+    assert stage.last(conn, Accepted) == Accepted(5, 0, [])
 
 
-def test_on_failed_must_be_one_of_two_words(desk: Desk) -> None:
-    conn = desk.node()
-    desk.ask(conn, SubmitJobs(5, [JobSpec(job_id="a")], True, "explode"))
-    assert (desk.last(conn, ErrorMessage).corr_id, desk.last(conn, ErrorMessage).code) == (5, "INVALID")
-    assert desk.job("a") is None
+def test_on_failed_must_be_one_of_two_words(stage: BrokerStage) -> None:
+    conn = stage.node()
+    stage.ask(conn, SubmitJobs(5, [JobSpec(job_id="a")], True, "explode"))
+    assert (stage.last(conn, ErrorMessage).corr_id, stage.last(conn, ErrorMessage).code) == (5, "INVALID")
+    assert stage.job("a") is None
 
 
-def test_a_job_whose_input_blob_is_not_here_is_refused(desk: Desk) -> None:
-    conn = desk.node()
+def test_a_job_whose_input_blob_is_not_here_is_refused(stage: BrokerStage) -> None:
+    conn = stage.node()
     gone, here = "a" * 64, "b" * 64
     specs = [
         JobSpec(job_id="without", files=(InputFile("in", sha256=gone, size_bytes=1),)),
         JobSpec(job_id="with", files=(InputFile("in", sha256=here, size_bytes=1),)),
     ]
-    desk.store.blobs_stored(desk.store.place_blobs([BlobClaim(here, 1)]))
-    desk.ask(conn, SubmitJobs(5, specs))
-    assert [(item.index, item.code) for item in desk.last(conn, Accepted).exceptions] == [(0, "NOT_FOUND")]
-    assert desk.job("with") is not None
+    stage.store.blobs_stored(stage.store.place_blobs([BlobClaim(here, 1)]))
+    stage.ask(conn, SubmitJobs(5, specs))
+    assert [(item.index, item.code) for item in stage.last(conn, Accepted).exceptions] == [(0, "NOT_FOUND")]
+    assert stage.job("with") is not None
 
 
-def test_a_token_with_a_scope_submits_only_inside_it(desk: Desk) -> None:
-    conn = desk.client("client", "alice", "render.>")
-    desk.ask(conn, SubmitJobs(5, [JobSpec(job_id="in", subject="render.eu"), JobSpec(job_id="out", subject="other.eu")]))
-    assert [(item.index, item.code) for item in desk.last(conn, Accepted).exceptions] == [(1, "FORBIDDEN")]
+def test_a_token_with_a_scope_submits_only_inside_it(stage: BrokerStage) -> None:
+    conn = stage.client("client", "alice", "render.>")
+    stage.ask(conn, SubmitJobs(5, [JobSpec(job_id="in", subject="render.eu"), JobSpec(job_id="out", subject="other.eu")]))
+    assert [(item.index, item.code) for item in stage.last(conn, Accepted).exceptions] == [(1, "FORBIDDEN")]
 
 
-def test_no_job_is_taken_while_the_disk_is_full(desk: Desk) -> None:
-    conn = desk.node()
-    desk.apply(DiskSpace("3 bytes free"))
-    desk.submit(conn, "a")
-    assert desk.last(conn, ErrorMessage).code == "DISK_FULL"
-    desk.apply(DiskSpace(""))
-    desk.submit(conn, "a")
-    assert desk.job("a") is not None
+def test_no_job_is_taken_while_the_disk_is_full(stage: BrokerStage) -> None:
+    conn = stage.node()
+    stage.apply(DiskSpace("3 bytes free"))
+    stage.submit(conn, "a")
+    assert stage.last(conn, ErrorMessage).code == "DISK_FULL"
+    stage.apply(DiskSpace(""))
+    stage.submit(conn, "a")
+    assert stage.job("a") is not None
 
 
-def test_without_watch_no_result_follows(desk: Desk) -> None:
-    conn = desk.node()
-    desk.ask(conn, SubmitJobs(5, [JobSpec(job_id="a")], watch=False))
-    worker = desk.worker(credit=1)
-    desk.ask(worker, JobsFinished([ending(desk.grants(worker)[0])]))
-    assert desk.all(conn, Results) == []
+def test_without_watch_no_result_follows(stage: BrokerStage) -> None:
+    conn = stage.node()
+    stage.ask(conn, SubmitJobs(5, [JobSpec(job_id="a")], watch=False))
+    worker = stage.worker(credit=1)
+    stage.ask(worker, JobsFinished([ending(stage.grants(worker)[0])]))
+    assert stage.all(conn, Results) == []
 
 
 # ---------------------------------------------------------------------------------------------------- whose job it is
 
 
-def failed_job(desk: Desk, conn: int, job_id: str, **fields: Any) -> None:
-    desk.submit(conn, job_id, max_retries=0, **fields)
-    worker = desk.worker("breaker", credit=1)
-    desk.ask(worker, JobsFinished([ending(desk.grants(worker)[0], error_code="EXIT_CODE")]))
-    desk.close(worker)
-    job = desk.job(job_id)
+def failed_job(stage: BrokerStage, conn: int, job_id: str, **fields: Any) -> None:
+    stage.submit(conn, job_id, max_retries=0, **fields)
+    worker = stage.worker("breaker", credit=1)
+    stage.ask(worker, JobsFinished([ending(stage.grants(worker)[0], error_code="EXIT_CODE")]))
+    stage.close(worker)
+    job = stage.job(job_id)
     assert job is not None
     assert job.state is State.FAILED
 
@@ -230,64 +230,64 @@ ASKERS = {
 
 @pytest.mark.parametrize("asker", ASKERS)
 @pytest.mark.parametrize("verb", ["watch", "requeue", "cancel"])
-def test_only_those_whose_job_it_is_may_act_on_it(desk: Desk, verb: str, asker: str) -> None:
+def test_only_those_whose_job_it_is_may_act_on_it(stage: BrokerStage, verb: str, asker: str) -> None:
     arguments, allowed = ASKERS[asker]
-    alice = desk.client("client", "alice")
-    failed_job(desk, alice, "a", subject="render.eu")
-    conn = alice if asker == "its submitter" else desk.client(*arguments)
+    alice = stage.client("client", "alice")
+    failed_job(stage, alice, "a", subject="render.eu")
+    conn = alice if asker == "its submitter" else stage.client(*arguments)
     if verb == "cancel":
-        desk.ask(conn, CancelJobs(77, ["a"]))
-        answer: Any = next(m for m in desk.said[conn] if getattr(m, "corr_id", 0) == 77)
+        stage.ask(conn, CancelJobs(77, ["a"]))
+        answer: Any = next(m for m in stage.sent[conn] if getattr(m, "corr_id", 0) == 77)
     else:
-        answer = desk.request(conn, verb, job_ids=["a"])
+        answer = stage.request(conn, verb, job_ids=["a"])
     assert isinstance(answer, Reply) is allowed
     if not allowed:
         assert answer.code == "NOT_FOUND"
-        assert desk.job("a").generation == 0  # type: ignore[union-attr]
+        assert stage.job("a").generation == 0  # type: ignore[union-attr]
 
 
-def test_one_job_that_is_not_yours_spoils_the_whole_order(desk: Desk) -> None:
-    alice, bob = desk.client("client", "alice"), desk.client("client", "bob")
-    desk.submit(alice, "hers")
-    desk.submit(bob, "his")
-    desk.ask(bob, CancelJobs(77, ["his", "hers"]))
-    assert desk.last(bob, ErrorMessage).corr_id == 77
-    assert desk.job("his").state is State.PENDING  # type: ignore[union-attr]
+def test_one_job_that_is_not_yours_spoils_the_whole_order(stage: BrokerStage) -> None:
+    alice, bob = stage.client("client", "alice"), stage.client("client", "bob")
+    stage.submit(alice, "hers")
+    stage.submit(bob, "his")
+    stage.ask(bob, CancelJobs(77, ["his", "hers"]))
+    assert stage.last(bob, ErrorMessage).corr_id == 77
+    assert stage.job("his").state is State.PENDING  # type: ignore[union-attr]
 
 
-def test_the_same_id_and_body_from_another_submitter_shows_nothing_of_the_job(desk: Desk) -> None:
-    alice, bob = desk.client("client", "alice"), desk.client("client", "bob")
-    failed_job(desk, alice, "a")
-    desk.ask(bob, SubmitJobs(5, [JobSpec(job_id="a", max_retries=0)]))
-    [item] = desk.last(bob, Accepted).exceptions
+def test_the_same_id_and_body_from_another_submitter_shows_nothing_of_the_job(stage: BrokerStage) -> None:
+    alice, bob = stage.client("client", "alice"), stage.client("client", "bob")
+    failed_job(stage, alice, "a")
+    stage.ask(bob, SubmitJobs(5, [JobSpec(job_id="a", max_retries=0)]))
+    [item] = stage.last(bob, Accepted).exceptions
     assert (item.code, item.state) == ("FORBIDDEN", "")
-    assert desk.all(bob, Results) == []
+    assert stage.all(bob, Results) == []
 
 
-def test_a_rerun_by_another_submitter_does_not_set_the_job_going(desk: Desk) -> None:
-    alice, bob = desk.client("client", "alice"), desk.client("client", "bob")
-    failed_job(desk, alice, "a")
-    desk.ask(bob, SubmitJobs(5, [JobSpec(job_id="a", max_retries=0)], True, "rerun"))
-    assert desk.last(bob, Accepted).exceptions[0].code == "FORBIDDEN"
-    job = desk.job("a")
+def test_a_rerun_by_another_submitter_does_not_set_the_job_going(stage: BrokerStage) -> None:
+    alice, bob = stage.client("client", "alice"), stage.client("client", "bob")
+    failed_job(stage, alice, "a")
+    stage.ask(bob, SubmitJobs(5, [JobSpec(job_id="a", max_retries=0)], True, "rerun"))
+    assert stage.last(bob, Accepted).exceptions[0].code == "FORBIDDEN"
+    job = stage.job("a")
     assert job is not None
     assert (job.state, job.generation) == (State.FAILED, 0)
 
 
-def test_a_rerun_sets_failed_jobs_going_and_leaves_the_others(desk: Desk) -> None:
-    alice = desk.client("client", "alice")
-    failed_job(desk, alice, "failed")
+def test_a_rerun_sets_failed_jobs_going_and_leaves_the_others(stage: BrokerStage) -> None:
+    alice = stage.client("client", "alice")
+    failed_job(stage, alice, "failed")
     specs = [JobSpec(job_id="new"), JobSpec(job_id="failed", max_retries=0), JobSpec(job_id="no good", max_retries=0)]
-    desk.ask(alice, SubmitJobs(5, specs, True, "rerun"))
-    accepted = desk.last(alice, Accepted)
+    stage.ask(alice, SubmitJobs(5, specs, True, "rerun"))
+    accepted = stage.last(alice, Accepted)
     assert (accepted.corr_id, accepted.count) == (5, 3)
     assert {item.index: item.code or item.state for item in accepted.exceptions} == {1: "PENDING", 2: "INVALID"}
-    job = desk.job("failed")
+    job = stage.job("failed")
     assert job is not None
     assert (job.state, job.generation) == (State.PENDING, 1)
-    worker = desk.worker(credit=2)
-    desk.ask(worker, JobsFinished([ending(grant, exit_code=0) for grant in desk.grants(worker)]))
-    told = {item.job_id: item.state for message in desk.all(alice, Results)[1:] for item in message.items}
+    worker = stage.worker(credit=2)
+    stage.ask(worker, JobsFinished([ending(grant, exit_code=0) for grant in stage.grants(worker)]))
+    told = {item.job_id: item.state for message in stage.all(alice, Results)[1:] for item in message.items}
     assert told == {"new": State.SUCCEEDED, "failed": State.SUCCEEDED}
 
 
@@ -295,35 +295,35 @@ def test_a_rerun_sets_failed_jobs_going_and_leaves_the_others(desk: Desk) -> Non
 
 
 @pytest.mark.parametrize("verb", ["workers", "token.create", "token.list", "token.revoke"])
-def test_orders_of_operators_need_an_admin(desk: Desk, verb: str) -> None:
-    answer = desk.request(desk.client(), verb, token_id="alice")
+def test_orders_of_operators_need_an_admin(stage: BrokerStage, verb: str) -> None:
+    answer = stage.request(stage.client(), verb, token_id="alice")
     assert isinstance(answer, ErrorMessage)
     assert answer.code == "FORBIDDEN"
 
 
-def test_an_admin_sees_the_workers(desk: Desk) -> None:
-    desk.worker("w1", credit=3, host="box", slots=3, patterns=("a.*",))
-    answer = desk.request(desk.client("admin", "root"), "workers")
+def test_an_admin_sees_the_workers(stage: BrokerStage) -> None:
+    stage.worker("w1", credit=3, host="box", slots=3, patterns=("a.*",))
+    answer = stage.request(stage.client("admin", "root"), "workers")
     assert isinstance(answer, Reply)
     [worker] = answer.body
     assert (worker["worker_id"], worker["credit"], worker["running"], worker["patterns"]) == ("w1", 3, 0, ["a.*"])
 
 
-def test_a_token_is_made_listed_without_its_hash_and_usable(desk: Desk) -> None:
+def test_a_token_is_made_listed_without_its_hash_and_usable(stage: BrokerStage) -> None:
     from tasuki.core.access import token_sha256
     from tasuki.core.protocol import HelloClient, Welcome
 
-    admin = desk.client("admin", "root")
-    made = desk.request(admin, "token.create", token_id="new", kind="client", sha256=token_sha256("s3cret"), label="ci")
+    admin = stage.client("admin", "root")
+    made = stage.request(admin, "token.create", token_id="new", kind="client", sha256=token_sha256("s3cret"), label="ci")
     assert isinstance(made, Reply)
-    listed = desk.request(admin, "token.list")
+    listed = stage.request(admin, "token.list")
     assert isinstance(listed, Reply)
     rows = {row["token_id"]: row for row in listed.body}
     assert (rows["new"]["created_by"], rows["new"]["label"]) == ("token:root", "ci")
     assert all("sha256" not in row for row in listed.body)
-    conn = desk.open()
-    desk.ask(conn, HelloClient(msg_id=1, client_id="c", token="s3cret"))
-    assert desk.last(conn, Welcome).identity == "token:new"
+    conn = stage.open()
+    stage.ask(conn, HelloClient(msg_id=1, client_id="c", token="s3cret"))
+    assert stage.last(conn, Welcome).identity == "token:new"
 
 
 @pytest.mark.parametrize(
@@ -336,56 +336,56 @@ def test_a_token_is_made_listed_without_its_hash_and_usable(desk: Desk) -> None:
         {"token_id": "t", "kind": "client", "sha256": "the secret itself"},
     ],
 )
-def test_a_token_that_cannot_be_is_not_made(desk: Desk, params: dict[str, Any]) -> None:
-    admin = desk.client("admin", "root")
-    answer = desk.request(admin, "token.create", **params)
+def test_a_token_that_cannot_be_is_not_made(stage: BrokerStage, params: dict[str, Any]) -> None:
+    admin = stage.client("admin", "root")
+    answer = stage.request(admin, "token.create", **params)
     assert isinstance(answer, ErrorMessage)
     assert answer.code == "INVALID"
-    assert [row.token_id for row in desk.store.tokens()] == ["root"]
+    assert [row.token_id for row in stage.store.tokens()] == ["root"]
 
 
-def test_revoking_a_token_hangs_up_on_everybody_who_uses_it(desk: Desk) -> None:
-    admin, alice, bob = desk.client("admin", "root"), desk.client("client", "alice"), desk.client("client", "bob")
-    answer = desk.request(admin, "token.revoke", token_id="alice")
+def test_revoking_a_token_hangs_up_on_everybody_who_uses_it(stage: BrokerStage) -> None:
+    admin, alice, bob = stage.client("admin", "root"), stage.client("client", "alice"), stage.client("client", "bob")
+    answer = stage.request(admin, "token.revoke", token_id="alice")
     assert isinstance(answer, Reply)
-    assert isinstance(desk.hung_up[alice], Unauthorized)
-    assert bob not in desk.hung_up
+    assert isinstance(stage.hung_up[alice], Unauthorized)
+    assert bob not in stage.hung_up
 
 
-def test_revoking_what_is_not_there_says_so(desk: Desk) -> None:
-    answer = desk.request(desk.client("admin", "root"), "token.revoke", token_id="ghost")
+def test_revoking_what_is_not_there_says_so(stage: BrokerStage) -> None:
+    answer = stage.request(stage.client("admin", "root"), "token.revoke", token_id="ghost")
     assert isinstance(answer, ErrorMessage)
     assert answer.code == "NOT_FOUND"
 
 
-def test_a_client_that_leaves_is_forgotten_by_the_jobs_it_watched(desk: Desk) -> None:
-    first, second = desk.node(), desk.node()
+def test_a_client_that_leaves_is_forgotten_by_the_jobs_it_watched(stage: BrokerStage) -> None:
+    first, second = stage.node(), stage.node()
     for conn in (first, second):
-        desk.submit(conn, "a")
-    desk.close(first)
-    worker = desk.worker(credit=1)
-    desk.ask(worker, JobsFinished([ending(desk.grants(worker)[0])]))
-    assert desk.all(first, Results) == []
-    assert len(desk.all(second, Results)) == 1
-    assert desk.broker.watchers == {}
+        stage.submit(conn, "a")
+    stage.close(first)
+    worker = stage.worker(credit=1)
+    stage.ask(worker, JobsFinished([ending(stage.grants(worker)[0])]))
+    assert stage.all(first, Results) == []
+    assert len(stage.all(second, Results)) == 1
+    assert stage.broker.watchers == {}
 
 
-def test_a_token_whose_id_is_taken_is_refused(desk: Desk) -> None:
-    admin = desk.node()
+def test_a_token_whose_id_is_taken_is_refused(stage: BrokerStage) -> None:
+    admin = stage.node()
     fields = {"token_id": "0123", "kind": "client"}
-    assert isinstance(desk.request(admin, "token.create", sha256="a" * 64, **fields), Reply)
-    refused = desk.request(admin, "token.create", sha256="b" * 64, **fields)
+    assert isinstance(stage.request(admin, "token.create", sha256="a" * 64, **fields), Reply)
+    refused = stage.request(admin, "token.create", sha256="b" * 64, **fields)
     assert isinstance(refused, ErrorMessage)
     assert refused.code == "INVALID"
 
 
-def test_a_connection_ends_when_its_token_expires(desk: Desk) -> None:
-    secret = desk.token("brief", "client", expires_at=desk.clock.wall() + 60.0)
-    conn = desk.open()
-    desk.ask(conn, HelloClient(msg_id=1, client_id="c1", token=secret))
-    desk.clock.advance(59.0)
-    desk.apply(Ticked())
-    assert conn not in desk.hung_up
-    desk.clock.advance(1.0)
-    desk.apply(Ticked())
-    assert isinstance(desk.hung_up[conn], Unauthorized)
+def test_a_connection_ends_when_its_token_expires(stage: BrokerStage) -> None:
+    secret = stage.token("brief", "client", expires_at=stage.clock.wall() + 60.0)
+    conn = stage.open()
+    stage.ask(conn, HelloClient(msg_id=1, client_id="c1", token=secret))
+    stage.clock.advance(59.0)
+    stage.apply(Ticked())
+    assert conn not in stage.hung_up
+    stage.clock.advance(1.0)
+    stage.apply(Ticked())
+    assert isinstance(stage.hung_up[conn], Unauthorized)

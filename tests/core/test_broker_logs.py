@@ -14,12 +14,12 @@ from tasuki.core.job import Progress
 from tasuki.core.machine import Peer
 from tasuki.core.protocol import Claim, ErrorMessage, Heartbeat, JobsStarted, LogPiece, ReadLog, Reply, Request
 from tasuki.errors import ProtocolError
-from tests.core.desk import TCP, UNIX, Desk, claim
+from tests.core.broker_stage import TCP, UNIX, BrokerStage, claim
 
 _numbers = itertools.count(1000)
 
 
-class LogStage(Desk):
+class LogStage(BrokerStage):
     """A broker whose driver reads rows at once."""
 
     def follow(self, conn: int, job_id: str = "job", **params: Any) -> int:
@@ -44,81 +44,81 @@ class LogStage(Desk):
 
 
 @pytest.fixture
-def desk() -> LogStage:
+def stage() -> LogStage:
     return LogStage()
 
 
 @pytest.fixture
-def client(desk: LogStage) -> int:
-    return desk.client("admin")
+def client(stage: LogStage) -> int:
+    return stage.client("admin")
 
 
-def running(desk: LogStage, client: int, **fields: Any) -> int:
+def running(stage: LogStage, client: int, **fields: Any) -> int:
     """A worker that runs the job `job`."""
-    worker = desk.worker(credit=1, **{"version": 2, **fields})
-    desk.submit(client, "job", exec="run")
-    [grant] = desk.grants(worker)
-    desk.ask(worker, JobsStarted([claim(grant)]))
+    worker = stage.worker(credit=1, **{"version": 2, **fields})
+    stage.submit(client, "job", exec="run")
+    [grant] = stage.grants(worker)
+    stage.ask(worker, JobsStarted([claim(grant)]))
     return worker
 
 
-def test_a_question_goes_to_the_worker_and_its_piece_to_the_client(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
+def test_a_question_goes_to_the_worker_and_its_piece_to_the_client(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
 
-    msg_id = desk.follow(client, offset=3, stream="stderr", wait_s=20.0)
-    question = desk.last(worker, ReadLog)
-    desk.tell(worker, LogPiece(question.msg_id, 3, b"new", 6, 6))
+    msg_id = stage.follow(client, offset=3, stream="stderr", wait_s=20.0)
+    question = stage.last(worker, ReadLog)
+    stage.tell(worker, LogPiece(question.msg_id, 3, b"new", 6, 6))
 
-    [grant] = desk.grants(worker)
+    [grant] = stage.grants(worker)
     assert (question.lease_id, question.stream, question.offset, question.wait_s) == (grant.lease_id, "stderr", 3, 20.0)
-    answer = desk.answer(client, msg_id)
+    answer = stage.answer(client, msg_id)
     assert (answer["data"], answer["offset"], answer["next"], answer["end"]) == (b"new", 3, 6, 6)
     assert (answer["state"], answer["attempt"], answer["ended"], answer["complete"]) == ("RUNNING", 1, False, False)
 
 
-def test_a_job_that_waits_is_answered_at_once(desk: LogStage, client: int) -> None:
-    desk.submit(client, "job", exec="run")
+def test_a_job_that_waits_is_answered_at_once(stage: LogStage, client: int) -> None:
+    stage.submit(client, "job", exec="run")
 
-    answer = desk.answer(client, desk.follow(client, wait_s=20.0))
+    answer = stage.answer(client, stage.follow(client, wait_s=20.0))
 
     assert (answer["state"], answer["data"], answer["ended"]) == ("PENDING", b"", False)
 
 
-def test_the_offset_of_another_attempt_is_not_taken_for_one_of_this(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
+def test_the_offset_of_another_attempt_is_not_taken_for_one_of_this(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
 
-    desk.follow(client, offset=5000, attempt=7)
+    stage.follow(client, offset=5000, attempt=7)
 
-    assert desk.last(worker, ReadLog).offset == 0
-
-
-def test_a_worker_of_version_1_is_not_asked(desk: LogStage, client: int) -> None:
-    worker = running(desk, client, version=1)
-
-    answer = desk.answer(client, desk.follow(client, wait_s=20.0))
-
-    assert (answer["unsupported"], desk.all(worker, ReadLog)) == (True, [])
+    assert stage.last(worker, ReadLog).offset == 0
 
 
-def test_a_worker_that_says_nothing_costs_a_bounded_wait(desk: LogStage, client: int) -> None:
-    running(desk, client, ttl_s=3600.0)
-    msg_id = desk.follow(client, wait_s=10.0)
+def test_a_worker_of_version_1_is_not_asked(stage: LogStage, client: int) -> None:
+    worker = running(stage, client, version=1)
 
-    desk.pass_time(10.0 + ANSWER_WITHIN_S - 0.1)
-    before = desk.is_answered(client, msg_id)
-    desk.pass_time(0.2)
+    answer = stage.answer(client, stage.follow(client, wait_s=20.0))
 
-    assert (before, desk.answer(client, msg_id)["data"]) == (False, b"")
+    assert (answer["unsupported"], stage.all(worker, ReadLog)) == (True, [])
 
 
-def test_whoever_asked_a_worker_that_left_is_answered(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
-    msg_id = desk.follow(client, wait_s=20.0)
+def test_a_worker_that_says_nothing_costs_a_bounded_wait(stage: LogStage, client: int) -> None:
+    running(stage, client, ttl_s=3600.0)
+    msg_id = stage.follow(client, wait_s=10.0)
 
-    desk.close(worker)
-    desk.pass_time(0.1)
+    stage.pass_time(10.0 + ANSWER_WITHIN_S - 0.1)
+    before = stage.is_answered(client, msg_id)
+    stage.pass_time(0.2)
 
-    assert desk.answer(client, msg_id)["data"] == b""
+    assert (before, stage.answer(client, msg_id)["data"]) == (False, b"")
+
+
+def test_whoever_asked_a_worker_that_left_is_answered(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
+    msg_id = stage.follow(client, wait_s=20.0)
+
+    stage.close(worker)
+    stage.pass_time(0.1)
+
+    assert stage.answer(client, msg_id)["data"] == b""
 
 
 @pytest.mark.parametrize(
@@ -132,86 +132,86 @@ def test_whoever_asked_a_worker_that_left_is_answered(desk: LogStage, client: in
         {"offset": 2**70, "data": b"", "next": 2**70, "cut_bytes": 2**70 - 5},
     ],
 )
-def test_a_piece_that_makes_no_sense_tells_the_client_nothing(desk: LogStage, client: int, piece: dict[str, Any]) -> None:
-    worker = running(desk, client)
-    msg_id = desk.follow(client, offset=5, max_bytes=10)
-    question = desk.last(worker, ReadLog)
+def test_a_piece_that_makes_no_sense_tells_the_client_nothing(stage: LogStage, client: int, piece: dict[str, Any]) -> None:
+    worker = running(stage, client)
+    msg_id = stage.follow(client, offset=5, max_bytes=10)
+    question = stage.last(worker, ReadLog)
 
-    desk.tell(worker, LogPiece(question.msg_id, **{"end": 0, **piece}))
+    stage.tell(worker, LogPiece(question.msg_id, **{"end": 0, **piece}))
 
-    answer = desk.answer(client, msg_id)
+    answer = stage.answer(client, msg_id)
     assert (answer["offset"], answer["data"], answer["next"]) == (5, b"", 5)
-    assert worker not in desk.hung_up
+    assert worker not in stage.hung_up
 
 
-def test_nobody_answers_for_another_worker_or_twice(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
-    other = desk.worker("w2", version=2)
-    msg_id = desk.follow(client)
-    question = desk.last(worker, ReadLog)
+def test_nobody_answers_for_another_worker_or_twice(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
+    other = stage.worker("w2", version=2)
+    msg_id = stage.follow(client)
+    question = stage.last(worker, ReadLog)
 
-    desk.tell(other, LogPiece(question.msg_id, 0, b"forged", 6, 6))
-    forged = desk.is_answered(client, msg_id)
-    desk.tell(worker, LogPiece(question.msg_id, 0, b"real", 4, 4))
-    desk.tell(worker, LogPiece(question.msg_id, 0, b"again", 5, 5))
-    desk.tell(worker, LogPiece(777, 0, b"unasked", 7, 7))
+    stage.tell(other, LogPiece(question.msg_id, 0, b"forged", 6, 6))
+    forged = stage.is_answered(client, msg_id)
+    stage.tell(worker, LogPiece(question.msg_id, 0, b"real", 4, 4))
+    stage.tell(worker, LogPiece(question.msg_id, 0, b"again", 5, 5))
+    stage.tell(worker, LogPiece(777, 0, b"unasked", 7, 7))
 
-    assert (forged, desk.answer(client, msg_id)["data"]) == (False, b"real")
+    assert (forged, stage.answer(client, msg_id)["data"]) == (False, b"real")
 
 
-def test_a_client_has_only_so_many_questions_at_workers(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
+def test_a_client_has_only_so_many_questions_at_workers(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
     for _ in range(READS_PER_CLIENT):
-        desk.follow(client, wait_s=20.0)
+        stage.follow(client, wait_s=20.0)
 
-    refused = desk.follow(client)
-    asked = len(desk.all(worker, ReadLog))
-    desk.tell(worker, LogPiece(desk.last(worker, ReadLog).msg_id, 0, b"", 0, 0))
-    desk.follow(client)
+    refused = stage.follow(client)
+    asked = len(stage.all(worker, ReadLog))
+    stage.tell(worker, LogPiece(stage.last(worker, ReadLog).msg_id, 0, b"", 0, 0))
+    stage.follow(client)
 
-    assert desk.last(client, ErrorMessage).corr_id == refused
-    assert desk.last(client, ErrorMessage).code == "OVERLOADED"
-    assert (asked, len(desk.all(worker, ReadLog))) == (READS_PER_CLIENT, READS_PER_CLIENT + 1)
+    assert stage.last(client, ErrorMessage).corr_id == refused
+    assert stage.last(client, ErrorMessage).code == "OVERLOADED"
+    assert (asked, len(stage.all(worker, ReadLog))) == (READS_PER_CLIENT, READS_PER_CLIENT + 1)
 
 
-def test_a_client_that_follows_much_is_not_kept_waiting_by_its_own_questions(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
+def test_a_client_that_follows_much_is_not_kept_waiting_by_its_own_questions(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
     for _ in range(READS_PER_CLIENT):
-        desk.follow(client, wait_s=20.0)
+        stage.follow(client, wait_s=20.0)
 
     half = READS_PER_CLIENT // 2
-    assert [question.wait_s for question in desk.all(worker, ReadLog)] == [20.0] * half + [0.0] * half
+    assert [question.wait_s for question in stage.all(worker, ReadLog)] == [20.0] * half + [0.0] * half
 
 
-def test_a_worker_has_only_so_many_and_the_later_ones_do_not_wait(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
-    clients = [desk.client("admin", f"follower-{number}") for number in range(READS_PER_WORKER)]
+def test_a_worker_has_only_so_many_and_the_later_ones_do_not_wait(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
+    clients = [stage.client("admin", f"follower-{number}") for number in range(READS_PER_WORKER)]
     for one in clients:
-        desk.follow(one, wait_s=20.0)
+        stage.follow(one, wait_s=20.0)
 
-    answer = desk.answer(client, desk.follow(client, wait_s=20.0))
+    answer = stage.answer(client, stage.follow(client, wait_s=20.0))
 
-    waits = [question.wait_s for question in desk.all(worker, ReadLog)]
+    waits = [question.wait_s for question in stage.all(worker, ReadLog)]
     half = READS_PER_WORKER // 2
     assert (answer["data"], waits) == (b"", [20.0] * half + [0.0] * (READS_PER_WORKER - half))
 
 
-def test_a_client_that_left_leaves_no_question_behind(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
-    leaving = desk.client("admin", "leaving")
+def test_a_client_that_left_leaves_no_question_behind(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
+    leaving = stage.client("admin", "leaving")
     for _ in range(READS_PER_CLIENT):
-        desk.follow(leaving, wait_s=20.0)
-    desk.close(leaving)
-    for question in desk.all(worker, ReadLog):
-        desk.tell(worker, LogPiece(question.msg_id, 0, b"for nobody", 10, 10))
+        stage.follow(leaving, wait_s=20.0)
+    stage.close(leaving)
+    for question in stage.all(worker, ReadLog):
+        stage.tell(worker, LogPiece(question.msg_id, 0, b"for nobody", 10, 10))
 
-    assert not desk.is_answered(leaving, 0)
-    assert desk.broker.workers["w1"].log_reads == 0
+    assert not stage.is_answered(leaving, 0)
+    assert stage.broker.workers["w1"].log_reads == 0
 
 
-def elsewhere(desk: LogStage, address: str) -> None:
+def elsewhere(stage: LogStage, address: str) -> None:
     worker = WorkerInfo(worker_id="w1", incarnation="w1-1", patterns=(">",))
-    desk.apply(Met((ServerInfo(server_id="other", addresses=(address,), workers=(worker,)),)))
+    stage.apply(Met((ServerInfo(server_id="other", addresses=(address,), workers=(worker,)),)))
 
 
 @pytest.mark.parametrize(
@@ -223,35 +223,35 @@ def elsewhere(desk: LogStage, address: str) -> None:
     ],
 )
 def test_of_a_worker_at_another_server_the_client_learns_where(peer: Peer, address: str, told: list[str] | None) -> None:
-    desk = LogStage()
-    client = desk.client("admin", peer=peer)
-    desk.close(running(desk, client))
-    elsewhere(desk, address)
+    stage = LogStage()
+    client = stage.client("admin", peer=peer)
+    stage.close(running(stage, client))
+    elsewhere(stage, address)
 
-    assert desk.answer(client, desk.follow(client)).get("elsewhere") == told
-
-
-def test_a_job_of_a_handler_has_no_logs(desk: LogStage, client: int) -> None:
-    desk.submit(client, "job")
-
-    desk.follow(client)
-
-    assert desk.last(client, ErrorMessage).code == "NOT_FOUND"
+    assert stage.answer(client, stage.follow(client)).get("elsewhere") == told
 
 
-def test_progress_comes_with_a_heartbeat_and_is_told_with_the_log(desk: LogStage, client: int) -> None:
-    worker = running(desk, client)
-    [grant] = desk.grants(worker)
+def test_a_job_of_a_handler_has_no_logs(stage: LogStage, client: int) -> None:
+    stage.submit(client, "job")
+
+    stage.follow(client)
+
+    assert stage.last(client, ErrorMessage).code == "NOT_FOUND"
+
+
+def test_progress_comes_with_a_heartbeat_and_is_told_with_the_log(stage: LogStage, client: int) -> None:
+    worker = running(stage, client)
+    [grant] = stage.grants(worker)
     told = {grant.lease_id: Progress(0.5, "half"), "unknown": Progress(0.1)}
 
-    desk.ask(worker, Heartbeat(9, [Claim(grant.job_id, grant.lease_id, grant.attempt)], told))
+    stage.ask(worker, Heartbeat(9, [Claim(grant.job_id, grant.lease_id, grant.attempt)], told))
 
-    job = desk.job("job")
+    job = stage.job("job")
     assert job is not None
     assert job.progress == Progress(0.5, "half")
-    msg_id = desk.follow(client)
-    desk.tell(worker, LogPiece(desk.last(worker, ReadLog).msg_id, 0, b"", 0, 0))
-    assert (desk.answer(client, msg_id)["progress"], desk.answer(client, msg_id)["progress_text"]) == (0.5, "half")
+    msg_id = stage.follow(client)
+    stage.tell(worker, LogPiece(stage.last(worker, ReadLog).msg_id, 0, b"", 0, 0))
+    assert (stage.answer(client, msg_id)["progress"], stage.answer(client, msg_id)["progress_text"]) == (0.5, "half")
 
 
 @pytest.mark.parametrize(
@@ -269,16 +269,16 @@ def test_a_question_has_defaults() -> None:
 
 @pytest.mark.parametrize("message", [ReadLog(1, "lease", "stdout"), LogPiece(1, 0, b"", 0, 0)])
 def test_a_client_that_speaks_as_a_server_or_a_worker_is_hung_up_on(
-    desk: LogStage, client: int, message: ReadLog | LogPiece
+    stage: LogStage, client: int, message: ReadLog | LogPiece
 ) -> None:
-    desk.tell(client, message)
+    stage.tell(client, message)
 
-    assert isinstance(desk.hung_up[client], ProtocolError)
+    assert isinstance(stage.hung_up[client], ProtocolError)
 
 
-def test_a_worker_that_asks_for_logs_is_hung_up_on(desk: LogStage) -> None:
-    worker = desk.worker(version=2)
+def test_a_worker_that_asks_for_logs_is_hung_up_on(stage: LogStage) -> None:
+    worker = stage.worker(version=2)
 
-    desk.tell(worker, ReadLog(1, "lease", "stdout"))
+    stage.tell(worker, ReadLog(1, "lease", "stdout"))
 
-    assert isinstance(desk.hung_up[worker], ProtocolError)
+    assert isinstance(stage.hung_up[worker], ProtocolError)

@@ -36,19 +36,19 @@ UNIX = Peer("unix", OWN_UID, "unix socket")
 M = TypeVar("M", bound=Message)
 
 
-class Desk:
-    """What the broker told each connection is in `said` and `hung_up`; other commands are in `others`."""
+class BrokerStage:
+    """A broker on a memory store. Messages to connections are in `sent`, hang-ups in `hung_up`, other commands in `others`."""
 
-    def __init__(self, beside: Desk | None = None, **config: Any) -> None:
-        """`beside`: another desk whose store this one shares; then neither leads until it is told to."""
+    def __init__(self, beside: BrokerStage | None = None, **config: Any) -> None:
+        """Share the store of `beside`, if it is given; then neither leads until it is elected."""
         self.clock = beside.clock if beside is not None else FakeClock()
         self.store = beside.store if beside is not None else MemoryStore(self.clock)
-        config = {"server_id": "desk", "own_uid": OWN_UID, **config}
+        config = {"server_id": "stage", "own_uid": OWN_UID, **config}
         if not config.get("shared"):
             config["epoch"] = self.store.epoch()[0] + 1
             assert self.store.take_over(config["server_id"], config["epoch"])
         self.broker = Broker(BrokerConfig(**config))
-        self.said: dict[int, list[Message]] = {}
+        self.sent: dict[int, list[Message]] = {}
         self.hung_up: dict[int, TasukiError | None] = {}
         self.others: list[Command] = []
         self._conns = itertools.count(1)
@@ -61,7 +61,7 @@ class Desk:
     def apply(self, event: Any) -> None:
         for command in self.broker.apply(event, self.now()):
             if isinstance(command, Send):
-                self.said.setdefault(command.conn, []).append(command.message)
+                self.sent.setdefault(command.conn, []).append(command.message)
             elif isinstance(command, Hangup):
                 self.hung_up[command.conn] = command.error
             else:
@@ -121,9 +121,9 @@ class Desk:
             self.ask(conn, GiveCredit(credit))
         return conn
 
-    # -- what was said --------------------------------------------------------------------------------------------
+    # -- messages sent --------------------------------------------------------------------------------------------
     def all(self, conn: int, kind: type[M]) -> list[M]:
-        return [message for message in self.said.get(conn, ()) if isinstance(message, kind)]
+        return [message for message in self.sent.get(conn, ()) if isinstance(message, kind)]
 
     def last(self, conn: int, kind: type[M]) -> M:
         return self.all(conn, kind)[-1]
@@ -138,7 +138,7 @@ class Desk:
         """One request, and what it was answered with."""
         msg_id = next(self._msg_ids)
         self.ask(conn, Request(msg_id, verb, params))
-        [answer] = [m for m in self.said[conn] if isinstance(m, Reply | ErrorMessage) and m.corr_id == msg_id]
+        [answer] = [m for m in self.sent[conn] if isinstance(m, Reply | ErrorMessage) and m.corr_id == msg_id]
         return answer
 
     def grants(self, conn: int) -> list[Grant]:

@@ -25,15 +25,15 @@ from tasuki.core.protocol import (
 )
 from tasuki.core.store_messages import Takes
 from tasuki.errors import ProtocolError, Unauthorized
-from tests.core.desk import UNIX, Desk, ending
+from tests.core.broker_stage import UNIX, BrokerStage, ending
 
 
 class Pair:
     """Two servers, `a` and `b`, that know of each other."""
 
     def __init__(self) -> None:
-        self.a = Desk(shared=True, server_id="a", host="one")
-        self.b = Desk(beside=self.a, shared=True, server_id="b", host="two")
+        self.a = BrokerStage(shared=True, server_id="a", host="one")
+        self.b = BrokerStage(beside=self.a, shared=True, server_id="b", host="two")
         self.a.broker.addresses, self.b.broker.addresses = ("tcp://a:7000",), ("tcp://b:7000",)
         self.meet()
 
@@ -42,9 +42,9 @@ class Pair:
         self.a.apply(both)
         self.b.apply(both)
 
-    def hints(self, desk: Desk) -> list[Hint]:
-        found = [command.hint for command in desk.others if isinstance(command, Publish)]
-        desk.others = [command for command in desk.others if not isinstance(command, Publish)]
+    def hints(self, stage: BrokerStage) -> list[Hint]:
+        found = [command.hint for command in stage.others if isinstance(command, Publish)]
+        stage.others = [command for command in stage.others if not isinstance(command, Publish)]
         return found
 
     def carry(self) -> None:
@@ -60,9 +60,9 @@ def pair() -> Pair:
     return Pair()
 
 
-def asked(desk: Desk, kind: Any) -> list[Any]:
-    found = [command for command in desk.others if isinstance(command, kind)]
-    desk.others = [command for command in desk.others if not isinstance(command, kind)]
+def asked(stage: BrokerStage, kind: Any) -> list[Any]:
+    found = [command for command in stage.others if isinstance(command, kind)]
+    stage.others = [command for command in stage.others if not isinstance(command, kind)]
     return found
 
 
@@ -96,11 +96,11 @@ def test_what_stays_within_one_server_is_not_told(pair: Pair) -> None:
 
 
 def test_a_server_that_is_alone_tells_nobody_and_remembers_nothing() -> None:
-    desk = Desk(shared=True)
-    client = desk.client()
-    desk.submit(client, "job")
-    assert asked(desk, Publish) == []
-    assert not desk.broker.cluster.ready
+    stage = BrokerStage(shared=True)
+    client = stage.client()
+    stage.submit(client, "job")
+    assert asked(stage, Publish) == []
+    assert not stage.broker.cluster.ready
 
 
 def test_a_lost_hint_of_an_end_is_made_good_by_asking(pair: Pair) -> None:
@@ -223,10 +223,10 @@ def test_many_new_subjects_are_told_as_everything(pair: Pair) -> None:
     assert hint.ready == ()
 
 
-def lookers(desk: Desk, hint: Hint) -> list[str]:
+def lookers(stage: BrokerStage, hint: Hint) -> list[str]:
     """The workers for which the store is asked after this hint."""
-    desk.apply(Hinted(hint))
-    turn = desk.broker.next_turn(desk.now())
+    stage.apply(Hinted(hint))
+    turn = stage.broker.next_turn(stage.now())
     return [request.worker_id for request in turn.lease] if turn is not None else []
 
 
@@ -299,10 +299,10 @@ def test_a_worker_that_is_only_busier_than_before_changes_nothing(pair: Pair, mo
 
 def test_the_own_user_of_one_machine_is_not_that_of_another(pair: Pair) -> None:
     names = []
-    for desk in (pair.a, pair.b):
-        conn = desk.open(UNIX)
-        desk.ask(conn, HelloClient(msg_id=1, client_id="me"))
-        names.append(desk.last(conn, Welcome).identity)
+    for stage in (pair.a, pair.b):
+        conn = stage.open(UNIX)
+        stage.ask(conn, HelloClient(msg_id=1, client_id="me"))
+        names.append(stage.last(conn, Welcome).identity)
     assert names == ["node:one:1000", "node:two:1000"]
 
 
@@ -318,10 +318,10 @@ def test_servers_and_workers_of_all_are_described(pair: Pair) -> None:
 
 @pytest.mark.parametrize("role", ["client", "worker"])
 def test_a_server_that_comes_later_is_told_with_the_next_heartbeat_once(role: str) -> None:
-    first = Desk(shared=True, server_id="a")
+    first = BrokerStage(shared=True, server_id="a")
     first.broker.addresses = ("tcp://a:7000",)
     conn = first.client() if role == "client" else first.worker()
-    second = Desk(beside=first, shared=True, server_id="b")
+    second = BrokerStage(beside=first, shared=True, server_id="b")
     second.broker.addresses = ("tcp://b:7000",)
     first.apply(Met((first.broker.info, second.broker.info)))
     for msg_id in (41, 42):

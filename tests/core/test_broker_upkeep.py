@@ -1,0 +1,403 @@
+"""The leader's duties as the broker schedules them: apart from everything else, under an epoch, in small batches."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tasuki.core.broker.events import (
+    BlobArrived,
+    BlobsDeleted,
+    BlobsUnderWay,
+    DeleteBlobs,
+    Deposed,
+    Elected,
+    Met,
+    Publish,
+    ReceiveBlob,
+    TakeoverDone,
+    TurnDone,
+    TurnFailed,
+    Won,
+)
+from tasuki.core.broker.upkeep import (
+    COLLECT_INTERVAL_S,
+    DUTY_INTERVAL_S,
+    PROMOTE_BATCH,
+    PRUNE_AGAIN,
+    PRUNE_INTERVAL_S,
+    REAP_BATCH,
+    SKIP_BATCH,
+    SQUEEZED_GRACE_S,
+)
+from tasuki.core.cluster_messages import ServerInfo
+from tasuki.core.job import InputFile, State
+from tasuki.core.protocol import BlobPut, ErrorMessage, GiveCredit, Reply, Results
+from tasuki.core.store_messages import Answers, Promoted, Turn
+from tasuki.errors import StaleEpoch, Unavailable
+from tasuki.stores.batching import execute
+from tests.core.broker_stage import BrokerStage
+
+SHA256 = "ab" * 32
+
+
+def next_duty(stage: BrokerStage) -> Turn:
+    while (turn := stage.broker.next_turn(stage.now())) is not None and not turn.epoch:
+        stage.apply(TurnDone(turn, execute(stage.store, turn)))
+    assert turn is not None
+    return turn
+
+
+def put(stage: BrokerStage, conn: int, sha256: str = SHA256, size_bytes: int = 100) -> None:
+    """A blob comes in, all the way."""
+    stage.ask(conn, BlobPut(900, sha256, size_bytes))
+    [receive] = [command for command in stage.others if isinstance(command, ReceiveBlob)]
+    stage.others.remove(receive)
+    if not receive.place.stored:
+        stage.apply(BlobArrived(conn, receive.put, receive.place))
+        stage.turns()
+
+
+def deletes(stage: BrokerStage) -> list[DeleteBlobs]:
+    found = [command for command in stage.others if isinstance(command, DeleteBlobs)]
+    stage.others = [command for command in stage.others if not isinstance(command, DeleteBlobs)]
+    return found
+
+
+@pytest.mark.parametrize(("pruned", "goes_on"), [(PRUNE_AGAIN, True), (PRUNE_AGAIN - 1, False)])
+def test_pruning_goes_on_at_once_only_while_there_is_much_to_prune(pruned: int, goes_on: bool) -> None:
+    stage = BrokerStage()
+    first = next_duty(stage)
+    stage.apply(TurnDone(first, replace(execute(stage.store, first), prune=pruned)))
+
+    stage.clock.advance(DUTY_INTERVAL_S)
+    again = next_duty(stage)
+
+    assert first.prune is not None
+    assert (again.prune is not None) is goes_on
+    stage.apply(TurnDone(again, execute(stage.store, again)))
+    stage.clock.advance(PRUNE_INTERVAL_S)
+    assert next_duty(stage).prune is not None
+
+
+def test_duties_are_a_turn_of_their_own() -> None:
+    # Given something of everything: a submit waits, and the duties are due
+    stage = BrokerStage()
+    client = stage.client()
+    stage.clock.advance(DUTY_INTERVAL_S)
+    stage.submit(client, "a")
+    stage.clock.advance(DUTY_INTERVAL_S)
+    # When the next turns are made
+    turns = []
+    while (turn := stage.broker.next_turn(stage.now())) is not None:
+        turns.append(turn)
+        stage.apply(TurnDone(turn, execute(stage.store, turn)))
+    # Then what carries an epoch carries nothing else
+    assert any(turn.epoch for turn in turns)
+    assert not any(turn.epoch and (turn.submit or turn.lease or turn.finish or turn.renew) for turn in turns)
+
+
+def test_a_server_that_does_not_lead_has_no_duties() -> None:
+    stage = BrokerStage(shared=True)
+    stage.clock.advance(60)
+    assert stage.broker.next_turn(stage.now()) is None
+
+
+def test_an_epoch_that_was_won_is_registered_and_reported() -> None:
+    stage = BrokerStage(shared=True)
+    stage.apply(Won(7))
+    stage.turns()
+    assert stage.store.epoch() == (7, "stage")
+    assert stage.others == [TakeoverDone(7, True)]
+
+
+def test_an_epoch_that_came_too_late_is_reported_as_refused() -> None:
+    stage = BrokerStage(shared=True)
+    stage.store.take_over("another", 9)
+    stage.apply(Won(7))
+    stage.turns()
+    assert stage.others == [TakeoverDone(7, False)]
+
+
+def test_a_takeover_that_the_store_could_not_answer_is_no_takeover() -> None:
+    stage = BrokerStage(shared=True)
+    stage.apply(Won(7))
+    stage.apply(TurnFailed(next_duty(stage), Unavailable("gone")))
+    assert stage.others == [TakeoverDone(7, False)]
+
+
+def test_an_elected_server_reaps_and_one_that_stepped_down_does_not() -> None:
+    stage = BrokerStage(shared=True)
+    client, worker = stage.client(), stage.worker(credit=1)
+    stage.submit(client, "a")
+    stage.store.take_over("stage", 3)
+    # When it leads, and the worker says nothing
+    stage.apply(Elected(3))
+    stage.clock.advance(18)
+    stage.turns()
+    # Then the job is free again
+    job = stage.job("a")
+    assert job is not None
+    assert (job.state, job.losses) == (State.PENDING, 1)
+    # And when it has stepped down, nothing is due any more
+    stage.apply(Elected(0))
+    stage.close(worker)
+    stage.turns()
+    stage.clock.advance(60)
+    assert stage.broker.next_turn(stage.now()) is None
+
+
+def test_a_refused_epoch_deposes_and_is_not_tried_again() -> None:
+    stage = BrokerStage(shared=True)
+    stage.apply(Elected(3))
+    duty = next_duty(stage)
+    stage.apply(TurnFailed(duty, StaleEpoch("another leads")))
+    assert stage.others == [Deposed(3)]
+    stage.apply(Elected(0))
+    stage.clock.advance(60)
+    assert stage.broker.next_turn(stage.now()) is None
+
+
+def test_duties_have_caught_up_when_each_was_done_and_nothing_is_left() -> None:
+    stage = BrokerStage(shared=True)
+    stage.store.take_over("stage", 3)
+    stage.apply(Elected(3))
+    assert not stage.broker.upkeep.caught_up
+
+    stage.turns()
+
+    assert stage.broker.upkeep.caught_up
+    stage.apply(Elected(0))
+    assert not stage.broker.upkeep.caught_up
+
+
+def test_a_full_batch_means_that_duties_have_not_caught_up() -> None:
+    stage = BrokerStage(shared=True)
+    stage.store.take_over("stage", 3)
+    stage.apply(Elected(3))
+    turn = next_duty(stage)
+
+    stage.apply(TurnDone(turn, Answers(promote=Promoted(("a",), PROMOTE_BATCH))))
+
+    assert not stage.broker.upkeep.caught_up
+    assert stage.broker.upkeep.counts.promoted == PROMOTE_BATCH
+
+
+def test_a_failed_duty_is_due_again_at_once() -> None:
+    stage = BrokerStage(shared=True)
+    stage.store.take_over("stage", 3)
+    stage.apply(Elected(3))
+    turn = next_duty(stage)
+    assert turn.prune is not None
+
+    stage.apply(TurnFailed(turn, Unavailable("gone")))
+    stage.clock.advance(1)
+
+    assert not stage.broker.upkeep.caught_up
+    assert next_duty(stage).prune == turn.prune
+
+
+def test_who_cannot_reach_the_bytes_condemns_no_blobs() -> None:
+    stage = BrokerStage(shared=True, collects_blobs=False)
+    stage.store.take_over("stage", 3)
+    stage.apply(Elected(3))
+
+    assert next_duty(stage).condemn_blobs is None
+
+
+def test_a_failed_duty_tells_no_peer_and_comes_again() -> None:
+    stage = BrokerStage()
+    client = stage.client()
+    before = len(stage.sent[client])
+    stage.clock.advance(DUTY_INTERVAL_S)
+    stage.apply(TurnFailed(next_duty(stage), Unavailable("gone")))
+    stage.clock.advance(DUTY_INTERVAL_S)
+    assert next_duty(stage).reap
+    assert len(stage.sent[client]) == before
+
+
+def test_more_to_reap_than_a_batch_goes_on_at_once_but_lets_others_in_between() -> None:
+    # Given more lost leases than one batch takes
+    stage = BrokerStage()
+    client, worker = stage.client(), stage.worker(credit=REAP_BATCH + 10)
+    stage.submit(client, *(f"job-{n}" for n in range(REAP_BATCH + 10)))
+    stage.close(worker)
+    stage.turns()
+    stage.clock.advance(20)
+    # When a client asks for something after the first batch
+    first = next_duty(stage)
+    stage.apply(TurnDone(first, execute(stage.store, first)))
+    stage.tell(client, BlobPut(7, SHA256, 1))
+    # Then its turn comes next, and then the rest is reaped, without a wait
+    second = stage.broker.next_turn(stage.now())
+    assert second is not None
+    assert not second.epoch
+    stage.apply(TurnDone(second, execute(stage.store, second)))
+    assert len(execute(stage.store, next_duty(stage)).reap) == 10
+
+
+def test_an_unused_blob_is_condemned_deleted_and_forgotten() -> None:
+    # Given a blob that nobody refers to, past its grace
+    stage = BrokerStage(blob_grace_s=3600.0)
+    client = stage.client()
+    put(stage, client)
+    stage.clock.advance(3600 + COLLECT_INTERVAL_S + 1)
+    # When it is collected
+    stage.turns()
+    [delete] = deletes(stage)
+    assert [place.sha256 for place in delete.places] == [SHA256]
+    assert stage.store.blob_places([SHA256]) == [None]
+    stage.apply(BlobsDeleted(delete.epoch, list(delete.places)))
+    stage.turns()
+    # Then nothing is left of it, and it is not deleted again
+    stage.clock.advance(COLLECT_INTERVAL_S + 1)
+    stage.turns()
+    assert deletes(stage) == []
+
+
+def test_a_blob_that_a_job_needs_stays() -> None:
+    stage = BrokerStage(blob_grace_s=3600.0)
+    client = stage.client()
+    put(stage, client)
+    stage.submit(client, "a", files=(InputFile("in.bin", sha256=SHA256, size_bytes=100),))
+    stage.clock.advance(10 * 3600.0)
+    stage.turns()
+    assert deletes(stage) == []
+
+
+def test_what_was_condemned_and_not_deleted_is_deleted_by_the_next_leader() -> None:
+    stage = BrokerStage(blob_grace_s=0.0)
+    put(stage, stage.client())
+    stage.clock.advance(COLLECT_INTERVAL_S + 1)
+    stage.turns()
+    assert len(deletes(stage)) == 1
+    # When that leader died before it deleted anything, and another one begins
+    follower = BrokerStage(beside=stage, shared=True, server_id="follower")
+    follower.store.take_over("follower", 99)
+    follower.apply(Elected(99))
+    follower.turns()
+    [delete] = deletes(follower)
+    assert [place.sha256 for place in delete.places] == [SHA256]
+
+
+def test_what_an_earlier_term_deleted_is_not_forgotten_under_a_later_one() -> None:
+    stage = BrokerStage(blob_grace_s=0.0)
+    put(stage, stage.client())
+    stage.clock.advance(COLLECT_INTERVAL_S + 1)
+    stage.turns()
+    [delete] = deletes(stage)
+    stage.store.take_over("stage", 50)
+    stage.apply(Elected(50))
+    stage.apply(BlobsDeleted(delete.epoch, list(delete.places)))
+    assert not next_duty(stage).forget_blobs
+
+
+def test_over_the_budget_unused_blobs_go_sooner() -> None:
+    stage = BrokerStage(blob_grace_s=3600.0, blob_budget_bytes=50)
+    put(stage, stage.client())
+    stage.clock.advance(SQUEEZED_GRACE_S + COLLECT_INTERVAL_S + 1)
+    stage.turns()
+    assert len(deletes(stage)) == 1
+
+
+def test_a_budget_full_of_blobs_in_use_refuses_new_ones_and_says_so() -> None:
+    stage = BrokerStage(blob_grace_s=3600.0, blob_budget_bytes=50)
+    client = stage.client()
+    put(stage, client)
+    stage.submit(client, "a", files=(InputFile("in.bin", sha256=SHA256, size_bytes=100),))
+    stage.clock.advance(COLLECT_INTERVAL_S + 1)
+    stage.turns()
+    stage.tell(client, BlobPut(901, "cd" * 32, 10))
+    refusal = stage.last(client, ErrorMessage)
+    assert (refusal.corr_id, refusal.code) == (901, "DISK_FULL")
+    assert "the budget is 50" in refusal.message
+
+
+def test_a_blob_is_told_as_had_only_after_the_store_knows_it() -> None:
+    stage = BrokerStage()
+    client = stage.client()
+    stage.ask(client, BlobPut(5, SHA256, 100))
+    [receive] = [command for command in stage.others if isinstance(command, ReceiveBlob)]
+    stage.apply(BlobArrived(client, receive.put, receive.place))
+    assert stage.all(client, Reply) == []
+    stage.turns()
+    assert stage.last(client, Reply) == Reply(5, {"have": True})
+    assert stage.store.blob_places([SHA256]) == [replace(receive.place, stored=True)]
+
+
+def test_a_bad_hash_or_size_of_a_blob_is_refused() -> None:
+    stage = BrokerStage()
+    worker = stage.worker()
+    stage.tell(worker, GiveCredit(1))
+    for bad in (BlobPut(5, "../etc/passwd", 1), BlobPut(6, SHA256, -1), BlobPut(7, SHA256, 2**70)):
+        stage.tell(worker, bad)
+        assert stage.last(worker, ErrorMessage).corr_id == bad.msg_id
+
+
+def test_duties_are_done_when_nothing_else_happens() -> None:
+    stage = BrokerStage()
+    stage.turns()
+    assert stage.broker.next_turn(stage.now()) is None
+    stage.clock.advance(DUTY_INTERVAL_S)
+    duty = next_duty(stage)
+    assert (duty.reap, bool(duty.promote)) == (REAP_BATCH, True)
+
+
+def test_a_blob_that_takes_longer_than_the_grace_to_come_in_is_not_collected() -> None:
+    stage = BrokerStage(blob_grace_s=3600.0)
+    client = stage.client()
+    stage.ask(client, BlobPut(5, SHA256, 100))
+    [receive] = [command for command in stage.others if isinstance(command, ReceiveBlob)]
+    for _ in range(8):
+        stage.clock.advance(1800)
+        stage.apply(BlobsUnderWay([receive.put]))
+        stage.turns()
+    assert deletes(stage) == []
+    stage.apply(BlobArrived(client, receive.put, receive.place))
+    stage.turns()
+    assert stage.last(client, Reply) == Reply(5, {"have": True})
+
+
+def test_bytes_that_were_condemned_while_they_came_in_are_deleted_and_asked_for_again() -> None:
+    stage = BrokerStage(blob_grace_s=3600.0)
+    client = stage.client()
+    stage.ask(client, BlobPut(5, SHA256, 100))
+    [receive] = [command for command in stage.others if isinstance(command, ReceiveBlob)]
+    stage.clock.advance(7200)
+    stage.turns()
+    assert len(deletes(stage)) == 1
+    stage.apply(BlobArrived(client, receive.put, receive.place))
+    stage.turns()
+    assert stage.last(client, ErrorMessage).code == "UNAVAILABLE"
+    assert deletes(stage) == [DeleteBlobs(0, (receive.place,))]
+
+
+def test_whoever_waits_for_a_job_that_was_skipped_is_told_and_so_are_the_other_servers() -> None:
+    # Given a client that waits for a job, which may only start within a second
+    stage = BrokerStage(shared=True)
+    stage.apply(Won(1))
+    stage.turns()
+    stage.apply(Elected(1))
+    stage.apply(Met((ServerInfo(server_id="other"),)))
+    client = stage.client()
+    stage.submit(client, "a", not_after=stage.clock.wall() + 1)
+    # When nobody takes it
+    stage.pass_time(2)
+    # Then it has ended, and everybody knows
+    [ended] = [item for results in stage.all(client, Results) for item in results.items]
+    assert (ended.job_id, ended.state, ended.outcome.error_code) == ("a", State.SKIPPED, "TOO_LATE")
+    assert "a" in [job_id for told in stage.others if isinstance(told, Publish) for job_id in told.hint.ended]
+
+
+def test_a_full_batch_of_skipped_jobs_is_followed_by_the_next_at_once() -> None:
+    stage = BrokerStage()
+    client = stage.client()
+    not_after = stage.clock.wall() + 1
+    for half in (range(SKIP_BATCH // 2), range(SKIP_BATCH // 2, SKIP_BATCH + 1)):
+        stage.submit(client, *(f"late-{number}" for number in half), not_after=not_after)
+    stage.clock.advance(2)
+    first = next_duty(stage)
+    stage.apply(TurnDone(first, execute(stage.store, first)))
+    second = next_duty(stage)
+    assert second.skip == SKIP_BATCH
+    assert len(execute(stage.store, second).skip) == 1
