@@ -1,4 +1,4 @@
-"""Who may come in, and who may see and do what, over a real door (DESIGN §3)."""
+"""Access over a real door: who is let in, and who may see and do what (docs/concepts.md, Tokens)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.doors.tls import ServerCertificate, date_problem, server_tls
+from tasuki.doors.listening import ServerCertificate, date_problem, server_tls
 from tasuki.errors import ConfigError
 from tasuki.net.tls import validity_of
 from tests.support.certificates import TestAuthority

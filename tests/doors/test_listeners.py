@@ -18,8 +18,7 @@ import pytest
 from tasuki import Client
 from tasuki.config import Address, parse_listen
 from tasuki.core.protocol import ErrorMessage, Welcome
-from tasuki.doors.listening import check_listener
-from tasuki.doors.tls import server_tls
+from tasuki.doors.listening import check_listener, server_tls
 from tasuki.errors import ConfigError, Unavailable
 from tests.conftest import Require
 from tests.doors.raw import RawPeer, frame

@@ -23,7 +23,6 @@ from tests.wire.vectors import MESSAGE_TYPES, VECTORS, decode_all
 
 LIMIT = 64 * 1024
 TYPES = [vector["frame_type"] for vector in VECTORS["messages"]]
-UNKNOWN_TYPES = sorted(set(range(256)) - set(TYPES))
 pack = msgspec.msgpack.encode
 
 
@@ -85,10 +84,10 @@ def test_what_msgpack_cannot_carry_is_the_callers_error(params: dict[str, Any]) 
 # --- what a newer peer may send
 
 
-@pytest.mark.parametrize("type", UNKNOWN_TYPES)
-def test_an_unknown_type_is_named_with_its_number(type: int) -> None:
-    with pytest.raises(UnknownFrame, match=rf"frame type {type} is not known here; .* SUBMIT_JOB=1, "):
-        read(type, {})
+def test_an_unknown_type_is_named_with_its_number() -> None:
+    for type in sorted(set(range(256)) - set(TYPES)):
+        with pytest.raises(UnknownFrame, match=rf"frame type {type} is not known here; .* SUBMIT_JOB=1, "):
+            read(type, {})
 
 
 @pytest.mark.parametrize("vector", VECTORS["messages"], ids=lambda vector: vector["name"])

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tasuki.agent.store_registry import StoreRegistry
     from tasuki.config import Address
     from tasuki.dispatcher.registry import DispatcherRegistry
-    from tasuki.doors.tls import ServerCertificate
+    from tasuki.doors.listening import ServerCertificate
     from tasuki.worker.execs import Exec
     from tasuki.worker.keeper.client import Keeper
 
@@ -183,7 +183,7 @@ def agent(
 
 
 def _run(config: AgentConfig, listen: _Listen) -> int:
-    from tasuki.doors.tls import ServerCertificate
+    from tasuki.doors.listening import ServerCertificate
     from tasuki.worker.commands import check_secrets
     from tasuki.worker.keeper.client import Keeper
 

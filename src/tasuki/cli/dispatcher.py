@@ -25,7 +25,7 @@ from tasuki.errors import ConfigError
 if TYPE_CHECKING:
     from tasuki.config import Address
     from tasuki.dispatcher.settings import DispatcherConfig
-    from tasuki.doors.tls import ServerCertificate
+    from tasuki.doors.listening import ServerCertificate
 
 DEFAULT_PORT = 7091
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
@@ -97,7 +97,7 @@ def dispatcher(
     from tasuki.config import parse_http
 
     check_installed("a dispatcher")
-    from tasuki.doors.tls import ServerCertificate
+    from tasuki.doors.listening import ServerCertificate
 
     configure_log(log_level, log_format, output)
     check_drain_timeout(drain_timeout)

@@ -19,7 +19,7 @@ from tasuki.errors import ConfigError
 from tasuki.event_loop import loop_factory
 
 if TYPE_CHECKING:
-    from tasuki.doors.tls import ServerCertificate
+    from tasuki.doors.listening import ServerCertificate
 
 logger = logging.getLogger("tasuki.server")
 LOG_LEVELS = ("debug", "info", "warning", "error")

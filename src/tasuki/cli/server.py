@@ -25,7 +25,7 @@ from tasuki.errors import ConfigError
 if TYPE_CHECKING:
     from tasuki.config import Address, DataFolder
     from tasuki.doors.http.door import HttpDoor
-    from tasuki.doors.tls import ServerCertificate
+    from tasuki.doors.listening import ServerCertificate
     from tasuki.server.server import Server
     from tasuki.server.transfers import PresignedTransfers
 
@@ -367,7 +367,7 @@ async def _check_ports(addresses: tuple[Address, ...]) -> None:
 async def serve(listen: Listen, events: process.Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:
     """Run a server while `while_open(server)` lasts."""
     from tasuki.config import fault_point
-    from tasuki.doors.tls import ServerCertificate
+    from tasuki.doors.listening import ServerCertificate
     from tasuki.server.assembly import StorageLocations, kill_at, make_server, open_direct, prepare_folder
     from tasuki.server.server import ServerConfig
 

@@ -1,5 +1,10 @@
-"""The ways in: thin drivers between a transport and the server's verbs.
+"""The doors of a server: thin drivers between a transport and the server.
 
-A door accepts, authenticates, limits and translates; what to do is decided in `tasuki.core`. May import `tasuki.wire`,
-`tasuki.server`, and what all may import (`core`, `errors`, `config`).
+    tcp         TCP, TLS and unix sockets
+    http/       HTTP: apps, the general client API, the wire protocol in requests, blobs, monitoring
+    listening   addresses, sockets and certificates of listeners; shared with node agents and dispatchers
+
+A door accepts connections, authenticates, limits and translates; decisions are made in `tasuki.core`. Only `cli` (and for HTTP
+parts `agent` and `dispatcher`) imports doors. May import `tasuki.wire`, `tasuki.net`, `tasuki.server`, and what all may import
+(`core`, `errors`, `config`).
 """

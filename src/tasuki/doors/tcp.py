@@ -1,4 +1,4 @@
-"""The TCP and unix door: listens, turns links into the server's connections. Holds sockets only."""
+"""The TCP and unix door: listens, and turns links into connections of the server."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TcpDoor:
         self._socket: Path | None = None
 
     async def listen_tcp(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen; the address with the port that was really taken."""
+        """Listen, and return the address with the port that was really taken."""
         loop = asyncio.get_running_loop()
         try:
             listener = await loop.create_server(
-                self._make,
+                self._make_link,
                 address.host,
                 address.port,
                 ssl=tls,
@@ -51,7 +51,7 @@ class TcpDoor:
         return Address("tls" if tls is not None else "tcp", address.host, port)
 
     async def listen_unix(self, path: Path) -> Address:
-        """Listen on a socket that only this user can open. The data folder's lock already says that we are its one owner."""
+        """Listen on a socket that only this user can open. The lock of the data folder excludes another owner."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -62,7 +62,7 @@ class TcpDoor:
                 sock.bind(os.fspath(path))
             finally:
                 os.umask(before)
-            listener = await loop.create_unix_server(self._make, sock=sock, backlog=BACKLOG)
+            listener = await loop.create_unix_server(self._make_link, sock=sock, backlog=BACKLOG)
         except OSError as error:
             sock.close()
             raise ConfigError(f"cannot listen on unix socket {path}: {error.strerror or error}") from None
@@ -71,13 +71,13 @@ class TcpDoor:
         return Address("unix", path=os.fspath(path))
 
     async def close(self) -> None:
-        """Take no more connections; the socket file goes away."""
+        """Accept no more connections, and remove the socket file."""
         for listener in self._listeners:
             listener.close()
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
 
-    def _make(self) -> TcpLink:
+    def _make_link(self) -> TcpLink:
         return TcpLink(self._message, self._closed, self._opened, on_read=self._server.read)
 
     def _opened(self, link: TcpLink) -> None:

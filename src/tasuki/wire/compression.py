@@ -1,4 +1,4 @@
-"""Payload compression: only where it makes the payload smaller, and never past a size cap on the way back."""
+"""Payload compression: only where it makes the payload smaller; decompression never exceeds a size limit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from tasuki.wire.frames import GZIP, ZSTD
 
 CODECS = ("zstd", "gzip")  # in the order of preference
 COMPRESS_FROM_BYTES = 1024  # below this the codec's own frame eats the gain
-ZSTD_WINDOW_MAX_BYTES = 8 * 1024 * 1024  # what RFC 8878 asks of every decoder; a larger window is memory that the peer decides on
+ZSTD_WINDOW_MAX_BYTES = (
+    8 * 1024 * 1024
+)  # required of every decoder by RFC 8878; with a larger window the peer would decide on the memory
 _FLAG = {"zstd": ZSTD, "gzip": GZIP}
-_local = threading.local()  # a zstd compressor is not for several threads at once, and several loops may run in one process
+_local = threading.local()  # a zstd compressor is not thread-safe, and several loops may run in one process
 
 
 def common_codec(ours: Iterable[str], theirs: Iterable[str]) -> str | None:
-    """The first of ours that the peer has too."""
+    """Return the first codec of `ours` that the peer has too."""
     offered = set(theirs)
     return next((codec for codec in ours if codec in offered and codec in _FLAG), None)
 
 
 def compress(payload: bytes, codec: str | None) -> tuple[bytes, int]:
-    """(payload, flags): compressed if a codec was agreed on and it pays, else as it is."""
+    """Return (payload, flags), compressed if a codec was agreed on and makes it smaller."""
     if codec is None or len(payload) < COMPRESS_FROM_BYTES:
         return payload, 0
     if codec == "zstd":
@@ -45,7 +47,7 @@ def _zstd_compressor() -> zstandard.ZstdCompressor:
 
 
 def decompress(payload: bytes, flags: int, max_bytes: int) -> bytes:
-    """The plain payload; TooLarge before more than max_bytes are allocated, ProtocolError if it is cut off or not readable."""
+    """Return the plain payload; TooLarge before more than max_bytes are allocated, ProtocolError if it is cut off or corrupt."""
     if not flags & (ZSTD | GZIP):
         return payload
     if flags & ZSTD and flags & GZIP:
@@ -66,8 +68,8 @@ def _inflate_zstd(payload: bytes, max_bytes: int) -> tuple[bytes, bool]:
     plain = unpacker.stream_reader(payload, read_across_frames=False).read(max_bytes + 1)
     if len(plain) > max_bytes:
         return plain, False
-    # The reader is silent about a frame that was cut off, so that the declared size is compared; where none is declared (a
-    # streaming encoder) the frame is read once more for its end mark, now that its size is known to be harmless.
+    # The reader does not report a frame that was cut off, so the declared size is compared; where none is declared (a streaming
+    # encoder) the frame is read once more for its end mark, now that its size is known to be within the limit.
     declared = zstandard.get_frame_parameters(payload).content_size
     if declared not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
         return plain, declared == len(plain)

@@ -1,8 +1,8 @@
-"""Frames: bytes <-> (type, flags, header, payload). Sans-I/O; knows nothing of what the frames mean.
+"""Frames: bytes <-> (type, flags, header, payload). Sans-I/O and without meaning.
 
     [length u32 LE][type u8][flags u8][header length u16 LE][header: msgpack][payload]
 
-`length` is the size of all that follows it. It is checked before anything is allocated for the frame.
+`length` counts the bytes that follow it. It is checked before anything is allocated for the frame.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADER_MAX_BYTES = 0xFFFF
 
 
 class Frame(NamedTuple):
-    """One frame as it came, not yet understood."""
+    """One frame, not decoded yet."""
 
     type: int
     flags: int
@@ -34,7 +34,7 @@ class Frame(NamedTuple):
 
 
 def encode_frame(type: int, header: bytes, payload: bytes = b"", flags: int = 0) -> bytes:
-    """The bytes of one frame."""
+    """Return the bytes of one frame."""
     header_bytes = len(header)
     if header_bytes > HEADER_MAX_BYTES:
         raise TooLarge(
@@ -44,7 +44,7 @@ def encode_frame(type: int, header: bytes, payload: bytes = b"", flags: int = 0)
 
 
 class FrameDecoder:
-    """Takes bytes as they come, gives whole frames. After an error the connection is of no use any more."""
+    """Turns bytes as they come into whole frames. After an error the connection cannot be used any more."""
 
     def __init__(self, max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -52,11 +52,11 @@ class FrameDecoder:
 
     @property
     def partial(self) -> bool:
-        """A frame has begun and not ended: its deadline counts."""
+        """True while a frame has begun and not ended: its deadline counts."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """All frames that are complete with these bytes."""
+        """Return all frames that are complete with these bytes."""
         if self._buffer:
             self._buffer += data
             if len(self._buffer) < PREFIX_BYTES or len(self._buffer) < self._needed(self._buffer, 0):

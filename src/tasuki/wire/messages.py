@@ -1,7 +1,7 @@
-"""Messages <-> frames. One table says which frame type carries which message; docs/wire.md is its description for people.
+"""Messages <-> frames. `_READERS` and `_WRITERS` are the table of frame types and messages; docs/wire.md describes it.
 
-A frame's payload is one item, or with the BATCH flag a msgpack array of items; a decoder takes both forms everywhere. What
-this module decodes is well-formed and of the right types, not yet allowed: that is the machine's business.
+A frame's payload is one item, or with the BATCH flag a msgpack array of items; the decoder takes both forms everywhere. Decoded
+messages are well-formed and of the right types; if they are allowed is decided by the machines of `core`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tasuki.wire.frames import BATCH, HEADER_MAX_BYTES, Frame, encode_frame
 
 
 class Type(enum.IntEnum):
-    """Frame types. 1-10 are the broker's original numbers; 8 was never given."""
+    """Frame types; 8 is not used."""
 
     SUBMIT_JOB = 1
     ASSIGN_JOB = 2
@@ -154,10 +154,6 @@ class _BeatAnswer(msgspec.Struct, omit_defaults=True):
     servers: tuple[str, ...] = ()
 
 
-def _beat_words(answer: HeartbeatAnswer) -> _BeatAnswer:
-    return _BeatAnswer(answer.cancel, answer.lost, answer.servers)
-
-
 T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
 _EMPTY_MAP = _encode({})
@@ -210,7 +206,7 @@ _piece_header = _decoder(_PieceHeader)
 
 
 def decode(frame: Frame, max_bytes: int) -> Message:
-    """The message in a frame; ProtocolError or UnknownFrame if there is none. Nesting too deep is a ProtocolError as well."""
+    """Return the message in a frame; ProtocolError if it is malformed or nested too deep, UnknownFrame if its type is unknown."""
     reader = _READERS.get(frame.type)
     if reader is None:
         known = f"protocol version {PROTOCOL_VERSION} has {_known_types()}"
@@ -220,14 +216,14 @@ def decode(frame: Frame, max_bytes: int) -> Message:
             frame = frame._replace(payload=decompress(frame.payload, frame.flags, max_bytes))
         return reader(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # The text may quote what the peer sent (a wrong enum value), and it goes back in a header that has a limit.
+        # The text may quote the peer (a wrong enum value), and goes back in a header that has a size limit.
         raise ProtocolError(f"a {Type(frame.type).name} frame cannot be read: {str(error)[:200]}") from None
 
 
 def _msg_id_of(frame: Frame) -> int:
     try:
         return _id_header(frame.header).msg_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # whatever it is, it asks for no answer that we could give
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # malformed: no answer can be addressed
         return 0
 
 
@@ -345,7 +341,12 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
     JobsReleased: lambda m: (Type.ACK_JOB, _AckHeader("released", reason=m.reason), *_batch(m.claims)),
     CancelLeases: lambda m: (Type.CANCEL, _CancelHeader(), *_batch(m.lease_ids)),
     Heartbeat: lambda m: (Type.HEARTBEAT, _BeatHeader(m.msg_id, 0, m.progress), *_batch(m.claims)),
-    HeartbeatAnswer: lambda m: (Type.HEARTBEAT, _IdHeader(corr_id=m.corr_id), _encode(_beat_words(m)), 0),
+    HeartbeatAnswer: lambda m: (
+        Type.HEARTBEAT,
+        _IdHeader(corr_id=m.corr_id),
+        _encode(_BeatAnswer(m.cancel, m.lost, m.servers)),
+        0,
+    ),
     BlobPut: lambda m: (Type.BLOB_PUT, m, _NO_BODY, 0),
     BlobGet: lambda m: (Type.BLOB_GET, m, _NO_BODY, 0),
     Chunk: lambda m: (Type.CHUNK, _ChunkHeader(m.corr_id, m.offset, m.last), m.data, 0),
@@ -360,10 +361,10 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
 
 
 def encode(message: Message, codec: str | None = None, *, max_bytes: int | None = None) -> bytes:
-    """The frame of a message; for JobsRecorded with both kinds two.
+    """Return the frame of a message; two frames for a JobsRecorded with both kinds.
 
     InvalidInput if it holds something that msgpack cannot carry: half a surrogate pair, an integer of more than 64 bits.
-    TooLarge if it has more than `max_bytes`, counted before it is compressed, as the peer does.
+    TooLarge if it has more than `max_bytes`, counted before compression, as the peer counts.
     """
     try:
         if type(message) is JobsRecorded:

@@ -14,7 +14,7 @@ import pytest
 from tasuki.core.protocol import HelloWorker
 from tasuki.doors.http.virtual_connection import VirtualConnection
 from tasuki.doors.http.workers import INCARNATION
-from tasuki.doors.tls import server_tls
+from tasuki.doors.listening import server_tls
 from tasuki.errors import ConfigError
 from tests.conftest import Require
 from tests.doors.http.stage import Stage, Worker
