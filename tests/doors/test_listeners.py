@@ -78,11 +78,11 @@ def test_port_that_is_taken_is_a_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_unix_socket_takes_its_own_user_without_a_token_and_is_closed_to_others(server: ServerProcess) -> None:
-    path = server.folder.socket
+def test_unix_socket_takes_its_own_user_without_a_token_and_is_closed_to_others(tls_server: ServerProcess) -> None:
+    path = tls_server.folder.socket
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(server.data.stat().st_mode) == 0o700
-    with RawPeer(server.unix_url) as peer:
+    assert stat.S_IMODE(tls_server.data.stat().st_mode) == 0o700
+    with RawPeer(tls_server.unix_url) as peer:
         welcome = peer.hello_client()
     assert isinstance(welcome, Welcome)
     assert welcome.kind == "node"
@@ -90,8 +90,8 @@ def test_unix_socket_takes_its_own_user_without_a_token_and_is_closed_to_others(
 
 
 @pytest.mark.e2e
-def test_wrong_token_on_the_unix_socket_is_refused_though_the_user_is_right(server: ServerProcess) -> None:
-    with RawPeer(server.unix_url) as peer:
+def test_wrong_token_on_the_unix_socket_is_refused_though_the_user_is_right(tls_server: ServerProcess) -> None:
+    with RawPeer(tls_server.unix_url) as peer:
         error = peer.hello_client("tsk_a_wrong")
     assert isinstance(error, ErrorMessage)
     assert error.code == "UNAUTHORIZED"
@@ -234,7 +234,7 @@ def test_plain_peer_at_the_tls_door_is_cut_off_and_others_are_served(
             pass
         assert not data.startswith(b"\x11")  # no Welcome in the clear
     with pytest.raises(Unavailable):
-        Client(plain_url, token=tls_server.token, connect_timeout_s=1.5)
+        Client(plain_url, token=tls_server.token, connect_timeout_s=1.0)
 
 
 @pytest.mark.e2e
@@ -248,15 +248,15 @@ def test_silent_peers_at_the_tls_door_do_not_hinder_others(tls_server: ServerPro
 @pytest.mark.e2e
 def test_client_that_does_not_trust_the_certificate_says_so(tls_server: ServerProcess, certificates: Certificates) -> None:
     with pytest.raises(Unavailable, match=r"(?i)certificate.*--tls-ca"):
-        Client(tls_server.url, token=tls_server.token, tls_ca=certificates.other_ca, connect_timeout_s=1.5)
+        Client(tls_server.url, token=tls_server.token, tls_ca=certificates.other_ca, connect_timeout_s=1.0)
     with pytest.raises(Unavailable, match=r"(?i)certificate.*--tls-ca"):
-        Client(tls_server.url, token=tls_server.token, connect_timeout_s=1.5)
+        Client(tls_server.url, token=tls_server.token, connect_timeout_s=1.0)
 
 
 @pytest.mark.e2e
 def test_tls_client_at_a_plain_door_says_so(server: ServerProcess, certificates: Certificates) -> None:
     with pytest.raises(Unavailable, match="no TLS connection to tls://"):
-        Client(server.url.replace("tcp://", "tls://"), token=server.token, tls_ca=certificates.ca, connect_timeout_s=1.5)
+        Client(server.url.replace("tcp://", "tls://"), token=server.token, tls_ca=certificates.ca, connect_timeout_s=1.0)
 
 
 @pytest.mark.e2e

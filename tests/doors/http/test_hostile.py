@@ -159,7 +159,9 @@ def test_a_path_names_all_that_may_be_done_with_it(stage: Stage, route: Route) -
     assert documented <= set(answer.headers["allow"].split(", "))
 
 
-def test_a_body_that_says_it_is_too_large_is_413_before_it_comes(stage: Stage) -> None:
+def test_a_body_that_says_it_is_too_large_is_413_before_it_comes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "DROP_TIMEOUT_S", 0.3)
+
     answer = raw(stage, head(stage, "/v1/jobs", exchange.BODY_MAX_BYTES + 1))
 
     status, error = error_in(answer)
@@ -249,7 +251,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_body_harms_nobody(stage: Stage) -
 
 def test_too_many_waiting_leases_of_one_worker_are_429(stage: Stage, worker: Worker) -> None:
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(worker.lease(wait=1.5).status_code)) for _ in range(18)]
+    threads = [threading.Thread(target=lambda: answers.append(worker.lease(wait=0.8).status_code)) for _ in range(18)]
     for thread in threads:
         thread.start()
     for thread in threads:

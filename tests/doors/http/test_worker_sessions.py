@@ -14,7 +14,7 @@ import httpx
 import pytest
 import zstandard
 
-from tasuki.core.broker import broker
+from tasuki.core.broker import worker_messages
 from tasuki.core.job import InputFile, JobSpec, Outcome
 from tasuki.core.machine import Now
 from tasuki.core.protocol import (
@@ -591,7 +591,7 @@ def test_a_job_that_a_lost_worker_never_heard_of_is_anybodys_at_once(
 def test_a_job_that_a_lost_worker_has_is_its_own_also_if_it_was_sent_again_unheard(
     stage: Stage, line: Line, monkeypatch: pytest.MonkeyPatch, confirmed: bool
 ) -> None:
-    monkeypatch.setattr(broker, "REDELIVER_AFTER_S", 0.01)
+    monkeypatch.setattr(worker_messages, "REDELIVER_AFTER_S", 0.01)
     line.say(GiveCredit(1))
     job_id = line.submit()
     line.take()
