@@ -49,8 +49,11 @@ the value and what to do, and never contain tokens or environment values.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
+
+BY_CODE: dict[str, type[TasukiError]] = {}
+"""The class of each code that an Error frame carries."""
 
 
 class TasukiError(Exception):
@@ -58,6 +61,13 @@ class TasukiError(Exception):
 
     code: str = "ERROR"
     retryable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, code: str = "", on_wire: bool = True) -> None:
+        """Set the code of a class; without `on_wire` no Error frame carries it."""
+        if code:
+            cls.code = code
+            if on_wire:
+                BY_CODE[code] = cls
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -69,81 +79,62 @@ class TasukiError(Exception):
         return self._details
 
 
-class InvalidInput(TasukiError):
+BY_CODE[TasukiError.code] = TasukiError
+
+
+class InvalidInput(TasukiError, code="INVALID"):
     """The request can never work as it is."""
 
-    code = "INVALID"
 
-
-class TooLarge(InvalidInput):
+class TooLarge(InvalidInput, code="TOO_LARGE"):
     """A size limit was exceeded."""
 
-    code = "TOO_LARGE"
 
-
-class BlobMismatch(InvalidInput):
+class BlobMismatch(InvalidInput, code="CORRUPT", on_wire=False):
     """An upload over HTTP whose size or sha256 is not the announced one."""
 
-    code = "CORRUPT"
 
-
-class ProtocolError(InvalidInput):
+class ProtocolError(InvalidInput, code="PROTOCOL"):
     """Bytes that are not the protocol."""
 
-    code = "PROTOCOL"
 
-
-class UnknownFrame(ProtocolError):
+class UnknownFrame(ProtocolError, code="UNKNOWN_FRAME"):
     """A frame type that this side does not know. Its sender expects an answer to `msg_id`; 0: it expects none."""
-
-    code = "UNKNOWN_FRAME"
 
     def __init__(self, message: str, msg_id: int = 0) -> None:
         super().__init__(message)
         self.msg_id = msg_id
 
 
-class VersionMismatch(ProtocolError):
+class VersionMismatch(ProtocolError, code="VERSION"):
     """The two sides share no protocol version."""
 
-    code = "VERSION"
 
-
-class Unauthorized(TasukiError):
+class Unauthorized(TasukiError, code="UNAUTHORIZED"):
     """No token, or one that is not valid."""
 
-    code = "UNAUTHORIZED"
 
-
-class Forbidden(TasukiError):
+class Forbidden(TasukiError, code="FORBIDDEN"):
     """A valid token that may not do this."""
 
-    code = "FORBIDDEN"
 
-
-class TokenRevoked(Forbidden):
+class TokenRevoked(Forbidden, code="TOKEN_REVOKED", on_wire=False):
     """A token that was valid once."""
 
-    code = "TOKEN_REVOKED"
 
-
-class NotFound(TasukiError):
+class NotFound(TasukiError, code="NOT_FOUND"):
     """There is no job, blob or token of that name."""
-
-    code = "NOT_FOUND"
 
 
 class UnknownSession(NotFound):
     """A worker session that this server does not know; another server may."""
 
 
-class Conflict(TasukiError):
+class Conflict(TasukiError, code="CONFLICT"):
     """The same job_id was submitted with another body; `differs` names the fields, never their contents.
 
     `owner` is (submitter, subject) of the job that was there first: a door tells only peers who may see that job what differs.
     """
-
-    code = "CONFLICT"
 
     def __init__(self, job_id: str, differs: Sequence[str], owner: tuple[str, str] | None = None) -> None:
         fields = ", ".join(differs)
@@ -158,115 +149,82 @@ class Conflict(TasukiError):
         self.owner = owner
 
 
-class ResultConflict(TasukiError):
+class ResultConflict(TasukiError, code="CONFLICT", on_wire=False):
     """The job has another result already."""
 
-    code = "CONFLICT"
 
-
-class OffsetConflict(TasukiError):
+class OffsetConflict(TasukiError, code="CONFLICT", on_wire=False):
     """A part of a blob that does not begin where the server is; the detail `offset` says where that is."""
 
-    code = "CONFLICT"
 
-
-class Fenced(TasukiError):
+class Fenced(TasukiError, code="FENCED"):
     """The lease is no longer the current one. Final: never retry, never re-acquire and resend."""
 
-    code = "FENCED"
 
-
-class StaleEpoch(TasukiError):
+class StaleEpoch(TasukiError, code="STALE_EPOCH"):
     """A newer leader is registered; the server that gets this error steps down."""
 
-    code = "STALE_EPOCH"
 
-
-class InvalidTransition(TasukiError):
+class InvalidTransition(TasukiError, code="TRANSITION"):
     """A state change that the transition table does not have."""
 
-    code = "TRANSITION"
 
-
-class OutOfTurn(TasukiError):
+class OutOfTurn(TasukiError, code="OUT_OF_TURN", on_wire=False):
     """A request of a worker session that does not follow on what the server has."""
 
-    code = "OUT_OF_TURN"
 
-
-class Corrupt(TasukiError):
+class Corrupt(TasukiError, code="CORRUPT"):
     """Bytes whose sha256 or size is not the announced one."""
 
-    code = "CORRUPT"
 
-
-class ConfigError(TasukiError):
+class ConfigError(TasukiError, code="CONFIG"):
     """A setting that cannot work."""
-
-    code = "CONFIG"
 
 
 class NotTasuki(ConfigError):
     """Something else than a tasuki server answers at the configured address."""
 
 
-class JobFailed(TasukiError):
+class JobFailed(TasukiError, code="JOB_FAILED"):
     """The job ended in another state than SUCCEEDED. `outcome` is the wire's description of the end."""
-
-    code = "JOB_FAILED"
 
     def __init__(self, message: str, outcome: Any = None) -> None:
         super().__init__(message)
         self.outcome = outcome
 
 
-class NoResult(TasukiError):
+class NoResult(TasukiError, code="JOB_FAILED", on_wire=False):
     """The job ended without a result: it failed or was canceled."""
 
-    code = "JOB_FAILED"
 
-
-class NotFinished(TasukiError):
+class NotFinished(TasukiError, code="NOT_FINISHED", on_wire=False):
     """The job has no result yet."""
 
-    code = "NOT_FINISHED"
 
-
-class PreloadFailed(TasukiError):
+class PreloadFailed(TasukiError, code="PRELOAD_FAILED", on_wire=False):
     """The preforked interpreter of an exec could not import its modules, or ended before it could fork."""
 
-    code = "PRELOAD_FAILED"
 
-
-class InternalError(TasukiError):
+class InternalError(TasukiError, code="INTERNAL"):
     """A defect of tasuki itself. The same request would meet it again."""
 
-    code = "INTERNAL"
 
-
-class Unavailable(TasukiError):
+class Unavailable(TasukiError, code="UNAVAILABLE"):
     """Not now: connection lost, server going down, store busy. The same request may be sent again."""
 
-    code = "UNAVAILABLE"
     retryable = True
 
 
-class DiskFull(Unavailable):
+class DiskFull(Unavailable, code="DISK_FULL"):
     """There is too little space to keep a promise; try again when there is more."""
 
-    code = "DISK_FULL"
 
-
-class Overloaded(Unavailable):
+class Overloaded(Unavailable, code="OVERLOADED"):
     """A bounded queue is full."""
 
-    code = "OVERLOADED"
 
-
-class TooManyRequests(Overloaded):
+class TooManyRequests(Overloaded, code="TOO_MANY_REQUESTS", on_wire=False):
     """One caller has too many requests open."""
-
-    code = "TOO_MANY_REQUESTS"
 
 
 class NoConnection(Unavailable):
@@ -307,10 +265,9 @@ class TurnInterrupted(Unavailable):
         self.was_stored = was_stored
 
 
-class DeadlineExceeded(TasukiError):
+class DeadlineExceeded(TasukiError, code="DEADLINE"):
     """The caller's own time ran out; the operation may still happen."""
 
-    code = "DEADLINE"
     retryable = True
 
 
@@ -326,32 +283,6 @@ class AgentRefusal(TasukiError):
 
 class RegistryUnavailable(AgentRefusal):
     """The registry that agents or dispatchers share does not answer."""
-
-
-NOT_ON_WIRE: frozenset[type[TasukiError]] = frozenset(
-    {
-        BlobMismatch,
-        TokenRevoked,
-        ResultConflict,
-        OffsetConflict,
-        OutOfTurn,
-        NoResult,
-        NotFinished,
-        PreloadFailed,
-        TooManyRequests,
-    }
-)
-"""Classes with a code of their own that an Error frame never carries."""
-
-
-def _tree(root: type[TasukiError]) -> Iterator[type[TasukiError]]:
-    yield root
-    for child in root.__subclasses__():
-        yield from _tree(child)
-
-
-BY_CODE = {kind.code: kind for kind in _tree(TasukiError) if "code" in vars(kind) and kind not in NOT_ON_WIRE}
-"""The class of each code that an Error frame carries."""
 
 
 def from_wire(code: str, message: str, details: dict[str, Any] | None = None) -> TasukiError:

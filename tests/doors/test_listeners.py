@@ -254,12 +254,6 @@ def test_client_that_does_not_trust_the_certificate_says_so(tls_server: ServerPr
 
 
 @pytest.mark.e2e
-def test_tls_client_at_a_plain_door_says_so(server: ServerProcess, certificates: Certificates) -> None:
-    with pytest.raises(Unavailable, match="no TLS connection to tls://"):
-        Client(server.url.replace("tcp://", "tls://"), token=server.token, tls_ca=certificates.ca, connect_timeout_s=1.0)
-
-
-@pytest.mark.e2e
 def test_unencrypted_protocols_are_not_spoken(tls_server: ServerProcess, certificates: Certificates) -> None:
     context = ssl.create_default_context(cafile=certificates.ca)
     with RawPeer(tls_server.url, tls=context) as peer:

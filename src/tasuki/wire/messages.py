@@ -195,13 +195,6 @@ _chunk_header = _decoder(_ChunkHeader)
 _beat_answer = _decoder(_BeatAnswer)
 _params = _decoder(dict[str, Any])
 _anything = _decoder(Any)
-_hello_client = _decoder(HelloClient)
-_hello_worker = _decoder(HelloWorker)
-_welcome = _decoder(Welcome)
-_error = _decoder(ErrorMessage)
-_blob_put = _decoder(BlobPut)
-_blob_get = _decoder(BlobGet)
-_read_log = _decoder(ReadLog)
 _piece_header = _decoder(_PieceHeader)
 
 
@@ -298,22 +291,14 @@ _READERS: dict[int, Callable[[Frame], Message]] = {
     Type.ACK_JOB: _read_ack,
     Type.CREDIT: lambda frame: GiveCredit(_credit_header(frame.header).credit),
     Type.RESULT: lambda frame: Results(_results(frame)),
-    Type.HELLO_CLIENT: lambda frame: _hello_client(frame.header),
-    Type.HELLO_WORKER: lambda frame: _hello_worker(frame.header),
-    Type.ERROR: lambda frame: _error(frame.header),
     Type.HEARTBEAT: _read_heartbeat,
     Type.CHUNK: _read_chunk,
     Type.CANCEL: _read_cancel,
     Type.SUBSCRIBE: _read_subscribe,
-    Type.WELCOME: lambda frame: _welcome(frame.header),
     Type.REQUEST: _read_request,
     Type.REPLY: lambda frame: Reply(_id_header(frame.header).corr_id, _anything(frame.payload) if frame.payload else None),
-    Type.BLOB_PUT: lambda frame: _blob_put(frame.header),
-    Type.BLOB_GET: lambda frame: _blob_get(frame.header),
-    Type.READ_LOG: lambda frame: _read_log(frame.header),
     Type.LOG_PIECE: _read_piece,
 }
-
 _NO_BODY = b""
 _Parts = tuple[Type, Any, bytes, int]
 
@@ -323,16 +308,12 @@ def _batch(items: Sequence[Any]) -> tuple[bytes, int]:
 
 
 _WRITERS: dict[type, Callable[[Any], _Parts]] = {
-    HelloClient: lambda m: (Type.HELLO_CLIENT, m, _NO_BODY, 0),
-    HelloWorker: lambda m: (Type.HELLO_WORKER, m, _NO_BODY, 0),
-    Welcome: lambda m: (Type.WELCOME, m, _NO_BODY, 0),
     SubmitJobs: lambda m: (Type.SUBMIT_JOB, _SubmitHeader(m.msg_id, m.watch, m.on_failed), *_batch(m.specs)),
     Accepted: lambda m: (Type.ACK_JOB, _AckHeader("accepted", m.corr_id, m.count), *_batch(m.exceptions)),
     Results: lambda m: (Type.RESULT, _Empty(), *_batch(m.items)),
     CancelJobs: lambda m: (Type.CANCEL, _CancelHeader(m.msg_id, m.reason), *_batch(m.job_ids)),
     Request: lambda m: (Type.REQUEST, _RequestHeader(m.msg_id, m.verb), _encode(m.params), 0),
     Reply: lambda m: (Type.REPLY, _IdHeader(corr_id=m.corr_id), _encode(m.body), 0),
-    ErrorMessage: lambda m: (Type.ERROR, m, _NO_BODY, 0),
     GiveCredit: lambda m: (Type.CREDIT, _CreditHeader(m.credit), _NO_BODY, 0),
     Subscribe: lambda m: (Type.SUBSCRIBE, _SubscribeHeader(m.msg_id, m.patterns), _NO_BODY, 0),
     AssignJobs: lambda m: (Type.ASSIGN_JOB, _AssignHeader(m.ttl_s), *_batch(m.grants)),
@@ -347,17 +328,25 @@ _WRITERS: dict[type, Callable[[Any], _Parts]] = {
         _encode(_BeatAnswer(m.cancel, m.lost, m.servers)),
         0,
     ),
-    BlobPut: lambda m: (Type.BLOB_PUT, m, _NO_BODY, 0),
-    BlobGet: lambda m: (Type.BLOB_GET, m, _NO_BODY, 0),
     Chunk: lambda m: (Type.CHUNK, _ChunkHeader(m.corr_id, m.offset, m.last), m.data, 0),
-    ReadLog: lambda m: (Type.READ_LOG, m, _NO_BODY, 0),
-    LogPiece: lambda m: (
-        Type.LOG_PIECE,
-        _PieceHeader(m.corr_id, m.offset, m.next, m.end, m.cut_bytes, m.ended),
-        m.data,
-        0,
-    ),
+    LogPiece: lambda m: (Type.LOG_PIECE, _PieceHeader(m.corr_id, m.offset, m.next, m.end, m.cut_bytes, m.ended), m.data, 0),
 }
+
+
+def _add_header_message(number: Type, kind: type[Any]) -> None:
+    """Enter a message that is the header of its frame, without a payload."""
+    decode_header = _decoder(kind)
+    _READERS[number] = lambda frame: decode_header(frame.header)
+    _WRITERS[kind] = lambda message: (number, message, _NO_BODY, 0)
+
+
+_add_header_message(Type.HELLO_CLIENT, HelloClient)
+_add_header_message(Type.HELLO_WORKER, HelloWorker)
+_add_header_message(Type.WELCOME, Welcome)
+_add_header_message(Type.ERROR, ErrorMessage)
+_add_header_message(Type.BLOB_PUT, BlobPut)
+_add_header_message(Type.BLOB_GET, BlobGet)
+_add_header_message(Type.READ_LOG, ReadLog)
 
 
 def encode(message: Message, codec: str | None = None, *, max_bytes: int | None = None) -> bytes:
