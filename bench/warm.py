@@ -56,16 +56,16 @@ async def no_fetch(job_id: str, sha256: str, size_bytes: int, target: Path) -> N
     raise AssertionError("no job of this bench has inputs")
 
 
-async def measure(data: Path, warm_jobs: int, cold_jobs: int) -> dict[str, object]:
+async def measure(data: Path, preforked_jobs: int, cold_jobs: int) -> dict[str, object]:
     env = {"PYTHONPATH": str(HERE)}
     warm = parse_execs({"warm": {"kind": "python", "call": CALL, "env": env}})["warm"]
     execs = {"warm": warm, **parse_execs({"cold": {"argv": list(warm.argv), "env": env}})}
     runner = CommandRunner(data, execs, incarnation="bench-warm", fetch=no_fetch, floor_free_bytes=0)
-    figures: dict[str, object] = {"warm_jobs": warm_jobs, "cold_jobs": cold_jobs}
+    figures: dict[str, object] = {"preforked_jobs": preforked_jobs, "cold_jobs": cold_jobs}
     try:
         for name, at_once, pause_s in (("idle", 1, PAUSE_S), ("busy", 2, 0.0)):
             found = {
-                "warm": await series(runner, "warm", warm_jobs, at_once, pause_s),
+                "warm": await series(runner, "warm", preforked_jobs, at_once, pause_s),
                 "cold": await series(runner, "cold", cold_jobs, at_once, pause_s),
             }
             medians = {kind: percentile(values, 0.5) for kind, values in found.items()}

@@ -44,7 +44,7 @@ def processes_of(keeper: int) -> list[int]:
 
 
 def test_a_function_runs_and_the_worker_says_that_its_interpreter_is_warm(server: ServerProcess, tmp_path: Path) -> None:
-    with python_worker(server, tmp_path / "fine", "warm_jobs:show") as worker, server.client() as client:
+    with python_worker(server, tmp_path / "fine", "preforked_jobs:show") as worker, server.client() as client:
         handle = client.submit(subject="fine", exec="job", args=("a", "b"))
 
         shown = stdout_of(handle.result(timeout=SOON_S))
@@ -60,7 +60,7 @@ def test_an_import_that_fails_is_said_at_the_workers_start(server: ServerProcess
 
 def test_when_the_worker_is_killed_its_interpreters_and_their_jobs_go(server: ServerProcess, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    with python_worker(server, tmp_path / "killed", "warm_jobs:wait_for") as worker, server.client() as client:
+    with python_worker(server, tmp_path / "killed", "preforked_jobs:wait_for") as worker, server.client() as client:
         client.submit(subject="killed", exec="job", args=(str(started), str(tmp_path / "never")), max_losses=0)
         until(started.exists, SOON_S, "the job runs")
         found = re.search(r"keeper (\d+): level", worker.wait_for_output("level "))

@@ -25,7 +25,7 @@ from tasuki.worker.keeper.protocol import EndReason, TreeEnded
 from tests.conftest import Require
 from tests.support.processes import open_files
 from tests.support.waiting import until, until_async
-from tests.worker.kept import Stage, in_s, keeper_for, play
+from tests.worker.keeper_stage import Stage, in_s, keeper_for, play
 from tests.worker.runs import alive
 
 _numbers = itertools.count(1)
@@ -267,7 +267,7 @@ def test_a_worker_that_hangs_changes_nothing_about_the_deadline(simple: Stage) -
 DOOMED = """
 import asyncio, sys
 from pathlib import Path
-from tests.worker.kept import Stage
+from tests.worker.keeper_stage import Stage
 from tasuki.worker.keeper.client import Keeper
 keeper = Keeper.start(sys.argv[2], cgroup=sys.argv[3] == "cgroup")
 async def scenario():

@@ -23,7 +23,7 @@ from tasuki.core.store_messages import Grant
 from tests.e2e.stage import stdout_of
 from tests.support.processes import ServerProcess, WorkerProcess, start_server, start_worker
 from tests.support.waiting import until
-from tests.worker.test_worker_writes import PATIENCE_S, Desk
+from tests.worker.test_worker import PATIENCE_S, Desk
 
 LEASE_TTL_S = 1.0
 SIZE_BYTES = 12 * 1024 * 1024

@@ -24,15 +24,15 @@ from tasuki.worker.linux_calls import look
 from tasuki.worker.runner import CommandRunner
 from tests.support.processes import open_files
 from tests.support.waiting import until, until_async
-from tests.worker.kept import ESCAPE, in_s
+from tests.worker.keeper_stage import ESCAPE, in_s
 from tests.worker.runs import alive, attempt_of, run, run_async, runner_in, text_of
 
 HERE = Path(__file__).parent
 
 
 def runner_for(data: Path, function: str, options: dict[str, Any] | None = None, **settings: Any) -> CommandRunner:
-    """A runner whose exec `job` calls a function of warm_jobs.py, or `module:function`."""
-    call = function if ":" in function else f"warm_jobs:{function}"
+    """A runner whose exec `job` calls a function of preforked_jobs.py, or `module:function`."""
+    call = function if ":" in function else f"preforked_jobs:{function}"
     table = {"kind": "python", "call": call, "args": "any", "env": {"PYTHONPATH": str(HERE)}, **settings}
     return runner_in(data, *parse_execs({"job": table}).values(), **(options or {}))
 
@@ -182,7 +182,7 @@ def test_a_function_has_the_jobs_arguments_folder_environment_and_standard_input
     shown = json.loads(text_of(job(runner, "two words", "$HOME", "ü", env={"SEED": "7"}, payload=b"given")))
 
     assert shown["arguments"] == shown["argv"][1:] == ["--fast", "two words", "$HOME", "ü"]
-    assert shown["argv"][0] == "warm_jobs:show"
+    assert shown["argv"][0] == "preforked_jobs:show"
     folder = runner.folders.at(attempt_of()).path
     assert (shown["cwd"], shown["tempdir"]) == (str(folder), str(folder / "tmp"))
     assert shown["stdin"] == "given"

@@ -302,7 +302,7 @@ def test_children_cannot_be_started_inside_a_loop() -> None:
 WORKER = """
 import asyncio, sys
 from tasuki.worker.handlers import FunctionProcesses
-from tests.worker.test_children import FUNCTIONS, call, job_of
+from tests.worker.test_handlers import FUNCTIONS, call, job_of
 children = FunctionProcesses.start(FUNCTIONS)
 print(children.template_pid, flush=True)
 asyncio.run(call(children, "spins", job_of(sys.argv[1].encode())))

@@ -1,11 +1,15 @@
-"""Which exit codes are tried again: the rules of exec and job, as a table, and through a worker."""
+"""Outcomes of attempts: exit codes that are tried again, by the rules of exec and job; errors of handlers as text."""
+
+from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
 from tasuki.core.job import Outcome
-from tasuki.worker.attempt import ExitRules, judged
+from tasuki.core.protocol import Ending, JobsFinished
+from tasuki.wire.messages import encode
+from tasuki.worker.attempt import ExitRules, handler_failure, judged
 from tests.worker.runs import attempt_of, exec_of, run, runner_in, shell
 
 RETRY = ""
@@ -98,3 +102,10 @@ def test_a_job_of_any_program_has_rules_too(tmp_path: Path) -> None:
     outcome = run(runner_in(tmp_path), shell("exit 3", permanent_exit_codes=(3,))).outcome
 
     assert outcome.message == "exec 'sh' exited with code 3; exit code 3 is permanent for this job"
+
+
+def test_an_error_with_a_lone_surrogate_can_be_reported() -> None:
+    outcome = handler_failure(ValueError("bad name \udcff"))
+
+    assert outcome.message == r"ValueError: bad name \udcff"
+    assert encode(JobsFinished([Ending("a", "lease", 1, outcome)]))
