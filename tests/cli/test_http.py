@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tasuki.cli import server
+from tasuki.cli.process import server_config
 from tasuki.config import Address, DataFolder
 from tasuki.errors import ConfigError
 from tests.cli.commands import Running, User, running
@@ -90,6 +91,12 @@ def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, ht
     assert rows[worker["token_id"]]["worker_id"] == worker["worker_id"]
 
 
+def options(folder: Path, fields: dict[str, Any]) -> server.ServerOptions:
+    listen = server.ListenOptions(**{name: value for name, value in fields.items() if name != "blobs"})
+    places = server.storage_locations(DataFolder(folder), listen.apps, blobs=fields.get("blobs", ""))
+    return server.ServerOptions(listen, places, server_config(folder))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -109,7 +116,7 @@ def test_a_worker_enrols_with_a_token_of_the_command_line(served: tuple[User, ht
 )
 def test_a_door_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        server.check(server.Listen(folder=DataFolder(tmp_path), **fields))
+        server.check(options(tmp_path, fields))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def test_a_door_that_makes_no_sense_is_refused(tmp_path: Path, fields: dict[str,
     ids=str,
 )
 def test_links_to_a_bucket_may_be_given_where_nobody_can_read_them(tmp_path: Path, fields: dict[str, Any]) -> None:
-    server.check(server.Listen(folder=DataFolder(tmp_path), presign=True, http=HERE, **fields))
+    server.check(options(tmp_path, {"presign": True, "http": HERE, **fields}))
 
 
 def test_up_goes_on_without_http_if_its_port_is_taken_and_says_so(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tasuki.cli.server import Listen, check
+from tasuki.cli.process import server_config
+from tasuki.cli.server import ListenOptions, ServerOptions, check, storage_locations
 from tasuki.config import Address, DataFolder
 from tasuki.errors import ConfigError
 from tests.cli.commands import User
@@ -17,19 +19,21 @@ POSTGRESQL = "postgresql://me:hunter2@127.0.0.1/tasuki"
 HTTP = Address("http", "127.0.0.1", 0)
 
 
-def listen(**given: object) -> Listen:
-    return Listen(folder=DataFolder(Path("unused")), **given)  # type: ignore[arg-type]
+def options(http: Address | None = None, apps: tuple[str, ...] = (), **given: Any) -> ServerOptions:
+    folder = DataFolder(Path("unused"))
+    places = storage_locations(folder, apps, **given)
+    return ServerOptions(ListenOptions(http=http, apps=apps), places, server_config(folder.root))
 
 
 @pytest.mark.parametrize(
     "store", [REDIS, "rediss://host/0", "unix:///run/redis.sock?db=1", "redis+sentinel://a:26379,b:26379/main/0"]
 )
 def test_every_form_of_address_is_a_store(store: str) -> None:
-    check(listen(store=store, http=HTTP, apps=("zpe",), strict=True))
+    check(options(store=store, http=HTTP, apps=("zpe",), strict=True))
 
 
 def test_an_app_needs_no_http_where_it_has_keys() -> None:
-    check(listen(store=REDIS, apps=("zpe",)))
+    check(options(store=REDIS, apps=("zpe",)))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,7 @@ def test_an_app_needs_no_http_where_it_has_keys() -> None:
 )
 def test_what_cannot_work_is_refused_with_the_way_out_and_without_the_password(given: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check(listen(**given))
+        check(options(**given))
 
     assert words in raised.value.message
     assert "hunter2" not in raised.value.message

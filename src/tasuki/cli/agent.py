@@ -79,7 +79,7 @@ registry_options = options(
 )
 
 
-class _Listen(NamedTuple):
+class _AgentOptions(NamedTuple):
     """Where and how the agent listens, and what it shares with others."""
 
     address: Address
@@ -179,10 +179,10 @@ def agent(
         log_caps=log_caps(log_head, log_tail),
     )
     shared = RegistryOptions.of(registry, results, app, advertise, lease_ttl)
-    return _run(agent_config, _Listen(address, tls_cert, tls_key, drain_timeout, inputs, tls_ca, output.json, shared))
+    return _run(agent_config, _AgentOptions(address, tls_cert, tls_key, drain_timeout, inputs, tls_ca, output.json, shared))
 
 
-def _run(config: AgentConfig, listen: _Listen) -> int:
+def _run(config: AgentConfig, listen: _AgentOptions) -> int:
     from tasuki.doors.listening import ServerCertificate
     from tasuki.worker.commands import check_secrets
     from tasuki.worker.keeper.client import Keeper
@@ -197,7 +197,7 @@ def _run(config: AgentConfig, listen: _Listen) -> int:
 
 
 async def _main(
-    config: AgentConfig, listen: _Listen, certificate: ServerCertificate | None, keeper: Keeper, incarnation: str
+    config: AgentConfig, listen: _AgentOptions, certificate: ServerCertificate | None, keeper: Keeper, incarnation: str
 ) -> int:
     from tasuki.agent.app import Agent
     from tasuki.agent.input_sources import open_inputs
@@ -353,15 +353,9 @@ def make_agent_registry(shared: RegistryOptions, config: AgentConfig, incarnatio
     from tasuki.agent.store_registry import ClaimJournal, StoreRegistry
     from tasuki.net.tls import client_tls
     from tasuki.server.assembly import StoreClient
-    from tasuki.server.server import ServerConfig
 
-    server = ServerConfig(
-        server_id=process.new_server_id(),
-        data=config.data,
-        lease_ttl_s=shared.lease_ttl_s,
-        retention_s=config.keep_days * 86_400.0,
-        host=config.node,
-    )
+    retention_s = config.keep_days * 86_400.0
+    server = process.server_config(config.data, lease_ttl_s=shared.lease_ttl_s, retention_s=retention_s, host=config.node)
     places = guest_places(StoreAddress(shared.url, shared.app, shared.results), config.data / "registry")
     return StoreRegistry(
         StoreClient(places, server),
@@ -378,15 +372,12 @@ def make_dispatcher_registry(shared: RegistryOptions) -> DispatcherRegistry:
     """Return the registry for a dispatcher; nothing is opened yet."""
     from tasuki.dispatcher.registry import DispatcherRegistry
     from tasuki.server.assembly import StoreClient
-    from tasuki.server.server import ServerConfig
 
     nowhere = Path()  # a dispatcher has no folder, and without duties nothing is kept in one
     places = guest_places(StoreAddress(shared.url, shared.app, shared.results), nowhere)
 
     def connect() -> StoreClient:
-        server = ServerConfig(
-            server_id=process.new_server_id(), data=nowhere, lease_ttl_s=shared.lease_ttl_s, host=process.host_name()
-        )
+        server = process.server_config(nowhere, lease_ttl_s=shared.lease_ttl_s)
         return StoreClient(places, server, duties=False)
 
     return DispatcherRegistry(connect, name=process.host_name(), ttl_s=shared.lease_ttl_s)

@@ -214,13 +214,12 @@ async def guest(address: StoreAddress, *, lease_ttl_s: float = 15.0) -> AsyncIte
     """Take part in a store while the block lasts; yields the address of the guest's socket."""
     import asyncio
 
-    from tasuki.cli.process import host_name, new_server_id
+    from tasuki.cli.process import server_config
     from tasuki.doors.tcp import TcpDoor
     from tasuki.server.assembly import make_guest
-    from tasuki.server.server import ServerConfig
 
     with _private_folder() as folder:
-        config = ServerConfig(server_id=new_server_id(), data=folder, lease_ttl_s=lease_ttl_s, host=host_name())
+        config = server_config(folder, lease_ttl_s=lease_ttl_s)
         server, _ = make_guest(guest_places(address, folder), config, candidate=False)
         await server.start()
         door = TcpDoor(server)

@@ -31,7 +31,7 @@ DEFAULT_PORT = 7091
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
 
-class _Listen(NamedTuple):
+class _DispatcherOptions(NamedTuple):
     """Where and how the dispatcher listens."""
 
     address: Address
@@ -107,7 +107,7 @@ def dispatcher(
     config = _config(agents, mode, inputs, tokens, agent_token_file, tls_ca, max_upload, keep_inputs, timeout)
     certificate = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
     shared = RegistryOptions.of(registry, results, app, None, lease_ttl)
-    return process.run_loop(_main(config, _Listen(address, certificate, drain_timeout, shared, output.json)))
+    return process.run_loop(_main(config, _DispatcherOptions(address, certificate, drain_timeout, shared, output.json)))
 
 
 def _config(
@@ -145,7 +145,7 @@ def _config(
     )
 
 
-async def _main(config: DispatcherConfig, listen: _Listen) -> int:
+async def _main(config: DispatcherConfig, listen: _DispatcherOptions) -> int:
     from tasuki.dispatcher.app import Dispatcher
 
     certificate = listen.certificate

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasuki.cli.output import ExitCode, encode_json, write_line
@@ -20,6 +21,7 @@ from tasuki.event_loop import loop_factory
 
 if TYPE_CHECKING:
     from tasuki.doors.listening import ServerCertificate
+    from tasuki.server.server import ServerConfig
 
 logger = logging.getLogger("tasuki.server")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -144,6 +146,13 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 def host_name() -> str:
     """Return the first part of the host's name, without characters that an id may not have."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
+
+
+def server_config(data: Path, **settings: Any) -> ServerConfig:
+    """Return the settings of a server in this process, under a new id."""
+    from tasuki.server.server import ServerConfig
+
+    return ServerConfig(**{"server_id": new_server_id(), "host": host_name(), "data": data, **settings})
 
 
 def new_server_id() -> str:

@@ -18,15 +18,16 @@ from tasuki.cli import process
 from tasuki.cli.command import command, data_option, flag, log_level_option, number, option, several, tls_options
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
-from tasuki.core.apps import DEFAULT_APP
 from tasuki.core.election import LOCK_TTL_S
+from tasuki.core.lifecycle import BLOB_GRACE_S, HTTP_LEASE_TTL_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasuki.config import Address, DataFolder
     from tasuki.doors.http.door import HttpDoor
     from tasuki.doors.listening import ServerCertificate
-    from tasuki.server.server import Server
+    from tasuki.server.assembly import StorageLocations
+    from tasuki.server.server import Server, ServerConfig
     from tasuki.server.transfers import PresignedTransfers
 
 logger = logging.getLogger("tasuki.server")
@@ -54,7 +55,9 @@ blobs_option = option(
     envvar="TASUKI_BLOBS",
     help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
 )
-retention_option = number("--retention-days", metavar="DAYS", default=30.0, help="How long finished jobs and results are kept.")
+retention_option = number(
+    "--retention-days", metavar="DAYS", default=RETENTION_DAYS, help="How long finished jobs and results are kept."
+)
 lead_ttl_option = number(
     "--lead-ttl", metavar="SECONDS", default=LOCK_TTL_S, help="With --store: how soon another server takes over the duties."
 )
@@ -85,14 +88,18 @@ app_option = several(
 @store_option
 @blobs_option
 @several("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp.")
-@number("--lease-ttl", metavar="SECONDS", default=15.0, help="How long a silent worker keeps its jobs.")
+@number("--lease-ttl", metavar="SECONDS", default=LEASE_TTL_S, help="How long a silent worker keeps its jobs.")
 @retention_option
-@number("--blob-grace", metavar="SECONDS", default=3600.0, help="How long a blob that no job needs is kept after its last use.")
+@number(
+    "--blob-grace", metavar="SECONDS", default=BLOB_GRACE_S, help="How long a blob that no job needs is kept after its last use."
+)
 @option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner.")
 @lead_ttl_option
 @option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
 @app_option
-@number("--http-lease-ttl", metavar="SECONDS", default=60.0, help="How long a silent worker over HTTP keeps its jobs.")
+@number(
+    "--http-lease-ttl", metavar="SECONDS", default=HTTP_LEASE_TTL_S, help="How long a silent worker over HTTP keeps its jobs."
+)
 @coordination_option
 @flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
 @flag(
@@ -132,100 +139,118 @@ def server(
     from tasuki.config import data_folder, parse_http, parse_listen, parse_size, parse_url
 
     process.configure_log(log_level, json=output.json)
-    listen = Listen(
-        folder=data_folder(data),
+    folder, apps = data_folder(data), tuple(dict.fromkeys(app))
+    listen = ListenOptions(
         tcp=() if no_tcp else tuple(parse_listen(text) for text in tcp or [DEFAULT_TCP]),
         unix=unix,
+        http=parse_http(http) if http else None,
         tls_cert=tls_cert,
         tls_key=tls_key,
         insecure=insecure,
-        lease_ttl_s=lease_ttl,
-        retention_days=retention_days,
-        json=output.json,
-        store=store or "",
-        blobs=blobs or "",
         advertise=tuple(address for url in advertise for address in parse_url(url)),
-        blob_grace_s=blob_grace,
-        blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
-        lead_ttl_s=lead_ttl,
-        http=parse_http(http) if http else None,
-        apps=tuple(dict.fromkeys(app)),
+        apps=apps,
         http_lease_ttl_s=http_lease_ttl,
-        coordination=coordination or "",
-        strict=strict,
         presign=presign,
         presign_endpoint=presign_endpoint or "",
     )
-    return process.run_loop(_main(listen))
+    places = storage_locations(folder, apps, store or "", blobs or "", lead_ttl, coordination or "", strict=strict)
+    config = process.server_config(
+        folder.root,
+        lease_ttl_s=lease_ttl,
+        retention_s=retention_days * 86400.0,
+        blob_grace_s=blob_grace,
+        blob_budget_bytes=parse_size(blob_budget) if blob_budget else None,
+    )
+    return process.run_loop(_main(ServerOptions(listen, places, config), process.Events(json=output.json)))
 
 
-async def _main(listen: Listen) -> int:
-    events, stop = process.Events(json=listen.json), process.StopSignals()
+async def _main(options: ServerOptions, events: process.Events) -> int:
+    stop, folder = process.StopSignals(), options.places.folder
 
     async def until_stopped(opened: RunningServer) -> None:
         opened.renew_on_hangup()
-        root = str(listen.folder.root)
-        events.tell("ready", f"data {root}", data=root, token_file=str(listen.folder.token_file))
+        events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
         await stop.wanted.wait()
         events.tell("stopping")
 
-    await serve(listen, events, until_stopped)
+    await serve(options, events, until_stopped)
     return 0
 
 
 # ---------------------------------------------------------------------------------------------------- options, checked
 
 
-class Listen(NamedTuple):
-    """The options of a server process."""
+class ListenOptions(NamedTuple):
+    """Where and how a server listens, and what it serves over HTTP."""
 
-    folder: DataFolder
     tcp: tuple[Address, ...] = ()
     unix: bool = True
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    insecure: bool = False
-    lease_ttl_s: float = 15.0
-    retention_days: float = 30.0
-    json: bool = False
-    store: str = ""
-    blobs: str = ""
-    advertise: tuple[Address, ...] = ()
-    """Addresses by which others reach this server, if not those it listens on."""
-    blob_grace_s: float = 3600.0
-    blob_budget_bytes: int | None = None
-    lead_ttl_s: float = LOCK_TTL_S
     http: Address | None = None
     http_if_free: bool = False
     """Start without HTTP if its port is taken or FastAPI is not installed."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+    advertise: tuple[Address, ...] = ()
+    """Addresses by which others reach this server, if not those it listens on."""
     apps: tuple[str, ...] = ()
-    http_lease_ttl_s: float = 60.0
-    coordination: str = ""
-    strict: bool = False
+    http_lease_ttl_s: float = HTTP_LEASE_TTL_S
     presign: bool = False
     """Let peers over HTTP move large blobs to and from the bucket themselves."""
     presign_endpoint: str = ""
     """Address by which peers reach the bucket, if not that of the server."""
 
+    @property
+    def over_http(self) -> tuple[Address, ...]:
+        """Return the HTTP address, if there is one."""
+        return () if self.http is None else (self.http,)
 
-def check(listen: Listen) -> None:
+
+class ServerOptions(NamedTuple):
+    """One server process: where it listens, where it keeps its data, and its settings."""
+
+    listen: ListenOptions
+    places: StorageLocations
+    config: ServerConfig
+
+
+def storage_locations(
+    folder: DataFolder,
+    apps: tuple[str, ...] = (),
+    store: str = "",
+    blobs: str = "",
+    lead_ttl_s: float = LOCK_TTL_S,
+    coordination: str = "",
+    *,
+    strict: bool = False,
+) -> StorageLocations:
+    """Return where a server keeps its data; on Redis its app is the prefix of the keys."""
+    from tasuki.core.apps import DEFAULT_APP
+    from tasuki.server.assembly import StorageLocations
+
+    app = apps[0] if apps else DEFAULT_APP
+    return StorageLocations(folder, store, blobs, lead_ttl_s, coordination=coordination, app=app, strict=strict)
+
+
+def check(options: ServerOptions) -> None:
     """Raise ConfigError for options that cannot work, before anything is opened."""
     from tasuki.config import check_app
     from tasuki.doors.listening import check_listener
 
+    listen = options.listen
     if (listen.tls_cert is None) != (listen.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
-    for address in (*listen.tcp, *([listen.http] if listen.http is not None else ())):
+    for address in (*listen.tcp, *listen.over_http):
         check_listener(address, tls=listen.tls_cert is not None, tokens=True, insecure=listen.insecure)
     if not listen.tcp and not listen.unix and listen.http is None:
         raise ConfigError("nothing to listen on: give --tcp HOST:PORT or --http HOST:PORT, or leave --no-unix out")
     for app in listen.apps:
         check_app(app)
-    _check_places(listen)
-    _check_presign(listen)
+    _check_places(options.places, listen)
+    _check_presign(listen, options.places.blobs)
 
 
-def _check_presign(listen: Listen) -> None:
+def _check_presign(listen: ListenOptions, blobs: str) -> None:
     from urllib.parse import urlsplit
 
     from tasuki.blobs.s3.requests import parse_s3_url
@@ -235,9 +260,9 @@ def _check_presign(listen: Listen) -> None:
         if listen.presign_endpoint:
             raise ConfigError("--presign-endpoint names the bucket that peers reach: give --presign too")
         return
-    if not listen.blobs.startswith("s3://") or listen.http is None:
+    if not blobs.startswith("s3://") or listen.http is None:
         raise ConfigError("--presign is for blobs in S3 and peers over HTTP: give --blobs s3://… and --http HOST:PORT too")
-    endpoint = listen.presign_endpoint or parse_s3_url(listen.blobs).endpoint or "https://"
+    endpoint = listen.presign_endpoint or parse_s3_url(blobs).endpoint or "https://"
     parts = urlsplit(endpoint)
     if listen.presign_endpoint and (parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc):
         raise ConfigError("--presign-endpoint must be https://host or https://host:port, without credentials")
@@ -248,12 +273,12 @@ def _check_presign(listen: Listen) -> None:
         )
 
 
-def _check_places(listen: Listen) -> None:
+def _check_places(places: StorageLocations, listen: ListenOptions) -> None:
     from tasuki.server.assembly import check_redis_driver, check_store, is_redis
 
-    if listen.store:
-        check_store(listen.store)
-    if is_redis(listen.store):
+    if places.store:
+        check_store(places.store)
+    if is_redis(places.store):
         if len(listen.apps) > 1:
             raise ConfigError(
                 f"--app {' --app '.join(listen.apps)}: on Redis an app has keys of its own, so a server serves one; "
@@ -261,15 +286,15 @@ def _check_places(listen: Listen) -> None:
             )
     elif listen.apps and listen.http is None:
         raise ConfigError(f"--app {listen.apps[0]} is served over HTTP: give --http HOST:PORT too")
-    elif listen.strict:
+    elif places.strict:
         raise ConfigError("--strict is about the settings of Redis: give --store redis://…, or leave it out")
-    if listen.coordination:
-        if not listen.store or is_redis(listen.store):
+    if places.coordination:
+        if not places.store or is_redis(places.store):
             raise ConfigError(
                 "--coordination is for servers on PostgreSQL; on Redis it is in the store, a data folder has one server"
             )
-        if not is_redis(listen.coordination):
-            raise ConfigError(f"--coordination {listen.coordination.partition('://')[0][:40]}://…: use redis://host:6379/0")
+        if not is_redis(places.coordination):
+            raise ConfigError(f"--coordination {places.coordination.partition('://')[0][:40]}://…: use redis://host:6379/0")
         check_redis_driver()
 
 
@@ -280,35 +305,40 @@ class RunningServer:
     """A server with its listeners."""
 
     def __init__(
-        self, server: Server, listen: Listen, certificate: ServerCertificate | None, direct: PresignedTransfers | None = None
+        self, server: Server, options: ServerOptions, certificate: ServerCertificate | None, presigned: PresignedTransfers | None
     ) -> None:
         from tasuki.doors.tcp import TcpDoor
 
         self.server = server
         self.addresses: list[Address] = []
-        self._listen = listen
+        self._listen = listen = options.listen
+        self._places = options.places
         self._certificate = certificate
         self._tls = certificate.context if certificate is not None else None
         self._door = TcpDoor(server)
-        self._http = _http_door(server, listen, direct) if listen.http is not None else None
+        self._http = _http_door(server, listen, presigned) if listen.http is not None else None
         self.http_address: Address | None = None
         self.http_problem = "FastAPI is not installed" if listen.http is not None and self._http is None else ""
 
     async def reopen(self) -> None:
         """Open all listeners, and note their addresses in the folder."""
-        listen = self._listen
+        listen, folder = self._listen, self._places.folder
         await self._reopen_http()
         self.addresses = [await self._door.listen_tcp(address, self._tls) for address in listen.tcp]
         if listen.unix:
-            self.addresses.append(await self._door.listen_unix(listen.folder.socket))
-        note_listening(listen.folder, [*self.addresses, *([self.http_address] if self.http_address is not None else ())])
+            self.addresses.append(await self._door.listen_unix(folder.socket))
+        note_listening(folder, self.all_addresses)
         reachable = [address for address in self.addresses if address.reachable]
-        if listen.store and not (listen.advertise or reachable):
+        if self._places.store and not (listen.advertise or reachable):
             logger.warning("other servers cannot tell peers the address of this one; give --advertise tls://HOST:PORT")
         self.server.reachable_at(tuple(map(str, listen.advertise or reachable)))
 
-    async def _reopen_http(self) -> None:
+    @property
+    def all_addresses(self) -> list[Address]:
+        """Return the addresses of all listeners."""
+        return [*self.addresses, *([] if self.http_address is None else [self.http_address])]
 
+    async def _reopen_http(self) -> None:
         self.http_address = None
         if self._http is None or self._listen.http is None:
             return
@@ -326,13 +356,13 @@ class RunningServer:
 
     async def shut(self) -> None:
         """Accept no more connections; open ones stay, except those over HTTP."""
-        note_listening(self._listen.folder, [])
+        note_listening(self._places.folder, [])
         await self._door.close()
         if self._http is not None:
             await self._http.close()
 
 
-def _http_door(server: Server, listen: Listen, direct: PresignedTransfers | None) -> HttpDoor | None:
+def _http_door(server: Server, listen: ListenOptions, presigned: PresignedTransfers | None) -> HttpDoor | None:
     """Return the HTTP door. FastAPI is imported here, not before: its import takes longer than all the rest."""
     try:
         import fastapi  # noqa: F401
@@ -345,12 +375,11 @@ def _http_door(server: Server, listen: Listen, direct: PresignedTransfers | None
     from tasuki.doors.http.context import HttpConfig
     from tasuki.doors.http.door import HttpDoor
 
-    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, presigned=direct))
+    return HttpDoor(server, HttpConfig(apps=listen.apps, lease_ttl_s=listen.http_lease_ttl_s, presigned=presigned))
 
 
 async def _check_ports(addresses: tuple[Address, ...]) -> None:
     """Raise ConfigError for a port that is taken, before a folder is made for nothing. Binds, but never listens."""
-
     for address in addresses:
         try:
             probe = await asyncio.get_running_loop().create_server(
@@ -364,41 +393,23 @@ async def _check_ports(addresses: tuple[Address, ...]) -> None:
         await probe.wait_closed()
 
 
-async def serve(listen: Listen, events: process.Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:
+async def serve(options: ServerOptions, events: process.Events, while_open: Callable[[RunningServer], Awaitable[None]]) -> None:
     """Run a server while `while_open(server)` lasts."""
     from tasuki.config import fault_point
     from tasuki.doors.listening import ServerCertificate
-    from tasuki.server.assembly import StorageLocations, kill_at, make_server, open_direct, prepare_folder
-    from tasuki.server.server import ServerConfig
+    from tasuki.server.assembly import kill_at, make_server, open_direct, prepare_folder
 
-    check(listen)
+    check(options)
+    listen, folder = options.listen, options.places.folder
     certificate = ServerCertificate(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
-    if not listen.folder.root.exists():
-        await _check_ports((*listen.tcp, *([listen.http] if listen.http is not None and not listen.http_if_free else ())))
-    prepare_folder(listen.folder)
-    config = ServerConfig(
-        server_id=process.new_server_id(),
-        data=listen.folder.root,
-        lease_ttl_s=listen.lease_ttl_s,
-        retention_s=listen.retention_days * 86400.0,
-        blob_grace_s=listen.blob_grace_s,
-        blob_budget_bytes=listen.blob_budget_bytes,
-        host=process.host_name(),
-    )
-    places = StorageLocations(
-        listen.folder,
-        listen.store,
-        listen.blobs,
-        listen.lead_ttl_s,
-        coordination=listen.coordination,
-        app=listen.apps[0] if listen.apps else DEFAULT_APP,
-        strict=listen.strict,
-    )
+    if not folder.root.exists():
+        await _check_ports((*listen.tcp, *(() if listen.http_if_free else listen.over_http)))
+    prepare_folder(folder)
     try:
-        server = make_server(places, config, kill_at(fault_point()))
+        server = make_server(options.places, options.config, kill_at(fault_point()))
     except OSError as error:
-        raise ConfigError(f"the data folder {listen.folder.root} cannot be written to: {error.strerror or error}") from None
-    direct = open_direct(listen.blobs, listen.presign_endpoint) if listen.presign else None
+        raise ConfigError(f"the data folder {folder.root} cannot be written to: {error.strerror or error}") from None
+    presigned = open_direct(options.places.blobs, listen.presign_endpoint) if listen.presign else None
     await server.start()
     # The objects that exist now stay for the life of the process: the collector need not look at them again, nor run after
     # every 700 new containers. It took 6 % of the time under load.
@@ -407,11 +418,11 @@ async def serve(listen: Listen, events: process.Events, while_open: Callable[[Ru
     gc.set_threshold(50_000, 20, 50)
     opened = None
     try:
-        if direct is not None:
-            await direct.check()
-        opened = RunningServer(server, listen, certificate, direct)
+        if presigned is not None:
+            await presigned.check()
+        opened = RunningServer(server, options, certificate, presigned)
         await opened.reopen()
-        for address in (*opened.addresses, *([opened.http_address] if opened.http_address is not None else ())):
+        for address in opened.all_addresses:
             events.tell("listening", str(address), address=str(address), pid=os.getpid())
         if opened.http_problem:
             events.tell("without", f"HTTP: {opened.http_problem}", door="http", problem=opened.http_problem)
@@ -419,6 +430,6 @@ async def serve(listen: Listen, events: process.Events, while_open: Callable[[Ru
     finally:
         if opened is not None:
             await opened.shut()
-        if direct is not None:
-            direct.close()
+        if presigned is not None:
+            presigned.close()
         await server.stop()

@@ -260,13 +260,12 @@ def _duties_lines(report: dict[str, Any]) -> Iterable[str]:
 
 async def _lead_shared(address: StoreAddress, retention_s: float, timeout_s: float) -> dict[str, Any]:
     from tasuki.cli.connect import guest_places
-    from tasuki.cli.process import host_name, new_server_id
+    from tasuki.cli.process import server_config
     from tasuki.server.assembly import make_guest
-    from tasuki.server.server import ServerConfig
 
     with tempfile.TemporaryDirectory(prefix="tasuki-duties-") as name:
         folder = Path(name)
-        config = ServerConfig(server_id=new_server_id(), data=folder, retention_s=retention_s, host=host_name())
+        config = server_config(folder, retention_s=retention_s)
         server, cluster = make_guest(guest_places(address, folder), config, candidate=True)
         return await _lead_once(server, cluster, timeout_s)
 
@@ -274,15 +273,14 @@ async def _lead_shared(address: StoreAddress, retention_s: float, timeout_s: flo
 async def _lead_folder(folder: DataFolder, blobs: str, retention_s: float, timeout_s: float) -> dict[str, Any]:
     """Lead a SQLite store, if no server owns its folder."""
     from tasuki.cli.connect import owner_of
-    from tasuki.cli.process import host_name, new_server_id
+    from tasuki.cli.process import server_config
     from tasuki.server.assembly import StorageLocations, make_server
-    from tasuki.server.server import ServerConfig
 
     if not folder.database.exists():
         raise InvalidInput(f"there is no store in {folder.root}; give --store URL, or --data FOLDER")
     if owner := owner_of(folder):
         return {"led": False, "leader": f"the server of {folder.root} ({owner})"}
-    config = ServerConfig(server_id=new_server_id(), data=folder.root, retention_s=retention_s, host=host_name())
+    config = server_config(folder.root, retention_s=retention_s)
     return await _lead_once(make_server(StorageLocations(folder, blobs=blobs), config), None, timeout_s)
 
 

@@ -31,7 +31,17 @@ from tasuki.cli.command import (
 )
 from tasuki.cli.connect import owner_of
 from tasuki.cli.output import Output
-from tasuki.cli.server import DEFAULT_TCP, Listen, RunningServer, app_option, no_tcp_option, serve, tcp_option
+from tasuki.cli.server import (
+    DEFAULT_TCP,
+    ListenOptions,
+    RunningServer,
+    ServerOptions,
+    app_option,
+    no_tcp_option,
+    serve,
+    storage_locations,
+    tcp_option,
+)
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 from tasuki.core.backoff import Backoff
 from tasuki.errors import ConfigError, Unavailable
@@ -105,38 +115,39 @@ def up(
     given = tuple(parse_listen(text) for text in tcp)
     default = () if no_tcp or until_idle else (parse_listen(DEFAULT_TCP),)
     without_http = no_http or no_tcp or until_idle
-    listen = Listen(
-        folder=folder,
+    apps = tuple(dict.fromkeys(app))
+    listen = ListenOptions(
         tcp=() if no_tcp else given or default,
         tls_cert=tls_cert,
         tls_key=tls_key,
         insecure=insecure,
-        json=output.json,
         http=parse_http(http) if http else None if without_http else parse_http(DEFAULT_HTTP),
         http_if_free=not http,
-        apps=tuple(dict.fromkeys(app)),
+        apps=apps,
     )
+    options = ServerOptions(listen, storage_locations(folder, apps), process.server_config(folder.root))
     arguments = worker_arguments(slots, exec_, config, drain_timeout, log_head, log_tail)
-    return process.run_loop(_main(listen, workers, arguments, until_idle))
+    return process.run_loop(_main(options, process.Events(json=output.json), workers, arguments, until_idle))
 
 
-async def _main(listen: Listen, workers: int, arguments: tuple[str, ...], until_idle: bool) -> int:
-    events = process.Events(json=listen.json)
-    socket = f"unix://{listen.folder.socket}"
-    place = ("--to", socket, "--data", str(listen.folder.root), "--log-level", "warning")
+async def _main(
+    options: ServerOptions, events: process.Events, workers: int, arguments: tuple[str, ...], until_idle: bool
+) -> int:
+    folder = options.places.folder
+    place = ("--to", f"unix://{folder.socket}", "--data", str(folder.root), "--log-level", "warning")
     local = LocalWorkers(workers, (*place, "--subject", ">", "--any-program", *arguments), events)
     stop = process.StopSignals(hurry=local.hurry)
 
     async def work(opened: RunningServer) -> None:
-        await _work(opened, listen.folder, local, stop, events, until_idle)
+        await _work(opened, folder, local, stop, events, until_idle)
 
     deadline = asyncio.get_running_loop().time() + (OWNER_WAIT_S if until_idle else 0.0)
     while True:
         try:
-            await serve(listen, events, work)
+            await serve(options, events, work)
             return stop.exit_code
         except Unavailable:
-            if not await _may_try_again(listen.folder, deadline):
+            if not await _may_try_again(folder, deadline):
                 raise
 
 

@@ -23,10 +23,12 @@ from tasuki.core.job import LEASED, READY, TERMINAL, Outcome, State
 from tasuki.errors import InvalidTransition
 
 LEASE_TTL_S = 15.0  # TCP and local workers
+HTTP_LEASE_TTL_S = 60.0  # over HTTP the connection is the part that fails
 LEASE_MARGIN_S = 2.0  # what the store waits past the ttl, and what a kill may take
 TAKEOVER_TIE_S = 0.001  # renewed so soon after a takeover counts as renewed by it: times are sums, which are not quite exact
 RETRY_DELAY_MAX_S = 300.0
 RETENTION_DAYS = 30.0
+BLOB_GRACE_S = 3600.0
 ATTEMPT_STEP = 1_000_000  # a restored store goes on from the next multiple: the millions count the restores (docs/decisions/0024)
 
 

@@ -50,7 +50,7 @@ from tasuki.core.broker.events import (
 from tasuki.core.broker.state import ClientSession, WorkerSession
 from tasuki.core.cluster_messages import ServerInfo
 from tasuki.core.machine import Closed, Hangup, Now, Opened, Peer, Received, Send, Ticked
-from tasuki.core.protocol import FRAME_MAX_BYTES, BlobPut, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
+from tasuki.core.protocol import BlobPut, Message, Reply, Results, Welcome, batches, error_message, outcome_bytes
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import InternalError, InvalidInput, TasukiError, Unavailable, discreet
 from tasuki.event_loop import BackgroundTasks
@@ -91,22 +91,14 @@ class Connection(Protocol):
     async def drain(self) -> None: ...
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a server."""
+class ServerConfig(BrokerConfig, frozen=True, kw_only=True):
+    """Settings of a server: those of its broker, and those of its process."""
 
-    server_id: str
     data: Path
     """Folder whose disk is watched for free space."""
-    lease_ttl_s: float = 15.0
-    retention_s: float = 30 * 86400.0
-    blob_grace_s: float = 3600.0
-    blob_budget_bytes: int | None = None
-    collects_blobs: bool = True
-    host: str = ""
     readers: int = 1
     disk_floor_bytes: int = DISK_FLOOR_BYTES
     disk_floor_inodes: int = DISK_FLOOR_INODES
-    frame_max_bytes: int = FRAME_MAX_BYTES
 
 
 class _Late(msgspec.Struct, frozen=True):
@@ -158,22 +150,8 @@ class Server:
         await self._loop.run_in_executor(None, self._blobs.check)
         self._thread = StoreThread(self._open_store, self._deliver)
         epoch = await self._loop.run_in_executor(None, self._thread.open, self.config.server_id)
-        config = self.config
-        self.broker = Broker(
-            BrokerConfig(
-                server_id=config.server_id,
-                epoch=epoch,
-                shared=not epoch,
-                host=config.host,
-                own_uid=os.getuid() if hasattr(os, "getuid") else None,
-                lease_ttl_s=config.lease_ttl_s,
-                retention_s=config.retention_s,
-                blob_grace_s=config.blob_grace_s,
-                blob_budget_bytes=config.blob_budget_bytes,
-                collects_blobs=config.collects_blobs,
-                frame_max_bytes=config.frame_max_bytes,
-            )
-        )
+        own_uid = os.getuid() if hasattr(os, "getuid") else None
+        self.broker = Broker(msgspec.structs.replace(self.config, epoch=epoch, shared=not epoch, own_uid=own_uid))
         self._look_at_disk()
         await self._cluster.join(self)
         self._tasks.spawn(self._tick())

@@ -30,6 +30,7 @@ import msgspec
 from tasuki.clocks import now
 from tasuki.config import data_folder, default_url, find_token, parse_url
 from tasuki.core.job import OnDisconnect
+from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
 from tasuki.core.protocol import HeartbeatAnswer, Message, Welcome
 from tasuki.core.reconnect import Connect
@@ -62,7 +63,6 @@ TICK_S = 0.05
 HARD_STOP_S = 15.0  # a second signal: how long killed jobs may take to be gone
 LOG_AGAIN_S = 60.0  # how often the reason of a missing connection is repeated in the log
 RECONNECT_GRACE_MAX_S = 3600.0  # the server waits no longer
-HTTP_LEASE_TTL_S = 60.0
 ASYNC_CONCURRENCY = 100
 AHEAD_PER_SLOT = 4
 AHEAD_MAX = 32

@@ -7,9 +7,9 @@ import msgspec
 from tasuki.core.access import Identity
 from tasuki.core.cluster_messages import Hint, ServerInfo
 from tasuki.core.job import Job
-from tasuki.core.lifecycle import LEASE_TTL_S
+from tasuki.core.lifecycle import BLOB_GRACE_S, LEASE_TTL_S, RETENTION_DAYS
 from tasuki.core.machine import Closed, Hangup, Opened, Received, Send, Ticked
-from tasuki.core.protocol import LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk
+from tasuki.core.protocol import FRAME_MAX_BYTES, LOG_PIECE_MAX_BYTES, BlobGet, BlobPut, Chunk
 from tasuki.core.store_messages import Answers, BlobPlace, Turn
 from tasuki.errors import TasukiError
 
@@ -25,15 +25,15 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     own_uid: int | None = None
     host: str = ""
     lease_ttl_s: float = LEASE_TTL_S
-    retention_s: float = 30 * 86400.0
+    retention_s: float = RETENTION_DAYS * 86400.0
     """Time for which finished jobs and their results are kept."""
-    blob_grace_s: float = 3600.0
+    blob_grace_s: float = BLOB_GRACE_S
     """Time for which a blob that no job refers to is kept after it was last brought or asked for."""
     blob_budget_bytes: int | None = None
     """While all blobs take more than this, unused ones are collected sooner; new ones are refused if that does not help."""
     collects_blobs: bool = True
     """False for a server that cannot reach the bytes of blobs."""
-    frame_max_bytes: int = 8 * 1024 * 1024
+    frame_max_bytes: int = FRAME_MAX_BYTES
 
 
 class LogQuestion(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from tasuki.core.access import Identity, PeerKind, identify, token_sha256
 from tasuki.core.apps import BACKOFF_S, MAX_RETRIES
 from tasuki.core.ids import IdMaker
+from tasuki.core.lifecycle import HTTP_LEASE_TTL_S
 from tasuki.core.store_messages import TokenRow
 from tasuki.core.subject import app_subject
 from tasuki.doors.http.clients import Clients, TokenConnection, dedicated_connection
@@ -32,7 +33,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     apps: tuple[str, ...] = ()
     """Names of calculation apps, served below /calc."""
-    lease_ttl_s: float = 60.0
+    lease_ttl_s: float = HTTP_LEASE_TTL_S
     max_retries: int = MAX_RETRIES
     """Of the apps' jobs."""
     backoff_s: float = BACKOFF_S
