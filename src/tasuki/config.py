@@ -1,6 +1,7 @@
-"""Settings: addresses, folders, limits. The only module that reads the environment, and it does so when asked, not at import.
+"""Addresses, folders and limits from options and the environment.
 
-Nothing here opens anything; a `Config` is built once by whoever starts a process and passed down.
+Only this module and the commands read the environment, when asked, not at import. Nothing here opens anything. The configuration
+of a process (`ServerConfig`, `AgentConfig`, `DispatcherConfig`) is built once by its command and passed down.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ TOKEN_MAX_CHARS = 512
 
 
 def parse_listen(text: str, default_port: int = DEFAULT_PORT) -> Address:
-    """`host:port` or `tcp://host:port`, for --tcp."""
+    """Return the address of --tcp: `host:port` or `tcp://host:port`."""
     address = parse_url(text if "://" in text else f"tcp://{text}", default_port, text)[0]
     if address.http:
-        raise ConfigError(f"--tcp {text!r} is an address of HTTP; give it with --http")
+        raise ConfigError(f"--tcp {text!r} is an HTTP address; give it with --http")
     return address
 
 
 def parse_http(text: str, default_port: int = DEFAULT_PORTS["http"]) -> Address:
-    """`host:port` or `http://host:port`, for --http and for the --listen of agents and dispatchers."""
+    """Return the address of --http, or of --listen of agents and dispatchers: `host:port` or `http://host:port`."""
     place = re.sub(r"^(?:https?|tcp)://", "", text.rstrip("/"))
     if "://" in place:
-        raise ConfigError(f"address {text!r} is none of HTTP; write host:port, as in 127.0.0.1:{default_port}")
+        raise ConfigError(f"address {text!r} is not one for HTTP; write host:port, as in 127.0.0.1:{default_port}")
     address = parse_url(f"tcp://{place}", default_port, text)[0]
     return Address("http", address.host, address.port)
 
 
 def check_app(app: str, option: str = "--app") -> str:
-    """The name of an app; ConfigError for what cannot be a part of a path and one token of a subject."""
+    """Return the name of an app. Raise ConfigError if it cannot be part of a path and one token of a subject."""
     if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", app) is None:
         raise ConfigError(f"{option} {app[:80]!r} must be 1 to 64 letters, digits, - and _")
     return app
 
 
 def parse_size(text: str) -> int:
-    """`500GB`, `64MiB`, `1000`: bytes."""
+    """Return the number of bytes of `500GB`, `64MiB` or `1000`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text.strip())
     if found is None:
         raise ConfigError(f"size {text[:40]!r} is not understood; write 500GB, 64MiB or a number of bytes")
@@ -77,11 +78,11 @@ def parse_size(text: str) -> int:
 
 
 class DataFolder(msgspec.Struct, frozen=True):
-    """Where a server keeps everything, and what lies where in it."""
+    """The folder of a server, and the paths in it."""
 
     root: Path
     runtime: Path | None = None
-    """$XDG_RUNTIME_DIR, for the socket when the folder's own path is too long for one."""
+    """$XDG_RUNTIME_DIR, for the socket if the folder's own path is too long for one."""
 
     @property
     def database(self) -> Path:
@@ -112,7 +113,7 @@ class DataFolder(msgspec.Struct, frozen=True):
 
 
 def data_folder(given: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> DataFolder:
-    """--data, else TASUKI_DATA, else ./tasuki-data if it exists, else $XDG_DATA_HOME/tasuki."""
+    """Return the folder of --data, else TASUKI_DATA, else ./tasuki-data if it exists, else $XDG_DATA_HOME/tasuki."""
     environ = os.environ if environ is None else environ
     chosen = str(given) if given else environ.get("TASUKI_DATA")
     if chosen:
@@ -126,12 +127,12 @@ def data_folder(given: str | os.PathLike[str] | None = None, environ: Mapping[st
 
 
 def default_url(environ: Mapping[str, str] | None = None) -> str | None:
-    """TASUKI_URL, if set."""
+    """Return TASUKI_URL, if set."""
     return (os.environ if environ is None else environ).get("TASUKI_URL") or None
 
 
 def find_token(token_file: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """--token-file, else TASUKI_TOKEN, else none (a unix socket of the same user needs none)."""
+    """Return the token of --token-file, else TASUKI_TOKEN, else "" (a unix socket of the same user needs none)."""
     environ = os.environ if environ is None else environ
     if token_file is None:
         return environ.get("TASUKI_TOKEN", "").strip()
@@ -150,10 +151,10 @@ def find_token(token_file: str | os.PathLike[str] | None = None, environ: Mappin
 
 
 def enrol_variable(environ: Mapping[str, str] | None = None) -> str:
-    """TASUKI_ENROLL: the enrol token of a worker that is new; empty if there is none."""
+    """Return TASUKI_ENROLL, the enrol token of a new worker, or ""."""
     return (os.environ if environ is None else environ).get("TASUKI_ENROLL", "").strip()
 
 
 def fault_point(environ: Mapping[str, str] | None = None) -> str:
-    """TASUKI_FAULT: where a server under test kills itself; see docs/decisions. Empty in every real life."""
+    """Return TASUKI_FAULT, the point at which a server under test kills itself (see docs/decisions), or ""."""
     return (os.environ if environ is None else environ).get("TASUKI_FAULT", "")

@@ -120,7 +120,7 @@ def test_programs_hear_which_execs_there_are(tmp_path: Path) -> None:
         (["--exec", "x=/bin/true", "--tls-cert", "c"], "belong together"),
         (["--exec", "x=/bin/true", "--node", "n1\nready"], "without control characters"),
         (["--exec", "x=/bin/true", "--advertise", "http://n1:7090"], "--advertise is for those that share a registry"),
-        (["--exec", "x=/bin/true", "--listen", "unix:///run/x"], "address 'unix:///run/x' is none of HTTP"),
+        (["--exec", "x=/bin/true", "--listen", "unix:///run/x"], "address 'unix:///run/x' is not one for HTTP"),
         ([], "needs a program"),
     ],
 )

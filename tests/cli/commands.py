@@ -1,5 +1,11 @@
-"""Running the `tasuki` command as a user does: real processes, own data folders, free ports."""
+"""Running the `tasuki` command as a user does: own data folders, free ports.
 
+Commands that only talk to a server run inside the test's own process (`User.run`), which saves a start of Python each; servers,
+workers and commands whose process is the promise run as processes (`User.run_process`, `User.start`).
+"""
+
+import contextlib
+import io
 import json
 import os
 import select
@@ -10,16 +16,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from tasuki.cli.main import root
 
 DEADLINE_S = 30.0
-POLL_S = 0.02
 TASUKI = (sys.executable, "-m", "tasuki")
+# Words that set up logs, Django or signals of their process.
+PROCESS_WORDS = frozenset(
+    {"agent", "backup", "demo", "dispatcher", "duties", "migrate", "restore", "server", "sim", "up", "worker"}
+)
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
     """Nothing of the user's own tasuki; `home` stands for the home directory."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TASUKI_", "XDG_"))}
     return {**kept, "HOME": str(home), "XDG_RUNTIME_DIR": str(home), "NO_COLOR": "1", **more}
+
+
+Done = subprocess.CompletedProcess[str]
 
 
 class User:
@@ -30,7 +45,29 @@ class User:
         self.data = data or home / "data"
         self.environ = environment(home, TASUKI_DATA=str(self.data))
 
-    def run(self, *arguments: str, input: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, input: str | None = None, **environ: str) -> Done:
+        """Run a command; inside this process, unless it needs its own or a pipe as its stdin."""
+        if arguments[0] in PROCESS_WORDS or input is not None:
+            return self.run_process(*arguments, input=input, **environ)
+        stdout, stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogateescape") for _ in range(2))
+        with (
+            contextlib.chdir(self.home),
+            mock.patch.dict(os.environ, {**self.environ, **environ}, clear=True),
+            contextlib.redirect_stdout(stdout),
+            contextlib.redirect_stderr(stderr),
+        ):
+            try:
+                root(args=list(arguments), prog_name="tasuki")
+                code: Any = 0
+            except SystemExit as ended:
+                code = ended.code
+        for stream in (stdout, stderr):
+            stream.flush()
+            stream.seek(0)
+        return subprocess.CompletedProcess(arguments, int(code or 0), stdout.read(), stderr.read())
+
+    def run_process(self, *arguments: str, input: str | None = None, **environ: str) -> Done:
+        """Run a command as a process of its own."""
         return subprocess.run(
             [*TASUKI, *arguments],
             cwd=self.home,

@@ -93,7 +93,8 @@ def test_a_token_file_that_others_can_read_fails(user: User) -> None:
     assert "chmod 600" in done.stdout
 
 
-def test_a_server_that_is_not_there_fails_with_the_way_out(user: User) -> None:
+def test_a_server_that_is_not_there_fails_with_the_way_out(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CONNECT_TIMEOUT_S", 0.2)
     done = user.run("doctor", "--to", "unix:///no/such/socket")
 
     assert done.returncode == 1
@@ -108,9 +109,10 @@ def test_migrate_makes_the_tables_once(user: User) -> None:
     assert second["applied"] == []
 
 
-def test_migrate_leaves_the_folder_of_a_running_server_alone(user: User) -> None:
-    with running(user, "server", "--no-tcp") as server:
-        done = user.run("migrate")
+def test_migrate_leaves_the_folder_of_a_running_server_alone(served: tuple[User, Running]) -> None:
+    user, server = served
+
+    done = user.run("migrate")
 
     assert done.returncode == 5
     assert f"pid {server.process.pid} " in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli import connect
 from tests.cli.commands import DEADLINE_S, TASUKI, Running, User, read_fifo, running
 from tests.support.waiting import until
 
@@ -18,20 +19,20 @@ Served = tuple[User, Running]
 
 
 def test_with_nothing_running_a_command_just_runs(user: User) -> None:
-    done = user.run("run", "echo", "hello")
+    done = user.run_process("run", "echo", "hello")
 
     assert (done.stdout, done.stderr, done.returncode) == ("hello\n", "", 0)
 
 
 def test_the_embedded_server_leaves_after_its_last_client(user: User) -> None:
-    user.run("run", "true")
+    user.run_process("run", "true")
 
     until(lambda: not (user.data / "socket").exists(), DEADLINE_S, "the socket is gone")
     until(lambda: not (user.data / "tasuki.sqlite3.owner").read_text(), DEADLINE_S, "the folder has no owner")
 
 
 def test_the_embedded_server_works_off_what_was_submitted_before_it_leaves(user: User) -> None:
-    user.run("submit", "--array", "1-3", "--job-id", "batch", "sleep", "0.5")
+    user.run_process("submit", "--array", "1-3", "--job-id", "batch", "sleep", "0.5")
 
     until(lambda: not (user.data / "socket").exists(), DEADLINE_S, "the socket is gone")
     assert {view["state"] for view in user.json("list", "--json")["jobs"]} == {"SUCCEEDED"}
@@ -50,7 +51,7 @@ def test_two_at_once_share_one_embedded_server(user: User) -> None:
 
 def test_output_and_exit_code_are_the_jobs_own(served: Served) -> None:
     user, _ = served
-    done = user.run("run", "sh", "-c", "echo out; echo err >&2; exit 7")
+    done = user.run_process("run", "sh", "-c", "echo out; echo err >&2; exit 7")
 
     assert (done.stdout, done.stderr, done.returncode) == ("out\n", "err\n", 7)
 
@@ -196,7 +197,8 @@ def test_a_second_ctrl_c_leaves_the_job_behind(served: Served, tmp_path: Path) -
     assert "tasuki status left-behind" in stderr
 
 
-def test_no_server_at_the_address_could_not_run(user: User) -> None:
+def test_no_server_at_the_address_could_not_run(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.2)
     done = user.run("run", "--to", "unix:///no/such/socket", "true")
 
     assert done.returncode == 125
@@ -236,7 +238,7 @@ def test_a_file_as_stdin_is_the_jobs_standard_input(served: Served, tmp_path: Pa
 
 
 def test_more_than_a_job_can_carry_is_refused_with_the_way_out(user: User) -> None:
-    done = user.run("run", "cat", input="x" * 70_000)
+    done = user.run_process("run", "cat", input="x" * 70_000)
 
     assert done.returncode == 125
     assert "--file" in done.stderr
@@ -285,7 +287,7 @@ def test_a_job_that_waits_says_why_and_ctrl_c_ends_even_without_a_server(user: U
 def test_a_data_folder_that_cannot_be_made_is_told_in_one_line(user: User, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (str(tmp_path / "file"), "/proc/x", "/proc"):
-        done = user.run("list", TASUKI_DATA=folder)
+        done = user.run_process("list", TASUKI_DATA=folder)
 
         assert done.returncode == 2
         assert done.stderr.startswith("tasuki: CONFIG: the data folder ")

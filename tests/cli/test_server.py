@@ -40,13 +40,14 @@ def test_json_events_for_programs(user: User, words: tuple[str, ...]) -> None:
     assert events[0]["pid"] == server.process.pid
 
 
-def test_a_second_server_on_the_folder_is_refused_with_the_pid_of_the_first(user: User) -> None:
-    with running(user, "server", "--no-tcp") as server:
-        second = user.run("server", "--no-tcp")
+def test_a_second_server_on_the_folder_is_refused_with_the_pid_of_the_first(served: tuple[User, Running]) -> None:
+    user, server = served
 
-        assert second.returncode == 5
-        assert second.stderr.startswith("tasuki: UNAVAILABLE: ")
-        assert f"pid {server.process.pid} " in second.stderr
+    second = user.run("server", "--no-tcp")
+
+    assert second.returncode == 5
+    assert second.stderr.startswith("tasuki: UNAVAILABLE: ")
+    assert f"pid {server.process.pid} " in second.stderr
 
 
 @pytest.mark.parametrize("word", ["server", "up"])
@@ -67,10 +68,10 @@ def test_a_certificate_without_its_key_is_refused(user: User) -> None:
     assert user.run("server", "--tls-cert", "cert.pem").returncode == 2
 
 
-def test_a_port_that_is_taken_is_named(user: User, tmp_path: Path) -> None:
-    with running(user, "server", "--tcp", "127.0.0.1:0") as server:
-        port = server.url.rpartition(":")[2]
-        other = User(tmp_path, tmp_path / "other").run("server", "--no-unix", "--tcp", f"127.0.0.1:{port}")
+def test_a_port_that_is_taken_is_named(user: User, served: tuple[User, Running]) -> None:
+    port = served[1].url.rpartition(":")[2]
+
+    other = user.run("server", "--no-unix", "--tcp", f"127.0.0.1:{port}")
 
     assert other.returncode == 2
     assert f"127.0.0.1:{port}" in other.stderr
@@ -184,15 +185,16 @@ def test_the_workers_end_with_an_up_that_was_killed(user: User) -> None:
     (user.data / "socket").unlink()
 
 
-def test_over_tcp_the_owner_of_the_folder_needs_no_token(user: User) -> None:
-    with running(user, "server", "--tcp", "127.0.0.1:0") as server:
-        assert user.json("list", "--json", "--to", server.url) == {"jobs": [], "cursor": None}
+def test_over_tcp_the_owner_of_the_folder_needs_no_token(served: tuple[User, Running]) -> None:
+    user, server = served
+
+    assert user.json("list", "--json", "--to", server.url) == user.json("list", "--json")
 
 
-def test_over_tcp_the_token_goes_only_to_the_folders_own_server(user: User, tmp_path: Path) -> None:
-    stranger = User(tmp_path, tmp_path / "stranger")
-    with running(user, "server", "--no-tcp"), running(stranger, "server", "--tcp", "127.0.0.1:0") as server:
-        done = user.run("list", "--to", server.url)
+def test_over_tcp_the_token_goes_only_to_the_folders_own_server(user: User, served: tuple[User, Running]) -> None:
+    _, strangers_server = served
+    with running(user, "server", "--no-tcp"):
+        done = user.run("list", "--to", strangers_server.url)
 
     assert done.returncode == 4
     assert done.stderr.startswith("tasuki: UNAUTHORIZED: a token is needed")

@@ -1,4 +1,4 @@
-"""What an agent is told at its start, and who may come in. Reads the token file that it is named, and the size of the machine."""
+"""Configuration of an agent: its settings, its token file, and defaults from the size of the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEEP_DAYS = 7.0
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent."""
+    """Settings of one agent."""
 
     data: Path
     node: str
@@ -30,19 +30,19 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 1
     timeout_s: float = TIMEOUT_S
     max_upload_bytes: int | None = None
-    """None: a quarter of what is free when the upload comes."""
+    """None: a quarter of the space that is free when the upload comes."""
     keep_days: float = KEEP_DAYS
     tokens: tuple[str, ...] = ()
     log_caps: LogCaps = DEFAULT_CAPS
 
     def exec_of(self, name: str | None) -> Exec | None:
-        """The exec of that name; without a name the default one."""
+        """Return the exec of that name, or without a name the default one."""
         chosen = name or self.default_exec
         return None if chosen is None else self.execs.get(chosen)
 
 
 class Tokens:
-    """Who may come in. Every token is compared, and in constant time: an answer's delay tells nothing about any of them."""
+    """Tokens that are accepted. Each is compared, in constant time: the delay of an answer tells nothing about them."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
@@ -51,12 +51,13 @@ class Tokens:
         return bool(self._digests)
 
     def admit(self, secret: str) -> bool:
+        """Return whether the secret is one of the tokens."""
         given = hashlib.sha256(secret.encode()).digest()
         return sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
-    """One token on each line; empty lines and those that begin with # are skipped."""
+    """Return the tokens of a file, one on each line; empty lines and lines that begin with # are skipped."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -74,13 +75,13 @@ def read_tokens(path: str) -> tuple[str, ...]:
 
 
 def slots_of_this_machine() -> int:
-    """How many jobs at once, where nobody says: by the cores that this process may use, and by memory."""
+    """Return the default number of slots: by the cores that this process may use, and by memory."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return default_slots(len(os.sched_getaffinity(0)), memory_bytes)
 
 
 def choose_default(execs: Mapping[str, Exec], named: str | None) -> str | None:
-    """The exec for requests that name none: the one that was named, else the only one there is."""
+    """Return the exec for requests that name none: --default-exec, else the only one there is."""
     if named is not None and named not in execs:
         raise ConfigError(f"--default-exec {named[:64]!r} is none of the execs ({', '.join(sorted(execs)) or 'there are none'})")
     return named or (next(iter(execs)) if len(execs) == 1 else None)

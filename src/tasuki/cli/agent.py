@@ -32,6 +32,7 @@ from tasuki.cli.connect import StoreAddress, guest_places, is_store
 from tasuki.cli.output import ExitCode, Output
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
 from tasuki.core.address import AGENT_PORT
+from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ registry_options = options(
 
 
 class _AgentOptions(NamedTuple):
-    """Where and how the agent listens, and what it shares with others."""
+    """The listener of an agent, and what the agent shares with others."""
 
     address: Address
     tls_cert: str | None
@@ -109,7 +110,7 @@ class _AgentOptions(NamedTuple):
 @exec_options
 @option("--default-exec", metavar="NAME", help="For requests that name none. Default: the only one, if it is.")
 @option("--node", metavar="NAME", help="How others call this agent. Default: the host's name.")
-@number("--timeout", metavar="SECONDS", default=1200.0, help="Time limit of a job; a request may ask for less, not for more.")
+@number("--timeout", metavar="SECONDS", default=TIMEOUT_S, help="Time limit of a job; a request may ask for less, not for more.")
 @option("--max-upload", metavar="SIZE", help="Largest upload, as 20GB. Default: a quarter of the space that is free.")
 @number("--keep-days", metavar="DAYS", default=7.0, help="How long results are kept.")
 @option("--inputs", metavar="WHERE", help="Fetch inputs from here: s3://bucket/prefix, a folder, or http://dispatcher.")

@@ -20,6 +20,7 @@ from tasuki.cli.agent import (
 from tasuki.cli.command import command, drain_option, log_level_option, number, option, tls_ca_option, tls_options
 from tasuki.cli.output import Output
 from tasuki.cli.worker import check_drain_timeout
+from tasuki.core.failover.events import LIMIT_S
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 class _DispatcherOptions(NamedTuple):
-    """Where and how the dispatcher listens."""
+    """The listener of a dispatcher, and its registry."""
 
     address: Address
     certificate: ServerCertificate | None
@@ -62,7 +63,7 @@ class _DispatcherOptions(NamedTuple):
 @option("--max-upload", metavar="SIZE", help="With --inputs: largest upload. Default: 64GB.")
 @number("--keep-inputs", metavar="DAYS", default=7.0, help="With --inputs: remove those unused for so long; 0: never.")
 @registry_options
-@number("--timeout", metavar="SECONDS", default=1260.0, help="How long an agent may take to answer.")
+@number("--timeout", metavar="SECONDS", default=LIMIT_S, help="How long an agent may take to answer.")
 @drain_option
 @log_format_option
 @log_level_option

@@ -1,4 +1,4 @@
-"""What `run` and `submit` share: the options that describe a job, its fields, and what a person is told while it waits."""
+"""The parts that `run` and `submit` share: options that describe a job, its fields, and hints while it waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command prints, and the code it exits with.
+"""The output of commands, and their exit codes.
 
 Answers go to stdout; errors, hints and progress go to stderr, progress only on a terminal. A command passes its data and the
 lines for a person to an `Output`, which shows one of them: the lines, the data as JSON (`--json`), or only the ids (`--quiet`).

@@ -1,4 +1,4 @@
-"""What the long-running commands share: the log on stderr, events on stdout, signals, the event loop, the name of the process."""
+"""The parts that long-running commands share: the log, events on stdout, signals, the event loop, the name of the process."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ async def _main(options: ServerOptions, events: process.Events) -> int:
 
 
 class ListenOptions(NamedTuple):
-    """Where and how a server listens, and what it serves over HTTP."""
+    """The listeners of a server, and what it serves over HTTP."""
 
     tcp: tuple[Address, ...] = ()
     unix: bool = True

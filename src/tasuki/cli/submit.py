@@ -47,7 +47,7 @@ def submit(
     payload_file: str | None,
     place: Destination,
 ) -> int:
-    """The same --job-id and body again is the same job, not a second one."""
+    """A second job with the same --job-id and body is the same job."""
     if array and each_line:
         raise InvalidInput("--array and --each-line cannot stand together; choose one")
     if array:

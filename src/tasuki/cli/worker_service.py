@@ -58,7 +58,7 @@ class InstallOptions(NamedTuple):
     force: bool
     dry_run: bool
     flags: Mapping[str, str]
-    """How each option is written, by parameter."""
+    """The spelling of each option, by parameter."""
     given: Mapping[str, Any]
     """The worker's options that were given."""
     every: Mapping[str, Any]

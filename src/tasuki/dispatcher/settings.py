@@ -1,4 +1,4 @@
-"""What a dispatcher is told at its start."""
+"""Configuration of a dispatcher."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ KEEP_INPUTS_DAYS = 7.0
 
 
 class Mode(enum.StrEnum):
-    """How a job gets to its node."""
+    """Way of a job to its node: passed through, or by a redirect of the client."""
 
     PROXY = "proxy"
     REDIRECT = "redirect"
 
 
 class DispatcherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One dispatcher."""
+    """Settings of one dispatcher."""
 
     agents: tuple[Address, ...]
     mode: Mode = Mode.PROXY
     tokens: tuple[str, ...] = ()
-    """Who may come in."""
+    """Tokens that are accepted from clients."""
     agent_token: str = ""
-    """With which the agents are asked. It is sent to nobody else."""
+    """Token for requests to agents; sent to nobody else."""
     agent_tls: ssl.SSLContext | None = None
     inputs: str | None = None
     max_upload_bytes: int = UPLOAD_MAX_BYTES
-    """Of what is kept in the store; what is passed through is limited by the agents."""
+    """Limit of uploads that are kept in the store; agents limit those that are passed through."""
     keep_inputs_days: float = KEEP_INPUTS_DAYS
-    """After their last use; 0: for ever."""
+    """Days after their last use for which inputs are kept; 0: for ever."""
     limit_s: float = LIMIT_S
-    """How long a node may take to answer."""
+    """Time in which a node must answer."""
     silent_s: float = SILENT_S
-    """A node that works on a job and says nothing for so long is as good as dead."""
+    """Time without a sign of life after which a node that runs a job counts as dead."""
     rules: BreakerRules = DEFAULT_RULES
