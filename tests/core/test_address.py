@@ -68,7 +68,7 @@ def test_a_listener_that_is_not_understood_is_quoted_as_it_was_given(parse: Call
 
 @pytest.mark.parametrize("text", ["unix:///run/s", "ftp://a:1"])
 def test_a_listener_of_http_is_nothing_else(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"address '{text}' is none of HTTP; write host:port, as in 127.0.0.1:7080"):
+    with pytest.raises(ConfigError, match=f"address '{text}' is not one for HTTP; write host:port, as in 127.0.0.1:7080"):
         parse_http(text)
 
 
