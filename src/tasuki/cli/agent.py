@@ -14,20 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tasuki.cli import command as cli
 from tasuki.cli import process
-from tasuki.cli.command import (
-    command,
-    data_option,
-    drain_option,
-    exec_options,
-    log_level_option,
-    log_size_options,
-    number,
-    option,
-    options,
-    tls_ca_option,
-    tls_options,
-)
 from tasuki.cli.connect import StoreAddress, guest_places, is_store
 from tasuki.cli.output import ExitCode, Output
 from tasuki.cli.worker import allowed_execs, check_drain_timeout, log_caps
@@ -48,30 +36,32 @@ DEFAULT_LISTEN = f"127.0.0.1:{AGENT_PORT}"
 REGISTRY_APP = "tasuki-agents"  # not that of servers, which may use the same Redis
 LEASE_TTL_RANGE_S = (1.0, 3600.0)
 
-tokens_option = option("--token-file", metavar="FILE", help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN.")
-log_format_option = option("--log-format", metavar="pretty|json", default="pretty", help="How lines look on stderr.")
-registry_options = options(
-    option(
+tokens_option = cli.option(
+    "--token-file", metavar="FILE", help="Tokens that may come in, one on each line. Default: TASUKI_TOKEN."
+)
+log_format_option = cli.option("--log-format", metavar="pretty|json", default="pretty", help="How lines look on stderr.")
+registry_options = cli.options(
+    cli.option(
         "--registry",
         metavar="URL",
         envvar="TASUKI_REGISTRY",
         help="redis://host:6379/0 or postgresql://user@host/database, which several agents share: one of them runs a job, all of "
         "them have its result. An address with a password belongs into the variable.",
     ),
-    option(
+    cli.option(
         "--results",
         metavar="URL",
         help="With --registry: keep large results here, so that they outlive their node: s3://bucket/prefix[?endpoint=URL], "
         "or a folder that all share.",
     ),
-    option(
+    cli.option(
         "--registry-app",
         "app",
         metavar="NAME",
         default=REGISTRY_APP,
         help="With --registry redis://…: the prefix of its keys, as of the others.",
     ),
-    number(
+    cli.number(
         "--lease-ttl",
         metavar="SECONDS",
         default=15.0,
@@ -93,7 +83,7 @@ class _AgentOptions(NamedTuple):
     registry: RegistryOptions | None = None
 
 
-@command(
+@cli.command(
     "agent",
     examples=[
         "tasuki agent --exec pricer='/opt/pricer/run {file}'      # on http://127.0.0.1:7090, without a token",
@@ -103,25 +93,27 @@ class _AgentOptions(NamedTuple):
         "TASUKI_REGISTRY=redis://db:6379/1 tasuki agent --results s3://bucket/results --exec pricer='/opt/pricer/run {file}'",
     ],
 )
-@option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
-@tls_options
+@cli.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
+@cli.tls_options
 @tokens_option
-@number("--slots", metavar="N", type=int, help="Jobs at once. Default: one per core, if each has 1 GiB of memory.")
-@exec_options
-@option("--default-exec", metavar="NAME", help="For requests that name none. Default: the only one, if it is.")
-@option("--node", metavar="NAME", help="How others call this agent. Default: the host's name.")
-@number("--timeout", metavar="SECONDS", default=TIMEOUT_S, help="Time limit of a job; a request may ask for less, not for more.")
-@option("--max-upload", metavar="SIZE", help="Largest upload, as 20GB. Default: a quarter of the space that is free.")
-@number("--keep-days", metavar="DAYS", default=7.0, help="How long results are kept.")
-@option("--inputs", metavar="WHERE", help="Fetch inputs from here: s3://bucket/prefix, a folder, or http://dispatcher.")
+@cli.number("--slots", metavar="N", type=int, help="Jobs at once. Default: one per core, if each has 1 GiB of memory.")
+@cli.exec_options
+@cli.option("--default-exec", metavar="NAME", help="For requests that name none. Default: the only one, if it is.")
+@cli.option("--node", metavar="NAME", help="How others call this agent. Default: the host's name.")
+@cli.number(
+    "--timeout", metavar="SECONDS", default=TIMEOUT_S, help="Time limit of a job; a request may ask for less, not for more."
+)
+@cli.option("--max-upload", metavar="SIZE", help="Largest upload, as 20GB. Default: a quarter of the space that is free.")
+@cli.number("--keep-days", metavar="DAYS", default=7.0, help="How long results are kept.")
+@cli.option("--inputs", metavar="WHERE", help="Fetch inputs from here: s3://bucket/prefix, a folder, or http://dispatcher.")
 @registry_options
-@option("--advertise", metavar="URL", help="With --registry: where other agents reach this one. Default: as --listen.")
-@tls_ca_option
-@drain_option
-@log_size_options
+@cli.option("--advertise", metavar="URL", help="With --registry: where other agents reach this one. Default: as --listen.")
+@cli.tls_ca_option
+@cli.drain_option
+@cli.log_size_options
 @log_format_option
-@log_level_option
-@data_option
+@cli.log_level_option
+@cli.data_option
 def agent(
     output: Output,
     listen: str,
@@ -328,8 +320,8 @@ class RegistryOptions(NamedTuple):
 
         if url is None:
             if results or advertise:
-                option = "--results" if results else "--advertise"
-                raise ConfigError(f"{option} is for those that share a registry; give --registry URL too")
+                name = "--results" if results else "--advertise"
+                raise ConfigError(f"{name} is for those that share a registry; give --registry URL too")
             return None
         if not is_store(url):
             scheme = url.partition("://")[0][:40]

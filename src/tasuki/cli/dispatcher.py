@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.agent import (
     RegistryOptions,
@@ -17,7 +18,6 @@ from tasuki.cli.agent import (
     tokens_of,
     tokens_option,
 )
-from tasuki.cli.command import command, drain_option, log_level_option, number, option, tls_ca_option, tls_options
 from tasuki.cli.output import Output
 from tasuki.cli.worker import check_drain_timeout
 from tasuki.core.failover.events import LIMIT_S
@@ -42,7 +42,7 @@ class _DispatcherOptions(NamedTuple):
     json: bool
 
 
-@command(
+@cli.command(
     "dispatcher",
     examples=[
         "tasuki dispatcher --agents http://n1:7090,http://n2:7090      # on http://127.0.0.1:7091, without a token",
@@ -52,21 +52,21 @@ class _DispatcherOptions(NamedTuple):
         "tasuki dispatcher --agents http://n1:7090,http://n2:7090 --inputs s3://bucket/prefix --registry redis://db:6379/1",
     ],
 )
-@option("--agents", metavar="URLS", required=True, help="Node agents: http://n1:7090,http://n2:7090.")
-@option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
-@option("--mode", metavar="proxy|redirect", default="proxy", help="Pass jobs through, or tell clients where to go.")
-@option("--inputs", metavar="WHERE", help="Keep uploads here first: s3://bucket/prefix, or a folder that all share.")
+@cli.option("--agents", metavar="URLS", required=True, help="Node agents: http://n1:7090,http://n2:7090.")
+@cli.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, help="Listen here; port 0: any.")
+@cli.option("--mode", metavar="proxy|redirect", default="proxy", help="Pass jobs through, or tell clients where to go.")
+@cli.option("--inputs", metavar="WHERE", help="Keep uploads here first: s3://bucket/prefix, or a folder that all share.")
 @tokens_option
-@option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file.")
-@tls_options
-@tls_ca_option
-@option("--max-upload", metavar="SIZE", help="With --inputs: largest upload. Default: 64GB.")
-@number("--keep-inputs", metavar="DAYS", default=7.0, help="With --inputs: remove those unused for so long; 0: never.")
+@cli.option("--agent-token-file", metavar="FILE", help="The token for the agents. Default: the first of --token-file.")
+@cli.tls_options
+@cli.tls_ca_option
+@cli.option("--max-upload", metavar="SIZE", help="With --inputs: largest upload. Default: 64GB.")
+@cli.number("--keep-inputs", metavar="DAYS", default=7.0, help="With --inputs: remove those unused for so long; 0: never.")
 @registry_options
-@number("--timeout", metavar="SECONDS", default=LIMIT_S, help="How long an agent may take to answer.")
-@drain_option
+@cli.number("--timeout", metavar="SECONDS", default=LIMIT_S, help="How long an agent may take to answer.")
+@cli.drain_option
 @log_format_option
-@log_level_option
+@cli.log_level_option
 def dispatcher(
     output: Output,
     agents: str,

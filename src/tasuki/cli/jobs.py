@@ -9,20 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tasuki.cli.command import (
-    Destination,
-    argument,
-    command,
-    connection_options,
-    cursor_option,
-    flag,
-    group,
-    limit_option,
-    option,
-    quiet_option,
-    reason_option,
-    several,
-)
+from tasuki.cli import command as cli
 from tasuki.cli.connect import with_client
 from tasuki.cli.output import ExitCode, Output, plain, table, when
 from tasuki.errors import InvalidInput, NotFound
@@ -36,18 +23,18 @@ ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "TIMED_OUT", "SKIPPED")
 UNSUCCESSFUL = ("FAILED", "TIMED_OUT")
 REASON_SHOWN_MAX = 100  # characters in the list of dead letters; `show` has all of it
 
-job_id_argument = argument("job_id", metavar="JOB", help="Job id.")
-job_ids_argument = argument("job_ids", metavar="JOB...", help="Job ids.", nargs=-1, required=True)
-any_job_ids_argument = argument("job_ids", metavar="[JOB]...", help="Job ids.", nargs=-1)
+job_id_argument = cli.argument("job_id", metavar="JOB", help="Job id.")
+job_ids_argument = cli.argument("job_ids", metavar="JOB...", help="Job ids.", nargs=-1, required=True)
+any_job_ids_argument = cli.argument("job_ids", metavar="[JOB]...", help="Job ids.", nargs=-1)
 
 
 # ---------------------------------------------------------------------------------------------------- status and list
 
 
-@command("status", examples=["tasuki status nightly-2026-01-31", "tasuki status --json JOB | jq .[0].state"])
+@cli.command("status", examples=["tasuki status nightly-2026-01-31", "tasuki status --json JOB | jq .[0].state"])
 @job_ids_argument
-@connection_options()
-def status(output: Output, job_ids: tuple[str, ...], place: Destination) -> int:
+@cli.connection_options()
+def status(output: Output, job_ids: tuple[str, ...], place: cli.Destination) -> int:
     """Jobs that are found are shown; exit 3 if others are not."""
     views, unknown = with_client(place, lambda client: _statuses(client, job_ids))
     output.show(views, lambda: [line for view in views for line in _view_lines(view)])
@@ -90,7 +77,7 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
             yield f"  {plain(outcome['message'])}"
 
 
-@command(
+@cli.command(
     "list",
     examples=[
         "tasuki list --state FAILED --limit 20",
@@ -98,15 +85,15 @@ def _view_lines(view: dict[str, Any]) -> Iterable[str]:
         "tasuki list --text 'exit code 3' --quiet | xargs tasuki retry",
     ],
 )
-@several("--state", metavar="STATE", help="PENDING, RUNNING, FAILED, …; several times.")
-@option("--subject", metavar="PATTERN", help="* and > allowed.")
-@option("--array", metavar="ID", help="Only elements of this array.")
-@option("--worker", metavar="ID", help="Only jobs that this worker had last.")
-@option("--text", metavar="TEXT", help="Part of the id or of the error.")
-@limit_option
-@cursor_option
-@connection_options()
-@quiet_option
+@cli.several("--state", metavar="STATE", help="PENDING, RUNNING, FAILED, …; several times.")
+@cli.option("--subject", metavar="PATTERN", help="* and > allowed.")
+@cli.option("--array", metavar="ID", help="Only elements of this array.")
+@cli.option("--worker", metavar="ID", help="Only jobs that this worker had last.")
+@cli.option("--text", metavar="TEXT", help="Part of the id or of the error.")
+@cli.limit_option
+@cli.cursor_option
+@cli.connection_options()
+@cli.quiet_option
 def list_jobs(
     output: Output,
     state: tuple[str, ...],
@@ -116,7 +103,7 @@ def list_jobs(
     text: str | None,
     limit: int,
     cursor: str | None,
-    place: Destination,
+    place: cli.Destination,
 ) -> None:
     _check_limit(limit)
     chosen = {"states": _states(state), "subject": subject, "array_id": array, "worker_id": worker, "text": text}
@@ -176,11 +163,11 @@ async def find_all(
 # ---------------------------------------------------------------------------------------------------- cancel, explain, retry
 
 
-@command("cancel", examples=["tasuki cancel JOB --reason 'wrong input'", "tasuki cancel JOB1 JOB2"])
+@cli.command("cancel", examples=["tasuki cancel JOB --reason 'wrong input'", "tasuki cancel JOB1 JOB2"])
 @job_ids_argument
-@reason_option
-@connection_options()
-def cancel(output: Output, job_ids: tuple[str, ...], reason: str, place: Destination) -> None:
+@cli.reason_option
+@cli.connection_options()
+def cancel(output: Output, job_ids: tuple[str, ...], reason: str, place: cli.Destination) -> None:
     """Waiting jobs are canceled at once, running ones when their worker has stopped them; a job that has ended stays as it is."""
     answer = with_client(place, lambda client: client.cancel(list(job_ids), reason))
     output.show(answer, lambda: [f"{job_id}  {_cancel_words(what)}" for job_id, what in answer.items()])
@@ -193,10 +180,10 @@ def _cancel_words(what: dict[str, Any]) -> str:
     return f"had already ended: {what['state']}" if ended_otherwise else str(what["state"])
 
 
-@command("explain", examples=["tasuki explain JOB      # why it waits, why it failed, what happened to it"])
+@cli.command("explain", examples=["tasuki explain JOB      # why it waits, why it failed, what happened to it"])
 @job_id_argument
-@connection_options()
-def explain(output: Output, job_id: str, place: Destination) -> None:
+@cli.connection_options()
+def explain(output: Output, job_id: str, place: cli.Destination) -> None:
     explanation = with_client(place, lambda client: client.explain(job_id))
     output.show(explanation, lambda: explain_lines(explanation))
 
@@ -211,7 +198,7 @@ def explain_lines(explanation: dict[str, Any]) -> Iterable[str]:
         yield f"  {when(incident['at'])}  {incident['kind']}, attempt {incident['attempt']}  {details}".rstrip()
 
 
-@command(
+@cli.command(
     "retry",
     examples=[
         "tasuki retry JOB",
@@ -220,12 +207,14 @@ def explain_lines(explanation: dict[str, Any]) -> Iterable[str]:
     ],
 )
 @any_job_ids_argument
-@option("--array", metavar="ID", help="All elements of this array that have ended.")
-@flag("--only-failed", help="Leave out what succeeded or was canceled.")
-@reason_option
-@connection_options()
-@quiet_option
-def retry(output: Output, job_ids: tuple[str, ...], array: str | None, only_failed: bool, reason: str, place: Destination) -> int:
+@cli.option("--array", metavar="ID", help="All elements of this array that have ended.")
+@cli.flag("--only-failed", help="Leave out what succeeded or was canceled.")
+@cli.reason_option
+@cli.connection_options()
+@cli.quiet_option
+def retry(
+    output: Output, job_ids: tuple[str, ...], array: str | None, only_failed: bool, reason: str, place: cli.Destination
+) -> int:
     """Jobs start with fresh budgets of retries and losses; the attempt number goes on."""
     if bool(job_ids) == bool(array):
         raise InvalidInput("give either job ids or --array ID, as in: tasuki retry --array ID --only-failed")
@@ -260,23 +249,25 @@ def retry(output: Output, job_ids: tuple[str, ...], array: str | None, only_fail
 
 # ---------------------------------------------------------------------------------------------------- dead letters
 
-dead = group("dead", "Those are jobs that failed for good: no retry is left.")
-subject_option = option("--subject", metavar="PATTERN", help="Only these subjects, * and > allowed.")
-app_option = option("--app", metavar="NAME", help="Only jobs of this app.")
+dead = cli.group("dead", "Those are jobs that failed for good: no retry is left.")
+subject_option = cli.option("--subject", metavar="PATTERN", help="Only these subjects, * and > allowed.")
+app_option = cli.option("--app", metavar="NAME", help="Only jobs of this app.")
 
 
-@command(
+@cli.command(
     "dead list",
     parent=dead,
     examples=["tasuki dead list", "tasuki dead list --app zpe --limit 20", "tasuki dead list --subject 'render.>' --json"],
 )
 @subject_option
 @app_option
-@limit_option
-@cursor_option
-@connection_options()
-@quiet_option
-def list_dead(output: Output, subject: str | None, app: str | None, limit: int, cursor: str | None, place: Destination) -> None:
+@cli.limit_option
+@cli.cursor_option
+@cli.connection_options()
+@cli.quiet_option
+def list_dead(
+    output: Output, subject: str | None, app: str | None, limit: int, cursor: str | None, place: cli.Destination
+) -> None:
     """List dead letters, the newest job first."""
     _check_limit(limit)
     filter = _dead_filter(subject, app)
@@ -285,10 +276,10 @@ def list_dead(output: Output, subject: str | None, app: str | None, limit: int, 
     _show_page(output, letters, following, lambda: _letter_lines(letters))
 
 
-@command("dead show", parent=dead, examples=["tasuki dead show JOB      # its reason, and what became of each attempt"])
+@cli.command("dead show", parent=dead, examples=["tasuki dead show JOB      # its reason, and what became of each attempt"])
 @job_id_argument
-@connection_options()
-def show_dead(output: Output, job_id: str, place: Destination) -> None:
+@cli.connection_options()
+def show_dead(output: Output, job_id: str, place: cli.Destination) -> None:
     """Show why a job failed for good, and what became of each attempt."""
 
     async def work(client: AsyncClient) -> dict[str, Any]:
@@ -311,7 +302,7 @@ def show_dead(output: Output, job_id: str, place: Destination) -> None:
     output.hint(f"set it going again with: tasuki dead retry {job_id}")
 
 
-@command(
+@cli.command(
     "dead retry",
     parent=dead,
     examples=[
@@ -321,13 +312,13 @@ def show_dead(output: Output, job_id: str, place: Destination) -> None:
     ],
 )
 @any_job_ids_argument
-@flag("--all", "every", help="All dead letters, or those of --subject or --app.")
+@cli.flag("--all", "every", help="All dead letters, or those of --subject or --app.")
 @subject_option
 @app_option
-@flag("--dry-run", help="Only tell which they are.")
-@reason_option
-@connection_options()
-@quiet_option
+@cli.flag("--dry-run", help="Only tell which they are.")
+@cli.reason_option
+@cli.connection_options()
+@cli.quiet_option
 def retry_dead(
     output: Output,
     job_ids: tuple[str, ...],
@@ -336,7 +327,7 @@ def retry_dead(
     app: str | None,
     dry_run: bool,
     reason: str,
-    place: Destination,
+    place: cli.Destination,
 ) -> int:
     """Set dead letters going again, with fresh budgets of retries and losses.
 

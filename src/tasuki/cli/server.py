@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tasuki.cli import command as cli
 from tasuki.cli import process
-from tasuki.cli.command import command, data_option, flag, log_level_option, number, option, several, tls_options
 from tasuki.cli.connect import note_listening
 from tasuki.cli.output import Output
 from tasuki.core.election import LOCK_TTL_S
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tasuki.server")
 DEFAULT_TCP = "127.0.0.1:7000"
 
-tcp_option = several("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}.")
-no_tcp_option = flag("--no-tcp", help="Listen on the unix socket only.")
-store_option = option(
+tcp_option = cli.several("--tcp", metavar="HOST:PORT", help=f"Listen here, several times; port 0: any. Default: {DEFAULT_TCP}.")
+no_tcp_option = cli.flag("--no-tcp", help="Listen on the unix socket only.")
+store_option = cli.option(
     "--store",
     metavar="URL",
     envvar="TASUKI_STORE",
@@ -43,32 +43,32 @@ store_option = option(
     "share. An address with a password belongs into the variable: others can read the command line. "
     "Default: SQLite in the data folder.",
 )
-coordination_option = option(
+coordination_option = cli.option(
     "--coordination",
     metavar="URL",
     envvar="TASUKI_COORDINATION",
     help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
 )
-blobs_option = option(
+blobs_option = cli.option(
     "--blobs",
     metavar="URL",
     envvar="TASUKI_BLOBS",
     help="Large inputs and results: s3://bucket/prefix[?endpoint=URL], or a folder. Default: in the data folder.",
 )
-retention_option = number(
+retention_option = cli.number(
     "--retention-days", metavar="DAYS", default=RETENTION_DAYS, help="How long finished jobs and results are kept."
 )
-lead_ttl_option = number(
+lead_ttl_option = cli.number(
     "--lead-ttl", metavar="SECONDS", default=LOCK_TTL_S, help="With --store: how soon another server takes over the duties."
 )
-app_option = several(
+app_option = cli.several(
     "--app",
     metavar="NAME",
     help="With --http: serve /calc/NAME, its jobs and workers. Several times; on Redis once, it is the prefix of the keys.",
 )
 
 
-@command(
+@cli.command(
     "server",
     examples=[
         "tasuki server --data /srv/tasuki",
@@ -80,35 +80,35 @@ app_option = several(
         'tasuki server --tcp 127.0.0.1:0 --no-unix --json      # any free port, told as {"event": "listening", …}',
     ],
 )
-@data_option
+@cli.data_option
 @tcp_option
 @no_tcp_option
-@option("--unix/--no-unix", default=True, help="Listen on the data folder's unix socket.")
-@tls_options
+@cli.option("--unix/--no-unix", default=True, help="Listen on the data folder's unix socket.")
+@cli.tls_options
 @store_option
 @blobs_option
-@several("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp.")
-@number("--lease-ttl", metavar="SECONDS", default=LEASE_TTL_S, help="How long a silent worker keeps its jobs.")
+@cli.several("--advertise", metavar="URL", help="Where others reach this server: tls://host:7000. Default: as --tcp.")
+@cli.number("--lease-ttl", metavar="SECONDS", default=LEASE_TTL_S, help="How long a silent worker keeps its jobs.")
 @retention_option
-@number(
+@cli.number(
     "--blob-grace", metavar="SECONDS", default=BLOB_GRACE_S, help="How long a blob that no job needs is kept after its last use."
 )
-@option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner.")
+@cli.option("--blob-budget", metavar="SIZE", help="What all blobs may take, as 500GB: unused ones then go sooner.")
 @lead_ttl_option
-@option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
+@cli.option("--http", metavar="HOST:PORT", help="Serve HTTP here (HTTPS with --tls-cert); port 0: any. Default: none.")
 @app_option
-@number(
+@cli.number(
     "--http-lease-ttl", metavar="SECONDS", default=HTTP_LEASE_TTL_S, help="How long a silent worker over HTTP keeps its jobs."
 )
 @coordination_option
-@flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
-@flag(
+@cli.flag("--strict", help="With Redis: refuse to start if its settings may lose jobs, instead of a warning.")
+@cli.flag(
     "--presign",
     help="With --blobs s3://… and --http: peers over HTTP move large blobs straight to and from the bucket, by links "
     "that are good for some minutes. Those who cannot reach it go on through the server.",
 )
-@option("--presign-endpoint", metavar="URL", help="Where peers reach the bucket, if not where this server does.")
-@log_level_option
+@cli.option("--presign-endpoint", metavar="URL", help="Where peers reach the bucket, if not where this server does.")
+@cli.log_level_option
 def server(
     output: Output,
     data: Path | None,

@@ -16,19 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tasuki.cli import command as cli
 from tasuki.cli import process
-from tasuki.cli.command import (
-    PATH,
-    command,
-    drain_option,
-    exec_options,
-    flag,
-    log_level_option,
-    log_size_options,
-    number,
-    option,
-    tls_options,
-)
 from tasuki.cli.connect import owner_of
 from tasuki.cli.output import Output
 from tasuki.cli.server import (
@@ -61,7 +50,7 @@ RESTART_MAX_S = 30.0
 SOUND_AFTER_S = 60.0  # a worker that lived this long did not fail at its start: the pauses begin anew
 
 
-@command(
+@cli.command(
     "up",
     examples=[
         "tasuki up                                   # ./tasuki-data, 127.0.0.1:7000, one worker with a slot per core",
@@ -70,20 +59,22 @@ SOUND_AFTER_S = 60.0  # a worker that lived this long did not fail at its start:
         "tasuki up --no-tcp --workers 0              # only the unix socket; start workers yourself",
     ],
 )
-@option("--data", metavar="FOLDER", type=PATH, help="Data folder, made if missing. Default: TASUKI_DATA, else ./tasuki-data.")
+@cli.option(
+    "--data", metavar="FOLDER", type=cli.PATH, help="Data folder, made if missing. Default: TASUKI_DATA, else ./tasuki-data."
+)
 @tcp_option
 @no_tcp_option
-@option("--http", metavar="HOST:PORT", help=f"Serve HTTP here. Default: {DEFAULT_HTTP}, if that is free.")
-@flag("--no-http", help="No HTTP.")
+@cli.option("--http", metavar="HOST:PORT", help=f"Serve HTTP here. Default: {DEFAULT_HTTP}, if that is free.")
+@cli.flag("--no-http", help="No HTTP.")
 @app_option
-@tls_options
-@number("--workers", metavar="N", type=int, default=1, help="Local worker processes.")
-@number("--slots", metavar="N", type=int, help="Jobs at once in each. Default: one per core.")
-@exec_options
-@drain_option
-@log_size_options
-@flag("--until-idle", help="Leave a second after the last client and the last running job.")
-@log_level_option
+@cli.tls_options
+@cli.number("--workers", metavar="N", type=int, default=1, help="Local worker processes.")
+@cli.number("--slots", metavar="N", type=int, help="Jobs at once in each. Default: one per core.")
+@cli.exec_options
+@cli.drain_option
+@cli.log_size_options
+@cli.flag("--until-idle", help="Leave a second after the last client and the last running job.")
+@cli.log_level_option
 def up(
     output: Output,
     data: Path | None,

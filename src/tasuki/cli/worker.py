@@ -11,22 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasuki.cli import command as cli
 from tasuki.cli import worker_service, worker_status
-from tasuki.cli.command import (
-    command_group,
-    data_option,
-    drain_option,
-    exec_options,
-    flag,
-    log_level_option,
-    log_size_options,
-    number,
-    option,
-    options,
-    several,
-    tls_ca_option,
-    token_file_option,
-)
 from tasuki.cli.connect import StoreAddress, is_store
 from tasuki.cli.output import Output
 from tasuki.errors import ConfigError
@@ -41,73 +27,73 @@ if TYPE_CHECKING:
 ORPHAN_GRACE_S = 30.0  # without a server
 ORPHAN_POLL_S = 1.0
 
-worker_options = options(
-    option(
+worker_options = cli.options(
+    cli.option(
         "--to",
         metavar="URL",
         help="Server, or several to choose from: https://host, tcp://a:7000,b:7000; or a store, for workers that may know its "
         "address: redis://host:6379/0, postgresql://user@host/database. Default: TASUKI_URL, else the data folder's unix socket.",
     ),
-    option(
+    cli.option(
         "--app",
         metavar="NAME",
         envvar="TASUKI_APP",
         help="Run this app's jobs with the exec of the same name: payload on stdin, result.json in $TASUKI_OUT. "
         "With --to redis://… also the prefix of the keys.",
     ),
-    several("--subject", metavar="PATTERN", help="What to take, * and > allowed. Several times. Default: job.assign.>"),
-    number("--slots", metavar="N", type=int, help="Jobs at once. Default: one per core."),
-    exec_options,
-    flag("--any-program", help="Run any program for jobs of this same user; only over a unix socket."),
-    option(
+    cli.several("--subject", metavar="PATTERN", help="What to take, * and > allowed. Several times. Default: job.assign.>"),
+    cli.number("--slots", metavar="N", type=int, help="Jobs at once. Default: one per core."),
+    cli.exec_options,
+    cli.flag("--any-program", help="Run any program for jobs of this same user; only over a unix socket."),
+    cli.option(
         "--worker-id",
         metavar="ID",
         help="Lasting identity, no dots: with the same --data, results that no server took are offered by its next start. "
         "Default: the enrolled one; over HTTP one that the data folder keeps; else a new one each start.",
     ),
-    option(
+    cli.option(
         "--on-disconnect",
         metavar="stop|keep",
         help="What happens to running jobs when no server renews their leases: stop them before others may take them, or keep "
         "them running and offer their results later. Default: keep over HTTP, else stop.",
     ),
-    number(
+    cli.number(
         "--reconnect-grace",
         metavar="SECONDS",
         default=60.0,
         help="With keep: how long after the end of a lease others still leave the job to this worker, 0 to 3600.",
     ),
-    number("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's, 15 or over HTTP 60."),
-    drain_option,
-    log_size_options,
-    flag("--until-stdin-ends", help="For tasuki up.", hidden=True),
-    option("--only-check", metavar="WHAT", default="", help="For tasuki worker install.", hidden=True),
-    option(
+    cli.number("--lease-ttl", metavar="SECONDS", help="Length of a lease. Default: the server's, 15 or over HTTP 60."),
+    cli.drain_option,
+    cli.log_size_options,
+    cli.flag("--until-stdin-ends", help="For tasuki up.", hidden=True),
+    cli.option("--only-check", metavar="WHAT", default="", help="For tasuki worker install.", hidden=True),
+    cli.option(
         "--blobs",
         metavar="URL",
         envvar="TASUKI_BLOBS",
         help="With --to redis://… or postgresql://…: where the servers keep what is larger than 64 KiB, s3://bucket/prefix.",
     ),
-    option(
+    cli.option(
         "--coordination",
         metavar="URL",
         envvar="TASUKI_COORDINATION",
         help="With PostgreSQL: redis://… for beats, the leader's lock and hints. The same for all servers. Default: the store.",
     ),
-    log_level_option,
-    data_option,
-    token_file_option,
-    option(
+    cli.log_level_option,
+    cli.data_option,
+    cli.token_file_option,
+    cli.option(
         "--enroll-file",
         metavar="FILE",
         help="With --to https://…: file with an enrol token, - for stdin. Needed once: the worker keeps what it gets for it in "
         "the data folder, and renews it. Default: TASUKI_ENROLL, else asked for at a terminal.",
     ),
-    tls_ca_option,
+    cli.tls_ca_option,
 )
 
 
-@command_group(
+@cli.command_group(
     "worker",
     examples=[
         "TASUKI_ENROLL=tsk_e_… tasuki worker --to https://control.example --app zpe --exec zpe='python3 zpe.py'",
