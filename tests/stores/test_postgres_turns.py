@@ -16,7 +16,7 @@ import pytest
 from tasuki.core.job import JobSpec, Outcome, State, body_hash
 from tasuki.core.store_messages import Answers, LeaseRequest, Report, Submission, Turn
 from tasuki.errors import DiskFull, InterruptCause, StaleEpoch, TasukiError, TurnInterrupted, Unavailable
-from tasuki.stores import retrying
+from tasuki.stores import common
 from tasuki.stores.batching import StoreThread, execute_surely
 from tasuki.stores.sql.postgres import PostgresDatabase
 from tasuki.stores.sql.store import SqlStore
@@ -457,25 +457,25 @@ def test_a_verb_that_broke_half_way_spoils_the_turn_even_if_its_error_was_caught
 
 
 def test_conflicts_are_tried_five_times_with_growing_waits() -> None:
-    retries = retrying.Retries(now=0.0, random=lambda: 1.0)
+    retries = common.Retries(now=0.0, random=lambda: 1.0)
 
-    waits = [retries.wait_s(InterruptCause.CONFLICT, now=0.0) for _ in range(retrying.CONFLICT_TRIES)]
+    waits = [retries.wait_s(InterruptCause.CONFLICT, now=0.0) for _ in range(common.CONFLICT_TRIES)]
 
     assert waits == [0.02, 0.04, 0.08, 0.16, None]
 
 
 def test_a_lost_connection_is_tried_at_once_and_then_for_half_a_minute() -> None:
-    retries = retrying.Retries(now=100.0, random=lambda: 1.0)
+    retries = common.Retries(now=100.0, random=lambda: 1.0)
 
     waits = [retries.wait_s(InterruptCause.CONNECTION, now=101.0) for _ in range(12)]
 
     assert waits[:3] == [0.0, 0.04, 0.08]
-    assert waits[-1] == retrying.LOST_WAIT_MAX_S
-    assert retries.wait_s(InterruptCause.CONNECTION, now=100.0 + retrying.RETRY_S) is None
+    assert waits[-1] == common.LOST_WAIT_MAX_S
+    assert retries.wait_s(InterruptCause.CONNECTION, now=100.0 + common.RETRY_S) is None
 
 
 def test_waits_are_jittered_so_that_servers_do_not_come_back_together() -> None:
-    early, late = (retrying.Retries(0.0, lambda chance=chance: chance) for chance in (0.0, 1.0))
+    early, late = (common.Retries(0.0, lambda chance=chance: chance) for chance in (0.0, 1.0))
 
     assert early.wait_s(InterruptCause.TIMEOUT, 0.0) == 0.01
     assert late.wait_s(InterruptCause.TIMEOUT, 0.0) == 0.02
