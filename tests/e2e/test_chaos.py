@@ -1,35 +1,32 @@
-"""Several servers on one PostgreSQL, everything killed and frozen at random: a small storm. tests/soak has the large one."""
+"""Servers, workers and stores as processes, killed and frozen at random: no acknowledged job is lost, none is finished twice."""
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.support.chaos.checks import check
-from tests.support.chaos.rig import Plan, Scene
-from tests.support.postgres_service import PostgresService
+from tests.support.chaos.scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.e2e
 
+SEEDS = [int(seed) for seed in os.environ.get("CHAOS_SEEDS", "").split()] or [0]
+"""Seeds to repeat; 0: a random one."""
 
-def test_a_small_storm_over_three_servers_leaves_one_finish_each(
-    tmp_path: Path, postgres: PostgresService, postgres_url: str
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(one, id=one.name, marks=pytest.mark.soak if one.in_soak else ()) for one in SCENARIOS],
+)
+def test_after_a_storm_every_promise_holds(
+    scenario: Scenario, seed: int, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = Plan(
-        seed=random.randrange(1 << 30),
-        workers=3,
-        clients=2,
-        jobs=900,
-        faults_min=6,
-        faults_max=9,
-        gap_s=(0.1, 0.7),
-        pause_s=0.2,
-        large_every=100,
-    )
-    print(f"seed {plan.seed}")
-    with Scene(plan, tmp_path, postgres, postgres_url) as scene:
-        scene.storm()
-        scene.calm()
-        print(check(scene))
+    seed = seed or random.randrange(1, 1 << 30)
+    print(f"seed {seed}")
+    with scenario.make(request, tmp_path, seed) as rig:
+        figures = rig.run()
+    with capsys.disabled():
+        print(f"\n{figures}" if scenario.in_soak else "", end="")

@@ -1,39 +1,34 @@
-"""What must hold after a storm of the rig, whatever happened in it.
+"""Checks of a chaos run on PostgreSQL: its history, and the promises of the scenario that are no invariants.
 
-What is left of the storm becomes a history (`history.jsonl` in the test's folder), which the one checker of all invariants reads.
-What is no invariant, but the promise of this scene, is checked here: every job succeeds, the counters saw each of them once, each
-client was told everything once, the results have the words that the jobs wrote, large ones are blobs.
+Every job succeeds, the counters saw each of them once, each client was told everything once, the results have the words that the
+jobs wrote, and large ones are blobs.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tasuki.core.job import body_hash
-from tasuki.testing.sim.checker import Checker
-from tasuki.testing.sim.history import AnsweredEvent, AnyLine, ArrivedEvent, AskedEvent, FaultEvent, write
+from tasuki.testing.sim.history import AnsweredEvent, AnyLine, ArrivedEvent, AskedEvent, FaultEvent
 from tests.e2e.stage import Run
 from tests.support.chaos import evidence as left_behind
 from tests.support.chaos.client import GROUP, LARGE_BYTES, spec_of
 from tests.support.chaos.evidence import StoreEvidence
-from tests.support.chaos.rig import Scene
-from tests.support.waiting import until
 
 SHOWN = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I11", "I13", "liveness")
-"""What a storm is evidence for. The others need more eyes than a test has on real processes: the simulator has them."""
+"""Invariants that a storm is evidence for. The others need an observer of all processes, as in the simulator."""
 
-_ENDS = "SELECT idempotency_key, ready, lease_expires_at, result, result_size_bytes FROM tasuki_jobrun"
-_COUNTERS = f"SELECT state, sum(n) FROM tasuki_counter WHERE \"group\" = '{GROUP}' GROUP BY state"
-_REFERENCES = """SELECT job.idempotency_key, ref.sha256, blob.stored, blob.condemned FROM tasuki_jobblob ref
+ENDS = "SELECT idempotency_key, ready, lease_expires_at, result, result_size_bytes FROM tasuki_jobrun"
+COUNTERS = f"SELECT state, sum(n) FROM tasuki_counter WHERE \"group\" = '{GROUP}' GROUP BY state"
+REFERENCES = """SELECT job.idempotency_key, ref.sha256, blob.stored, blob.condemned FROM tasuki_jobblob ref
 JOIN tasuki_jobrun job ON job.id = ref.job_id LEFT JOIN tasuki_blob blob ON blob.sha256 = ref.sha256 AND blob.condemned = 0"""
 
 
 class JobEnd(NamedTuple):
-    """The columns of `_ENDS`: what the history has no line for."""
+    """The columns of `ENDS`: what the history has no line for."""
 
     job_id: str
     ready: int
@@ -43,7 +38,7 @@ class JobEnd(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """All that is left of a storm."""
+    """The remains of a storm."""
 
     stored: StoreEvidence
     ends: dict[str, JobEnd]
@@ -51,7 +46,7 @@ class Evidence(NamedTuple):
     references: dict[str, tuple[str, int | None, int | None]]
     runs: list[Run]
     notes: dict[str, list[dict[str, Any]]]
-    """client → what it noted."""
+    """client → its notes."""
     led: dict[str, list[int]]
     """server → the epochs under which it led."""
     leads: list[str]
@@ -60,53 +55,6 @@ class Evidence(NamedTuple):
     ended_at: float
     faults: Sequence[FaultEvent] = ()
     large_every: int = 0
-
-
-def check(scene: Scene) -> str:
-    """Check everything; some figures for people."""
-    found = gather(scene)
-    lines = history_of(found)
-    path = scene.folder / "history.jsonl"
-    with path.open("wb") as file:
-        write(lines, file)
-    invariants_hold(lines, f"the history is in {path}")
-    clients_were_told_everything(found, {f"c{n}": scene.jobs_of(n) for n in range(1, scene.plan.clients + 1)})
-    each_job_succeeded(found)
-    failures_ran(found)
-    results_are_what_the_jobs_wrote(found)
-    blobs_are_referred_to(found)
-    return figures(scene, found)
-
-
-def gather(scene: Scene) -> Evidence:
-    def query(statement: str) -> list[tuple[Any, ...]]:
-        return scene.postgres.execute(statement, url=scene.store_url)
-
-    servers = {server.data.name: server for server in scene.servers}
-    stored = left_behind.read_store(query)
-
-    def at_rest() -> tuple[int, dict[str, list[int]], list[str]] | None:
-        """One leads, under the latest epoch. On a busy machine it may be just about to change once more."""
-        led = {name: server.led(all_starts=True) for name, server in servers.items()}
-        leads = [name for name, server in servers.items() if server.leads]
-        epoch = left_behind.read_epoch(query)[0]
-        return (epoch, led, leads) if len(leads) == 1 and led[leads[0]][-1] == epoch else None
-
-    epoch, led, leads = until(at_rest, 20.0, "one server leads, under the registered epoch")
-    return Evidence(
-        stored=stored._replace(epoch=epoch),
-        ends={row[0]: JobEnd(*row) for row in query(_ENDS)},
-        counters={state: int(n) for state, n in query(_COUNTERS)},
-        references={row[0]: row[1:] for row in query(_REFERENCES)},
-        runs=scene.ledger.runs(),
-        notes={f"c{n}": scene.history(n) for n in range(1, scene.plan.clients + 1)},
-        led=led,
-        leads=leads,
-        healed_at=scene.deeds.healed_at,
-        ended_at=time.time(),
-        faults=scene.deeds.faults,
-        large_every=scene.plan.large_every,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- the invariants
@@ -158,13 +106,6 @@ def client_lines(client: str, notes: Iterable[dict[str, Any]], large_every: int)
 def _body(job_id: str, large_every: int) -> str:
     name, _, number = job_id.rpartition("-")
     return body_hash(spec_of(name, int(number), large_every)).hex()
-
-
-def invariants_hold(lines: Iterable[AnyLine], where: str = "") -> None:
-    checker = Checker().check(lines)
-    assert not checker.violations, f"{checker.report()}\n{where}"
-    missing = [invariant for invariant in SHOWN if not checker.evidence[invariant]]
-    assert not missing, f"nothing shows that {missing} hold; {where}"
 
 
 # ---------------------------------------------------------------------------------------------------- this scene
@@ -224,15 +165,3 @@ def blobs_are_referred_to(found: Evidence) -> None:
     large = {end.job_id: sha256s[end.job_id] for end in found.ends.values() if end.result is None and end.result_size_bytes}
     assert {job_id: sha256 for job_id, (sha256, _, _) in found.references.items()} == large
     assert {(stored, condemned) for _, stored, condemned in found.references.values()} <= {(1, 0)}
-
-
-def figures(scene: Scene, found: Evidence) -> str:
-    jobs = found.stored.jobs
-    deeds = ", ".join(f"{count} {what}" for what, count in sorted(scene.deeds.counts.items()))
-    epochs = sum(map(len, found.led.values()))
-    attempts, losses, failures = (sum(getattr(job, name) for job in jobs) for name in ("attempt", "losses", "failures"))
-    return (
-        f"seed {scene.plan.seed}: {len(jobs)} jobs, {attempts} attempts, {losses} losses, {failures} failures, "
-        f"{epochs} leaderships; {deeds}; "
-        f"faults for {scene.deeds.storm_s:.0f} s, all over after {scene.deeds.whole_s:.0f} s"
-    )

@@ -15,6 +15,7 @@ from tests.support.chaos import checks
 from tests.support.chaos.checks import Evidence, JobEnd
 from tests.support.chaos.client import LARGE_BYTES, spec_of
 from tests.support.chaos.evidence import StoredIncident, StoredJob, StoreEvidence
+from tests.support.chaos.rig import invariants_hold
 
 RESULT = b"2 c1-1 77"
 RESULT_SHA256 = hashlib.sha256(RESULT).hexdigest()
@@ -96,12 +97,12 @@ def ends(**fields: Any) -> Evidence:
 
 
 def test_a_good_history_passes_and_shows_what_it_should() -> None:
-    checks.invariants_hold(checks.history_of(GOOD))
+    invariants_hold(checks.history_of(GOOD), checks.SHOWN)
 
 
 def test_no_evidence_is_a_failure_too() -> None:
     with pytest.raises(AssertionError, match="nothing shows that"):
-        checks.invariants_hold([])
+        invariants_hold([], checks.SHOWN)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_a_broken_invariant_is_found(invariant: str, broken: Evidence) -> None:
 
     assert invariant in {violation.invariant for violation in Checker().check(lines).violations}
     with pytest.raises(AssertionError, match=invariant):
-        checks.invariants_hold(lines)
+        invariants_hold(lines, checks.SHOWN)
 
 
 def all_told(found: Evidence) -> None:
