@@ -389,7 +389,7 @@ def test_the_end_of_an_accepted_job_is_polled_for_and_told() -> None:
         assert isinstance(results, Results)
         assert [item.job_id for item in results.items] == ["a", "b"]
         # and nothing is waited for any more
-        assert not owner.link._watches._known
+        assert not owner.link._polls._known
         assert polls(server) == [["a", "b"]]
 
     run(greeted(answer), test)

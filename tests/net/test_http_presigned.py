@@ -24,7 +24,7 @@ from tasuki.core.protocol import SubmitJobs
 from tasuki.errors import Corrupt, NotFound
 from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.http import blobs
-from tasuki.net.http.blobs import DirectBlobs, HttpBlobs, NotDirect, _Download, _Link, _trusting
+from tasuki.net.http.blobs import BucketUnusable, HttpBlobs, PresignedBlobs, _Download, _PresignedUrl, _trusting
 from tasuki.net.http.transport import HttpTransport
 from tasuki.server.assembly import open_direct
 from tasuki.wire.messages import encode
@@ -336,15 +336,15 @@ def test_no_link_and_no_token_of_ours_is_told_to_anybody_else(
 
 
 def test_a_bucket_in_the_clear_behind_a_server_with_tls_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def link(self: DirectBlobs, path: str, body: Any, kind: Any) -> _Download:
-        return _Download(_Link("http://127.0.0.1:1/bucket/key?X-Amz-Signature=0", 900, 0, LARGE_BYTES))
+    async def link(self: PresignedBlobs, path: str, body: Any, kind: Any) -> _Download:
+        return _Download(_PresignedUrl("http://127.0.0.1:1/bucket/key?X-Amz-Signature=0", 900, 0, LARGE_BYTES))
 
-    monkeypatch.setattr(DirectBlobs, "_ask", link)
+    monkeypatch.setattr(PresignedBlobs, "_ask", link)
 
     async def main() -> None:
         transport = HttpTransport(Address("https", "127.0.0.1", 1), None, 1.0)
-        direct = DirectBlobs(transport, dict)
-        with pytest.raises(NotDirect):
+        direct = PresignedBlobs(transport, dict)
+        with pytest.raises(BucketUnusable):
             await anext(direct.pieces(BlobRef("0" * 64, LARGE_BYTES), "job", 0))
         assert not direct.wanted(BlobRef("0" * 64, 2**30))
         await transport.close()

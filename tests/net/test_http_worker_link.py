@@ -398,7 +398,7 @@ def test_one_message_that_is_too_large_for_a_proxy_is_the_end_in_clear_words() -
         heard = await owner.next()
         assert isinstance(heard, ErrorMessage)
         assert heard.code == "TOO_LARGE"
-        assert "something before the server takes no request that large; raise its limit for bodies" in await owner.closed
+        assert "a proxy before the server refuses a request that large; raise its limit for bodies" in await owner.closed
 
     run(test)
 

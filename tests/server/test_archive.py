@@ -106,7 +106,7 @@ def test_a_file_of_another_kind_is_refused(archive: bytes) -> None:
     ],
 )
 def test_a_name_that_is_not_ours_is_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match="none of ours"):
+    with pytest.raises(InvalidInput, match="the unknown name"):
         read(forged(name))
 
 

@@ -50,7 +50,7 @@ def backup(output: Output, file: Path, data: Path | None, blobs: bool) -> int:
     from tasuki.config import data_folder
     from tasuki.server.backup import back_up
 
-    made = back_up(data_folder(data), file.absolute(), with_blobs=blobs, tell=output.progress)
+    made = back_up(data_folder(data), file.absolute(), with_blobs=blobs, progress=output.progress)
     size_bytes = file.stat().st_size
     facts = {
         "file": str(file),
@@ -93,7 +93,9 @@ def restore(output: Output, file: Path, data: Path | None, force: bool, check: b
     from tasuki.server import restore as restoring
     from tasuki.server.assembly import kill_at
 
-    done = restoring.restore(file.absolute(), data_folder(data), force=force, tell=output.progress, fault=kill_at(fault_point()))
+    done = restoring.restore(
+        file.absolute(), data_folder(data), force=force, progress=output.progress, fault=kill_at(fault_point())
+    )
     facts = {
         "data": done.data,
         "epoch": done.epoch,
@@ -117,7 +119,7 @@ def restore(output: Output, file: Path, data: Path | None, force: bool, check: b
 def _check_backup(file: Path, output: Output) -> None:
     from tasuki.server.restore import check_backup
 
-    manifest = check_backup(file.absolute(), tell=output.progress)
+    manifest = check_backup(file.absolute(), progress=output.progress)
     facts = {"file": str(file), "tasuki": manifest.tasuki, **_facts(manifest)}
     output.show(facts, lambda: [f"{file} is whole: {_summary(manifest)}"])
     if manifest.missing:

@@ -1,8 +1,8 @@
-"""Blobs, both ways: what clients and workers share. The server's side is `server/transfers.py`.
+"""Blob transfers of clients and workers, both ways. The server's side is `server/transfers.py`.
 
-Over TCP they travel in chunks between the other messages; a link that has another way for them brings its own `BlobTransport`. A
-transfer in chunks is a conversation: one request and its several answers, known by the request's msg_id. It is entered in the
-line's table for exactly as long as somebody listens (`with _Conversation`); what comes later is dropped.
+Over TCP blobs travel in chunks between the other messages; a link that carries them otherwise has its own `BlobTransport`. A
+transfer in chunks is a conversation: one request and its several answers, found by the request's msg_id. It is in the table of
+conversations for exactly as long as somebody listens (`with _Conversation`); later messages are dropped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tasuki.net.tcp_link import TcpLink
 FIRST_MSG_ID = 1 << 40  # above what a machine's own counter reaches, so that the two never meet
 RETRY_FIRST_S = 0.05
 RETRY_MAX_S = 2.0
-WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not read from until half of them are taken
+WAITING_CHUNKS_MAX = 32  # of one download (8 MiB); past this the link is not read from until half of them are consumed
 
 
 class BlobTransport(Protocol):
-    """A way for blobs that needs no conversation. Unavailable: it may be tried again."""
+    """Carries blobs to and from one server. After Unavailable a transfer may be tried again."""
 
     async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None: ...
 
@@ -35,37 +35,37 @@ class BlobTransport(Protocol):
 
 
 class BlobClient:
-    """Transfers on whatever link is there at the moment; begun again, or gone on with, after a lost connection."""
+    """Transfers over the current link; resumed, or begun again, after a lost connection."""
 
     def __init__(self) -> None:
-        self._carrier: BlobTransport | None = None
+        self._transport: BlobTransport | None = None
         self._msg_id = FIRST_MSG_ID
         self._conversations: dict[int, _Conversation] = {}
         self._changed = asyncio.Event()
-        """There is a link, or never will be again."""
+        """Set while there is a link, and when there will never be one again."""
         self._ended = asyncio.Event()
         self._error: TasukiError | None = None
 
     def connected(self, link: TcpLink) -> None:
-        self.carried_by(_Chunks(self, link))
+        self.carried_by(_ChunkTransport(self, link))
 
-    def carried_by(self, carrier: BlobTransport) -> None:
-        """There is a link, and it has a way of its own for blobs."""
-        self._carrier = carrier
+    def carried_by(self, transport: BlobTransport) -> None:
+        """Use a new link, which has a transport of its own for blobs."""
+        self._transport = transport
         self._changed.set()
 
     def lost(self) -> None:
-        """The link is gone: every transfer under way hears of it."""
-        self._carrier = None
+        """Interrupt every transfer under way: the link is gone."""
+        self._transport = None
         if self._error is None:
             self._changed.clear()
         self._tell_all(Unavailable("the connection was lost during a transfer"))
 
     def close(self, error: TasukiError | None = None) -> None:
-        """There will be no link any more, because of `error`: every transfer ends with it, also those that come later."""
+        """End every transfer with `error`, also later ones: there will be no link any more."""
         if self._error is None:
             self._error = error or Unavailable("there is no connection for the transfer any more")
-        self._carrier = None
+        self._transport = None
         self._changed.set()
         self._ended.set()
         self._tell_all(self._error)
@@ -75,7 +75,7 @@ class BlobClient:
             conversation.hear(error)
 
     def take(self, message: Message) -> bool:
-        """Is this message part of a transfer? Then it is taken."""
+        """Consume a message if it belongs to a transfer; return whether it does."""
         corr_id = getattr(message, "corr_id", 0)
         if corr_id < FIRST_MSG_ID:
             return False
@@ -85,69 +85,69 @@ class BlobClient:
         return True
 
     async def put(self, file: BinaryIO, ref: BlobRef, progress: Callable[[int], None] | None = None) -> None:
-        """Make sure that the server has this blob; nothing is sent if it does. Goes on where it was after a lost connection."""
+        """Make sure that the server has this blob; only missing bytes are sent. Resumed after a lost connection."""
         async with FileSource(file) as source:
-            await self._persist(lambda carrier: carrier.put(source, ref, progress))
+            await self._retry(lambda transport: transport.put(source, ref, progress))
 
     async def get(self, ref: BlobRef, job_id: str, write: Callable[[bytes], Any], *, offset: int = 0, digest: Any = None) -> None:
-        """Receive a blob of a job, verified; goes on where it was after a lost connection.
+        """Receive a blob of a job, verified; resumed after a lost connection.
 
-        Somebody who has its first `offset` bytes already gives the sha256 `digest` over them, as hashlib makes it.
+        A caller that has the first `offset` bytes already gives their sha256 `digest`, a hashlib object.
         """
         digest = hashlib.sha256() if digest is None else digest
         received = offset
 
-        async def once(carrier: BlobTransport) -> None:
+        async def once(transport: BlobTransport) -> None:
             nonlocal received
             if 0 < ref.size_bytes <= received:
                 return
-            async with contextlib.aclosing(carrier.pieces(ref, job_id, received)) as pieces:
+            async with contextlib.aclosing(transport.pieces(ref, job_id, received)) as pieces:
                 async for piece in pieces:
                     await sink.add(piece)
                     received += len(piece)
 
         async with FileSink(write, digest) as sink:
-            await self._persist(once)
+            await self._retry(once)
             await sink.flush()
         if digest.hexdigest() != ref.sha256:
             raise Corrupt(f"blob {ref.sha256} of job {job_id!r} arrived with sha256 {digest.hexdigest()}; try again")
 
-    async def _persist(self, once: Callable[[BlobTransport], Awaitable[None]]) -> None:
+    async def _retry(self, once: Callable[[BlobTransport], Awaitable[None]]) -> None:
         backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
         while True:
-            carrier = await self._wait_for_carrier()
+            transport = await self._wait_for_transport()
             try:
-                await once(carrier)
+                await once(transport)
                 return
             except Unavailable as error:
                 if self._error is not None:
                     raise self._error from None
-                if isinstance(error, DiskFull | Overloaded):  # the caller's to decide
+                if isinstance(error, DiskFull | Overloaded):  # for the caller to decide
                     raise
-            if self._carrier is carrier:  # the server said "not now"; a lost connection is made again in its own time
+            if self._transport is transport:  # the server refused for now; a lost connection is made again by its owner
                 await self._pause(backoff.next_s())
             else:
                 backoff.reset()
 
-    async def _wait_for_carrier(self) -> BlobTransport:
-        while self._carrier is None:
+    async def _wait_for_transport(self) -> BlobTransport:
+        while self._transport is None:
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
-        return self._carrier
+        return self._transport
 
     async def _pause(self, seconds: float) -> None:
-        """Shorter if the line is closed meanwhile."""
+        """Sleep, shorter if the client is closed meanwhile."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
 
 
-class _Chunks:
-    """The carrier of a link that has no other: chunks between the messages."""
+class _ChunkTransport:
+    """The transport of a link without its own: chunks between the other messages."""
 
-    def __init__(self, line: BlobClient, link: TcpLink) -> None:
-        self._line = line
+    def __init__(self, client: BlobClient, link: TcpLink) -> None:
+        self._client = client
         self._link = link
 
     async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
@@ -161,11 +161,11 @@ class _Chunks:
         except Corrupt:
             if not started_at:
                 raise
-            # What the server had of it was not what we would have sent. It has none of it now.
+            # The part that the server had was of other bytes. The server has dropped it now.
             await self.put(source, ref, progress)
 
     def _offer(self, ref: BlobRef) -> _Conversation:
-        return _Conversation(self._line, self._link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=True))
+        return _Conversation(self._client, self._link, lambda msg_id: BlobPut(msg_id, ref.sha256, ref.size_bytes, resume=True))
 
     async def _send(
         self, conversation: _Conversation, source: FileSource, ref: BlobRef, offset: int, progress: Callable[[int], None] | None
@@ -178,14 +178,14 @@ class _Chunks:
                     await self._link.drain()
                     if progress is not None:
                         progress(offset)
-                    if conversation.waiting:  # an answer before the last chunk is a refusal: the rest is of no use
+                    if conversation.waiting:  # an answer before the last chunk is a refusal
                         await conversation.reply()
                         return
         self._link.send(Chunk(conversation.msg_id, offset, b"", last=True))
         await conversation.reply()
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
-        with _Conversation(self._line, self._link, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
+        with _Conversation(self._client, self._link, lambda msg_id: BlobGet(msg_id, ref.sha256, job_id, offset)) as conversation:
             last = False
             while not last:
                 chunk = await conversation.chunk()
@@ -198,30 +198,30 @@ def _chunks_of(piece: bytes) -> Iterator[bytes]:
 
 
 class _Conversation:
-    """One request and its several answers. Listens inside its `with` only."""
+    """One request and its several answers, received inside its `with` only."""
 
-    def __init__(self, line: BlobClient, link: TcpLink, make: Callable[[int], Message]) -> None:
-        self._line = line
+    def __init__(self, client: BlobClient, link: TcpLink, make: Callable[[int], Message]) -> None:
+        self._client = client
         self._link = link
         self._make = make
         self._answers: asyncio.Queue[Message | TasukiError] = asyncio.Queue()
-        line._msg_id += 1
-        self.msg_id = line._msg_id
+        client._msg_id += 1
+        self.msg_id = client._msg_id
 
     def __enter__(self) -> Self:
         if self._link.closed:
             raise Unavailable("there is no connection")
         self._link.send(self._make(self.msg_id))
-        self._line._conversations[self.msg_id] = self
+        self._client._conversations[self.msg_id] = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._line._conversations.pop(self.msg_id, None)
+        self._client._conversations.pop(self.msg_id, None)
         self._link.resume_reading(self)
 
     @property
     def waiting(self) -> int:
-        """How many answers came that nobody has taken yet."""
+        """Number of answers that have come and are not consumed yet."""
         return self._answers.qsize()
 
     def hear(self, message: Message | TasukiError) -> None:

@@ -1,6 +1,6 @@
-"""How a worker gets a token of its own for an enrol token, over HTTP, and asks whether the one that it has is still good.
+"""Enrolment of a worker over HTTP: exchange an enrol token for a worker token, and ask whether a worker token is valid.
 
-httpx is slow to import: so this module is imported only by who enrols.
+httpx is slow to import: this module is imported only where a worker enrols.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from tasuki.core.address import Address
 from tasuki.core.reconnect import CONNECT_TIMEOUT_S
 from tasuki.errors import NoConnection, NotTasuki, Unauthorized, Unavailable
-from tasuki.net.http.transport import HttpTransport
+from tasuki.net.http.transport import HttpTransport, read_body
 
 REGISTER_PATH = "/v1/workers/register"
 SELF_PATH = "/v1/workers/self"
@@ -22,7 +22,7 @@ ASK_AGAIN = "ask for another one at the server: tasuki token enroll"
 
 
 class Registration(msgspec.Struct, kw_only=True):
-    """What the server gave. `worker_token` is told this once."""
+    """The answer of the server. It never tells `worker_token` again."""
 
     worker_id: str
     worker_token: str
@@ -31,7 +31,7 @@ class Registration(msgspec.Struct, kw_only=True):
     scope: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Registered({self.worker_id})"
+        return f"Registration({self.worker_id})"
 
 
 async def register(addresses: Sequence[Address], tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registration:
@@ -48,7 +48,7 @@ async def register(addresses: Sequence[Address], tls: ssl.SSLContext | None, enr
 async def _register_at(address: Address, tls: ssl.SSLContext | None, enrol_token: str, label: str) -> Registration:
     body = msgspec.json.encode({"label": label})
     lost = ""
-    for _ in range(2):  # the second time answers the question of the first: was it done, though the answer did not come?
+    for _ in range(2):  # the second try tells whether the first was done, though its answer was lost
         try:
             return _registered(address, await _ask(address, tls, enrol_token, "POST", REGISTER_PATH, body))
         except NoConnection:
@@ -71,11 +71,11 @@ def _registered(address: Address, answer: bytes) -> Registration:
     try:
         return msgspec.json.decode(answer, type=Registration)
     except msgspec.DecodeError:
-        raise NotTasuki(f"{address} answered a registration as no tasuki server does; {ASK_AGAIN}") from None
+        raise NotTasuki(f"{address} answered a registration with something else; is this a tasuki server? {ASK_AGAIN}") from None
 
 
 async def is_good(addresses: Sequence[Address], tls: ssl.SSLContext | None, token: str) -> bool:
-    """Whether the servers take this worker token. Unavailable if none of them answers."""
+    """Return whether the servers accept this worker token. Unavailable if none of them answers."""
     away: list[str] = []
     for address in addresses:
         try:
@@ -95,13 +95,8 @@ async def _ask(
     transport = HttpTransport(address, tls, CONNECT_TIMEOUT_S)
     transport.token = token
     headers = {"Content-Type": "application/json"} if body is not None else None
-    answer = b""
     try:
         async with transport.exchange(method, path, headers=headers, content=body) as response:
-            async for piece in response.aiter_bytes():
-                answer += piece
-                if len(answer) > ANSWER_MAX_BYTES:
-                    raise NotTasuki(f"{address} answered with more than a tasuki server does")
+            return await read_body(response, ANSWER_MAX_BYTES)
     finally:
         await transport.close()
-    return answer

@@ -1,6 +1,7 @@
-"""The one connection that a client or worker has at a time, to whichever server its machine chose, with the blobs on it.
+"""The connection of a client or worker to a server, and the blob transfers on it; one at a time.
 
-The machine decides where and when; this dials, and tells it what happened (`Opened`, `Received`, `Closed`).
+The state machine decides when to connect to which server. `ServerConnection` dials, and gives the machine the events `Opened`,
+`Received` and `Closed`. `Link` is the protocol of a connection, whether over TCP (`tcp_link.py`) or HTTP (`http/`).
 """
 
 from __future__ import annotations
@@ -20,22 +21,19 @@ from tasuki.event_loop import BackgroundTasks
 from tasuki.net.blob_transfer import BlobClient, BlobTransport
 from tasuki.net.tcp_link import TcpLink, connect
 
-# ----------------------------------------------------------------------------------------------------
-# What a client or worker needs of its connection, over whatever it goes.
-
 
 class Link(Protocol):
     """One connection to one server, until it is closed. Messages come by callback."""
 
     codec: str | None
     tag: Any
-    """The owner's own mark."""
+    """The owner's number for this connection."""
 
     @property
     def peer(self) -> Peer: ...
     @property
     def blobs(self) -> BlobTransport | None:
-        """The way for blobs, if they do not travel as messages."""
+        """The transport of blobs, if they do not travel as messages."""
 
     @property
     def closed(self) -> bool: ...
@@ -44,20 +42,20 @@ class Link(Protocol):
     def send_together(self, messages: Iterable[Message]) -> None: ...
 
     def say(self, message: Message) -> None:
-        """Send it, or InvalidInput if no frame can hold it."""
+        """Send a message, or raise InvalidInput if it does not fit a frame; then nothing was sent."""
 
     def forget(self, job_ids: Iterable[str]) -> None:
-        """Nobody waits for the ends of these any more."""
+        """Stop watching these jobs: nobody waits for their ends."""
 
     def close(self, error: TasukiError | None = None) -> None: ...
     def abort(self, reason: str) -> None: ...
 
     async def wait_closed(self) -> None:
-        """After `close` or `abort`: until nothing of it is left."""
+        """Wait after `close` or `abort` until all resources are freed."""
 
 
 class ServerConnection:
-    """`tell` passes an event to the machine; Closed of connection 0: none was made."""
+    """The current link. `tell` passes an event to the machine; Closed of connection 0 means that dialing failed."""
 
     def __init__(
         self, tell: Callable[[Opened | Received | Closed], None], tls: ssl.SSLContext | None, *, is_worker: bool = False
@@ -73,10 +71,10 @@ class ServerConnection:
         self._dialing: asyncio.Task[None] | None = None
         self._closed = False
         self._leaving = BackgroundTasks()
-        """What has still to be taken down of links that are gone."""
+        """Links that are being taken down."""
 
     def dial(self, wanted: Connect) -> None:
-        """Begin to connect; the machine hears of the end."""
+        """Begin to connect; the machine gets Opened or Closed."""
         self._dialing = asyncio.ensure_future(self._dial(wanted))
 
     async def _dial(self, wanted: Connect) -> None:
@@ -88,7 +86,7 @@ class ServerConnection:
         if self._closed:
             link.abort("closed while connecting")
             return
-        if link.closed:  # the server hung up before we were told of the connection; `_lost` has told the machine
+        if link.closed:  # the server hung up meanwhile, and `_lost` has told the machine
             return
         link.tag = next(self._numbers)
         self.link = link
@@ -97,7 +95,7 @@ class ServerConnection:
     async def _connected(self, wanted: Connect) -> Link:
         if not wanted.address.http:
             return await connect(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
-        # Its imports take longer than all others together: only here, and not while the loop waits.
+        # httpx is slow to import: only where it is needed, and on a thread.
         module, name = self._http
         kind = getattr(await asyncio.to_thread(importlib.import_module, module), name)
         link: Link = kind(wanted.address, self._message, self._lost, tls=self._tls, timeout_s=wanted.timeout_s)
@@ -125,12 +123,12 @@ class ServerConnection:
         self._tell(Closed(link.tag or 0, reason))
 
     def hang_up(self, error: TasukiError | None) -> None:
-        """Leave this server without another word; the machine hears Closed."""
+        """Abort the connection; the machine gets Closed."""
         if self.link is not None:
             self.link.abort(error.message if error is not None else "hung up")
 
     async def close(self) -> None:
-        """For good: what is queued is still sent, and the machine hears nothing any more."""
+        """Close for good: queued messages are still sent, and the machine gets no more events."""
         self._closed = True
         self.blobs.close()
         if self.link is not None:

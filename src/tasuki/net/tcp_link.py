@@ -1,7 +1,7 @@
-"""One connection that speaks messages, and how to dial one.
+"""A connection over TCP or a Unix socket that sends and receives messages, and `connect`, which dials one.
 
-Bytes that are written in one turn of the loop leave in one system call. A peer that does not read is not buffered for
-without end: past `soft` bytes `writable` is cleared (and the owner stops reading from it), past `hard` the link is cut.
+Bytes that are written in one turn of the loop leave in one system call. Buffers for a peer that does not read are bounded: past
+WRITE_SOFT_BYTES the peer is not read from, past WRITE_HARD_BYTES the link is aborted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WRITE_SOFT_BYTES = 4 * 1024 * 1024
 WRITE_HARD_BYTES = 64 * 1024 * 1024
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 STALL_TIMEOUT_S = 30.0  # a peer that does not read anything for so long is cut off
-LINGER_S = 5.0  # how long a peer that is hung up on may take to read why
+LINGER_S = 5.0  # how long a peer may take to read the last messages of a closed link
 
 
 class TcpLink(asyncio.Protocol):
@@ -43,7 +43,7 @@ class TcpLink(asyncio.Protocol):
         max_bytes: int = UNAUTHENTICATED_FRAME_MAX_BYTES,
     ) -> None:
         self.codec: str | None = None
-        self.blobs = None  # they travel as messages
+        self.blobs = None  # blobs travel as messages
         self.peer = Peer("tcp")
         self.tag: Any = None
         self._on_message, self._on_closed, self._on_opened = on_message, on_closed, on_opened
@@ -55,7 +55,7 @@ class TcpLink(asyncio.Protocol):
         self._flushing = False
         self._closed = False
         self.silent_end = ""
-        """Why it ended, if the peer never said a word; empty: as if it had."""
+        """The reason to report if the peer hangs up without having sent anything; empty: the usual one."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._pauses: set[object] = set()
@@ -67,14 +67,14 @@ class TcpLink(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------------ in
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is one without saying so
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transport does not inherit from it
         self.transport.set_write_buffer_limits(high=WRITE_SOFT_BYTES)
         self.peer = _peer_of(self.transport)
         if self._on_opened is not None:
             self._on_opened(self)
 
     def trust(self, max_bytes: int = FRAME_MAX_BYTES) -> None:
-        """The peer is authenticated: larger frames are allowed, and frame types that only it knows."""
+        """Accept larger frames, and unknown frame types, from a peer that is authenticated."""
         self._decoder.max_bytes = max_bytes
         self._trusted = True
 
@@ -84,7 +84,7 @@ class TcpLink(asyncio.Protocol):
         self.silent_end = ""
         try:
             frames = self._decoder.feed(data)
-            if frames and self._frame_timer is not None:  # that frame is complete; what follows it has its own time
+            if frames and self._frame_timer is not None:  # that frame is complete; the next one has its own time
                 self._frame_timer.cancel()
                 self._frame_timer = None
             for frame in frames:
@@ -102,9 +102,9 @@ class TcpLink(asyncio.Protocol):
         try:
             message = decode(frame, self._decoder.max_bytes)
         except UnknownFrame as error:
-            if not self._trusted:  # who begins like this speaks something else
+            if not self._trusted:  # a peer that begins like this speaks another protocol
                 raise
-            if error.msg_id:  # a newer peer's request: it must not wait for ever
+            if error.msg_id:  # a request of a newer peer, which waits for an answer
                 self.send(ErrorMessage(error.msg_id, error.code, error.message))
             return
         self._on_message(self, message)
@@ -115,19 +115,19 @@ class TcpLink(asyncio.Protocol):
 
     def _frame_late(self) -> None:
         self._frame_timer = None
-        if self._pauses:  # it is we who do not read
+        if self._pauses:  # this side does not read
             self._watch_frame()
         else:
             self.close(ProtocolError(f"a frame did not end within {FRAME_TIMEOUT_S:g} s"))
 
     def pause_reading(self, why: object = None) -> None:
-        """Stop taking input, because what it leads to piles up. Each reason `why` is taken back by itself."""
+        """Stop reading for the reason `why`. Each reason is withdrawn by itself."""
         if not self._pauses and self.transport is not None and not self._closed:
             self.transport.pause_reading()
         self._pauses.add(why)
 
     def resume_reading(self, why: object = None) -> None:
-        """That reason is over; input is taken again when there is no other."""
+        """Withdraw a reason; reading goes on when there is no other."""
         if why in self._pauses:
             self._pauses.remove(why)
             if not self._pauses and self.transport is not None and not self._closed:
@@ -136,15 +136,15 @@ class TcpLink(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------------ out
 
     def send(self, message: Message) -> None:
-        """It leaves in this turn of the loop: at once, or, if it is not the first, at the turn's end."""
+        """Send a message in this turn of the loop: the first one at once, the others at the turn's end."""
         self.send_bytes(encode_answer(message, self.codec))
 
     def say(self, message: Message) -> None:
-        """Send it, or InvalidInput if no frame can hold it: then the link is none the worse for it."""
+        """Send a message, or raise InvalidInput if it does not fit a frame; then nothing was sent."""
         self.send_bytes(encode(message, self.codec, max_bytes=FRAME_MAX_BYTES))
 
     def send_together(self, messages: Iterable[Message]) -> None:
-        """These in one write, for a peer that should know all of them before it acts on the first."""
+        """Send several messages in one write, for a peer that should know all of them before it acts on the first."""
         if data := b"".join([encode_answer(message, self.codec) for message in messages]):
             self.send_bytes(data)
 
@@ -152,7 +152,7 @@ class TcpLink(asyncio.Protocol):
         if self._closed or self.transport is None:
             return
         if not self._flushing and not self.transport.get_write_buffer_size():
-            # The first message of a turn leaves at once; those that follow it leave together at the turn's end.
+            # The first message of a turn leaves at once; the others leave together at the turn's end.
             self._flushing = True
             self._loop.call_soon(self._flush)
             self.transport.write(data)
@@ -187,7 +187,7 @@ class TcpLink(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """More than the soft limit waits for the peer to read it."""
+        """Whether more bytes than the soft limit wait for the peer."""
         return self.transport is not None and self._out_bytes + self.transport.get_write_buffer_size() > WRITE_SOFT_BYTES
 
     async def drain(self) -> None:
@@ -203,7 +203,7 @@ class TcpLink(asyncio.Protocol):
         return self._closed
 
     def close(self, error: TasukiError | None = None) -> None:
-        """Send what is queued (and the error, if any), then close."""
+        """Send the queued messages (and the error, if any), then close."""
         if self._closed or self.transport is None:
             return
         if error is not None:
@@ -211,21 +211,21 @@ class TcpLink(asyncio.Protocol):
         self._flush()
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            # Nobody counts this connection any more: without a deadline, who never reads would keep it and its buffer.
+            # Without a deadline, a peer that never reads would keep this connection and its buffer, which nobody counts now.
             self._loop.call_later(LINGER_S, self.transport.abort)
         self._finish(error.message if error is not None else "closed")
 
     def abort(self, reason: str) -> None:
-        """Close without sending what is queued."""
+        """Close without sending the queued messages."""
         if self.transport is not None:
             self.transport.abort()
         self._finish(reason)
 
     async def wait_closed(self) -> None:
-        """Nothing of it is left: the transport goes by itself."""
+        """Return at once: the transport ends by itself."""
 
     def forget(self, job_ids: Iterable[str]) -> None:
-        """What a peer tells of these without being asked is dropped by whoever hears it."""
+        """Do nothing: the owner drops results that it does not wait for."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._finish(str(exc) if exc is not None else self.silent_end or "the peer closed the connection")
@@ -242,10 +242,10 @@ class TcpLink(asyncio.Protocol):
 
 
 def encode_answer(message: Message, codec: str | None) -> bytes:
-    """The frame of a message; of a Reply that is too large for one, an error that says so."""
+    """Return the frame of a message; of a Reply that does not fit a frame, the frame of an error that says so."""
     data = encode(message, codec)
     if len(data) > FRAME_MAX_BYTES and isinstance(message, Reply):
-        # The peer would hang up, come back and ask the same again.
+        # The peer would hang up, connect again and ask the same.
         error = TooLarge(f"the answer has {len(data)} bytes, the limit is {FRAME_MAX_BYTES}; ask for less at once")
         data = encode(ErrorMessage(message.corr_id, error.code, error.message))
     return data
@@ -284,19 +284,19 @@ async def connect(
                 secure = (tls or ssl.create_default_context()) if address.scheme == "tls" or tls is not None else None
                 _, link = await loop.create_connection(make, address.host, address.port, ssl=secure)
                 if secure is None:
-                    link.silent_end = f"{address} hung up without a word; if it speaks TLS, it is tls://"
+                    link.silent_end = f"{address} hung up without an answer; if it speaks TLS, it is tls://"
     except TimeoutError:
         raise Unavailable(f"{address} did not answer within {timeout_s:g} s") from None
     except ssl.SSLError as error:
         why = handshake_words(error, address.host, plain="tcp", own_ca=tls is not None)
         raise Unavailable(f"no TLS connection to {address}: {why}") from None
-    except OSError as error:  # the end of the connection within a handshake has no words of its own
+    except OSError as error:  # a connection that ends within the handshake has no text
         raise Unavailable(f"no connection to {address}: {system_words(error) or CUT_SHORT}") from None
     return link
 
 
 def system_words(error: OSError) -> str:
-    """asyncio puts its own words in the place of the system's ("Connect call failed"), but for names that are not known."""
+    """Return the system's text for an error: asyncio has its own ("Connect call failed"), except for unknown host names."""
     if error.errno is not None and not isinstance(error, socket.gaierror):
         return os.strerror(error.errno)
     return error.strerror or str(error)

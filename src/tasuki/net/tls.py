@@ -1,7 +1,7 @@
-"""TLS in words: what is wrong with a connection or a certificate, and the way out. For both ends, and both protocols.
+"""TLS contexts, the validity of certificates, and error messages that say what is wrong with TLS and what to do.
 
-Touches files of certificates, and no socket. Which error OpenSSL has for one and the same thing depends on its version: they are
-told apart by number where there is one, else by OpenSSL's own name for the reason.
+For both ends and both protocols. Reads files of certificates, and no socket. The error that OpenSSL raises for one problem
+depends on its version: errors are told apart by number where there is one, else by OpenSSL's own name for the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _pem = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re
 
 
 def client_tls(ca_file: str | None) -> ssl.SSLContext | None:
-    """A context that trusts one CA file; None if none is given (the system's CAs count then)."""
+    """Return a context that trusts one CA file; None if none is given (then the system's CAs count)."""
     if not ca_file:
         return None
     try:
@@ -42,7 +42,7 @@ def client_tls(ca_file: str | None) -> ssl.SSLContext | None:
 
 
 def handshake_words(error: ssl.SSLError, host: str, *, plain: str, own_ca: bool) -> str:
-    """Why there is no TLS with `host`. `plain` is the scheme without TLS; `own_ca`: --tls-ca was given."""
+    """Return why there is no TLS with `host`. `plain` is the scheme without TLS; `own_ca`: --tls-ca was given."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _certificate_words(error, host, own_ca=own_ca)
     reason = error.reason or ""
@@ -84,14 +84,14 @@ def _certificate_words(error: ssl.SSLCertVerificationError, host: str, *, own_ca
 
 
 class Validity(NamedTuple):
-    """From when to when a certificate counts."""
+    """First and last moment of a certificate's validity."""
 
     begins: datetime
     ends: datetime
 
 
 def validity_of(pem_file: str) -> Validity:
-    """Of the first certificate in the file, which is the server's own."""
+    """Return the validity of the first certificate in the file, which is the server's own."""
     try:
         with open(pem_file, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - a name from the command line
             found = _pem.search(file.read())
@@ -105,7 +105,7 @@ def validity_of(pem_file: str) -> Validity:
 
 
 def _validity(der: bytes) -> Validity:
-    """Python's ssl tells the dates only of certificates that it verified, which excludes those that interest here.
+    """Parse the dates out of a certificate: Python's ssl tells them only for certificates that it verified.
 
     Certificate ::= { to be signed ::= { [0] version?, serial, algorithm, issuer, validity ::= { begins, ends }, … }, … }
     """
@@ -123,7 +123,7 @@ def _validity(der: bytes) -> Validity:
 
 
 def _element(der: bytes) -> tuple[int, bytes, bytes]:
-    """(tag, content, what follows) of one element of DER."""
+    """Return (tag, content, rest) of one element of DER."""
     size, start = der[1], 2
     if size & 0x80:
         start += size & 0x7F

@@ -1,11 +1,11 @@
-"""The file of a backup: a plain tar with three kinds of members, so that any tar can show it, and read by our own rules.
+"""The file format of a backup: a plain tar with three kinds of members, which any tar can list.
 
-    blobs/<sha256>[.<generation>]      the bytes of one blob; the name says what they must hash to
+    blobs/<sha256>[.<generation>]      the bytes of one blob, whose name is their hash
     tasuki.sqlite3                     the database
-    manifest.json                      what the two above must be; last, so that a torn archive has none
+    manifest.json                      sizes and hashes of the two above; last, so that a torn archive has none
 
-The reader believes in nothing: no other name, no link, folder or device, no extension of the format, nothing twice, nothing after
-the manifest. Nothing is compressed, so nothing can grow while it is read. It touches only the files that it is given.
+The reader trusts nothing: no other name, no link, folder or device, no extension of the format, no member twice, nothing after
+the manifest. Nothing is compressed, so nothing can grow while it is read. Only the given files are touched.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _BLOCK = tarfile.BLOCKSIZE
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in a backup."""
+    """The contents of a backup."""
 
     tasuki: str
-    """The version that made it."""
+    """Version of tasuki that made the backup."""
     made_at: float
     schema_version: int
     migrations: list[str]
@@ -43,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     database_bytes: int
     database_sha256: str
     with_blobs: bool
-    """False: the bytes of blobs are kept elsewhere, and must be brought back from there."""
+    """False: the bytes of blobs are kept elsewhere, and must be restored from there."""
     blobs: list[tuple[str, int, int]] = []
     """(sha256, generation, size in bytes)"""
     missing: list[tuple[str, int]] = []
@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArchiveMember(msgspec.Struct, frozen=True):
-    """The head of one member. `blob` is (sha256, generation) for one of those."""
+    """The header of one member. `blob` is (sha256, generation) if it is a blob."""
 
     name: str
     size_bytes: int
@@ -64,7 +64,7 @@ class ArchiveMember(msgspec.Struct, frozen=True):
 
 
 def blob_name(sha256: str, generation: int) -> str:
-    """What a blob is called in the archive."""
+    """Return the name of a blob in the archive."""
     return f"blobs/{name_of(sha256, generation)}"
 
 
@@ -72,13 +72,13 @@ def blob_name(sha256: str, generation: int) -> str:
 
 
 class ArchiveWriter:
-    """Writes members one after the other to a file that can be cut back."""
+    """Writes members one after the other to a file that can be truncated."""
 
     def __init__(self, target: BinaryIO) -> None:
         self._target = target
 
     def add(self, name: str, size_bytes: int, pieces: Iterable[bytes]) -> str:
-        """One member; the sha256 of its bytes. If `pieces` fails, the archive is as it was before."""
+        """Add a member and return the sha256 of its bytes. If `pieces` fails, the archive is as it was before."""
         start = self._target.tell()
         try:
             return self._add(name, size_bytes, pieces)
@@ -101,7 +101,7 @@ class ArchiveWriter:
         return digest.hexdigest()
 
     def close(self, manifest: Manifest) -> None:
-        """The manifest and the end mark; syncing and renaming are the caller's."""
+        """Write the manifest and the end mark; the caller syncs and renames the file."""
         encoded = msgspec.json.encode(manifest)
         self.add(MANIFEST_NAME, len(encoded), [encoded])
         self._target.write(bytes(2 * _BLOCK))
@@ -111,7 +111,7 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """Reads an archive once, from its start. `for member in reader:`, and `reader.pieces()` for the bytes of that member."""
+    """Reads an archive once: `for member in reader`, with `reader.pieces()` for the bytes of that member."""
 
     def __init__(self, source: BinaryIO) -> None:
         self._source = source
@@ -127,7 +127,7 @@ class ArchiveReader:
             self._seen.add(member.name)
             self._left_bytes, self._padding_bytes = member.size_bytes, -member.size_bytes % _BLOCK
             yield member
-            for _ in self.pieces():  # whatever was not asked for
+            for _ in self.pieces():  # bytes that the caller did not read
                 pass
             self._take(self._padding_bytes)
         rest = self._source.read(2 * _BLOCK + 1)
@@ -135,7 +135,7 @@ class ArchiveReader:
             raise Corrupt("the backup does not end after its manifest; it is torn, or was changed")
 
     def pieces(self) -> Iterator[bytes]:
-        """The bytes of the current member, once."""
+        """Yield the bytes of the current member, once."""
         while self._left_bytes:
             piece = self._take(min(CHUNK_BYTES, self._left_bytes))
             self._left_bytes -= len(piece)
@@ -152,9 +152,7 @@ class ArchiveReader:
         if len(block) != _BLOCK or block == bytes(_BLOCK):
             if not self._seen:
                 raise InvalidInput("this is not a file that tasuki backup made")
-            raise Corrupt(
-                "the backup is cut off: its manifest, which stands last, is not there; copy it again, or use another one"
-            )
+            raise Corrupt("the backup is cut off: its last member, the manifest, is missing; copy it again, or use another one")
         try:
             head = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except (tarfile.HeaderError, ValueError):
@@ -165,7 +163,7 @@ class ArchiveReader:
 
 
 def _member(head: tarfile.TarInfo) -> ArchiveMember:
-    """Only what tasuki writes: regular files under the three kinds of names."""
+    """Return the member of a header; InvalidInput for all but regular files with the three kinds of names."""
     if head.type != tarfile.REGTYPE or head.size < 0:
         raise InvalidInput(f"the backup has a member {head.name[:100]!r} that is no plain file; it was not made by tasuki backup")
     if head.name in (MANIFEST_NAME, DATABASE_NAME):
@@ -174,9 +172,7 @@ def _member(head: tarfile.TarInfo) -> ArchiveMember:
         return ArchiveMember(head.name, head.size)
     matched = _BLOB_NAME.fullmatch(head.name)
     if matched is None:
-        raise InvalidInput(
-            f"the backup has a member {head.name[:100]!r}, which none of ours is called; it was not made by tasuki backup"
-        )
+        raise InvalidInput(f"the backup has a member with the unknown name {head.name[:100]!r}; it was not made by tasuki backup")
     return ArchiveMember(head.name, head.size, (matched[1], int(matched[2] or 0)))
 
 

@@ -1,7 +1,12 @@
-"""A server with all its parts: what `tasuki up` and `tasuki server` start. SQLite and blobs in a data folder, or PostgreSQL or
-Redis, and S3, for several servers; then the folder holds only the socket and the token of this server's own user.
+"""Assembly of a server from its parts, as `tasuki up` and `tasuki server` start it, and `StoreClient` for other processes.
 
-Drivers and Django are imported by the functions that need them: a server on Redis never imports Django.
+A server has SQLite and blobs in a data folder; or several servers share PostgreSQL or Redis, and S3, and the folder holds only
+the socket and the token of this server's own user. Drivers and Django are imported by the functions that need them: a server on
+Redis never imports Django.
+
+Node agents and dispatchers have no broker: they name the job that they lease, and so use the store directly, by a `StoreClient`.
+Beside it runs a *guest*, a server without doors that can be elected: one of all that share the store does the leader's duties
+(expired leases, pruning, unused blobs).
 """
 
 from __future__ import annotations
@@ -54,12 +59,12 @@ TTL_SLACK_S = 86_400.0  # pruning by the leader comes first; a key's own end is 
 
 
 def make_secret(kind: str) -> str:
-    """A new token: its kind in the prefix, 256 random bits."""
+    """Return a new token: its kind in the prefix, 256 random bits."""
     return TOKEN_PREFIXES[kind] + secrets.token_urlsafe(32)
 
 
 def prepare_folder(folder: DataFolder) -> None:
-    """Make the folder, for this user only; finish a restore that was killed while its store took its place."""
+    """Make the folder, for this user only, and finish a restore that was killed."""
     try:
         folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -68,7 +73,7 @@ def prepare_folder(folder: DataFolder) -> None:
 
 
 def kill_at(points: str) -> Callable[[str], None]:
-    """For tests: the process kills itself at a named point, `name`, or the nth time it comes there, `name:n`.
+    """Return a fault hook, for tests, that kills the process at a named point, `name`, or the nth time there, `name:n`.
 
     `one,other` counts `other` only after `one`: `submit.written,turn.committed` is right after the commit of a submit.
     """
@@ -87,7 +92,7 @@ def kill_at(points: str) -> Callable[[str], None]:
 
 
 def open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Callable[[], Store]:
-    """How the store thread opens its store. Django is imported here, not before."""
+    """Return how the store thread opens its store. Django is imported then, not before."""
 
     def open_store() -> Store:
         from tasuki.stores.sql.store import SqlStore
@@ -100,7 +105,7 @@ def open_sqlite(folder: DataFolder, fault: Callable[[str], None]) -> Callable[[]
 
 
 def open_sqlite_reader(folder: DataFolder) -> Callable[[], Reader]:
-    """How the reader thread opens its own, read-only connection."""
+    """Return how a reader thread opens its own, read-only connection."""
 
     def open_reader() -> Reader:
         from tasuki.stores.sql.read import SqlReader
@@ -114,8 +119,10 @@ def open_sqlite_reader(folder: DataFolder) -> Callable[[], Reader]:
 def open_postgresql(
     url: str, folder: DataFolder | None, fault: Callable[[str], None] = lambda point: None, lock_ttl_s: float = LOCK_TTL_S
 ) -> Callable[[], Store]:
-    """The same for a database that several servers share. Its tables are made or brought up to date first. Without a folder no
-    admin token is made."""
+    """Return how the store thread opens a database that servers share, with its tables made or migrated first.
+
+    Without a folder no admin token is made.
+    """
 
     def open_store() -> Store:
         from tasuki.stores.sql.store import SqlStore
@@ -139,7 +146,7 @@ def open_postgresql_reader(url: str) -> Callable[[], Reader]:
 
 
 def cluster_on_postgresql(url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, candidate: bool = True) -> Cluster:
-    """The other servers on that database."""
+    """Return the membership among the servers on that database."""
     from tasuki.coords.sql import SqlCoordination
     from tasuki.stores.sql.postgres import PostgresWakeups
     from tasuki.stores.sql.store import SCHEMA_VERSION
@@ -167,8 +174,10 @@ def open_redis(
     strict: bool = False,
     check: bool = True,
 ) -> Callable[[], Store]:
-    """The same for a Redis that several servers share. `app` is the prefix of its keys; settings that keep no promise are warned
-    of, or with `strict` refused. Without a folder no admin token is made: for those who take part and open no door."""
+    """Return how the store thread opens a Redis that servers share. `app` is the prefix of its keys.
+
+    Settings of Redis that may lose jobs are warned of, or with `strict` refused. Without a folder no admin token is made.
+    """
 
     def open_store() -> Store:
         store = _redis_store(url, app, retention_s, strict=strict, check=check)
@@ -194,7 +203,7 @@ def _redis_store(url: str, app: str, retention_s: float, *, strict: bool = False
 def cluster_on_redis(
     url: str, server_id: str, lock_ttl_s: float = LOCK_TTL_S, *, app: str = DEFAULT_APP, candidate: bool = True
 ) -> Cluster:
-    """The other servers on that Redis with the same app. One that does not stand never leads: it only takes part."""
+    """Return the membership among the servers on that Redis with the same app. Only a candidate can lead."""
     from tasuki.coords.redis import TIMEOUT_SHARE, RedisCoordination
     from tasuki.stores.redis.connection import RedisWakeups, connect, name_of
     from tasuki.stores.redis.store import SCHEMA_VERSION
@@ -210,7 +219,7 @@ def cluster_on_redis(
 
 
 def ensure_admin_token(store: Store, path: Path) -> None:
-    """The folder's own admin token: made at the first start, mode 0600, made again if its file was lost."""
+    """Make the folder's own admin token, mode 0600, at the first start and when its file was lost."""
     try:
         known = store.token(token_sha256(path.read_text("utf-8").strip()))
     except FileNotFoundError:
@@ -231,7 +240,7 @@ def ensure_admin_token(store: Store, path: Path) -> None:
 
 
 class StorageLocations(NamedTuple):
-    """Where a server keeps what must survive."""
+    """Places of a server's durable data."""
 
     folder: DataFolder
     store: str = ""
@@ -242,13 +251,13 @@ class StorageLocations(NamedTuple):
     coordination: str = ""
     """redis://… for the servers of a PostgreSQL store; empty: in the store itself."""
     app: str = DEFAULT_APP
-    """With Redis: the prefix of its keys, and what outsiders' jobs are jobs of."""
+    """With Redis: the prefix of its keys, and the app of jobs that come without one."""
     strict: bool = False
-    """With Redis: settings that keep no promise are refused."""
+    """With Redis: settings that may lose jobs are refused."""
 
 
 def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[[str], None] = lambda point: None) -> Server:
-    """A server over these places; `await server.start()` opens them."""
+    """Return a server over these places; `await server.start()` opens them."""
     folder = places.folder
     blobs = open_blobs(places.blobs or folder.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=config.disk_floor_bytes)
     if not places.store:
@@ -257,55 +266,57 @@ def make_server(places: StorageLocations, config: ServerConfig, fault: Callable[
     own_folder(folder)
     if not places.blobs:
         logger.warning("the blobs of this server are in %s: other servers cannot reach them; give --blobs s3://…", folder.blobs)
-    shared = msgspec.structs.replace(config, readers=SHARED_READERS)
-    if is_redis(places.store):
-        return Server(
-            shared,
-            open_redis(places.store, folder, app=places.app, retention_s=config.retention_s, strict=places.strict),
-            open_redis_reader(places.store, app=places.app, retention_s=config.retention_s),
-            blobs,
-            cluster_on_redis(places.store, config.server_id, places.lock_ttl_s, app=places.app),
-            fault,
+    config = msgspec.structs.replace(config, readers=SHARED_READERS)
+    return Server(config, *_open_shared(places, config, folder, fault), blobs, _cluster_on(places, config.server_id), fault)
+
+
+def _open_shared(
+    places: StorageLocations, config: ServerConfig, folder: DataFolder | None, fault: Callable[[str], None] = lambda point: None
+) -> tuple[Callable[[], Store], Callable[[], Reader]]:
+    """Return how to open the store that servers share, and a reader of it."""
+    url = places.store
+    if is_redis(url):
+        return (
+            open_redis(url, folder, app=places.app, retention_s=config.retention_s, strict=places.strict),
+            open_redis_reader(url, app=places.app, retention_s=config.retention_s),
         )
-    return Server(
-        shared,
-        open_postgresql(places.store, folder, fault, places.lock_ttl_s),
-        open_postgresql_reader(places.store),
-        blobs,
-        _cluster_beside_sql(places, config.server_id),
-        fault,
-    )
+    return open_postgresql(url, folder, fault, places.lock_ttl_s), open_postgresql_reader(url)
+
+
+def _cluster_on(places: StorageLocations, server_id: str, *, candidate: bool = True) -> Cluster:
+    """Return the membership: heartbeats and election may be in a Redis beside a SQL store, which still decides on epochs."""
+    if is_redis(places.store):
+        return cluster_on_redis(places.store, server_id, places.lock_ttl_s, app=places.app, candidate=candidate)
+    if places.coordination:
+        app = COORDINATION_PREFIX
+        return cluster_on_redis(places.coordination, server_id, places.lock_ttl_s, app=app, candidate=candidate)
+    return cluster_on_postgresql(places.store, server_id, places.lock_ttl_s, candidate=candidate)
 
 
 def open_direct(blobs: str, endpoint: str = "") -> PresignedTransfers:
-    """Links with which peers use the bucket of `blobs` themselves, at `endpoint` if they know it by another address."""
+    """Return presigned URLs with which peers use the bucket of `blobs`, at `endpoint` if they reach it by another address."""
     from tasuki.blobs.s3.presign import S3Presign
 
     return PresignedTransfers(S3Presign(blobs, max_blob_bytes=BLOB_MAX_BYTES, endpoint=endpoint or None))
 
 
 def make_guest(places: StorageLocations, config: ServerConfig, *, candidate: bool) -> tuple[Server, Cluster]:
-    """A server that takes part in a store which others keep up: it makes no token and owns no folder; `places.folder` holds its
-    socket at most. Without `places.blobs` there are none for it, neither to read nor to write."""
+    """Return a server that takes part in a store of other servers: it makes no token and owns no folder.
+
+    `places.folder` holds its socket at most. Without `places.blobs` it can neither read nor write blobs.
+    """
     check_store(places.store)
-    url, floor = places.store, config.disk_floor_bytes
+    floor = config.disk_floor_bytes
     blobs: BlobStore = NoBlobs(places.folder.blobs, max_blob_bytes=0, floor_free_bytes=floor)
     if places.blobs:
         blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
     config = msgspec.structs.replace(config, readers=SHARED_READERS, collects_blobs=bool(places.blobs))
-    if is_redis(url):
-        cluster = cluster_on_redis(url, config.server_id, places.lock_ttl_s, app=places.app, candidate=candidate)
-        opening = open_redis(url, app=places.app, retention_s=config.retention_s, strict=places.strict)
-        reading = open_redis_reader(url, app=places.app, retention_s=config.retention_s)
-    else:
-        cluster = _cluster_beside_sql(places, config.server_id, candidate=candidate)
-        opening = open_postgresql(url, None, lock_ttl_s=places.lock_ttl_s)
-        reading = open_postgresql_reader(url)
-    return Server(config, opening, reading, blobs, cluster), cluster
+    cluster = _cluster_on(places, config.server_id, candidate=candidate)
+    return Server(config, *_open_shared(places, config, None), blobs, cluster), cluster
 
 
 class NoBlobs(FolderBlobs):
-    """Of a guest that was given none: what it kept in a folder of its own, nobody else could read."""
+    """The blob store of a guest without one: nobody else could read blobs in a folder of its own."""
 
     def begin(
         self, sha256: str | None = None, size_bytes: int | None = None, generation: int = 0, resume_key: str = ""
@@ -316,22 +327,15 @@ class NoBlobs(FolderBlobs):
         )
 
 
-def _cluster_beside_sql(places: StorageLocations, server_id: str, *, candidate: bool = True) -> Cluster:
-    """Who is alive and who leads may be kept in Redis; which epochs count is the database's word in any case."""
-    if not places.coordination:
-        return cluster_on_postgresql(places.store, server_id, places.lock_ttl_s, candidate=candidate)
-    return cluster_on_redis(places.coordination, server_id, places.lock_ttl_s, app=COORDINATION_PREFIX, candidate=candidate)
-
-
 def own_folder(folder: DataFolder) -> None:
-    """One server for one data folder, for as long as this process lives: a second one would take the socket away."""
+    """Lock the data folder for as long as this process lives: a second server would take the socket away."""
     from tasuki.stores.sql.sqlite import OwnerLock
 
     OwnerLock(folder.root / "server")
 
 
 def check_store(url: str) -> None:
-    """ConfigError for what is no store that several servers can share."""
+    """Raise ConfigError for a URL that is no store that servers can share."""
     if is_redis(url):
         check_redis_driver()
     elif not url.startswith(("postgresql://", "postgres://")):
@@ -346,12 +350,8 @@ def check_redis_driver() -> None:
         raise ConfigError("redis:// needs the driver redis-py; install it with: pip install 'tasuki[redis]'")
 
 
-# ----------------------------------------------------------------------------------------------------
-# A share in a store that others use too, for a process that is no server: the store's verbs as turns, blobs, and the duties.
-
-
 class StoreClient:
-    """Of the store and the blobs at these places. Made inside the running loop."""
+    """Turns on the store, and blobs, at these places. Made inside the running loop; without `duties` it has no guest."""
 
     def __init__(self, places: StorageLocations, config: ServerConfig, *, duties: bool = True) -> None:
         self._guest: Server | None = None
@@ -359,20 +359,17 @@ class StoreClient:
         if duties:
             self._guest, self._cluster = make_guest(places, config, candidate=True)
         self.blobs: BlobStore | None = None
-        """None: there are none, and results stay where they are."""
+        """None: there is no blob store, and results stay at their node."""
         if places.blobs:
             floor = config.disk_floor_bytes
             self.blobs = open_blobs(places.blobs, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=floor)
-        if is_redis(places.store):
-            opening = open_redis(places.store, app=places.app, retention_s=config.retention_s, strict=places.strict)
-        else:
-            opening = open_postgresql(places.store, None, lock_ttl_s=places.lock_ttl_s)
+        opening, _ = _open_shared(places, config, None)
         self._holder = config.server_id
         self._loop = asyncio.get_running_loop()
         self._thread = StoreThread(opening, self._deliver)
 
     async def open(self) -> None:
-        """Errors of the store and of the blobs are raised here; then nothing of it is left open."""
+        """Open store and blobs. Errors are raised here, and then nothing is left open."""
         try:
             await self._open()
         except BaseException:
@@ -392,30 +389,30 @@ class StoreClient:
             raise
 
     async def execute(self, turn: Turn) -> Answers:
-        """One transaction. Who stops waiting does not stop it: it may be done all the same."""
+        """Execute a turn in one transaction. A caller that is canceled does not stop it: it may still be done."""
         turn.context = waiting = self._loop.create_future()
         waiting.add_done_callback(ignore_result)
         self._thread.submit(turn)
         answers: Answers = await asyncio.shield(waiting)
         return answers
 
-    def on_cancel(self, asked: Callable[[str], None]) -> None:
-        """`asked` hears the worker_id of whoever holds a lease that somebody wants canceled: soon, if at all."""
+    def on_cancel(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the worker_id that holds a lease that is to be canceled. Best effort."""
 
         def on_hint(hint: Hint) -> None:
             for worker_id, _ in hint.canceled:
-                asked(worker_id)
+                callback(worker_id)
 
         if self._cluster is not None:
             self._cluster.on_hint = on_hint
 
     def hint_cancel(self, worker_id: str, lease_id: str) -> None:
-        """A cancel was asked for: who holds the lease need not wait for its next renewal. Without a guest nobody is told."""
+        """Tell the holder of a lease about a cancel before its next renewal does. Without a guest nothing is sent."""
         if self._cluster is not None:
             self._cluster.carry_out(Publish(Hint(server_id=self._holder, canceled=((worker_id, lease_id),))))
 
     async def close(self) -> None:
-        """Turns that wait for a store that is away end now, with Unavailable."""
+        """Close store, guest and blobs. Turns that wait for the store end with Unavailable."""
         await asyncio.to_thread(self._thread.close)
         if self._guest is not None:
             await self._guest.stop()

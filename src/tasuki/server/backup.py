@@ -1,10 +1,10 @@
 """Making a backup: a consistent copy of a data folder's database, and the blobs that it refers to, in one file.
 
-Only reads the data folder (its server may be running); writes only beside the file that it makes. The file appears whole or not
-at all. The database has tokens as hashes only; the folder's own `token` file is not part of a backup.
+The data folder is only read (its server may be running), and the file appears whole or not at all. The database has tokens as
+hashes only; the folder's own `token` file is not part of a backup.
 
-Between the copy and the reading of a blob the server may have collected it, because its job was pruned or ran again. Then a newer
-copy is taken, which no longer refers to it; what was read before stays in the file.
+Between the copy and the reading of a blob the server may have deleted the blob, because its job was pruned or ran again. Then a
+newer copy is made, which no longer refers to it; blobs that were read before stay in the file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from tasuki.version import __version__
 
 COPIES_MAX = 3
 
-Tell = Callable[[str], None]
-"""What is going on, for people."""
+ReportProgress = Callable[[str], None]
 
 
-def back_up(folder: DataFolder, target: Path, *, with_blobs: bool = True, tell: Tell = lambda text: None) -> Manifest:
-    """Make the file `target`; what is in it."""
+def back_up(
+    folder: DataFolder, target: Path, *, with_blobs: bool = True, progress: ReportProgress = lambda text: None
+) -> Manifest:
+    """Make the backup `target`, and return its manifest."""
     from tasuki.server.restore import finish_publishing
 
     if not target.parent.is_dir():
@@ -44,14 +45,14 @@ def back_up(folder: DataFolder, target: Path, *, with_blobs: bool = True, tell: 
             "A store in PostgreSQL is backed up with pg_dump, see docs/operate/backup.md"
         )
     with disk_full_as_error(target), _new_file(target) as archive, _new_file(target) as copy:
-        manifest = _Backup(folder, archive, copy, tell).write(with_blobs=with_blobs)
+        manifest = _Backup(folder, archive, copy, progress).write(with_blobs=with_blobs)
         durable_rename(archive, target)  # the moment at which the backup exists
     return manifest
 
 
 @contextmanager
 def _new_file(target: Path) -> Iterator[Path]:
-    """A file of our own beside the target, mode 0600; gone afterwards, unless it was renamed."""
+    """Make a temporary file beside the target, mode 0600; remove it afterwards, unless it was renamed."""
     descriptor, name = tempfile.mkstemp(prefix=f"{target.name}.", suffix=".new", dir=target.parent)
     os.close(descriptor)
     path = Path(name)
@@ -62,13 +63,13 @@ def _new_file(target: Path) -> Iterator[Path]:
 
 
 class _Backup:
-    """One run: the archive being written, the latest copy of the database, and what was found on the way."""
+    """One run: the archive being written, the latest copy of the database, and the blobs written so far."""
 
-    def __init__(self, folder: DataFolder, archive: Path, copy: Path, tell: Tell) -> None:
+    def __init__(self, folder: DataFolder, archive: Path, copy: Path, progress: ReportProgress) -> None:
         self._folder = folder
         self._archive = archive
         self._copy = copy
-        self._tell = tell
+        self._progress = progress
         self._done: dict[tuple[str, int], int] = {}
         self._blobs: FolderBlobs | None = None
 
@@ -85,7 +86,7 @@ class _Backup:
         return manifest
 
     def _copy_until_whole(self, writer: ArchiveWriter) -> list[tuple[str, int]]:
-        """The database, and every blob that it refers to; those that are not there even after another look."""
+        """Copy the database and every blob that it refers to; return the blobs that are missing even after another copy."""
         missing: list[tuple[str, int]] = []
         for _ in range(COPIES_MAX):
             self._copy_database()
@@ -99,7 +100,7 @@ class _Backup:
 
         self._copy.unlink(missing_ok=True)
         self._copy.touch(mode=0o600)
-        snapshot(self._folder.database, self._copy, lambda done, whole: self._tell(f"database: {done:,} of {whole:,} bytes"))
+        snapshot(self._folder.database, self._copy, lambda done, whole: self._progress(f"database: {done:,} of {whole:,} bytes"))
         return []
 
     def _add_blobs(self, writer: ArchiveWriter) -> list[tuple[str, int]]:
@@ -112,11 +113,11 @@ class _Backup:
             if key not in self._done and not self._add_blob(writer, place):
                 missing.append(key)
             if number % 100 == 0:
-                self._tell(f"blobs: {number:,} of {len(places):,}")
+                self._progress(f"blobs: {number:,} of {len(places):,}")
         return missing
 
     def _add_blob(self, writer: ArchiveWriter, place: BlobPlace) -> bool:
-        """False if its bytes are gone or not what they should be; then the archive is as it was before."""
+        """Add a blob; False if its bytes are gone or corrupt, and then the archive is as it was before."""
         if self._blobs is None:
             return False
         try:

@@ -1,8 +1,13 @@
-"""Restoring a backup into a data folder, or only checking it.
+"""Restoring a backup into a data folder, or only checking it. Touches the data folder only, as the holder of its owner lock.
 
-Everything is verified before anything is seen: names, sizes and hashes while the archive is read, then the database itself, in
-a folder of its own inside the data folder. Then the database begins a new life (epoch and attempts raised, leases ended:
-`stores/sql/sqlite_backup.py`), and takes its place (`publish.py`). Touches the data folder only, as the holder of its owner lock.
+Everything is verified before it is visible: names, sizes and hashes while the archive is read, then the database itself, in the
+folder `<data>/restoring/`. Then the database begins a new life (`stores/sql/sqlite_backup.py`): epoch and attempts are raised,
+and leases ended.
+
+The restored store takes its place as a whole or not at all, whenever the process is killed. The renames that it needs are written
+down, durably, in the file `restoring/decided`: from that moment on the restore is decided, and the next process (a server,
+another restore) finishes it. Without that file the folder is garbage of a restore that was killed. Old files are moved aside into
+`<data>/replaced-<time>/`, never deleted.
 """
 
 from __future__ import annotations
@@ -25,18 +30,17 @@ from tasuki.config import DISK_FLOOR_BYTES, DISK_FLOOR_INODES, DataFolder
 from tasuki.errors import ConfigError, Corrupt, InvalidInput
 from tasuki.server.archive import DATABASE_NAME, MANIFEST_NAME, ArchiveMember, ArchiveReader, Manifest, read_manifest
 
-# ----------------------------------------------------------------------------------------------------
-# How a restored store takes its place: all of it, or nothing, whenever the process is killed.
-
 STAGING_NAME = "restoring"
 DECIDED_NAME = "decided"
+PROGRESS_BYTES = 16 * 1024 * 1024  # between two reports of progress
 
+ReportProgress = Callable[[str], None]
 Move = tuple[str, str]
 """(from, to), both below the data folder."""
 
 
 def store_names(folder: DataFolder) -> list[str]:
-    """What makes up a store, in the order in which it is moved away: without the database the journal does no harm."""
+    """Return the names of a store's files, in the order in which they are moved: a journal without a database is harmless."""
     database = folder.database.name
     return [database, f"{database}-wal", f"{database}-shm", folder.blobs.name]
 
@@ -46,7 +50,7 @@ def staging_of(folder: DataFolder) -> Path:
 
 
 def decide(folder: DataFolder, aside: str, fault: Callable[[str], None]) -> None:
-    """Write down how the staged store takes its place; what is there now goes to the folder `aside`. The lock is held."""
+    """Write down the renames that publish the staged store; the present one goes to the folder `aside`. The lock is held."""
     names = store_names(folder)
     moves: list[Move] = [(name, f"{aside}/{name}") for name in names if (folder.root / name).exists()]
     # The database last: while it is not there, there is no store.
@@ -60,11 +64,11 @@ def decide(folder: DataFolder, aside: str, fault: Callable[[str], None]) -> None
 
 
 def carry_out(folder: DataFolder, fault: Callable[[str], None] = lambda point: None) -> None:
-    """Do what was decided and is not done yet. The lock is held."""
+    """Do the renames that were decided and are not done yet. The lock is held."""
     note = staging_of(folder) / DECIDED_NAME
     for start, end in msgspec.json.decode(note.read_bytes(), type=list[Move]):
         source, target = folder.root / start, folder.root / end
-        # A move that was done has left its target. For one to `aside` that is the only sign: a new file may have its old name.
+        # A rename that was done has left its target. For one to `aside` only that tells: a new file may have the old name.
         if source.exists() and not target.exists():
             target.parent.mkdir(mode=0o700, exist_ok=True)
             source.rename(target)
@@ -79,7 +83,7 @@ def carry_out(folder: DataFolder, fault: Callable[[str], None] = lambda point: N
 
 
 def withdraw(folder: DataFolder) -> None:
-    """Nothing has been moved yet: drop what is staged, the note first. The lock is held."""
+    """Remove a staged store that is not decided, the list of renames first. The lock is held."""
     staging = staging_of(folder)
     if staging.exists():
         (staging / DECIDED_NAME).unlink(missing_ok=True)
@@ -87,7 +91,7 @@ def withdraw(folder: DataFolder) -> None:
 
 
 def finish_publishing(folder: DataFolder) -> bool:
-    """Finish what a restore that was killed had decided; True if there was something. Cheap if there was not."""
+    """Finish a restore that was killed after it was decided; True if there was one. Cheap if there was none."""
     if not (staging_of(folder) / DECIDED_NAME).exists():
         return False
     from tasuki.stores.sql.sqlite import OwnerLock
@@ -101,31 +105,29 @@ def finish_publishing(folder: DataFolder) -> bool:
     return True
 
 
-WORD_BYTES = 16 * 1024 * 1024  # between two words of progress
-
-Tell = Callable[[str], None]
+# ---------------------------------------------------------------------------------------------------- the restore
 
 
 class RestoreReport(msgspec.Struct, frozen=True):
-    """What a restore came to."""
+    """The result of a restore."""
 
     data: str
     manifest: Manifest
     epoch: int
     given_back: int
-    """Jobs that were with a worker when the backup was made, and wait again."""
+    """Number of jobs that a worker held when the backup was made, and that wait again."""
     canceled: int
     replaced: str | None
-    """Where the store that was there before is now."""
+    """Folder to which the earlier store was moved."""
 
 
-def check_backup(file: Path, *, tell: Tell = lambda text: None) -> Manifest:
+def check_backup(file: Path, *, progress: ReportProgress = lambda text: None) -> Manifest:
     """Verify a backup as `restore` does, and leave nothing behind."""
     from tasuki.stores.sql.sqlite_backup import check_copy
 
     with tempfile.TemporaryDirectory(prefix="tasuki-check-") as folder, disk_full_as_error(folder):
-        manifest, _ = _unpack(file, Path(folder), None, tell)
-        tell("checking the database")
+        manifest, _ = _unpack(file, Path(folder), None, progress)
+        progress("checking the database")
         check_copy(Path(folder) / DATABASE_NAME)
     return manifest
 
@@ -135,7 +137,7 @@ def restore(
     folder: DataFolder,
     *,
     force: bool = False,
-    tell: Tell = lambda text: None,
+    progress: ReportProgress = lambda text: None,
     fault: Callable[[str], None] = lambda point: None,
 ) -> RestoreReport:
     """Put the store of a backup into a data folder that has none. With `force` the one that is there is moved aside."""
@@ -157,29 +159,31 @@ def restore(
             )
         check_free(folder.root, size_bytes, DISK_FLOOR_BYTES, DISK_FLOOR_INODES)
         with disk_full_as_error(folder.root):
-            return _restore(file, folder, bool(there), tell, fault)
+            return _restore(file, folder, bool(there), progress, fault)
     finally:
         lock.release()
 
 
-def _restore(file: Path, folder: DataFolder, has_store: bool, tell: Tell, fault: Callable[[str], None]) -> RestoreReport:
+def _restore(
+    file: Path, folder: DataFolder, has_store: bool, progress: ReportProgress, fault: Callable[[str], None]
+) -> RestoreReport:
     from tasuki.stores.sql.sqlite_backup import begin_new_life, check_copy
 
     staging = staging_of(folder)
-    withdraw(folder)  # what a restore left that was killed before it was decided
+    withdraw(folder)  # left by a restore that was killed before it was decided
     staging.mkdir(mode=0o700)
     try:
         blobs = FolderBlobs(staging / folder.blobs.name, max_blob_bytes=2**63, floor_free_bytes=DISK_FLOOR_BYTES)
-        manifest, places = _unpack(file, staging, blobs, tell)
+        manifest, places = _unpack(file, staging, blobs, progress)
         fault("restore.unpacked")
-        tell("checking the database")
+        progress("checking the database")
         database = staging / DATABASE_NAME
         check_copy(database)
         life = begin_new_life(database, now=time.time(), present=places if manifest.with_blobs else None)
         for sha256, generation in life.unknown_blobs:
             blobs.delete(sha256, generation)
         if not manifest.with_blobs:
-            shutil.rmtree(blobs.root)  # so that the bytes can be brought back by one rename
+            shutil.rmtree(blobs.root)  # so that one rename can bring the bytes back
         sync_file(database)
         sync_folder(database.parent)
         aside = _free_name(folder.root, f"replaced-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
@@ -213,11 +217,13 @@ def _size_of(file: Path) -> int:
         raise InvalidInput(f"the backup {str(file)!r} cannot be read: {error.strerror or error}") from None
 
 
-def _unpack(file: Path, staging: Path, blobs: BlobStore | None, tell: Tell) -> tuple[Manifest, list[tuple[str, int]]]:
-    """Read the whole archive, the database into `staging`, the blobs into `blobs` or nowhere; all verified."""
+def _unpack(
+    file: Path, staging: Path, blobs: BlobStore | None, progress: ReportProgress
+) -> tuple[Manifest, list[tuple[str, int]]]:
+    """Read and verify the whole archive: the database into `staging`, the blobs into `blobs` or nowhere."""
     try:
         with file.open("rb") as source:
-            return _Unpacking(staging, blobs, tell, os.fstat(source.fileno()).st_size).run(source)
+            return _Unpacking(staging, blobs, progress, os.fstat(source.fileno()).st_size).run(source)
     except IsADirectoryError:
         raise InvalidInput(f"{str(file)!r} is a folder, not a file that tasuki backup made") from None
     except PermissionError as error:
@@ -225,14 +231,14 @@ def _unpack(file: Path, staging: Path, blobs: BlobStore | None, tell: Tell) -> t
 
 
 class _Unpacking:
-    """One reading of an archive, and what was found in it."""
+    """One reading of an archive, and its contents so far."""
 
-    def __init__(self, staging: Path, blobs: BlobStore | None, tell: Tell, archive_bytes: int) -> None:
+    def __init__(self, staging: Path, blobs: BlobStore | None, progress: ReportProgress, archive_bytes: int) -> None:
         self._staging = staging
         self._blobs = blobs
-        self._tell = tell
+        self._progress = progress
         self._archive_bytes = archive_bytes
-        self._next_word_bytes = 0
+        self._next_report_bytes = 0
         self._found: list[tuple[str, int, int]] = []
         self._database = (-1, "")
         self._manifest: Manifest | None = None
@@ -240,7 +246,7 @@ class _Unpacking:
     def run(self, source: BinaryIO) -> tuple[Manifest, list[tuple[str, int]]]:
         reader = ArchiveReader(source)
         for member in reader:
-            self._tell_of(source.tell())
+            self._report(source.tell())
             if member.blob is not None:
                 self._take_blob(member, member.blob, reader.pieces())
             elif member.name == MANIFEST_NAME:
@@ -251,10 +257,10 @@ class _Unpacking:
         self._compare(self._manifest)
         return self._manifest, [(sha256, generation) for sha256, generation, _ in self._found]
 
-    def _tell_of(self, read_bytes: int) -> None:
-        if read_bytes >= self._next_word_bytes:
-            self._next_word_bytes = read_bytes + WORD_BYTES
-            self._tell(f"reading: {read_bytes:,} of {self._archive_bytes:,} bytes")
+    def _report(self, read_bytes: int) -> None:
+        if read_bytes >= self._next_report_bytes:
+            self._next_report_bytes = read_bytes + PROGRESS_BYTES
+            self._progress(f"reading: {read_bytes:,} of {self._archive_bytes:,} bytes")
 
     def _take_blob(self, member: ArchiveMember, blob: tuple[str, int], pieces: Iterable[bytes]) -> None:
         sha256, generation = blob

@@ -27,7 +27,7 @@ from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.core.ranges import content_range, is_number, parse_content_range, range_headers
 from tasuki.errors import InvalidInput, ResponseLost
-from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody, HttpTransport, MultipartForm, run_fields
+from tasuki.net.http.transport import ERROR_MAX_BYTES, ErrorBody, HttpTransport, MultipartForm, read_body, run_fields
 from tasuki.net.streams import FileSink, FileSource
 
 if TYPE_CHECKING:
@@ -166,11 +166,7 @@ class _ErrorEnvelope(msgspec.Struct):
 
 async def read_refusal(response: httpx.Response) -> tuple[Refusal, bytes]:
     """Read a response that is not 2xx; return what it says, and its body."""
-    body = b""
-    async for piece in response.aiter_bytes():
-        body += piece
-        if len(body) > ERROR_MAX_BYTES:
-            break
+    body = await read_body(response, ERROR_MAX_BYTES)
     return _refusal_in(response, body), body
 
 

@@ -1,4 +1,4 @@
-"""What all links over HTTP share: one address, the tasks that work for it, and its end."""
+"""Base of the links over HTTP: one address, its background tasks, its end; and frames in the bodies of requests and responses."""
 
 from __future__ import annotations
 
@@ -21,22 +21,19 @@ from tasuki.net.http.transport import HttpTransport
 from tasuki.wire.frames import Frame, FrameDecoder
 from tasuki.wire.messages import decode
 
-# ----------------------------------------------------------------------------------------------------
-# Frames of the wire protocol in the bodies of HTTP requests and answers: what all links over HTTP share.
-
-REQUEST_MAX_BYTES = 1024 * 1024  # of several frames together; what proxies let through unless told otherwise
+REQUEST_MAX_BYTES = 1024 * 1024  # of several frames together: the usual limit of proxies
 TOKEN_MAX_CHARS = 512
 
 
 def check_token(token: str) -> str:
-    """The token, if a header can carry it."""
+    """Return the token, or raise InvalidInput if a header cannot carry it."""
     if len(token) > TOKEN_MAX_CHARS or not token.isascii() or not token.isprintable():
         raise InvalidInput("the token cannot be sent: it is longer than a token, or has characters that no token has")
     return token
 
 
 class FrameStream(NamedTuple):
-    """What came back, as it comes: a frame of a kind that this side does not know is None."""
+    """The frames of a response, as they come. A frame of an unknown type is None."""
 
     messages: AsyncIterator[Message | None]
     headers: Mapping[str, str]
@@ -46,7 +43,7 @@ class FrameStream(NamedTuple):
 async def post(
     transport: HttpTransport, path: str, frames: Sequence[bytes], params: Mapping[str, str], answer_s: float
 ) -> AsyncIterator[FrameStream]:
-    """Send these frames; the frames that answer them are read inside the block."""
+    """Send frames, and yield the response, which is read inside the block."""
     headers = {"Content-Type": FRAMES_TYPE, "Accept": FRAMES_TYPE}
     async with transport.exchange(
         "POST", path, params=params, headers=headers, content=b"".join(frames), answer_s=answer_s
@@ -74,14 +71,14 @@ async def _messages_of(response: httpx.Response) -> AsyncGenerator[Message | Non
 def _decoded(frame: Frame) -> Message | None:
     try:
         return decode(frame, FRAME_MAX_BYTES)
-    except UnknownFrame:  # of a newer server, to a newer peer
+    except UnknownFrame:  # from a newer server, for newer peers
         return None
     except InvalidInput as error:
         raise ResponseLost(f"an answer cannot be read: {error.message}") from None
 
 
 class BaseHttpLink(ABC):
-    """One address, for as long as it answers. `on_message` gets every message, `on_closed` the end, once."""
+    """A `Link` to one address, until it stops answering. `on_message` gets every message, `on_closed` the end, once."""
 
     def __init__(
         self,
@@ -108,7 +105,7 @@ class BaseHttpLink(ABC):
         return HttpBlobs(transport)
 
     def send(self, message: Message) -> None:
-        """It leaves at the end of this turn of the loop."""
+        """Send a message at the end of this turn of the loop."""
         self.say(message)
 
     def send_together(self, messages: Iterable[Message]) -> None:
@@ -117,14 +114,14 @@ class BaseHttpLink(ABC):
 
     @abstractmethod
     def say(self, message: Message) -> None:
-        """Send it, or InvalidInput if no frame can hold it."""
+        """Send a message, or raise InvalidInput if it does not fit a frame; then nothing was sent."""
 
     @property
     def closed(self) -> bool:
         return self._closed
 
     def close(self, error: TasukiError | None = None) -> None:
-        """There is nothing to say at the end, unless a link knows better."""
+        """Close the link. By default nothing is sent at the end."""
         self.abort(error.message if error is not None else "closed")
 
     def abort(self, reason: str) -> None:
@@ -137,15 +134,15 @@ class BaseHttpLink(ABC):
 
     @abstractmethod
     def _stop(self) -> None:
-        """Nothing more is to be said or asked."""
+        """Drop everything that waits to be sent."""
 
     async def wait_closed(self) -> None:
-        """After `close` or `abort`: until nothing of it is left."""
+        """Wait after `close` or `abort` until all resources are freed."""
         await self._tasks.wait()
         await self._transport.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # a defect, or the owner's: like one in a callback of a transport
-            self._loop.call_exception_handler({"message": "an answer could not be taken", "exception": error, "task": task})
-            self.abort(f"an answer could not be taken: {error}")
+        if error is not None:  # a defect here or in a callback of the owner
+            self._loop.call_exception_handler({"message": "a response could not be handled", "exception": error, "task": task})
+            self.abort(f"a response could not be handled: {error}")

@@ -1,10 +1,10 @@
-"""A transport for httpx that stops sending a body as soon as its answer comes.
+"""A transport for httpx that stops sending a body as soon as its response comes (docs/decisions/0042).
 
-A server may know its answer before it has read the body: the result is there already, the name is taken, there is no room. httpx
-would send the rest first. Here every connection is listened to while something is sent: what comes makes the next write fail,
-and httpcore, which expects that of servers that hang up early, turns to reading the answer. Such a connection is not used again.
+A server may know its response before it has read the body: the result is stored already, the name is taken, there is no room.
+httpx would send the rest first. Here every connection is read from while a body is sent: incoming bytes make the next write fail,
+and httpcore, which expects that of servers that hang up early, reads the response. Such a connection is not used again.
 
-Proxies are used by those who ask for them with `proxy_of`; machines that speak to each other do not.
+A proxy is used only by callers that pass one (`proxy_of`); machines that speak to each other do not.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from tasuki.errors import ConfigError
 
 READ_BYTES = 64 * 1024
 KEPT_S = 2.0  # an unused connection; a request on one that its server is just closing would look like the server's death
-LISTEN_BYTES = 64 * 1024  # a write that is smaller is over before anybody could answer it
+LISTEN_BYTES = 64 * 1024  # a smaller write is over before a server could respond to it
 
 
 class _HttpStream(httpcore.AsyncNetworkStream):
-    """One connection."""
+    """One connection, which is read from while it is written to."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
-        self._hearing: asyncio.Task[bytes] | None = None
-        self._heard = b""
+        self._reading: asyncio.Task[bytes] | None = None
+        self._received = b""
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        if self._heard:
-            piece, self._heard = self._heard[:max_bytes], self._heard[max_bytes:]
+        if self._received:
+            piece, self._received = self._received[:max_bytes], self._received[max_bytes:]
             return piece
-        if self._hearing is None:
+        if self._reading is None:
             return await self._stream.read(max_bytes, timeout)
-        await asyncio.wait({self._hearing}, timeout=timeout)
-        if not self._hearing.done():
+        await asyncio.wait({self._reading}, timeout=timeout)
+        if not self._reading.done():
             raise httpcore.ReadTimeout
-        hearing, self._hearing = self._hearing, None
-        self._heard = await hearing
-        return await self.read(max_bytes, timeout) if self._heard else b""
+        reading, self._reading = self._reading, None
+        self._received = await reading
+        return await self.read(max_bytes, timeout) if self._received else b""
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
         if len(buffer) < LISTEN_BYTES:
             await self._stream.write(buffer, timeout)
             return
-        if self._hearing is None:
-            self._hearing = asyncio.create_task(self._stream.read(READ_BYTES))
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._stream.read(READ_BYTES))
         writing = asyncio.create_task(self._stream.write(buffer, timeout))
         try:
-            await asyncio.wait({writing, self._hearing}, return_when=asyncio.FIRST_COMPLETED)
-            if not self._hearing.done():
+            await asyncio.wait({writing, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._reading.done():
                 await writing
                 return
         finally:
             await _end(writing)
-        raise httpcore.WriteError("the answer came before all was sent")
+        raise httpcore.WriteError("the response came before the body was sent")
 
     async def aclose(self) -> None:
-        hearing, self._hearing = self._hearing, None
-        if hearing is not None:
-            await _end(hearing)
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            await _end(reading)
         await self._stream.aclose()
 
     async def start_tls(
@@ -81,7 +81,7 @@ class _HttpStream(httpcore.AsyncNetworkStream):
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for it any more; how it ended was heard, or does not matter."""
+    """Cancel a task and wait for its end; its result does not matter."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -109,7 +109,7 @@ class _Body(httpx.AsyncByteStream):
         self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        with _in_words_of_httpx():
+        with _httpx_errors():
             async for piece in self._response.aiter_stream():
                 yield piece
 
@@ -127,8 +127,8 @@ _ERRORS = (
 
 
 @contextlib.contextmanager
-def _in_words_of_httpx() -> Iterator[None]:
-    """Each error of httpcore has its namesake in httpx."""
+def _httpx_errors() -> Iterator[None]:
+    """Raise errors of httpcore as their namesakes in httpx."""
     try:
         yield
     except _ERRORS as error:
@@ -137,7 +137,7 @@ def _in_words_of_httpx() -> Iterator[None]:
 
 
 def proxy_of(address: Address) -> httpx.Proxy | None:
-    """What HTTP_PROXY, HTTPS_PROXY and ALL_PROXY say, or the settings of the system, unless NO_PROXY names the host."""
+    """Return the proxy of HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, or of the system, unless NO_PROXY names the host."""
     found = urllib.request.getproxies()
     text = found.get(address.scheme) or found.get("all")
     if not text or urllib.request.proxy_bypass(f"{address.host}:{address.port}"):
@@ -147,14 +147,14 @@ def proxy_of(address: Address) -> httpx.Proxy | None:
         if url.startswith(("http://", "https://")):
             return httpx.Proxy(url)
     except httpx.InvalidURL:
-        """As one of another kind."""
+        pass
     raise ConfigError(
         f"the proxy for {address} must be http://HOST:PORT or https://HOST:PORT; or name {address.host} in NO_PROXY"
     )
 
 
 class EarlyResponseTransport(httpx.AsyncBaseTransport):
-    """`httpx.AsyncClient(transport=EarlyAnswers(context, limits))`."""
+    """The transport: `httpx.AsyncClient(transport=EarlyResponseTransport(context, limits))`."""
 
     def __init__(self, context: ssl.SSLContext, limits: httpx.Limits, proxy: httpx.Proxy | None = None) -> None:
         options: dict[str, Any] = {
@@ -192,7 +192,7 @@ class EarlyResponseTransport(httpx.AsyncBaseTransport):
             content=request.stream,
             extensions=request.extensions,
         )
-        with _in_words_of_httpx():
+        with _httpx_errors():
             response = await self._pool.handle_async_request(asked)
         return httpx.Response(response.status, headers=response.headers, stream=_Body(response), extensions=response.extensions)
 

@@ -1,7 +1,7 @@
-"""Requests to one HTTP address: connections, TLS, proxies of the environment, and each way to fail in words that show a way out.
+"""Requests to one HTTP address: connections, TLS, proxies, errors that say what to do, and the form that starts a run.
 
-Knows nothing of jobs and frames; whoever speaks to a server over HTTP stands on it. httpx is slow to import: so this module is
-imported only where an address is http or https.
+All HTTP clients here use it; it knows nothing of jobs and frames. httpx is slow to import: this module is imported only where an
+address is http or https.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tasuki.net.http.early_response import EarlyResponseTransport, proxy_of
 from tasuki.net.tcp_link import system_words
 from tasuki.net.tls import handshake_words
 
-ANSWER_S = 35.0  # of a request that is not to wait: the server gives its store 30
+ANSWER_S = 35.0  # for a request that does not wait for an event: the server gives its store 30
 WRITE_S = 30.0  # for each piece of a body
 KEPT_CONNECTIONS = 16
-KEPT_S = 30.0  # a connection that is not used; below what servers and balancers on the way keep one
+KEPT_S = 30.0  # an unused connection; shorter than servers and balancers on the way keep one
 RETRY_AFTER_MAX_S = 30.0
 ERROR_MAX_BYTES = 64 * 1024
 
@@ -44,7 +44,7 @@ _seconds = re.compile(r"\d{1,6}").fullmatch
 
 
 class ErrorBody(msgspec.Struct):
-    """The error in an answer of ours."""
+    """The error in a response of a tasuki server."""
 
     code: str
     message: str
@@ -52,13 +52,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct):
-    """Every answer of a tasuki server that is not 2xx."""
+    """Every response of a tasuki server that is not 2xx."""
 
     error: ErrorBody
 
 
 class HttpTransport:
-    """One address. `token` is sent with every request; `exchange` is all there is to do, `close` ends what is under way."""
+    """One address. `token` is sent with every request; `close` ends the requests under way."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class HttpTransport:
         stop_when_answered: bool = False,
         proxies: bool = False,
     ) -> None:
-        """With `stop_when_answered` a body is sent no further once its answer comes; a proxy is used then only with `proxies`."""
+        """With `stop_when_answered` sending stops once the response comes; a proxy is then used only with `proxies`."""
         self.address = address
         self.token = ""
         self._connect_timeout_s = connect_timeout_s
@@ -77,9 +77,9 @@ class HttpTransport:
         self._closed = False
         self._own_ca = tls is not None
         self.tls = tls
-        """The CA that was given; None: the system's count."""
+        """Context of the CA that was given; None: the system's CAs count."""
         self._answered = False
-        # Without a context of ours, httpx would load the CAs of certifi, for plain HTTP too. This one trusts nobody.
+        # Without a context, httpx would load the CAs of certifi, for plain HTTP too. This one trusts nobody.
         context = tls or (ssl.create_default_context() if address.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S)
         early = EarlyResponseTransport(context, limits, proxy_of(address) if proxies else None) if stop_when_answered else None
@@ -100,7 +100,7 @@ class HttpTransport:
         content: bytes | AsyncIterable[bytes] | None = None,
         answer_s: float = ANSWER_S,
     ) -> AsyncIterator[httpx.Response]:
-        """A 2xx answer, whose body is still to be read; any other is raised as what it means."""
+        """Send a request and yield its 2xx response, whose body is still to be read; raise the error that another one means."""
         await self._quiet()
         async with self.answer(method, path, params=params, headers=headers, content=content, answer_s=answer_s) as response:
             if not response.is_success:
@@ -118,7 +118,7 @@ class HttpTransport:
         content: bytes | AsyncIterable[bytes] | None = None,
         answer_s: float = ANSWER_S,
     ) -> AsyncIterator[httpx.Response]:
-        """Any answer, refusals too, whose body is still to be read; raises only if there is none."""
+        """Send a request and yield its response, also a refusal, whose body is still to be read; raise only if there is none."""
         if self._closed:
             raise NoConnection("the connection is closed")
         timeout = httpx.Timeout(connect=self._connect_timeout_s, write=WRITE_S, read=answer_s, pool=None)
@@ -134,12 +134,12 @@ class HttpTransport:
             raise self._problem(error, answer_s) from error
 
     async def _quiet(self) -> None:
-        """The server asked for a pause."""
+        """Wait as long as the server asked for (Retry-After)."""
         wait_s = self._quiet_until - asyncio.get_running_loop().time()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
-    # ------------------------------------------------------------------------------------------------ what was answered
+    # ------------------------------------------------------------------------------------------------ errors
 
     async def _refusal(self, response: httpx.Response) -> TasukiError:
         status = response.status_code
@@ -150,25 +150,23 @@ class HttpTransport:
         if _seconds(retry_after):
             wait_s = min(RETRY_AFTER_MAX_S, float(retry_after))
             self._quiet_until = asyncio.get_running_loop().time() + wait_s
-        said = await said_in(response)
-        return self._of_a_stranger(status) if said is None else _of_tasuki(status, said)
+        body = await read_error(response)
+        return self._foreign_error(status) if body is None else _tasuki_error(status, body)
 
-    def _of_a_stranger(self, status: int) -> TasukiError:
-        """Not as a tasuki server answers: a proxy on the way, or something else altogether."""
+    def _foreign_error(self, status: int) -> TasukiError:
+        """Return the error for a response that no tasuki server sent: a proxy on the way, or another service."""
         answered = f"{self.address} answered {status}"
         if status in (404, 405):
             return NotTasuki(f"{answered}: is this a tasuki server with --http?")
         if status == 407:
-            return NotTasuki(f"{answered}: the proxy of HTTP_PROXY or HTTPS_PROXY wants to know who asks")
+            return NotTasuki(f"{answered}: the proxy of HTTP_PROXY or HTTPS_PROXY asks for a login")
         if status == 413:
-            return TooLarge(f"{answered}: something before the server takes no request that large; raise its limit for bodies")
+            return TooLarge(f"{answered}: a proxy before the server refuses a request that large; raise its limit for bodies")
         if status == 429 or status >= 500:
             return ResponseLost(f"{answered}, and not as a tasuki server does: what is before it may not reach it")
-        if status == 400 and self.address.scheme == "http":  # what nginx and others say to plain HTTP at a port for TLS
+        if status == 400 and self.address.scheme == "http":  # the answer of nginx and others to plain HTTP at a port for TLS
             return NotTasuki(f"{answered}, and not as a tasuki server does: is it https://?")
         return NotTasuki(f"{answered}, and not as a tasuki server does: is there a proxy or a firewall before it?")
-
-    # ------------------------------------------------------------------------------------------------ what went wrong
 
     def _problem(self, error: Exception, answer_s: float) -> TasukiError:
         match error:
@@ -198,36 +196,41 @@ class HttpTransport:
         return NoConnection(f"no connection to {self.address}: {error}")
 
 
-async def said_in(response: httpx.Response) -> ErrorBody | None:
-    """What a tasuki server refused with; None if something else answered."""
+async def read_body(response: httpx.Response, max_bytes: int) -> bytes:
+    """Return the body of a response, cut off when it passes `max_bytes`: no tasuki server sends more."""
     body = b""
     async for piece in response.aiter_bytes():
         body += piece
-        if len(body) > ERROR_MAX_BYTES:
+        if len(body) > max_bytes:
             break
+    return body
+
+
+async def read_error(response: httpx.Response) -> ErrorBody | None:
+    """Return the error that a tasuki server refused with; None if something else answered."""
     try:
-        return msgspec.json.decode(body, type=_Envelope).error
+        return msgspec.json.decode(await read_body(response, ERROR_MAX_BYTES), type=_Envelope).error
     except msgspec.DecodeError:
         return None
 
 
-def _of_tasuki(status: int, said: ErrorBody) -> TasukiError:
-    """In the words of the wire, where some of HTTP's have other names."""
-    match said.code:
+def _tasuki_error(status: int, body: ErrorBody) -> TasukiError:
+    """Return the error as it is over TCP: some have other codes in HTTP."""
+    match body.code:
         case "INVALID_PAYLOAD":
-            return InvalidInput(said.message)
+            return InvalidInput(body.message)
         case "TOKEN_REVOKED":
-            return Unauthorized(said.message)
+            return Unauthorized(body.message)
         case "TOO_MANY_REQUESTS":
-            return Overloaded(said.message)
+            return Overloaded(body.message)
         case "METHOD_NOT_ALLOWED":
-            return from_wire("NOT_FOUND", said.message)
-    error = from_wire(said.code, said.message, said.details)
-    return ResponseLost(said.message) if type(error) is TasukiError and status >= 500 else error
+            return from_wire("NOT_FOUND", body.message)
+    error = from_wire(body.code, body.message, body.details)
+    return ResponseLost(body.message) if type(error) is TasukiError and status >= 500 else error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what is behind it, groups included."""
+    """Yield the error and its causes, those in exception groups included."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -239,16 +242,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         waiting += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Encoder of the form that starts a run at a node agent: multipart/form-data of a known length. `agent/upload.py` reads it.
-
-__all__ = ["MultipartForm", "run_fields"]
+# ---------------------------------------------------------------------------------------------------- forms
 
 
 def run_fields(
     exec_: str | None, args: Sequence[str], timeout_s: float | None, inputs: Iterable[str] = ()
 ) -> list[tuple[str, str]]:
-    """Return the fields of a run. Without `exec_` the agent chooses it; `inputs` name files that the agent fetches itself."""
+    """Return the fields of the form that starts a run. Without `exec_` the agent chooses; it fetches `inputs` itself."""
     fields = [("args", msgspec.json.encode(args).decode())]
     if exec_:
         fields.append(("exec", exec_))
@@ -258,7 +258,7 @@ def run_fields(
 
 
 class MultipartForm:
-    """Fields, then files with their names and sizes. The contents of the files are given to `pieces`."""
+    """A multipart/form-data body of a known length: fields, then files, whose contents are given to `pieces`."""
 
     def __init__(self, fields: Iterable[tuple[str, str]], files: Sequence[tuple[str, int]]) -> None:
         boundary = secrets.token_hex(16)

@@ -1,13 +1,13 @@
-"""A worker's link over HTTP: to its owner a connection that speaks messages, to the network two requests at most.
+"""A worker's link over HTTP: to its owner a connection that carries messages, on the network at most two requests at a time.
 
 Theory of operation. The Hello opens a session at the server, which keeps a virtual connection for it. One request, the *poll*, is
-nearly always open: it is answered as soon as the server has something to say, or after its wait. What the worker says in one
-turn of the loop leaves at once in a second request, one after the other.
+nearly always open: it is answered as soon as the server has a message for the worker, or after its wait. The messages that the
+worker sends in one turn of the loop leave at once in a second request, one request after the other.
 
-Requests are cut on the way, by proxies above all, and that must not cost the session. So both directions are numbered: the
-worker repeats what it said under the same number until it is answered, and the server tells again what the worker has not
-said that it heard. What does end the link: nobody answers, the session is not known any more (the server was started again, or
-the request came to another one), the token is refused. The machine above then says Hello again and names what it holds.
+Requests are cut on the way, mostly by proxies, and that must not end the session. So both directions are numbered: the worker
+repeats a request under the same number until it is answered, and the server repeats the frames that the worker has not
+acknowledged. The link ends when nobody answers, when the session is unknown (the server was restarted, or another one was
+reached), and when the token is refused. The machine above then sends Hello again, with the leases that it holds.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from tasuki.wire.messages import encode
 
 POLL_WAIT_S = 25.0
 POLL_WAIT_MIN_S = 5.0
-POLL_SLACK_S = 10.0  # beyond the wait, for an answer that is on its way
-TRIES_MAX = 5  # of one request, while there is somebody who may answer
+POLL_SLACK_S = 10.0  # beyond the wait, for an answer under way
+TRIES_MAX = 5  # of one request, while connections can be made
 PAUSE_FIRST_S = 0.05  # between two tries; doubled each time
 _BACKOFF = Backoff(PAUSE_FIRST_S, jitter=random.random)
 LEAVE_S = 3.0
@@ -66,7 +66,7 @@ logger = logging.getLogger("tasuki.worker")
 
 
 class HttpWorkerLink(BaseHttpLink):
-    """One address, for as long as it answers and knows the session."""
+    """A link to one address, until it stops answering or forgets the session."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class HttpWorkerLink(BaseHttpLink):
         super().__init__(address, on_message, on_closed, tls=tls, timeout_s=timeout_s)
         self._path = ""
         self._queue: deque[bytes] = deque()
-        self._saying = False
+        self._sending = False
         self._under_way: list[bytes] = []
-        """What was said and is not answered yet."""
-        self._last_words: deque[bytes] | None = None
+        """Frames of a request that is not answered yet."""
+        self._unsent: deque[bytes] | None = None
         self._said = 0
-        """The number of the last request with something to say."""
+        """Number of the last request with frames that was answered."""
         self._heard = 0
-        """How many frames have come in polls."""
+        """Number of frames that have come in polls."""
         self._wait_s = POLL_WAIT_S
 
     def _make_blobs(self, transport: HttpTransport) -> HttpBlobs:
@@ -96,7 +96,7 @@ class HttpWorkerLink(BaseHttpLink):
     # ------------------------------------------------------------------------------------------------ out
 
     def say(self, message: Message) -> None:
-        """Send it, or InvalidInput if no frame can hold it."""
+        """Send a message, or raise InvalidInput if it does not fit a frame; then nothing was sent."""
         if self._closed:
             return
         if isinstance(message, HelloWorker):
@@ -104,37 +104,37 @@ class HttpWorkerLink(BaseHttpLink):
             self._tasks.spawn(self._greet(message))
             return
         self._queue.extend(self._frames_of(message))
-        self._speak()
+        self._send_soon()
 
     def _frames_of(self, message: Message) -> list[bytes]:
-        """One, or several where that is the only way past a proxy: endings that waited together may be large together."""
+        """Return one frame, or several that pass a proxy's limit: the endings of an outage may be large together."""
         frame = encode(message, self.codec, max_bytes=FRAME_MAX_BYTES)
         if not isinstance(message, JobsFinished) or len(frame) <= REQUEST_MAX_BYTES or len(message.endings) == 1:
             return [frame]
         half = len(message.endings) // 2
         return [*self._frames_of(JobsFinished(message.endings[:half])), *self._frames_of(JobsFinished(message.endings[half:]))]
 
-    def _speak(self) -> None:
-        if self._queue and self._path and not self._saying:
-            self._saying = True
-            self._loop.call_soon(lambda: self._tasks.spawn(self._say_all()))
+    def _send_soon(self) -> None:
+        if self._queue and self._path and not self._sending:
+            self._sending = True
+            self._loop.call_soon(lambda: self._tasks.spawn(self._send_all()))
 
-    async def _say_all(self) -> None:
-        """One request after the other, until nothing is left to say."""
+    async def _send_all(self) -> None:
+        """Send one request after the other until the queue is empty."""
         try:
             while self._queue and not self._closed:
-                await self._say_some(self._queue)
+                await self._send_some(self._queue)
         except TasukiError as error:
             self._break(error)
         finally:
-            self._saying = False
+            self._sending = False
 
-    async def _say_some(self, queue: deque[bytes]) -> None:
-        """As much of it as one request takes; first what may have been said, and was not answered, as it was."""
+    async def _send_some(self, queue: deque[bytes]) -> None:
+        """Send as many frames as one request takes; first, unchanged, those of a request that was not answered."""
         bundle = self._under_way = self._under_way or self._bundle_of(queue)
         try:
-            await self._say_surely(bundle)
-        except InvalidInput:  # nothing of it was taken: too large for something on the way, or for the time that a body may take
+            await self._send_repeatedly(bundle)
+        except InvalidInput:  # nothing was accepted: too large for a proxy, or for the time that a body may take
             if len(bundle) == 1:
                 raise
             self._request_max_bytes = sum(map(len, bundle)) // 2
@@ -149,15 +149,15 @@ class HttpWorkerLink(BaseHttpLink):
             size += len(bundle[-1])
         return bundle
 
-    async def _say_surely(self, bundle: list[bytes]) -> None:
-        """Repeated under its number, word for word, while it may or may not have arrived."""
+    async def _send_repeatedly(self, bundle: list[bytes]) -> None:
+        """Send a request, unchanged and under the same number, until it is answered."""
         number = self._said + 1
         tries = 0
         while True:
             try:
                 async with post(self._transport, self._path, bundle, {"said": str(number)}, ANSWER_S) as answer:
                     async for _ in answer.messages:
-                        """What there is to hear comes with the polls."""
+                        pass  # the answers come with the polls
                 self._said = number
                 return
             except (Unavailable, NotFound) as error:
@@ -192,7 +192,7 @@ class HttpWorkerLink(BaseHttpLink):
         self._path = f"{WORKER_PATH}/{session}"
         self._tasks.spawn(self._poll())
         self._on_message(self, welcome)
-        self._speak()
+        self._send_soon()
 
     async def _poll(self) -> None:
         tries = 0
@@ -204,7 +204,7 @@ class HttpWorkerLink(BaseHttpLink):
                 if self._heard > heard or self._loop.time() - began > POLL_WAIT_MIN_S / 2:
                     tries = 0
                     continue
-                tries = min(tries + 1, TRIES_MAX)  # it came back at once, with nothing: asking again at once would be a hot loop
+                tries = min(tries + 1, TRIES_MAX)  # it came back at once, and empty: another one at once would be a hot loop
             except (Unavailable, NotFound) as error:
                 lasted_s = self._loop.time() - began
                 if isinstance(error, ResponseLost) and lasted_s > POLL_WAIT_MIN_S:  # a proxy has a shorter timeout than this poll
@@ -234,16 +234,16 @@ class HttpWorkerLink(BaseHttpLink):
     # ------------------------------------------------------------------------------------------------ end
 
     def forget(self, job_ids: Iterable[str]) -> None:
-        """A worker watches no jobs."""
+        """Do nothing: a worker watches no jobs."""
 
     def _refused(self, error: ErrorMessage) -> None:
-        """The server has hung up, and this is why."""
+        """Pass on why the server has hung up, and close."""
         if not self._closed:
             self._on_message(self, error)
             self.abort(error.message)
 
     def _break(self, error: TasukiError) -> None:
-        """The link is of no use any more."""
+        """Close the link for an error that ends it."""
         if self._closed:
             return
         if isinstance(error, NotFound) and self._path:
@@ -255,54 +255,54 @@ class HttpWorkerLink(BaseHttpLink):
             error = Unauthorized(
                 "a token is needed: TASUKI_ENROLL or --enroll-file to enrol, or --token-file with a worker token"
             )
-        final = isinstance(error, Unauthorized | Forbidden | TooLarge)  # saying it again is no better
-        if final or (isinstance(error, InvalidInput) and not self._path):  # in a session it may be a body that was cut on the way
+        final = isinstance(error, Unauthorized | Forbidden | TooLarge)  # another try would be refused too
+        if final or (isinstance(error, InvalidInput) and not self._path):  # in a session a body may have been cut on the way
             self._on_message(self, ErrorMessage(0, error.code, error.message, error.details()))
         self.abort(error.message)
 
     def close(self, error: TasukiError | None = None) -> None:
-        """What is still to be said is said in `wait_closed`, and the server is told that this worker leaves."""
+        """Close the link; `wait_closed` sends the queued frames, and tells the server that this worker leaves."""
         if self._path and not self._closed:
-            self._last_words = deque(self._queue)
+            self._unsent = deque(self._queue)
         super().close(error)
 
     def _stop(self) -> None:
         self._queue.clear()
 
     async def wait_closed(self) -> None:
-        """After `close` or `abort`: until nothing of it is left."""
+        """Wait after `close` or `abort` until all resources are freed."""
         await self._tasks.wait()
-        if self._last_words is not None:
+        if self._unsent is not None:
             try:
                 async with asyncio.timeout(LEAVE_S):
-                    await self._leave(self._last_words)
-            except (TasukiError, TimeoutError) as error:  # then the server finds out by itself, when the ttl is over
+                    await self._leave(self._unsent)
+            except (TasukiError, TimeoutError) as error:  # the server notices it when the ttl is over
                 logger.debug("the server could not be told that this worker leaves: %s", error)
         await super().wait_closed()
 
-    async def _leave(self, last_words: deque[bytes]) -> None:
-        while self._under_way or last_words:
-            await self._say_some(last_words)
+    async def _leave(self, unsent: deque[bytes]) -> None:
+        while self._under_way or unsent:
+            await self._send_some(unsent)
         async with self._transport.exchange("DELETE", self._path):
-            """The status says it all."""
+            pass  # the status is the whole answer
 
 
 class _WorkerBlobs(HttpBlobs):
-    """A token that is refused may have been rotated. Whether that is the end is for the link to find out; a transfer waits."""
+    """Blobs of a worker, whose token may be rotated during a transfer: a refused token is tried again, the link decides."""
 
     async def put(self, source: FileSource, ref: BlobRef, progress: Callable[[int], None] | None) -> None:
-        with _patiently():
+        with _retry_unauthorized():
             await super().put(source, ref, progress)
 
     async def pieces(self, ref: BlobRef, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
-        with _patiently():
+        with _retry_unauthorized():
             async with aclosing(super().pieces(ref, job_id, offset)) as pieces:
                 async for piece in pieces:
                     yield piece
 
 
 @contextmanager
-def _patiently() -> Iterator[None]:
+def _retry_unauthorized() -> Iterator[None]:
     try:
         yield
     except Unauthorized as error:
@@ -310,10 +310,10 @@ def _patiently() -> Iterator[None]:
 
 
 def _is_final(error: TasukiError, tries: int) -> bool:
-    """Whether another try at this address is of no use. Behind a balancer the next one may reach the server that knows us."""
+    """Return whether to give up this address. Behind a balancer the next try may reach the server that has the session."""
     return isinstance(error, NoConnection) or tries > TRIES_MAX
 
 
 def _pause_s(tries: int, error: TasukiError | None) -> float:
-    """Not the same for all workers of a server that was away. Where a server answered, another one may know us: no long wait."""
+    """Return the pause before the next try, with jitter; short where a server answered, as another one may have the session."""
     return _BACKOFF.delay_s(0 if isinstance(error, NotFound) else tries)
