@@ -81,9 +81,9 @@ class Handler(msgspec.Struct, frozen=True):
         except asyncio.CancelledError as error:  # by the worker, or by the handler's own use of cancellation
             reason = stopped()
             return stopped_outcome(reason) if reason is not None else handler_failure(error)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is its attempt's outcome
-            ours = limit is not None and limit.expired()
-            return timed_out_outcome(limit_s) if ours else handler_failure(error)
+        except Exception as error:  # noqa: BLE001 - any exception of a handler is its attempt's outcome
+            timed_out = limit is not None and limit.expired()
+            return timed_out_outcome(limit_s) if timed_out else handler_failure(error)
 
 
 class Handlers:
@@ -220,7 +220,8 @@ class FunctionProcesses:
             if answer.done():
                 outcome = answer.result()
                 if outcome is not None:
-                    self._give_back(child)
+                    if len(self._idle) < IDLE_MAX:
+                        self._idle.append(child)
                     return outcome
                 return exit_outcome(await child.exited, f"the child process of handler {name!r}")
             return stopped_outcome(stop.result()) if stop.done() else timed_out_outcome(timeout_s)
@@ -262,10 +263,6 @@ class FunctionProcesses:
                 raise Unavailable(NO_TEMPLATE) from None
             self._alive[child.number] = child
         return child
-
-    def _give_back(self, child: _Child) -> None:
-        if len(self._idle) < IDLE_MAX:
-            self._idle.append(child)
 
     async def _end(self, child: _Child) -> None:
         if not child.exited.done():

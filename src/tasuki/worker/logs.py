@@ -333,11 +333,7 @@ class LogFollow:
 # ---------------------------------------------------------------------------------------------------- progress
 
 
-def _as_it_is(text: str) -> str:
-    return text
-
-
-def parse_progress(line: bytes, mask: Callable[[str], str] = _as_it_is) -> Progress | None:
+def parse_progress(line: bytes, mask: Callable[[str], str] = str) -> Progress | None:
     """Return the progress in a line, or None. `mask` gets the text before it is cut: half a secret is one too."""
     word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
     number, _, text = rest.strip().partition(" ")
@@ -354,7 +350,7 @@ def parse_progress(line: bytes, mask: Callable[[str], str] = _as_it_is) -> Progr
 class ProgressFile:
     """The progress file of one attempt. `tell` receives new progress, with secrets masked. Errors never fail the attempt."""
 
-    def __init__(self, path: Path | str, tell: Callable[[Progress], None], mask: Callable[[str], str] = _as_it_is) -> None:
+    def __init__(self, path: Path | str, tell: Callable[[Progress], None], mask: Callable[[str], str] = str) -> None:
         self._descriptor = os.open(path, _OPEN_LOG, 0o600)
         self._tell = tell
         self._mask = mask
@@ -390,9 +386,9 @@ class ProgressFile:
             os.ftruncate(self._descriptor, 0)
             self._seen_bytes = 0
         found = [parse_progress(line, self._mask) for line in lines if line.strip()]
-        said = [progress for progress in found if progress is not None]
-        self.malformed += len(found) - len(said)
-        return said[-1] if said else None
+        valid = [progress for progress in found if progress is not None]
+        self.malformed += len(found) - len(valid)
+        return valid[-1] if valid else None
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -152,7 +152,7 @@ class CommandRunner:
             raise
         except TasukiError as error:  # an input that is not there or not what was announced
             return RunResult(Outcome(error_code=error.code, message=error.message))
-        except OSError as error:  # a disk that fails, a run folder that somebody removed
+        except OSError as error:  # a broken disk, or a run folder that was removed
             logger.error("job %s: its run folder cannot be used: %s", attempt.spec.job_id, error)
             return RunResult(Outcome(error_code="RUN_FOLDER", message=f"the worker cannot use the job's run folder: {error}"))
 
@@ -279,7 +279,7 @@ class CommandRunner:
                 async with LogWatch(logs, progress):
                     ended = await self._end_of(kept, command, stop)
             except KeeperLost as error:
-                if self._swept is not None:  # None: we have closed it ourselves
+                if self._swept is not None:  # None: this worker has closed the keeper
                     await self._swept
                 return RunResult(Outcome(error_code=StopReason.SHUTDOWN, message=error.message))
             finally:
@@ -291,7 +291,7 @@ class CommandRunner:
             outcome = redactor.outcome(judged(outcome, exec_.name, exec_.exits, rules_of(attempt.spec)))
             wall = time.time() - boot_time()
             times = Times(spawned.at + wall, ended.at + wall, ended.at - spawned.at)
-            if outcome.error_code == StopReason.LEASE_LOST:  # nobody would take the result
+            if outcome.error_code == StopReason.LEASE_LOST:  # no server would take the result
                 return RunResult(outcome)
             build = functools.partial(build_result, attempt, outcome, folder, logs, exec_.output_rules, times, redactor)
             return await self._archive(build, outcome, is_quick(folder, logs))

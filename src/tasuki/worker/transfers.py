@@ -133,7 +133,7 @@ class WorkerTransfers:
         try:
             await first_of(putting, stop)
             if not putting.done():
-                raise Unavailable("the worker was told to stop before its result had arrived")
+                raise Unavailable("the attempt was stopped before its result had arrived")
             putting.result()
         finally:
             putting.cancel()

@@ -308,6 +308,9 @@ class Worker:
         self._wall = at.wall
         for command in self._machine.apply(event, at):
             self._perform(command)
+        self._pump_soon()
+
+    def _pump_soon(self) -> None:
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._pump)
@@ -414,9 +417,7 @@ class Worker:
 
     def _end(self, ended: events.AttemptEnded) -> None:
         self._ended.append(ended)
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._pump)
+        self._pump_soon()
 
     def _any_program_for(self) -> str | None:
         """Return the submitter whose jobs may run any program: this process's user, and only where the socket proves it."""

@@ -2,7 +2,7 @@
 
 Theory of operation. A lease's deadline is counted from *before* the message that the server answered was sent: the latest
 heartbeat (or Hello) that was answered on this connection, plus the ttl, minus what a kill takes. So a grant that was stuck on
-the way is never run past the time at which the store gives the job to somebody else.
+the way is never run past the time at which the store gives the job to another worker.
 
 An ending is kept until a server says `recorded` or `fenced`; after a reconnect it is offered again, to whichever server answers.
 One that waits longer is saved, so that it outlives this process. Credit is given for each free slot, once (`lease_state.py`).
@@ -142,7 +142,7 @@ class WorkerMachine:
                 return [events.Tail(message)]
             case protocol.Reply():
                 if message.corr_id == self._drain_id:
-                    self._drained = True  # nothing is sent to us after this
+                    self._drained = True  # no assignment follows
                 return self._maybe_exit()
             case _:
                 return []  # anything newer than this worker
@@ -222,7 +222,7 @@ class WorkerMachine:
         held = self.held.get(claim.lease_id)
         if held is None:
             if self._seen.moved(claim.lease_id, self._conn or 0):
-                # It was given back, and that message was lost with its connection: for the store it still waits for us.
+                # It was given back, and that message was lost with its connection: for the store it is still held here.
                 self._release(claim)
             return
         if held.ending is not None:
@@ -408,9 +408,9 @@ class WorkerMachine:
         if now.monotonic >= self._beat_at:
             self._beat_at = now.monotonic + self._ttl_s / 3
             msg_id = self._next_id()
-            ours = [held.claim for held in self.held.values() if not held.restored]
-            self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in ours])
-            commands.append(Send(conn, protocol.Heartbeat(msg_id, ours, self._progress.to_tell(self.held))))
+            claims = [held.claim for held in self.held.values() if not held.restored]
+            self._beats[msg_id] = (now.monotonic, [claim.lease_id for claim in claims])
+            commands.append(Send(conn, protocol.Heartbeat(msg_id, claims, self._progress.to_tell(self.held))))
         if not self.draining and not self.uploading and (credit := self._slots.wanted(len(self._credit_later))):
             # After the heartbeat: a job that was kept past its lease (ORPHANED) may go to any worker until the heartbeat takes it
             # back, and credit that came first could be used to deliver the same job here a second time.

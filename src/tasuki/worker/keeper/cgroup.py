@@ -73,7 +73,7 @@ class ControlGroup:
     def _make_room(self) -> None:
         """Move the worker and its children one level down, if no other process is in this cgroup."""
         pids = [int(pid) for pid in (self._base / "cgroup.procs").read_text().split()]
-        family = [pid for pid in pids if pid == self._worker_pid or _parent(pid) == self._worker_pid]
+        family = [pid for pid in pids if pid == self._worker_pid or ((seen := look(pid)) and seen.parent == self._worker_pid)]
         if family == pids:
             (self.path / "worker").mkdir()
             for pid in family:
@@ -134,10 +134,10 @@ class Leaf:
         self._allow_processes(0)
 
     def oom_kills(self) -> int:
-        return _event(self.path / "memory.events", "oom_kill")
+        return counter(self.path / "memory.events", "oom_kill")
 
     def forks_refused(self) -> int:
-        return _event(self.path / "pids.events", "max")
+        return counter(self.path / "pids.events", "max")
 
     def kill(self) -> None:
         write_file(self.path / "cgroup.kill", "1")
@@ -198,7 +198,7 @@ def kill_group_of(incarnation: str) -> bool:
     killed = False
     for path in found:
         killed = killed or bool(_populated(path))
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+        with contextlib.suppress(OSError):  # gone meanwhile, or not writable
             write_file(path / "cgroup.kill", "1")
         deadline = time.monotonic() + _KILL_S
         while _populated(path) and time.monotonic() < deadline:
@@ -208,7 +208,7 @@ def kill_group_of(incarnation: str) -> bool:
 
 
 def _populated(path: Path) -> int:
-    return _event(path / "cgroup.events", "populated")
+    return counter(path / "cgroup.events", "populated")
 
 
 def remove(path: Path) -> None:
@@ -218,12 +218,8 @@ def remove(path: Path) -> None:
             leaf.rmdir()
 
 
-def _parent(pid: int) -> int | None:
-    seen = look(pid)
-    return None if seen is None else seen.parent
-
-
-def _event(path: Path, name: str) -> int:
+def counter(path: Path, name: str) -> int:
+    """Return the number in the line `name number` of a file of the kernel; 0 if there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:  # the controller is not there

@@ -34,7 +34,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup, kill_group_of
+from tasuki.worker.keeper.cgroup import ControlGroup, Leaf, NoCgroup, counter, kill_group_of
 from tasuki.worker.keeper.plain import Begun, ExitedProcess, PlainSystem, Usage
 from tasuki.worker.keeper.preforked import WarmInterpreters, check_texts, start_process
 from tasuki.worker.keeper.protocol import EndReason, Prepare, Prepared, Ready, Spawn
@@ -55,6 +55,7 @@ TAG_BITS = 24  # of the number; 38 bits before it are the incarnation's
 OOM_SCORE_ABOVE = 300  # added to the worker's score, so that the kernel kills jobs first when memory is short
 FREEZE_PASSES = 20
 READ_BYTES = 64 * 1024
+VMSTAT = Path("/proc/vmstat")
 PAGE_BYTES = 4096  # at most returned by one read of a list in /proc, unless an entry is larger
 MARK = b"TASUKI_MARK="
 SWEEP_S = 10.0  # a process that survives this long is stuck in the kernel (a dead disk); the start goes on without it
@@ -97,7 +98,7 @@ class LinuxSystem(PlainSystem):
         self._oom_score = str(min(1000, int(Path("/proc/self/oom_score_adj").read_text()) + OOM_SCORE_ABOVE))
         self._group: ControlGroup | None = None
         self._no_group = "switched off"
-        self._oom_kills = _machine_oom_kills()
+        self._oom_kills = counter(VMSTAT, "oom_kill")
         if cgroup:
             try:
                 self._group = ControlGroup.join(incarnation, worker_pid)
@@ -344,7 +345,7 @@ class LinuxSystem(PlainSystem):
 
     def _machine_oom(self) -> bool:
         """Return whether the kernel has killed a process for lack of memory since the last call."""
-        before, self._oom_kills = self._oom_kills, _machine_oom_kills()
+        before, self._oom_kills = self._oom_kills, counter(VMSTAT, "oom_kill")
         return self._oom_kills > before
 
     def close(self) -> None:
@@ -389,13 +390,6 @@ def _may_signal(pid: int) -> bool:
     except ProcessLookupError:  # it has ended meanwhile
         pass
     return True
-
-
-def _machine_oom_kills() -> int:
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
 
 
 def _read_whole(descriptor: int) -> bytes:

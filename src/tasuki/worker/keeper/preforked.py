@@ -156,8 +156,8 @@ class WarmInterpreters:
         self._kill(interpreter)
         interpreter.pid = None
         interpreter.unanswered_ends += bool(interpreter.asked)
-        told = why if interpreter.unanswered_ends >= UNANSWERED_MAX else ""
-        self.begun += (Begun(number, None, errno.EAGAIN, told) for number in interpreter.asked)
+        message = why if interpreter.unanswered_ends >= UNANSWERED_MAX else ""
+        self.begun += (Begun(number, None, errno.EAGAIN, message) for number in interpreter.asked)
         interpreter.asked.clear()
 
     def _hang_up(self, interpreter: _Interpreter) -> None:
