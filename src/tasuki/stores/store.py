@@ -26,7 +26,6 @@ from typing import Protocol
 
 from tasuki.core.job import Job, JobIncident
 from tasuki.core.store_messages import (
-    COUNTED,
     Assignment,
     AuditRow,
     BlobClaim,
@@ -49,41 +48,9 @@ from tasuki.core.store_messages import (
     Requeued,
     Submission,
     Submitted,
-    Takes,
     TokenRow,
 )
 from tasuki.errors import Conflict
-
-__all__ = [
-    "COUNTED",
-    "Assignment",
-    "AuditRow",
-    "BlobClaim",
-    "BlobPlace",
-    "Canceled",
-    "Clock",
-    "CondemnOrder",
-    "Condemned",
-    "Feature",
-    "Filter",
-    "Grant",
-    "GroupCounts",
-    "HeldLease",
-    "LeaseRequest",
-    "LeaseStatus",
-    "MissingBlobs",
-    "Page",
-    "Promoted",
-    "Reaped",
-    "Report",
-    "ReportAnswer",
-    "Requeued",
-    "Store",
-    "Submission",
-    "Submitted",
-    "Takes",
-    "TokenRow",
-]
 
 
 class Clock(Protocol):
