@@ -10,9 +10,8 @@ import asyncio
 import gc
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasuki.cli import command as cli
 from tasuki.cli import process
@@ -24,9 +23,11 @@ from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tasuki.agent.app import Agent
     from tasuki.agent.settings import AgentConfig
     from tasuki.agent.store_registry import StoreRegistry
     from tasuki.config import Address
+    from tasuki.dispatcher.app import Dispatcher
     from tasuki.dispatcher.registry import DispatcherRegistry
     from tasuki.doors.listening import ServerCertificate
     from tasuki.worker.execs import Exec
@@ -70,17 +71,13 @@ registry_options = cli.options(
 )
 
 
-class _AgentOptions(NamedTuple):
-    """The listener of an agent, and what the agent shares with others."""
+class HttpListener(NamedTuple):
+    """The listener of an agent or a dispatcher, and how its process ends."""
 
     address: Address
-    tls_cert: str | None
-    tls_key: str | None
+    certificate: ServerCertificate | None
     drain_timeout_s: float | None
-    inputs: str | None
-    tls_ca: str | None
     json: bool
-    registry: RegistryOptions | None = None
 
 
 @cli.command(
@@ -151,6 +148,7 @@ def agent(
 
     check_installed("an agent")
     from tasuki.agent.settings import AgentConfig, choose_default, slots_of_this_machine
+    from tasuki.doors.listening import ServerCertificate
 
     configure_log(log_level, log_format, output)
     check_drain_timeout(drain_timeout)
@@ -172,52 +170,71 @@ def agent(
         log_caps=log_caps(log_head, log_tail),
     )
     shared = RegistryOptions.of(registry, results, app, advertise, lease_ttl)
-    return _run(agent_config, _AgentOptions(address, tls_cert, tls_key, drain_timeout, inputs, tls_ca, output.json, shared))
+    certificate = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
+    return _run(agent_config, HttpListener(address, certificate, drain_timeout, output.json), shared, inputs, tls_ca)
 
 
-def _run(config: AgentConfig, listen: _AgentOptions) -> int:
-    from tasuki.doors.listening import ServerCertificate
+def _run(
+    config: AgentConfig, listener: HttpListener, shared: RegistryOptions | None, inputs: str | None, tls_ca: str | None
+) -> int:
     from tasuki.worker.commands import check_secrets
     from tasuki.worker.keeper.client import Keeper
 
-    certificate = ServerCertificate(listen.tls_cert, listen.tls_key) if listen.tls_cert and listen.tls_key else None
     check_secrets(config.execs.values())
     incarnation = secrets.token_hex(8)
     keeper = Keeper.start(incarnation)  # before the loop and its threads: a child that inherits a locked lock would hang
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    return process.run_loop(_main(config, listen, certificate, keeper, incarnation))
+    return process.run_loop(_main(config, listener, keeper, incarnation, shared, inputs, tls_ca))
 
 
 async def _main(
-    config: AgentConfig, listen: _AgentOptions, certificate: ServerCertificate | None, keeper: Keeper, incarnation: str
+    config: AgentConfig,
+    listener: HttpListener,
+    keeper: Keeper,
+    incarnation: str,
+    shared: RegistryOptions | None,
+    inputs: str | None,
+    tls_ca: str | None,
 ) -> int:
     from tasuki.agent.app import Agent
     from tasuki.agent.input_sources import open_inputs
     from tasuki.config import fault_point
+    from tasuki.server.assembly import kill_at
 
     lost = asyncio.Event()
-    inputs = open_inputs(listen.inputs, config.tokens[0] if config.tokens else "", listen.tls_ca) if listen.inputs else None
-    fault = _fault(fault_point())
-    registry = make_agent_registry(listen.registry, config, incarnation, listen.tls_ca) if listen.registry else None
+    points = fault_point()
     agent = Agent(
-        config, incarnation, keeper=keeper, registry=registry, inputs=inputs, fault=fault, on_lost=lambda error: lost.set()
+        config,
+        incarnation,
+        keeper=keeper,
+        registry=make_agent_registry(shared, config, incarnation, tls_ca) if shared else None,
+        inputs=open_inputs(inputs, config.tokens[0] if config.tokens else "", tls_ca) if inputs else None,
+        fault=kill_at(points) if points else lambda point: None,
+        on_lost=lambda error: lost.set(),
     )
-    events, stop = process.Events(json=listen.json), process.StopSignals(hurry=agent.hurry)
+    names, data = sorted(config.execs), str(config.data)
+    words = f"{config.slots} slots, execs {', '.join(names)}, data {data}"
+    code = await run_service(agent, listener, lost, words, slots=config.slots, execs=names, data=data)
+    return ExitCode.FAILED if lost.is_set() else code
+
+
+async def run_service(service: Agent | Dispatcher, listener: HttpListener, lost: asyncio.Event, words: str, **facts: Any) -> int:
+    """Serve until a signal or until `lost` is set, drain, and return the exit code; `words` or `facts` are printed when ready."""
+    events, stop = process.Events(json=listener.json), process.StopSignals(hurry=service.hurry)
+    certificate = listener.certificate
     try:
-        address = await agent.start(listen.address, certificate.context if certificate is not None else None)
+        address = await service.start(listener.address, certificate.context if certificate is not None else None)
         if certificate is not None:
             process.renew_on_hangup(certificate)
-        events.tell("listening", str(address), address=str(address), pid=os.getpid())
-        names, data = sorted(config.execs), str(config.data)
-        words = f"{config.slots} slots, execs {', '.join(names)}, data {data}"
-        events.tell("ready", words, slots=config.slots, execs=names, data=data)
+        events.emit("listening", str(address), address=str(address), pid=os.getpid())
+        events.emit("ready", words, **facts)
         await _first_of(stop.wanted, lost)
-        events.tell("stopping")
-        await agent.drain(listen.drain_timeout_s)
+        events.emit("stopping")
+        await service.drain(listener.drain_timeout_s)
     finally:
-        await agent.close()
-    return ExitCode.FAILED if lost.is_set() else stop.exit_code
+        await service.close()
+    return stop.exit_code
 
 
 def _checked_node(node: str) -> str:
@@ -234,14 +251,6 @@ async def _first_of(*events: asyncio.Event) -> None:
         task.cancel()
 
 
-def _fault(points: str) -> Callable[[str], None]:
-    if not points:
-        return lambda point: None
-    from tasuki.server.assembly import kill_at
-
-    return kill_at(points)
-
-
 def _some(execs: dict[str, Exec]) -> dict[str, Exec]:
     if not execs:
         raise ConfigError("an agent needs a program to run: give --exec NAME='PROGRAM {file}', or --config FILE")
@@ -250,12 +259,8 @@ def _some(execs: dict[str, Exec]) -> dict[str, Exec]:
 
 def check_installed(who: str) -> None:
     """Raise ConfigError if FastAPI or uvicorn is missing."""
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise ConfigError(f"{who} needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'") from None
+    if not process.http_installed():
+        raise ConfigError(f"{who} needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'")
 
 
 def configure_log(level: str, format: str, output: Output) -> None:

@@ -73,19 +73,6 @@ def are_meant(place: Destination, hedge: float | None, give_up_after: float | No
     return False
 
 
-def run_on_agents(
-    place: Destination,
-    fields: dict[str, Any],
-    output_file: Path | None,
-    output: Output,
-    hedge_s: float | None,
-    limit_s: float | None,
-) -> int:
-    """Run a job on node agents, and return the exit code of `tasuki run`."""
-    _check(fields)
-    return asyncio.run(_run(place, fields, output_file, output, hedge_s, limit_s))
-
-
 def _check(fields: dict[str, Any]) -> None:
     for name, option in NEEDS_A_SERVER.items():
         value = fields.get(name)
@@ -95,7 +82,7 @@ def _check(fields: dict[str, Any]) -> None:
         raise InvalidInput("handlers need a server and workers; name a program that the agents allow")
 
 
-async def _run(
+async def run_on_agents(
     place: Destination,
     fields: dict[str, Any],
     output_file: Path | None,
@@ -103,6 +90,8 @@ async def _run(
     hedge_s: float | None,
     limit_s: float | None,
 ) -> int:
+    """Run a job on node agents, and return the exit code of `tasuki run`."""
+    _check(fields)
     with ExitStack() as stack:
         scratch = stack.enter_context(result.scratch_file())
         stream = None

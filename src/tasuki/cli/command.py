@@ -82,14 +82,14 @@ PATH = click.Path(path_type=Path)
 
 
 def option(*names: str, **settings: Any) -> Callable[[Function], Function]:
-    """Declare an option whose help shows its default and its environment variable; a text, if nothing else is said."""
+    """Declare an option whose help shows its default and its environment variable; its type is text by default."""
     if not {"type", "is_flag"} & settings.keys() and isinstance(settings.get("default"), str | None):
         settings["type"] = TEXT
     return click.option(*names, show_default=True, show_envvar=True, **settings)
 
 
 def argument(name: str, *, metavar: str, help: str, **settings: Any) -> Callable[[Function], Function]:
-    """Declare an argument; a text, if nothing else is said."""
+    """Declare an argument; its type is text by default."""
     return click.argument(name, metavar=metavar, help=help, type=settings.pop("type", TEXT), **settings)
 
 

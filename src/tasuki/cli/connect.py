@@ -168,7 +168,7 @@ def _same_file(descriptor: Path, file: os.stat_result) -> bool:
 
 
 class StoreAddress(NamedTuple):
-    """The address of a store, and what servers on it are told besides."""
+    """The address of a store, with the settings that its servers share."""
 
     url: str
     app: str | None = None

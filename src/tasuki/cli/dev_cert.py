@@ -115,7 +115,7 @@ def dev_cert(output: Output, names: tuple[str, ...], out: Path, days: int, force
         },
         lambda: usage_lines(files, wanted, ends),
     )
-    output.hint("for development: whoever has ca-key.pem can stand for any server, to those who trust ca.pem")
+    output.hint("for development only: with ca-key.pem anyone can impersonate any server to those who trust ca.pem")
 
 
 def usage_lines(files: CertificateFiles, names: Sequence[str], ends: datetime) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, NamedTuple
+import asyncio
+from typing import TYPE_CHECKING
 
 from tasuki.cli import command as cli
 from tasuki.cli import process
 from tasuki.cli.agent import (
+    HttpListener,
     RegistryOptions,
     check_installed,
     check_listen,
@@ -15,6 +16,7 @@ from tasuki.cli.agent import (
     log_format_option,
     make_dispatcher_registry,
     registry_options,
+    run_service,
     tokens_of,
     tokens_option,
 )
@@ -24,22 +26,10 @@ from tasuki.core.failover.events import LIMIT_S
 from tasuki.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasuki.config import Address
     from tasuki.dispatcher.settings import DispatcherConfig
-    from tasuki.doors.listening import ServerCertificate
 
 DEFAULT_PORT = 7091
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
-
-
-class _DispatcherOptions(NamedTuple):
-    """The listener of a dispatcher, and its registry."""
-
-    address: Address
-    certificate: ServerCertificate | None
-    drain_timeout_s: float | None
-    registry: RegistryOptions | None
-    json: bool
 
 
 @cli.command(
@@ -108,7 +98,7 @@ def dispatcher(
     config = _config(agents, mode, inputs, tokens, agent_token_file, tls_ca, max_upload, keep_inputs, timeout)
     certificate = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
     shared = RegistryOptions.of(registry, results, app, None, lease_ttl)
-    return process.run_loop(_main(config, _DispatcherOptions(address, certificate, drain_timeout, shared, output.json)))
+    return process.run_loop(_main(config, HttpListener(address, certificate, drain_timeout, output.json), shared))
 
 
 def _config(
@@ -146,27 +136,12 @@ def _config(
     )
 
 
-async def _main(config: DispatcherConfig, listen: _DispatcherOptions) -> int:
+async def _main(config: DispatcherConfig, listener: HttpListener, shared: RegistryOptions | None) -> int:
     from tasuki.dispatcher.app import Dispatcher
 
-    certificate = listen.certificate
-    registry = make_dispatcher_registry(listen.registry) if listen.registry is not None else None
-    dispatcher = Dispatcher(config, registry)
-    events, stop = process.Events(json=listen.json), process.StopSignals(hurry=dispatcher.hurry)
-    try:
-        address = await dispatcher.start(listen.address, certificate.context if certificate is not None else None)
-        if certificate is not None:
-            process.renew_on_hangup(certificate)
-        events.tell("listening", str(address), address=str(address), pid=os.getpid())
-        nodes = [str(agent) for agent in config.agents]
-        inputs = config.inputs.partition("?")[0] if config.inputs else None
-        kept = f", inputs at {inputs}" if inputs else ""
-        events.tell(
-            "ready", f"{config.mode}, agents {', '.join(nodes)}{kept}", mode=str(config.mode), agents=nodes, inputs=inputs
-        )
-        await stop.wanted.wait()
-        events.tell("stopping")
-        await dispatcher.drain(listen.drain_timeout_s)
-    finally:
-        await dispatcher.close()
-    return stop.exit_code
+    dispatcher = Dispatcher(config, make_dispatcher_registry(shared) if shared is not None else None)
+    nodes = [str(agent) for agent in config.agents]
+    inputs = config.inputs.partition("?")[0] if config.inputs else None
+    words = f"{config.mode}, agents {', '.join(nodes)}" + (f", inputs at {inputs}" if inputs else "")
+    never = asyncio.Event()
+    return await run_service(dispatcher, listener, never, words, mode=str(config.mode), agents=nodes, inputs=inputs)

@@ -75,7 +75,7 @@ class Events:
     def __init__(self, *, json: bool) -> None:
         self._json = json
 
-    def tell(self, event: str, text: str = "", **facts: Any) -> None:
+    def emit(self, event: str, text: str = "", **facts: Any) -> None:
         """Print an event: its name with `text` for people, with `facts` for programs."""
         if self._json:
             write_line(encode_json({"event": event, **facts}))
@@ -146,6 +146,13 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 def host_name() -> str:
     """Return the first part of the host's name, without characters that an id may not have."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:40] or "server"
+
+
+def http_installed() -> bool:
+    """Return whether FastAPI, uvicorn and the Prometheus client can be imported."""
+    from importlib.util import find_spec
+
+    return all(find_spec(name) is not None for name in ("fastapi", "prometheus_client", "uvicorn"))
 
 
 def server_config(data: Path, **settings: Any) -> ServerConfig:

@@ -96,7 +96,7 @@ def run(
     Exits with the job's own code; 125 for every error of tasuki itself (no server, no token, a conflict), 2 for wrong options.
     """
     if agents.are_meant(place, hedge, give_up_after):
-        return agents.run_on_agents(place, fields, output_file, output, hedge, give_up_after)
+        return asyncio.run(agents.run_on_agents(place, fields, output_file, output, hedge, give_up_after))
     if payload_file is None and place.token_file != STDIN:
         fields["payload"] = piped_payload(output.hint)
     output.progress("connecting …")

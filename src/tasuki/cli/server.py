@@ -169,9 +169,9 @@ async def _main(options: ServerOptions, events: process.Events) -> int:
 
     async def until_stopped(opened: RunningServer) -> None:
         opened.renew_on_hangup()
-        events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
+        events.emit("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
         await stop.wanted.wait()
-        events.tell("stopping")
+        events.emit("stopping")
 
     await serve(options, events, until_stopped)
     return 0
@@ -364,14 +364,10 @@ class RunningServer:
 
 def _http_door(server: Server, listen: ListenOptions, presigned: PresignedTransfers | None) -> HttpDoor | None:
     """Return the HTTP door. FastAPI is imported here, not before: its import takes longer than all the rest."""
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
+    if not process.http_installed():
         if listen.http_if_free:
             return None
-        raise ConfigError("--http needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'") from None
+        raise ConfigError("--http needs FastAPI and uvicorn; install them with: pip install 'tasuki[http]'")
     from tasuki.doors.http.context import HttpConfig
     from tasuki.doors.http.door import HttpDoor
 
@@ -423,9 +419,9 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
         opened = RunningServer(server, options, certificate, presigned)
         await opened.reopen()
         for address in opened.all_addresses:
-            events.tell("listening", str(address), address=str(address), pid=os.getpid())
+            events.emit("listening", str(address), address=str(address), pid=os.getpid())
         if opened.http_problem:
-            events.tell("without", f"HTTP: {opened.http_problem}", door="http", problem=opened.http_problem)
+            events.emit("without", f"HTTP: {opened.http_problem}", door="http", problem=opened.http_problem)
         await while_open(opened)
     finally:
         if opened is not None:

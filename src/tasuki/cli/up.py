@@ -176,7 +176,7 @@ async def _work(
         if idle is not None:
             idle.cancel()
     reason = "signal" if stop.wanted.is_set() else "idle"
-    events.tell("stopping", "(running jobs finish; a second signal ends them)", reason=reason)
+    events.emit("stopping", "(running jobs finish; a second signal ends them)", reason=reason)
     await local.drain()
 
 
@@ -214,7 +214,7 @@ def _busy(server: Server) -> bool:
 
 
 def _announce(events: process.Events, folder: DataFolder, opened: RunningServer, until_idle: bool) -> None:
-    events.tell("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
+    events.emit("ready", f"data {folder.root}", data=str(folder.root), token_file=str(folder.token_file))
     if until_idle:
         return
     url = next((str(address) for address in opened.addresses if address.scheme != "unix"), None)
@@ -307,7 +307,7 @@ class LocalWorkers:
             if loop.time() - began > SOUND_AFTER_S:
                 backoff.reset()
             wait_s = backoff.next_s()
-            self._events.tell(
+            self._events.emit(
                 "worker-ended",
                 f"{number} (exit {code}); started again in {wait_s:g} s",
                 number=number,
