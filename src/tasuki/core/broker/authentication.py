@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from tasuki.core.access import (
     ENROL_TOKEN_S,
@@ -88,7 +88,6 @@ def hello(state: BrokerState, session: Session, message: Message, now: Now) -> l
         raise Unauthorized(
             "a token is needed: --token-file FILE or TASUKI_TOKEN (the server's own user finds it in the data folder)"
         )
-
     conn, hello = session.conn, message
 
     def known(rows: Sequence[TokenRow | None], effects: TurnEffects) -> None:
@@ -138,14 +137,8 @@ def _is_loopback(url: str) -> bool:
 def _welcome(
     state: BrokerState, session: Session, hello: HelloClient | HelloWorker, identity: Identity, now: Now
 ) -> list[Command]:
-    common: dict[str, Any] = {
-        "conn": session.conn,
-        "peer": session.peer,
-        "opened_at": session.opened_at,
-        "heard_at": now.monotonic,
-        "identity": identity,
-        "known_servers": servers_for(state, session.peer),
-    }
+    servers = servers_for(state, session.peer)
+    common = asdict(session) | {"heard_at": now.monotonic, "identity": identity, "known_servers": servers}
     ttl_s = state.config.lease_ttl_s
     commands: list[Command] = []
     if isinstance(hello, HelloWorker) and hello.transfers:
@@ -171,7 +164,7 @@ def _welcome(
         server_id=state.config.server_id,
         identity=identity.name,
         kind=identity.kind,
-        servers=common["known_servers"],
+        servers=servers,
         features=FEATURES,
         codecs=tuple(codec for codec in CODECS if codec in hello.codecs)[:1],
         lease_ttl_s=ttl_s,

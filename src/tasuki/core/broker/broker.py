@@ -105,7 +105,7 @@ class Broker(BrokerState):
     def _received(self, event: Received, now: Now) -> list[Command]:
         conn, message = event.conn, event.message
         session = self.sessions.get(conn)
-        if session is None:  # hung up on, and it had sent more before it noticed
+        if session is None:  # the broker hung up, and the peer had sent more before it noticed
             return []
         session.heard_at = now.monotonic
         try:

@@ -118,16 +118,14 @@ def submit(state: BrokerState, client: ClientSession, identity: Identity, messag
         builder.size_bytes += len(spec.payload)
         submissions.append(Submission(spec, submitter, body_hash(spec)))
     verb = "rerun" if message.on_failed == "rerun" else "submit"
-    conn, msg_id = client.conn, message.msg_id
-    reply = partial(_submitted, state, conn, msg_id, message, rejected, indexes)
-    builder.ask(verb, submissions, reply, partial(state.tell_failure, conn, msg_id))
+    reply = partial(_submitted, state, client, message, rejected, indexes)
+    builder.ask(verb, submissions, reply, partial(state.tell_failure, client.conn, message.msg_id))
     return []
 
 
 def _submitted(
     state: BrokerState,
-    conn: int,
-    msg_id: int,
+    client: ClientSession,
     message: SubmitJobs,
     exceptions: list[Acceptance],
     indexes: list[int] | None,
@@ -135,14 +133,13 @@ def _submitted(
     effects: TurnEffects,
 ) -> None:
     """Acknowledge the jobs that are stored, and tell apart those that existed before or were refused."""
-    session = state.sessions.get(conn)
-    if not isinstance(session, ClientSession):
+    if client.conn not in state.sessions:
         return
     watch = message.watch
     for place, answer in enumerate(answers):
         if type(answer) is Submitted and answer.job is None:
             if watch:
-                state.watch(session, answer.job_id)
+                state.watch(client, answer.job_id)
             continue
         index = indexes[place] if indexes is not None else place
         if isinstance(answer, MissingBlobs):
@@ -150,14 +147,14 @@ def _submitted(
             missing = f"job {job_id!r} needs blobs that are not here: {named}; upload its input files before the job"
             exceptions.append(_refused(index, job_id, NotFound(missing, blobs=list(answer.sha256s[:100]))))
         else:
-            exceptions.append(_existing(state, session, index, answer, message))
-    effects.send(conn, Accepted(msg_id, len(message.specs), exceptions))
+            exceptions.append(_existing(state, client, index, answer, message))
+    effects.send(client.conn, Accepted(message.msg_id, len(message.specs), exceptions))
     if watch:
         # Results may be large: they are read apart, some per turn.
         ended = list(dict.fromkeys(item.job_id for item in exceptions if item.state in TERMINAL))
         for start in range(0, len(ended), RESULTS_READ):
             some = ended[start : start + RESULTS_READ]
-            state.builder.ask("get", some, partial(_results_read, state, conn, some))
+            state.builder.ask("get", some, partial(_results_read, state, client, some))
 
 
 def _refused(index: int, job_id: str, error: TasukiError) -> Acceptance:
@@ -165,47 +162,48 @@ def _refused(index: int, job_id: str, error: TasukiError) -> Acceptance:
 
 
 def _existing(
-    state: BrokerState, session: ClientSession, index: int, answer: Submitted | Conflict, message: SubmitJobs
+    state: BrokerState, client: ClientSession, index: int, answer: Submitted | Conflict, message: SubmitJobs
 ) -> Acceptance:
     """Describe a job whose id was there before: the same job with its state, a Conflict, or another submitter's."""
-    assert session.identity is not None
-    conflict = answer if isinstance(answer, Conflict) else None
-    job: Job | None = getattr(answer, "job", None)
-    owner = conflict.owner if conflict is not None else (job.submitter, job.spec.subject) if job is not None else None
-    if owner is not None and not session.identity.may_see(*owner):
+    identity = client.identity
+    assert identity is not None
+    job = None if isinstance(answer, Conflict) else answer.job
+    owner = answer.owner if isinstance(answer, Conflict) else (job.submitter, job.spec.subject) if job is not None else None
+    if owner is not None and not identity.may_see(*owner):
         # Also for a Conflict: which fields differ would let a stranger guess at them one by one.
         refusal = Forbidden(f"job {answer.job_id!r} belongs to another submitter; use another job_id")
         return _refused(index, answer.job_id, refusal)
-    if job is None:
-        assert conflict is not None
-        return _refused(index, conflict.job_id, conflict)
+    if isinstance(answer, Conflict):
+        return _refused(index, answer.job_id, answer)
+    assert job is not None
     is_failed = job.state in TERMINAL and job.state is not State.SUCCEEDED
-    if message.on_failed == "rerun" and is_failed and job.submitter != session.identity.name:
+    if message.on_failed == "rerun" and is_failed and job.submitter != identity.name:
         refusal = Forbidden(f"job {job.job_id!r} was submitted by {job.submitter}; set it going again with: tasuki retry")
         return _refused(index, job.job_id, refusal)
     if message.watch and job.state not in TERMINAL:
-        state.watch(session, job.job_id)
+        state.watch(client, job.job_id)
     return Acceptance(index, job.job_id, job.state)
 
 
-def _results_read(state: BrokerState, conn: int, job_ids: list[str], jobs: Sequence[Job | None], effects: TurnEffects) -> None:
+def _results_read(
+    state: BrokerState, client: ClientSession, job_ids: list[str], jobs: Sequence[Job | None], effects: TurnEffects
+) -> None:
     """Send the results of jobs that had ended when they were submitted; their submitter was allowed to see them."""
-    session = state.sessions.get(conn)
-    if not isinstance(session, ClientSession):
-        return
     for job_id, job in zip(job_ids, jobs, strict=True):
+        if client.conn not in state.sessions:
+            return
         if job is not None:
-            _watch_job(state, session, job, effects)
+            _watch_job(state, client, job, effects)
         else:
-            state.watch(session, job_id)
+            state.watch(client, job_id)
             _tell_deleted(state, job_id, effects)
 
 
-def _watch_job(state: BrokerState, session: ClientSession, job: Job, effects: TurnEffects) -> None:
+def _watch_job(state: BrokerState, client: ClientSession, job: Job, effects: TurnEffects) -> None:
     if job.state in TERMINAL:
-        effects.results[session.conn].append(result_of(job))
+        effects.results[client.conn].append(result_of(job))
     else:
-        state.watch(session, job.job_id)
+        state.watch(client, job.job_id)
         if job.generation:
             state.generations[job.job_id] = job.generation
 
