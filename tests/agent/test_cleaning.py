@@ -13,7 +13,7 @@ from tests.support.waiting import until
 def clean_after(stage: AgentStage, days: float, keep_days: float = 7.0) -> int:
     import time
 
-    cleaner = JobRetention(stage.agent.desk, keep_days, lambda: time.time() + days * DAY_S)
+    cleaner = JobRetention(stage.agent.jobs, keep_days, lambda: time.time() + days * DAY_S)
     return stage.await_(cleaner.clean())
 
 

@@ -435,7 +435,7 @@ def test_a_delete_while_a_refused_upload_is_being_given_up_is_answered_as_always
     refused = Started(lambda: stage.run(job_id, exec="other"))
     assert entered.wait(20.0)
     deleting = Started(lambda: stage.http.delete(f"/jobs/{job_id}"))
-    until(lambda: stage.call(lambda: stage.agent.desk.held(job_id).stop.done()), what="it is to be stopped")
+    until(lambda: stage.call(lambda: stage.agent.jobs.held(job_id).stop.done()), what="it is to be stopped")
     gate.set()
 
     assert code_of(refused.answer()) == (400, "EXEC_NOT_ALLOWED")

@@ -77,9 +77,9 @@ class OneTable:
 @pytest.fixture
 def table(stage: AgentStage) -> Iterator[OneTable]:
     table = OneTable()
-    stage.agent.desk.registry = table
+    stage.agent.jobs.registry = table
     yield table
-    stage.agent.desk.registry = None
+    stage.agent.jobs.registry = None
 
 
 def test_a_run_is_claimed_and_recorded(stage: AgentStage, table: OneTable) -> None:
@@ -137,7 +137,7 @@ def test_a_stop_that_comes_when_the_end_is_being_recorded_leaves_the_result(
     until(lambda: ("record succeeded", job_id) in table.told)
 
     stopping = Started(lambda: stage.http.delete(f"/jobs/{job_id}?state=running"))
-    until(lambda: (held := stage.agent.desk.held(job_id)) is not None and held.canceled)
+    until(lambda: (held := stage.agent.jobs.held(job_id)) is not None and held.canceled)
     stage.call(table.recorded.set)
 
     assert stopping.answer().status_code == 404

@@ -60,7 +60,7 @@ def test_what_an_agent_counts(tmp_path: Path) -> None:
         stage.run("b", "exit 3")
         assert code_of(stage.run("a", "echo other")) == (409, "CONFLICT")
         stage.http.get("/result/a")
-        stage.await_(JobRetention(stage.agent.desk, 7.0, lambda: time.time() + 8 * DAY_S).clean())
+        stage.await_(JobRetention(stage.agent.jobs, 7.0, lambda: time.time() + 8 * DAY_S).clean())
 
         found = figures(stage.http.get("/metrics").text)
 

@@ -1,4 +1,4 @@
-"""The agent's routes, and its life: recover what was left, listen, drain, end.
+"""Routes and life of an agent: recover what an earlier process left, listen, drain, close.
 
 agent = Agent(config, incarnation, keeper=keeper)       without a keeper that was forked before the loop, one is made
 address = await agent.start(address, tls)
@@ -23,12 +23,11 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.folders import AgentRunFolders, JobFolders
-from tasuki.agent.input_sources import InputSource, UploadWithStoredInputs
-from tasuki.agent.jobs import AgentJobs, AgentMetrics, Registry, ResultElsewhere, SlotJob, state_of
+from tasuki.agent.jobs import AgentJobs, AgentMetrics, Registry, ResultElsewhere, SlotJob
 from tasuki.agent.refusals import body_was_read, guarded, log_context
 from tasuki.agent.results import EarlyResponse, ResultResponse
 from tasuki.agent.settings import AgentConfig, Tokens
-from tasuki.agent.upload import Upload, boundary_of
+from tasuki.agent.upload import InputSource, Upload, UploadWithStoredInputs, boundary_of
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (
     AgentOutcome,
@@ -50,11 +49,10 @@ from tasuki.worker.keeper.client import Keeper
 from tasuki.worker.keeper.linux import sweep
 from tasuki.worker.runner import CommandRunner, RunLimits
 
-# ----------------------------------------------------------------------------------------------------
-# What is old goes, at the start and every day: results after some days, interrupted jobs after one.
+# ------------------------------------------------------------------------------------------------ retention
 
 DAY_S = 86_400.0
-INTERRUPTED_DAYS = 1.0  # there is nothing to fetch of them; a day is for those who wonder what became of a job
+INTERRUPTED_DAYS = 1.0  # they have no result; a day is for users who look for an explanation
 
 
 def is_old(marker: Marker, wall: float, keep_days: float) -> bool:
@@ -63,37 +61,38 @@ def is_old(marker: Marker, wall: float, keep_days: float) -> bool:
             return wall - marker.ended_at > keep_days * DAY_S
         case InterruptedMarker():
             return wall - marker.interrupted_at > min(INTERRUPTED_DAYS, keep_days) * DAY_S
-        case RunningMarker():  # the desk knows whether it really runs
+        case RunningMarker():  # AgentJobs knows whether it really runs
             return wall - marker.started_at > min(INTERRUPTED_DAYS, keep_days) * DAY_S
 
 
 class JobRetention:
-    """Of one desk."""
+    """Removal of old jobs, at the start and every day. Folders are read in a thread, and removed in the loop: no running job is
+    met."""
 
-    def __init__(self, desk: AgentJobs, keep_days: float, clock: Callable[[], float] = time.time) -> None:
-        self._desk = desk
+    def __init__(self, jobs: AgentJobs, keep_days: float, clock: Callable[[], float] = time.time) -> None:
+        self._jobs = jobs
         self._keep_days = keep_days
         self._clock = clock
 
     async def clean(self) -> int:
-        """Once; how many jobs were removed."""
+        """Remove old jobs; return how many."""
         wall = self._clock()
         removed = 0
         for job_id in await asyncio.to_thread(self._old, wall):
-            removed += self._desk.discard_ended(job_id, lambda marker: is_old(marker, wall, self._keep_days))
-            await asyncio.sleep(0)  # there may be very many, and others wait
+            removed += self._jobs.discard_ended(job_id, lambda marker: is_old(marker, wall, self._keep_days))
+            await asyncio.sleep(0)  # there may be very many, and other tasks wait
         if removed:
-            self._desk.metrics.cleaned.inc(removed)
+            self._jobs.metrics.cleaned.inc(removed)
             logger.info("removed %d jobs older than %g days", removed, self._keep_days)
         return removed
 
     def _old(self, wall: float) -> list[str]:
-        folders = self._desk.folders
+        folders = self._jobs.folders
         markers = ((job_id, folders.read(job_id)) for job_id in folders.job_ids())
         return [job_id for job_id, marker in markers if marker is not None and is_old(marker, wall, self._keep_days)]
 
     async def daily(self) -> None:
-        """Until it is canceled."""
+        """Remove old jobs once a day, until canceled."""
         while True:
             try:
                 await self.clean()
@@ -103,8 +102,8 @@ class JobRetention:
 
 
 logger = logging.getLogger("tasuki.agent")
-FREE_SHARE = 4  # without a limit of its own, an upload may take a quarter of what is free
-CLOSE_TIMEOUT_S = 60  # downloads that are under way when the agent ends
+FREE_SHARE = 4  # without a configured limit, an upload may use a quarter of the free space
+CLOSE_TIMEOUT_S = 60  # for downloads that are under way at the end
 HURRIED_CLOSE_S = 2
 _digits = re.compile(r"[0-9]{1,18}").fullmatch
 
@@ -123,7 +122,7 @@ class Agent:
         fault: Callable[[str], None] = lambda point: None,
         on_lost: Callable[[KeeperLost], None] = lambda error: None,
     ) -> None:
-        """`on_lost`: the keeper is gone; what ran was stopped, and nothing can be started here any more."""
+        """`on_lost` is called when the keeper is gone: all runs were stopped, and nothing can be started any more."""
         self._config = config
         self._tokens = Tokens(config.tokens)
         self._inputs = inputs
@@ -137,13 +136,13 @@ class Agent:
             fetch=_nothing_to_fetch,
             limits=RunLimits(log_caps=config.log_caps),
             keeper=keeper,
-            lease_deadline=lambda lease_id: self.desk.deadline(lease_id),
+            lease_deadline=lambda lease_id: self.jobs.deadline(lease_id),
             on_keeper_lost=self._lost,
-            on_progress=lambda lease_id, progress: self.desk.progressed(lease_id, progress),
+            on_progress=lambda lease_id, progress: self.jobs.progressed(lease_id, progress),
             folders=AgentRunFolders(config.data, incarnation, self.folders),
         )
-        self.desk = AgentJobs(config, incarnation, self.folders, self._runner, self._metrics, registry)
-        self.cleaner = JobRetention(self.desk, config.keep_days)
+        self.jobs = AgentJobs(config, incarnation, self.folders, self._runner, self._metrics, registry)
+        self.cleaner = JobRetention(self.jobs, config.keep_days)
         self._under_way = 0
         self._serving: UvicornServer | None = None
         self._cleaning: asyncio.Task[None] | None = None
@@ -152,7 +151,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen, once all that a dead agent left is dealt with; the address with the port that was really taken."""
+        """Recover what an earlier agent left, and listen; return the address with the port that was bound."""
         sock = bound(address)
         level = await self._runner.keeper_level()
         logger.info("keeper: level %s (%s), limits %s", level.level, level.detail, level.limits)
@@ -161,15 +160,15 @@ class Agent:
             with log_context(job_id):
                 logger.warning("job %s was interrupted by the end of an earlier agent", job_id)
         here = Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
-        if self.desk.registry is not None:
-            await self.desk.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
+        if self.jobs.registry is not None:
+            await self.jobs.registry.open(self.folders, here, renewed=self._runner.renewed, sent=self._metrics.sent.inc)
         self._serving = UvicornServer(self.app, tls, CLOSE_TIMEOUT_S)
         await self._serving.open(sock)
         self._cleaning = asyncio.create_task(self.cleaner.daily())
         return here
 
     def _dispose(self, left: Path) -> None:
-        """Kill what a dead process left running. The folder of an agent's incarnation is empty: its jobs lie elsewhere."""
+        """Kill the processes of a dead agent. The folder of an agent's incarnation is empty: its jobs are elsewhere."""
         where = left if any(left.iterdir()) else self.folders.root
         if killed := sweep(left.name, where):
             logger.warning("killed %d processes that outlived their agent %s: %s", len(killed), left.name, killed)
@@ -179,19 +178,19 @@ class Agent:
             logger.warning("%s cannot be removed: %s", left, error)
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        """No new jobs; those that run may end, and their results may still be fetched."""
-        await self.desk.drain(timeout_s)
+        """Take no new jobs; running jobs may end, and results may be fetched."""
+        await self.jobs.drain(timeout_s)
 
     def hurry(self) -> None:
-        """What still runs is stopped; whoever downloads is soon cut off."""
-        self.desk.stop_all()
+        """Stop running jobs, and cut downloads soon."""
+        self.jobs.stop_all()
         if self._serving is not None:
             self._serving.hurry(HURRIED_CLOSE_S)
 
     async def close(self) -> None:
-        """Stop what still runs, and let go of everything."""
-        self.desk.stop_all()
-        await self.desk.drain(None)
+        """Stop running jobs, and release everything."""
+        self.jobs.stop_all()
+        await self.jobs.drain(None)
         if self._serving is not None and self._cleaning is not None:
             self._cleaning.cancel()
             await self._serving.close()
@@ -199,13 +198,13 @@ class Agent:
         self._runner.kill_all()
         self._runner.close()
         self.folders.close()
-        if self.desk.registry is not None:
-            await self.desk.registry.close()
+        if self.jobs.registry is not None:
+            await self.jobs.registry.close()
         if self._inputs is not None:
             await self._inputs.close()
 
     def _lost(self, error: KeeperLost) -> None:
-        self.desk.stop_all()
+        self.jobs.stop_all()
         self._on_lost(error)
 
     # ------------------------------------------------------------------------------------------------ the application
@@ -257,15 +256,15 @@ class Agent:
         announced = _announced(request)
         if announced > max_bytes:
             raise TooLarge(f"an upload of {announced} bytes is too large; the limit of this agent is {max_bytes}")
-        await self.desk.ask_others(job_id, sent)
-        found = self.desk.arrive(job_id, sent, announced)
+        await self.jobs.ask_others(job_id, sent)
+        found = self.jobs.arrive(job_id, sent, announced)
         if isinstance(found, EndedMarker):
             if sent is None:
                 await self._compare(found, UploadWithStoredInputs(boundary, None, max_bytes, self._inputs), request)
             return self._stored(job_id, cache="hit")
         place = self.folders.new_place()
-        intake = UploadWithStoredInputs(boundary, place, max_bytes, self._inputs)
-        answer = await self.desk.run(found, intake, place.path, request.stream(), sent)
+        upload = UploadWithStoredInputs(boundary, place, max_bytes, self._inputs)
+        answer = await self.jobs.run(found, upload, place.path, request.stream(), sent)
         if answer.ended.outcome is not AgentOutcome.SUCCEEDED:
             raise refusals.program_failed(answer.ended)
         if answer.small is not None:
@@ -277,17 +276,17 @@ class Agent:
             return self._config.max_upload_bytes
         return self.folders.free_bytes() // FREE_SHARE
 
-    async def _compare(self, ended: EndedMarker, intake: Upload, request: Request) -> None:
-        """Is it the same input as that of the job that is done? Nothing is written for it."""
-        order = self.desk.order_of(await intake.receive(request.stream()))
-        found = input_hash(order.exec.name, order.form.args, await intake.finish())
-        self._metrics.received.inc(intake.received_bytes)
+    async def _compare(self, ended: EndedMarker, upload: Upload, request: Request) -> None:
+        """Compare an upload with the input of a job that is done. Nothing is written."""
+        order = self.jobs.order_of(await upload.receive(request.stream()))
+        found = input_hash(order.exec.name, order.form.args, await upload.finish())
+        self._metrics.received.inc(upload.received_bytes)
         if found != ended.input:
             raise refusals.other_input(ended.job_id)
 
     def _stored(self, job_id: str, cache: str | None = None) -> Response:
         opened = self.folders.open_result(job_id)
-        if opened is None and cache is not None:  # somebody has removed it since we looked
+        if opened is None and cache is not None:  # it was removed since the decision
             raise refusals.was_canceled(job_id)
         if opened is None:
             raise NotFound(f"there is no result of job {job_id} at this node")
@@ -298,10 +297,10 @@ class Agent:
 
     async def _result(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
-        if (held := self.desk.held(job_id)) is not None:
+        if (held := self.jobs.held(job_id)) is not None:
             raise refusals.is_running(job_id, self._config.node, held.since)
-        registry = self.desk.registry
-        if registry is not None and not self.desk.is_done(job_id):  # what failed here may be done elsewhere
+        registry = self.jobs.registry
+        if registry is not None and not self.jobs.is_done(job_id):  # a job that failed here may be done elsewhere
             elsewhere = await registry.find(job_id)
             if elsewhere is not None:
                 return elsewhere
@@ -309,36 +308,36 @@ class Agent:
 
     async def _job(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
-        held = self.desk.held(job_id)
+        held = self.jobs.held(job_id)
         if held is not None:
             return json_answer(_described_held(held, self._config.node))
-        registry = self.desk.registry
-        if registry is not None and not self.desk.is_done(job_id):
+        registry = self.jobs.registry
+        if registry is not None and not self.jobs.is_done(job_id):
             described = await registry.describe(job_id)
             if described is not None:
                 return json_answer(described)
-        marker = self.desk.look(job_id)
+        marker = self.jobs.look(job_id)
         if marker is None:
             raise NotFound(f"there is no job {job_id} at this node")
         return json_answer(_described(marker))
 
     async def _delete(self, request: Request) -> Response:
         job_id = check_job_id(request.path_params["job_id"])
-        removed = await self.desk.delete(job_id, only_running=only_running(request.query_params.get("state")))
+        removed = await self.jobs.delete(job_id, only_running=only_running(request.query_params.get("state")))
         logger.info("job %s: removed, it was %s", job_id, removed.state.value)
         left = {"left_at": removed.left_at} if removed.left_at else {}
         return json_answer({"job_id": job_id, "state": removed.state.value, "removed": True, **left})
 
     async def _capacity(self, request: Request) -> Response:
         pulls = {"pulls": True} if self._inputs is not None else {}
-        return json_answer({"running": self.desk.running, "limit": self.desk.limit, **pulls})
+        return json_answer({"running": self.jobs.running, "limit": self.jobs.limit, **pulls})
 
     async def _scrape(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
-        """The process is there, and takes jobs. For load balancers; they have no token."""
-        if self.desk.draining:
+        """Answer whether this agent takes jobs. For load balancers, which have no token."""
+        if self.jobs.draining:
             return refusals.refusal_answer(refusals.is_draining())
         return json_answer("ok") if self.folders.are_there() else refusals.refusal_answer(refusals.has_no_folder())
 
@@ -348,7 +347,7 @@ async def _nothing_to_fetch(job_id: str, sha256: str, size_bytes: int, target: A
 
 
 def _announced(request: Request) -> int:
-    """What Content-Length says, which uvicorn has held against what HTTP allows; 0: it comes in chunks."""
+    """Return the Content-Length, which uvicorn has checked; 0: the body is chunked."""
     text = request.headers.get("content-length", "0")
     if not _digits(text):
         raise TooLarge("the upload is larger than any limit")
@@ -356,11 +355,9 @@ def _announced(request: Request) -> int:
 
 
 def _described(marker: Marker) -> dict[str, Any]:
-    state = state_of(marker)
-    assert state is not None
     facts: dict[str, Any] = {
         "job_id": marker.job_id,
-        "state": state.value,
+        "state": marker.state.value,
         "exec": marker.exec,
         "input": marker.input,
         "attempt": marker.attempt,

@@ -1,17 +1,18 @@
-"""Job folders and their markers, which are the truth: what a job is, is read from here, also after any death of the process.
+"""Job folders and their markers, which are the truth: the state of a job is read from them, also after any death of the process.
 
     <data>/jobs/<job_id>/   .running | .done | .failed | .interrupted     result.zip     in/ out/ tmp/ log/ while it runs
-    <data>/incoming/<n>/    an upload that is not whole yet: gone after a restart
-    <data>/trash/<n>/       what was a job's folder: removed as soon as there is time
-    <data>/spare/<n>/       what a job left as it was, for the next one
+    <data>/incoming/<n>/    an upload that is not complete; removed by a restart
+    <data>/trash/<n>/       a discarded folder; removed as soon as there is time
+    <data>/spare/<n>/       an empty folder that a job left unchanged, for the next job
     <data>/agent.lock       held by the one agent of this folder, with its pid
 
-A folder comes among the jobs with `.running` in it, by one rename. `.done` and `.failed` come after the result is durable, and
-whole: tmp, fsync, rename, fsync of the folder. Where several markers are found, an end counts if its result is there; one that
-cannot be read counts for nothing.
+A folder is renamed into `jobs` with `.running` in it. `.done` and `.failed` follow after the result is durable: temporary file,
+fsync, rename, fsync of the folder. If there are several markers, an end counts if its result is there; a marker that cannot be
+read does not count.
 
-What has to be fsynced is returned as open descriptors, so that one thread may do it for many jobs at once (`syncing.py`); all
-else is a few system calls for a job of ordinary size. `conclude`, `interrupt` and `recover` do everything themselves, and block.
+Methods return what has to be fsynced as open descriptors, so that one thread can do it for many jobs at once (`fsync_batch.py`);
+everything else is a few system calls for a job of ordinary size. `conclude`, `interrupt` and `recover` sync by themselves, and
+block.
 """
 
 from __future__ import annotations
@@ -41,18 +42,17 @@ from tasuki.errors import ConfigError, DiskFull, InvalidInput
 from tasuki.worker.attempt import Attempt
 from tasuki.worker.folder import RunFolder, RunFolders, is_part_as_made, remove_tree
 
-# ----------------------------------------------------------------------------------------------------
-# Folders that a job left as they were, and that become the next job's by one rename.
+# ------------------------------------------------------------------------------------------------ the pool of empty folders
 
 INPUTS, WORKED_IN = "in", ("out", "tmp", "log")
 KEPT_BELOW = (INPUTS, *WORKED_IN)
 FEW_FILES, FEW_BYTES = 4, 64 * 1024
-"""Inputs of a job that are removed at once: so many, of this size."""
-SPARES_MAX = 64  # of each
+"""Inputs of a job that are removed at once: at most this many, of this size."""
+SPARES_MAX = 64  # for each name
 
 
 class FolderPool:
-    """All of one agent."""
+    """Empty folders of one agent that jobs left unchanged; each becomes the next job's by one rename."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -61,31 +61,31 @@ class FolderPool:
         self._kept: dict[str, list[str]] = {name: [] for name in KEPT_BELOW}
 
     def put(self, folder: str, name: str) -> None:
-        """Make this folder below `folder`, or let it be a spare one."""
+        """Put a new folder below `folder`: a spare one, else one that is made."""
         path = f"{folder}/{name}"
         try:
             os.rename(self._kept[name].pop(), path)  # noqa: PTH104  # `Path` costs more than the call
-        except (IndexError, FileNotFoundError):  # there is none, or somebody has tidied up here
+        except (IndexError, FileNotFoundError):  # the pool is empty, or its folder was removed
             os.mkdir(path, mode=0o700)  # noqa: PTH102
 
     def keep(self, folder: str, name: str) -> bool:
-        """Take it out of there if it can be used again; nothing may be running in it."""
+        """Move a folder into the pool if it can be used again; nothing may run in it."""
         kept = self._kept.get(name)
         if name == INPUTS:
-            with contextlib.suppress(OSError):  # what cannot be removed here is thrown away as it is
+            with contextlib.suppress(OSError):  # a folder that cannot be emptied here is discarded
                 _remove_few(f"{folder}/{name}")
         if kept is None or len(kept) >= SPARES_MAX or not is_part_as_made(folder, name):
             return False
         spare = f"{self._place}/{next(self._numbers)}"
         try:
             os.rename(f"{folder}/{name}", spare)  # noqa: PTH104
-        except FileNotFoundError:  # as above
+        except FileNotFoundError:  # its folder was removed
             return False
         kept.append(spare)
         return True
 
     def taken(self) -> list[str]:
-        """All of them, to be removed."""
+        """Remove all folders from the pool, and return them."""
         taken = [spare for kept in self._kept.values() for spare in kept]
         for kept in self._kept.values():
             kept.clear()
@@ -93,10 +93,10 @@ class FolderPool:
 
 
 def _remove_few(folder: str) -> None:
-    """What is in it, if that is little; no link is followed."""
+    """Remove the files in a folder, if they are few; no link is followed."""
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return
-    with os.scandir(folder) as found_in:  # a program may have made a million
+    with os.scandir(folder) as found_in:  # a program may have made a million files
         files = [entry.path for entry in itertools.islice(found_in, FEW_FILES + 1)]
     if len(files) > FEW_FILES:
         return
@@ -119,16 +119,16 @@ FAULT_POINTS = (
     "agent.received", "agent.running", "agent.zipped", "agent.done.written", "agent.done.marked", "agent.ended",
     "agent.interrupted.written", "agent.interrupted.marked",
 )  # fmt: skip
-"""Where `fault` is called, so that a test can end the process exactly there: an upload is whole, its folder stands among the
-jobs, the result is durable, the marker of the end is written, is in place, all is done but the answer; and the same of a marker
-that a start writes for what an earlier process left. `.failed` has its points as `.done` has."""
+"""Points at which `fault` is called, so that a test can end the process there: an upload is complete, its folder is among the
+jobs, the result is durable, the marker of the end is written, is in place, everything is done but the response; and the same
+for a marker that a start writes for an earlier process. `.failed` has the points of `.done`."""
 
 MarkerT = TypeVar("MarkerT", RunningMarker, EndedMarker, InterruptedMarker)
 _encode = msgspec.json.Encoder().encode
 
 
 class JobFolders:
-    """All jobs of one agent."""
+    """Folders of all jobs of one agent."""
 
     def __init__(self, data: Path, fault: Callable[[str], None] = lambda point: None) -> None:
         self.root = data / "jobs"
@@ -139,7 +139,7 @@ class JobFolders:
         self._rubbish: deque[str] = deque()
         self.on_rubbish: Callable[[], None] = lambda: None
         """Called, in any thread, when there is something for `remove_rubbish`."""
-        self._name = secrets.token_hex(4)  # what an earlier process could not remove is still there
+        self._name = secrets.token_hex(4)  # folders of earlier processes may still be there
         self._numbers = itertools.count(1)
         self._fault = fault
         self._lock = _lock(data)
@@ -147,7 +147,7 @@ class JobFolders:
             for folder in (self.root, self._incoming, self._trash, self._spares.place):
                 folder.mkdir(mode=0o700, exist_ok=True)
         self.root_descriptor = os.open(self.root, _FOLDER)
-        """To make durable which jobs there are."""
+        """Descriptor with which the list of jobs is made durable."""
 
     def close(self) -> None:
         self._rubbish += self._spares.taken()
@@ -156,17 +156,17 @@ class JobFolders:
         os.close(self._lock)
 
     def at(self, job_id: str) -> str:
-        return f"{self._root}/{check_job_id(job_id)}"  # it becomes a path: checked again where that happens
+        return f"{self._root}/{check_job_id(job_id)}"  # a job_id becomes a path here: it is checked again
 
     def result(self, job_id: str) -> Path:
         return Path(self.at(job_id), RESULT)
 
     def new_place(self) -> UploadFolder:
-        """Where an upload may put its folder."""
+        """Return the folder for a new upload."""
         return UploadFolder(f"{self._incoming}/{self._name}-{next(self._numbers)}", self._make_place)
 
     def are_there(self) -> bool:
-        """False: somebody has removed them, or their disk has failed."""
+        """Return False if the folders were removed, or their disk has failed."""
         return os.access(self._root, os.W_OK | os.X_OK)
 
     def free_bytes(self) -> int:
@@ -176,7 +176,7 @@ class JobFolders:
     # ------------------------------------------------------------------------------------------------ what there is
 
     def read(self, job_id: str) -> Marker | None:
-        """What the markers say; a `.running` is told as it is, whoever wrote it."""
+        """Read the marker of a job. A `.running` is returned whichever process wrote it."""
         folder = self.at(job_id)
         if not os.access(folder, os.F_OK):
             return None
@@ -187,23 +187,23 @@ class JobFolders:
         return _read(f"{folder}/{RUNNING}", RunningMarker) or _read(f"{folder}/{INTERRUPTED}", InterruptedMarker)
 
     def open_result(self, job_id: str) -> tuple[EndedMarker, FileIO] | None:
-        """The end of a job with its result, which stays readable whatever becomes of the folder."""
+        """Open the result of a job that has ended; it stays readable if the folder is removed."""
         for _ in range(OPEN_TRIES):
             ended = self.read(job_id)
             if not isinstance(ended, EndedMarker):
                 return None
             with contextlib.suppress(FileNotFoundError):
                 file = FileIO(f"{self.at(job_id)}/{RESULT}")
-                if self.read(job_id) == ended:  # else the job was set going again in between
+                if self.read(job_id) == ended:  # else the job was run again in between
                     return ended, file
                 file.close()
         return None
 
     def job_ids(self) -> Iterator[str]:
-        """Of all folders that may be jobs."""
+        """Yield the names of all folders that may be jobs."""
         with os.scandir(self._root) as found:
             for entry in found:
-                with contextlib.suppress(InvalidInput):  # what somebody else put there is none of ours
+                with contextlib.suppress(InvalidInput):  # other files are ignored
                     yield check_job_id(entry.name)
 
     # ------------------------------------------------------------------------------------------------ a job's life
@@ -213,7 +213,7 @@ class JobFolders:
         self._spares.put(place, INPUTS)
 
     def begin(self, place: str, marker: RunningMarker) -> None:
-        """The upload at `place` becomes the job's folder; what was there before goes."""
+        """Rename the upload at `place` to the folder of the job; an earlier folder is discarded."""
         with disk_full_as_error(place):
             for below in WORKED_IN:
                 self._spares.put(place, below)
@@ -224,7 +224,7 @@ class JobFolders:
         self._fault("agent.running")
 
     def marked(self, job_id: str) -> Unsynced:
-        """What tells of a running job, to be made durable: a marker that a power cut takes before that is as good as absent."""
+        """Return the descriptors that make the marker of a running job durable."""
         folder = self.at(job_id)
         with _Opened() as opened:
             opened.add(os.open(f"{folder}/{RUNNING}", _MARKER))
@@ -232,14 +232,14 @@ class JobFolders:
             return opened.given()
 
     def conclude(self, marker: EndedMarker, result: bytes | Path) -> None:
-        """Both steps of an end, durable when this returns."""
+        """Record an end: both steps, durable when this returns."""
         with disk_full_as_error(self._root):
             sync_now(self.write_end(marker, result))
             sync_now([*self.show_end(marker), os.open(self._root, _FOLDER)])
         self.has_ended()
 
     def write_end(self, marker: EndedMarker, result: bytes | Path) -> Unsynced:
-        """The program has ended, and nothing of it is alive: its result, and the marker, beside what tells that it runs."""
+        """Write the result and the marker of an end beside `.running`, after the program has ended."""
         folder = self.at(marker.job_id)
         with disk_full_as_error(folder), _Opened() as opened:
             self._take_back(folder)
@@ -256,7 +256,8 @@ class JobFolders:
             return opened.given()
 
     def show_end(self, marker: EndedMarker) -> Unsynced:
-        """What was written and synced counts from now on. When this is synced too, it outlives a power cut."""
+        """Rename result and marker into place, after they were synced. The end is durable when the returned descriptors are
+        synced."""
         folder, name = self.at(marker.job_id), _name_of(marker)
         with disk_full_as_error(folder), _Opened() as opened:
             os.rename(f"{folder}/{RESULT}{_TMP}", f"{folder}/{RESULT}")  # noqa: PTH104
@@ -265,11 +266,11 @@ class JobFolders:
             return opened.given()
 
     def has_ended(self) -> None:
-        """Nothing is left to do but to tell."""
+        """Pass the last fault point: only the response is left."""
         self._fault("agent.ended")
 
     def interrupt(self, running: RunningMarker, at: float) -> None:
-        """The job did not come to its end, and nothing of it is alive."""
+        """Mark a job as interrupted, of which no process is alive."""
         folder = self.at(running.job_id)
         marker = InterruptedMarker(
             job_id=running.job_id,
@@ -293,7 +294,7 @@ class JobFolders:
         self._clear(folder)
 
     def _clear(self, folder: str) -> None:
-        """Only what tells of the end stays. `.running` goes last: as long as it is there, a start tidies up what is left."""
+        """Remove everything but the end. `.running` goes last: while it is there, a start cleans up the rest."""
         found = sorted(os.listdir(folder), key=RUNNING.__eq__)  # noqa: PTH208
         for name in found:
             try:
@@ -305,9 +306,9 @@ class JobFolders:
                 logger.warning("%s/%s cannot be removed: %s", folder, name, error)
 
     def _take_back(self, folder: str) -> None:
-        """The program worked in this folder, and may have done anything to it: the names that are ours become free again."""
+        """Make our names in a folder usable again; the program may have done anything to it."""
         try:
-            if not stat.S_ISDIR(os.lstat(folder).st_mode):  # a link would lead out of here
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):  # a link would lead out of the folder
                 self._throw_away(folder)
             os.chmod(folder, 0o700)  # noqa: PTH101
         except FileNotFoundError:
@@ -317,22 +318,22 @@ class JobFolders:
                 self._throw_away(f"{folder}/{name}")
 
     def _throw_away(self, path: str) -> None:
-        """It is gone from there, at once; `remove_rubbish` removes it."""
+        """Move a folder to the trash; `remove_rubbish` removes it."""
         place = f"{self._trash}/{self._name}-{next(self._numbers)}"
         try:
             os.rename(path, place)  # noqa: PTH104
-        except PermissionError:  # a folder must be writable to be moved, and a program may have forbidden that
+        except PermissionError:  # a program may have made its folder unwritable
             os.chmod(path, 0o700)  # noqa: PTH101  # links need no permission: this is none
             os.rename(path, place)  # noqa: PTH104
         self._rubbish.append(place)
         self.on_rubbish()
 
     def remove_rubbish(self) -> None:
-        """What was thrown away; blocks. What cannot be removed is tried again at the next start."""
+        """Remove the trash; blocks. A folder that cannot be removed is tried again at the next start."""
         while self._rubbish:
             try:
                 path = self._rubbish.popleft()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread took the last one
                 return
             try:
                 remove_tree(path)
@@ -340,7 +341,7 @@ class JobFolders:
                 logger.warning("%s cannot be removed: %s; remove it by hand, or with the rights that it needs", path, error)
 
     def discard(self, job_id: str) -> bool:
-        """The job is none any more, at once; False: there was none."""
+        """Discard a job at once; False if there was none."""
         try:
             self._throw_away(self.at(job_id))
         except FileNotFoundError:
@@ -350,7 +351,7 @@ class JobFolders:
     # ------------------------------------------------------------------------------------------------ the start
 
     def recover(self) -> list[str]:
-        """Before the port opens, and after what dead processes left running is killed: mark what they had as interrupted."""
+        """Mark the jobs of dead processes as interrupted, before the port opens and after their processes were killed."""
         for folder in (self._incoming, self._trash, self._spares.place):
             self._rubbish += map(str, folder.iterdir())
         self.remove_rubbish()
@@ -359,26 +360,26 @@ class JobFolders:
             try:
                 if self._recover(job_id):
                     found.append(job_id)
-            except (OSError, DiskFull) as error:  # what has no end counts as interrupted, whatever its marker says
+            except (OSError, DiskFull) as error:  # a job without an end counts as interrupted, whatever its marker says
                 logger.warning("job %s: its folder cannot be put in order: %s", job_id, error)
         self.remove_rubbish()
         return found
 
     def _recover(self, job_id: str) -> bool:
-        """Whether it is interrupted now."""
+        """Recover one job; return whether it is interrupted."""
         marker = self.read(job_id)
         if isinstance(marker, RunningMarker):
             self.interrupt(marker, time.time())
             return True
         if marker is None:
-            self.discard(job_id)  # a power cut took its marker: there is nothing to tell of it
+            self.discard(job_id)  # a power cut took its marker: nothing is known of it
         elif os.access(f"{self.at(job_id)}/{RUNNING}", os.F_OK):
-            self._clear(self.at(job_id))  # it had ended, and was just being tidied up
+            self._clear(self.at(job_id))  # it had ended, and was being cleaned up
         return False
 
 
 class AgentRunFolders(RunFolders):
-    """The executor's view: the folder of an attempt is the job's own, and is there already, with its inputs."""
+    """Folders as the executor sees them: the folder of an attempt is the job's own, and exists already, with its inputs."""
 
     def __init__(self, data: Path, incarnation: str, jobs: JobFolders) -> None:
         super().__init__(data, incarnation)
@@ -420,7 +421,7 @@ def _read(path: str, kind: type[MarkerT]) -> MarkerT | None:
         return None
     try:
         return msgspec.json.decode(os.read(descriptor, MARKER_MAX_BYTES), type=kind)
-    except (OSError, msgspec.MsgspecError):  # torn, or not ours: as good as absent
+    except (OSError, msgspec.MsgspecError):  # torn, or written by a program: treated as absent
         return None
     finally:
         os.close(descriptor)
@@ -438,7 +439,7 @@ def _name_of(marker: EndedMarker) -> str:
 
 
 def _written(path: str, data: bytes) -> int:
-    """A new file, still open."""
+    """Write a new file; return its descriptor."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         written = os.write(descriptor, data)
@@ -460,7 +461,7 @@ class _Opened:
         self._descriptors.append(descriptor)
 
     def given(self) -> Unsynced:
-        """To whoever syncs and closes them."""
+        """Pass the descriptors on to a caller who syncs and closes them."""
         given, self._descriptors = self._descriptors, []
         return given
 

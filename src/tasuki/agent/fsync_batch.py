@@ -1,9 +1,8 @@
-"""Makes files durable for many jobs at once: one hop into a thread, and one commit of the file system's journal, serve as many as
-have come meanwhile.
+"""Batched fsync: one call in a thread, and one commit of the file system's journal, serve all jobs that wait meanwhile.
 
-    await syncer.sync(descriptors)          durable when this is done; OSError, DiskFull
+    await batch.sync(descriptors)          durable when this is done; OSError, DiskFull
 
-The descriptors are closed here, whatever happens: who stops waiting does not stop the thread.
+The descriptors are closed here in any case: a caller who stops waiting does not stop the thread.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from tasuki.blobs.files import disk_full_or
 from tasuki.event_loop import ignore_result
 
 THREADS = 4
-"""At once: a file system commits what several wait for together, and while one commits, the next may begin."""
+"""Threads at once: a file system commits for several waiters together, and the next commit may begin during one."""
 Unsynced: TypeAlias = Sequence[int]
 """Open descriptors of files and folders, to be fsynced in this order and closed."""
 
 
 def sync_now(descriptors: Unsynced) -> None:
-    """Here, and only these."""
+    """Sync these descriptors in this thread."""
     problem = _synced([descriptors], None)[0]
     if problem is not None:
         raise problem
 
 
 class FsyncBatch:
-    """Of one agent. Made inside the running loop."""
+    """Batches of one agent. Made inside the running loop."""
 
     def __init__(self, place: str, root: int | None = None) -> None:
-        """`place` is named when its disk is full. `root` is synced after whatever else, and stays open."""
+        """`place` is named when its disk is full. `root` is synced after all others, and stays open."""
         self._place = place
         self._root = root
         self._loop = asyncio.get_running_loop()
@@ -42,13 +41,13 @@ class FsyncBatch:
         self._is_woken = False
 
     def sync(self, descriptors: Unsynced) -> asyncio.Future[None]:
-        """Durable when this is done."""
+        """Sync and close descriptors; done when they are durable."""
         synced: asyncio.Future[None] = self._loop.create_future()
         synced.add_done_callback(ignore_result)
         self._waiting.append((descriptors, synced))
         if not self._is_woken and self._under_way < THREADS:
             self._is_woken = True
-            self._loop.call_soon(self._next)  # what else is ready in this turn of the loop comes along
+            self._loop.call_soon(self._next)  # callers that are ready in this turn of the loop join
         return synced
 
     def _next(self) -> None:
@@ -67,7 +66,7 @@ class FsyncBatch:
         syncing.add_done_callback(tell)
 
     def _tell(self, synced: asyncio.Future[None], problem: OSError | None) -> None:
-        if synced.done():  # nobody waits for it any more
+        if synced.done():  # its caller has stopped waiting
             return
         if problem is None:
             synced.set_result(None)
@@ -76,7 +75,7 @@ class FsyncBatch:
 
 
 def _synced(batch: Sequence[Unsynced], root: int | None) -> list[OSError | None]:
-    """What became of each. One that fails is not tried again: the next fsync would say that all is well."""
+    """Return the problem of each. A failed fsync is not repeated: the next one would report success."""
     problems = [_problem_of(descriptors) for descriptors in batch]
     try:
         if root is not None:

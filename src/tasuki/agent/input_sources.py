@@ -1,56 +1,53 @@
-"""Inputs that an agent fetches itself: from the store where dispatchers keep them, or from the dispatchers.
+"""Sources of stored inputs that an agent fetches itself: the store that dispatchers share, or the dispatchers.
 
-Where they are is said at the agent's start (--inputs), never by a request: a form names a hash, and nothing that leads anywhere.
+The source is configured at the start (--inputs), never by a request: a form names a hash, and no address.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from tasuki.agent.upload import Upload, UploadFolder, UploadForm
+from tasuki.agent.upload import InputSource
 from tasuki.blobs.blob import BlobStore
 from tasuki.blobs.open_blobs import open_blobs
 from tasuki.core.address import Address, parse_url
-from tasuki.core.failover.agent_protocol import InputRecord
-from tasuki.core.failover.nodes import InputRef
 from tasuki.core.ranges import range_headers
-from tasuki.errors import AgentRefusal, ConfigError, InvalidInput, NotFound, Unavailable
+from tasuki.errors import ConfigError, Unavailable
 from tasuki.net.http.transport import HttpTransport
 from tasuki.net.streams import pieces_from
 from tasuki.net.tls import client_tls
 
 CONNECT_TIMEOUT_S = 2.0
 SILENT_S = 30.0
-STORE_RETRY_S = 8.0  # somebody waits for the answer, and can be told to come again
+STORE_RETRY_S = 8.0  # a request waits, and can be repeated
 PIECE_BYTES = 1024 * 1024
 BLOB_MAX_BYTES = 64 * 1024**3
 IN_VAIN_MAX = 2  # rounds over all dispatchers without a byte
-FOLDER = "inputs"  # below the place that --inputs names: inputs are removed when they are old, and what else lies there is not
-INPUT_NOT_FOUND = "INPUT_NOT_FOUND"
+FOLDER = "inputs"  # below the place that --inputs names: old inputs are removed, and nothing else there is touched
 
 T = TypeVar("T")
 
 
 def open_inputs(where: str, token: str, tls_ca: str | None) -> InputSource:
-    """What --inputs names: dispatchers, which are shown the token, or the store that they share."""
+    """Open the source that --inputs names: dispatchers, which are sent the token, or the store that they share."""
     if where.startswith(("http://", "https://")):
         return DispatcherInputs(parse_url(where), token, client_tls(tls_ca))
     return StoredInputs(open_store(where, max_blob_bytes=BLOB_MAX_BYTES, floor_free_bytes=0))
 
 
 def open_store(where: str, *, max_blob_bytes: int, floor_free_bytes: int) -> BlobStore:
-    """The store of inputs in the folder or bucket that --inputs names."""
+    """Open the store of inputs in the folder or bucket that --inputs names."""
     if "://" in where:
         parts = urlsplit(where)
         if parts.scheme not in ("s3", "file"):
-            shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # not what may be a password
+            shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # without a password
             raise ConfigError(
                 f"--inputs {shown!r} is not understood; use s3://bucket/prefix, a folder, or (agents) http://dispatcher:7091"
             )
@@ -60,22 +57,8 @@ def open_store(where: str, *, max_blob_bytes: int, floor_free_bytes: int) -> Blo
     return open_blobs(place, max_blob_bytes=max_blob_bytes, floor_free_bytes=floor_free_bytes, retry_s=STORE_RETRY_S)
 
 
-def missing(sha256: str) -> AgentRefusal:
-    message = f"input {sha256} is not stored; PUT it to /inputs/{sha256} of a dispatcher first, or send it as the field file"
-    return AgentRefusal(404, INPUT_NOT_FOUND, message, sha256=sha256)
-
-
-class InputSource(Protocol):
-    """Where stored inputs are fetched from."""
-
-    def pieces(self, sha256: str) -> AsyncGenerator[bytes, None]:
-        """The bytes; NotFound, Unavailable. Whoever takes them compares the hash."""
-
-    async def close(self) -> None: ...
-
-
 class StoredInputs:
-    """In a folder or bucket that this node reaches itself."""
+    """Inputs in a folder or bucket that this node reaches itself."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
@@ -102,7 +85,7 @@ class StoredInputs:
 
 
 class DispatcherInputs:
-    """At any of several dispatchers; one that fails in the middle is followed by the next, which goes on there."""
+    """Inputs at any of several dispatchers; if one fails in the middle, the next one continues."""
 
     def __init__(self, addresses: Sequence[Address], token: str, tls: ssl.SSLContext | None) -> None:
         self._transports = [HttpTransport(address, tls, CONNECT_TIMEOUT_S) for address in addresses]
@@ -130,34 +113,3 @@ class DispatcherInputs:
     async def close(self) -> None:
         for transport in self._transports:
             await transport.close()
-
-
-class UploadWithStoredInputs(Upload):
-    """An upload whose form may name stored inputs; they are fetched when the form is whole."""
-
-    def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, inputs: InputSource | None) -> None:
-        super().__init__(boundary, place, max_bytes)
-        self._source = inputs
-        self._refs: tuple[InputRef, ...] = ()
-
-    async def receive(self, stream: AsyncIterable[bytes]) -> UploadForm:
-        form = await super().receive(stream)
-        self._refs = form.inputs
-        if form.inputs and self._source is None:
-            raise InvalidInput("this agent fetches no inputs, it was started without --inputs; send the files as the field file")
-        for ref in form.inputs:
-            assert self._source is not None
-            try:
-                async with aclosing(self._source.pieces(ref.sha256)) as pieces:
-                    await self.add(ref.name, pieces)
-            except NotFound:
-                raise missing(ref.sha256) from None
-        return form
-
-    async def finish(self) -> Sequence[InputRecord]:
-        files = await super().finish()
-        found = {file.name: file.sha256 for file in files}
-        for ref in self._refs:
-            if found[ref.name] != ref.sha256:
-                raise Unavailable(f"input {ref.sha256} was fetched with the sha256 {found[ref.name]}; ask again")
-        return files

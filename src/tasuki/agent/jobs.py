@@ -1,8 +1,8 @@
-"""The desk: which id is where. Takes a slot, hands the upload to the executor, writes down how it ended, answers repeats.
+"""Jobs of an agent: which id is where. Takes a slot, passes the upload to the executor, records the end, answers repeats.
 
-Everything that decides about an id happens between two awaits of one loop, so that of two requests with one id exactly one
-runs. A run is a task of its own: whoever asked for it may leave. Only `folders` touches the disk: in threads, but for the few
-system calls of a small job.
+Every decision about an id is made between two awaits of one event loop, so that of two requests with one id exactly one runs. A
+run is a task of its own: the client that asked for it may leave. Only `folders` touches the disk, in threads except for the few
+system calls of a small job. A registry, shared by several agents, is optional.
 """
 
 from __future__ import annotations
@@ -50,27 +50,21 @@ from tasuki.worker.attempt import Attempt, RunResult, StopReason
 from tasuki.worker.execs import FILE, FILES, Exec
 from tasuki.worker.runner import CommandRunner
 
-# ----------------------------------------------------------------------------------------------------
-# A job that has a slot, and what an end means: pure but for the futures that others wait for.
+# ------------------------------------------------------------------------------------------------ a job with a slot
 
+_OUTCOMES = {None: AgentOutcome.SUCCEEDED, "TIMED_OUT": AgentOutcome.TIMED_OUT}
 _SENDERS_MISTAKES = frozenset({"BAD_INPUT", "ARGS_NOT_ALLOWED", "ENV_NOT_ALLOWED", "EXEC_NOT_ALLOWED"})
 
 
 class FinishedRun(NamedTuple):
-    """How a job ended; a small result also stands in memory, for the one who waits for it."""
+    """End of a job; a small result is also in memory, for the request that waits for it."""
 
     ended: EndedMarker
     small: bytes | None = None
 
 
-class ReceivedUpload(Protocol):
-    """An upload on its way."""
-
-    received_bytes: int
-
-
 class SlotJob:
-    """A job that has a slot: being received, or running."""
+    """Job that has a slot: being received, or running."""
 
     def __init__(self, job_id: str, attempt: int, since: float, loop: asyncio.AbstractEventLoop) -> None:
         self.job_id = job_id
@@ -78,66 +72,49 @@ class SlotJob:
         self.since = since
         self.exec = ""
         self.input: str | None = None
-        """None: it is being received."""
+        """Input hash; None while the upload is received."""
         self.announced_bytes = 0
-        self.intake: ReceivedUpload | None = None
+        self.upload: Upload | None = None
         self.running: RunningMarker | None = None
         self.progress: Progress | None = None
         self.begun = False
-        """Its folder stands among the jobs."""
+        """The folder of the job exists."""
         self.marked: asyncio.Future[None] | None = None
-        """Done when its marker outlives a power cut. None: it is too short for that to be of worth."""
+        """Done when the marker is durable. None: the run was too short for that."""
         self.started = False
         """The program was started."""
         self.stop: asyncio.Future[StopReason] = loop.create_future()
         self.ended: asyncio.Future[FinishedRun] = loop.create_future()
-        self.ended.add_done_callback(ignore_result)  # nobody may be waiting for it
+        self.ended.add_done_callback(ignore_result)  # a run may have no client that waits
         self.receiving: asyncio.Task[Any] | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
     def awaited_bytes(self) -> int:
-        """What will still be written of its upload."""
+        """Bytes of the upload that are still to be written."""
         if self.input is not None:
             return 0
-        return max(0, self.announced_bytes - (0 if self.intake is None else self.intake.received_bytes))
+        return max(0, self.announced_bytes - (0 if self.upload is None else self.upload.received_bytes))
 
     @property
     def canceled(self) -> bool:
         return self.stop.done() and self.stop.result() is StopReason.CANCELED
 
     def end(self, reason: StopReason) -> None:
-        """Stop it, in whichever stage it is."""
+        """Stop the job in any stage."""
         if not self.stop.done():
             self.stop.set_result(reason)
             if self.task is None and self.receiving is not None:
                 self.receiving.cancel()
 
 
-def state_of(marker: Marker | None) -> AgentState | None:
-    match marker:
-        case None:
-            return None
-        case EndedMarker():
-            return marker.outcome.state
-        case InterruptedMarker():
-            return AgentState.INTERRUPTED
-        case RunningMarker():
-            return AgentState.RUNNING
-
-
-def outcome_of(outcome: Outcome) -> AgentOutcome:
-    match outcome.error_code:
-        case None:
-            return AgentOutcome.SUCCEEDED
-        case "TIMED_OUT":
-            return AgentOutcome.TIMED_OUT
-        case _:
-            return AgentOutcome.FAILED
+def _state_of(marker: Marker | None) -> AgentState | None:
+    return None if marker is None else marker.state
 
 
 def no_result(outcome: Outcome, *, started: bool) -> TasukiError:
-    """Why nothing came out: the sender's mistake is 400; what only this node lacks is a 5xx, so that another one is tried."""
+    """Return why there is no result: 400 for the sender's mistake; a 5xx for what only this node lacks, so that another node is
+    tried."""
     if outcome.error_code == DiskFull.code:
         return DiskFull(outcome.message)
     if not started and outcome.error_code in _SENDERS_MISTAKES:
@@ -145,12 +122,11 @@ def no_result(outcome: Outcome, *, started: bool) -> TasukiError:
     return AgentRefusal(500, outcome.error_code or "INTERNAL", outcome.message)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The seam to what several agents share: which node has a job, and where its result is. An agent works without one.
+# ------------------------------------------------------------------------------------------------ the registry
 
 
 class ResultElsewhere(Exception):
-    """Another node has the result already: this is the answer to the request, and nothing is run."""
+    """Another node has the result: this is the response to the request, and nothing is run."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__("done at another node")
@@ -158,67 +134,66 @@ class ResultElsewhere(Exception):
 
 
 class RemovalResult(NamedTuple):
-    """What became of a job that was to be removed, wherever it was."""
+    """End of a removal, at any node."""
 
     state: AgentState
-    """How it stood."""
+    """State of the job before."""
     left_at: str = ""
-    """The node that still has its folder, as it could not be told."""
+    """Node that could not be told, and still has the folder."""
 
 
 class Registry(Protocol):
-    """Few verbs. Errors that are answers (running elsewhere, other input) are raised as `AgentRefusal`."""
+    """Registry that several agents share. Answers such as "running elsewhere" or "other input" are raised as `AgentRefusal`."""
 
     async def open(
         self, folders: JobFolders, address: Address, *, renewed: Callable[[], None], sent: Callable[[int], None]
     ) -> None:
-        """Before the port opens: settle what an earlier process of this node left. Others reach this one at `address`. `renewed`
-        is called whenever a `deadline` has moved, `sent` with how many bytes of results go out."""
+        """Settle what an earlier process of this node left, before the port opens. `address` is for other nodes. `renewed` is
+        called when a `deadline` has moved, `sent` with the number of bytes of results sent."""
 
     async def close(self) -> None: ...
 
     def hurry(self) -> None:
-        """Wait no longer for a registry that is away; what could not be recorded is settled at the next start."""
+        """Stop waiting for a registry that is away; the next start settles what could not be recorded."""
 
     def deadline(self, job_id: str) -> float | None:
-        """When its processes must be gone (CLOCK_BOOTTIME)."""
+        """Return when the processes of a job must be gone (CLOCK_BOOTTIME)."""
 
     async def look(self, job_id: str, sent_input: str | None) -> None:
-        """Before an upload is read: raises what `claim` would, as far as that is known."""
+        """Raise what `claim` would raise, as far as that is known before an upload is read."""
 
     async def claim(self, running: RunningMarker, lost: Callable[[StopReason], None]) -> int:
-        """This node is to run it, as the attempt with this number; raises if another one does (423) or has (AnsweredElsewhere).
-        The registry renews the claim until `record` or `release`; `lost` is called if that fails, or if somebody canceled it
-        there: the job is stopped."""
+        """Claim a job for this node; return the number of the attempt. Raises if another node runs it (423) or has its result
+        (ResultElsewhere). The registry renews the claim until `record` or `release`; `lost` is called when that fails, or when
+        the job is canceled in the registry."""
 
     async def record(self, ended: EndedMarker, result: Path) -> bool:
-        """It has ended here, durably; the result may be copied from the file. Ends the claim. False: it was lost before, and
-        this end counts for nothing."""
+        """Record the durable end of a job; the result may be copied from the file. Ends the claim. False: the claim was lost
+        before, and this end does not count."""
 
     async def release(self, job_id: str) -> None:
-        """It did not come to an end here: others may run it. Harmless where there is no claim."""
+        """End the claim of a job without a result: other nodes may run it. Without a claim, do nothing."""
 
     async def forget(self, job_id: str) -> None:
-        """Its run here was stopped, to be removed: if it had ended here before, its result is none any more."""
+        """Drop the result of a job whose run here was stopped to remove it, if it had ended here before."""
 
     async def remove(self, job_id: str) -> RemovalResult | None:
-        """It does not run here: stop it wherever it does, and let its result be none any more; None: nobody knows it."""
+        """Stop and remove a job that does not run here, wherever it is; None if nobody knows it."""
 
     async def find(self, job_id: str) -> Response | None:
-        """Its result from elsewhere, or a refusal that says where it runs; None: only this node can have it."""
+        """Return the result from elsewhere, or raise where the job runs; None: only this node can have it."""
 
     async def describe(self, job_id: str) -> dict[str, Any] | None:
-        """The same for `GET /jobs/{job_id}`."""
+        """Return the answer to `GET /jobs/{job_id}` from the registry."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# What an agent counts, for Prometheus. Labels are bounded, and never a job or a token.
+# ------------------------------------------------------------------------------------------------ all jobs
 
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1200, 3600)
 
 
 class AgentMetrics:
-    """One agent's."""
+    """Metrics of one agent, for Prometheus. Labels are bounded, and never a job or a token."""
 
     def __init__(self, limit: int) -> None:
         self._registry = registry = CollectorRegistry()
@@ -246,14 +221,14 @@ class AgentMetrics:
 logger = logging.getLogger("tasuki.agent")
 TIDY_S = 0.1
 MARK_S = 0.05
-"""After this time the marker of a running job is made durable. Of a shorter one only the end is: a power cut takes all of it, and
-an id that nobody knows runs again, as one that was interrupted does."""
+"""After this time the marker of a running job is made durable. Of a shorter job only the end is: after a power cut its id is
+unknown and runs again, as an interrupted job does."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INTERRUPTED = frozenset({StopReason.SHUTDOWN.value, StopReason.LEASE_LOST.value})
 
 
 class _StartOrder(NamedTuple):
-    """What an upload asks for, checked."""
+    """Checked request of an upload."""
 
     exec: Exec
     form: UploadForm
@@ -302,7 +277,7 @@ class AgentJobs:
         return self._held.get(job_id)
 
     def look(self, job_id: str) -> Marker | None:
-        """What the folder says of a job that is not held. `.running` of nobody: a disk that was full when it ended."""
+        """Read the marker of a job without a slot. A `.running` then means that the disk was full when the job ended."""
         marker = self.folders.read(job_id)
         if not isinstance(marker, RunningMarker):
             return marker
@@ -317,8 +292,8 @@ class AgentJobs:
         )
 
     def is_done(self, job_id: str) -> bool:
-        """With a registry too, what is done here is answered from here: its end was recorded before anybody was told."""
-        return job_id not in self._held and state_of(self.look(job_id)) is AgentState.DONE
+        """Return whether a job is done here. With a registry too it is answered from here: its end was recorded before."""
+        return job_id not in self._held and _state_of(self.look(job_id)) is AgentState.DONE
 
     def deadline(self, lease_id: str) -> float | None:
         return None if self.registry is None else self.registry.deadline(lease_id.rpartition(".")[0])
@@ -331,18 +306,18 @@ class AgentJobs:
     # ------------------------------------------------------------------------------------------------ taking in
 
     async def ask_others(self, job_id: str, sent_input: str | None) -> None:
-        """Before the upload is read: raises what the registry knows of another node. Not for a job that is in our own hands."""
+        """Raise what the registry knows of another node, before the upload is read. Not for a job of this node."""
         if self.registry is not None and job_id not in self._held and not self.is_done(job_id):
             await self.registry.look(job_id, sent_input)
 
     def arrive(self, job_id: str, sent_input: str | None, size_bytes: int) -> SlotJob | EndedMarker:
-        """Before the upload is read: a slot for it, or the end of the job that has this id. Refusals are raised.
+        """Take a slot for an upload, or return the end of the job that has this id. Refusals are raised.
 
-        With an end, and without `sent_input`, the upload is still to be compared.
+        If an end is returned and `sent_input` is None, the upload must still be compared.
         """
         held = self._held.get(job_id)
         marker = None if held is not None else self.look(job_id)
-        state = AgentState.RUNNING if held is not None else state_of(marker)
+        state = AgentState.RUNNING if held is not None else _state_of(marker)
         known = held or marker
         verdict = judge(state, known.input if known is not None else None, sent_input)
         if verdict is IdDecision.CONFLICT:
@@ -364,29 +339,29 @@ class AgentJobs:
         self.metrics.running.set(len(self._held))
         return held
 
-    async def run(self, held: SlotJob, intake: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> FinishedRun:
-        """Receive the upload, run it, wait for its end. Whoever waits may leave; the run goes on."""
-        held.receiving, held.intake = asyncio.current_task(), intake
+    async def run(self, held: SlotJob, upload: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> FinishedRun:
+        """Receive an upload, run it, and wait for its end. If the client leaves, the run goes on."""
+        held.receiving, held.upload = asyncio.current_task(), upload
         try:
-            await self._take_in(held, intake, place, stream, sent)
+            await self._take_in(held, upload, place, stream, sent)
         except BaseException as error:
-            receiving, held.receiving = held.receiving, None  # a stop that comes now finds nothing to cancel
-            await asyncio.shield(self._give_up(held, intake))
+            receiving, held.receiving = held.receiving, None  # a stop from now on finds nothing to cancel
+            await asyncio.shield(self._give_up(held, upload))
             if isinstance(error, asyncio.CancelledError) and held.stop.done() and receiving is not None:
                 receiving.uncancel()
                 raise self._stopped(held) from None
             raise
         finally:
-            self.metrics.received.inc(intake.received_bytes)
+            self.metrics.received.inc(upload.received_bytes)
         return await asyncio.shield(held.ended)
 
-    async def _take_in(self, held: SlotJob, intake: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> None:
-        order = self.order_of(await intake.receive(stream))
+    async def _take_in(self, held: SlotJob, upload: Upload, place: str, stream: AsyncIterable[bytes], sent: str | None) -> None:
+        order = self.order_of(await upload.receive(stream))
         held.exec = order.exec.name
-        files = await intake.finish()
+        files = await upload.finish()
         marker = self._marker(held, order, files, sent)
         held.input = marker.input
-        if self.registry is not None:  # among several agents, only who has the claim may run it, and counts the attempts
+        if self.registry is not None:  # the claim decides which agent runs the job, and counts the attempts
             held.attempt = await self.registry.claim(marker, held.end)
             marker = replace(marker, attempt=held.attempt)
         self.folders.begin(place, marker)
@@ -394,7 +369,7 @@ class AgentJobs:
         if held.stop.done():
             raise self._stopped(held)
         held.running = marker
-        held.task = self._loop.create_task(self._carry_out(held, self._attempt(held, order, marker, files)))
+        held.task = self._loop.create_task(self._run_slot(held, self._attempt(held, order, marker, files)))
 
     def order_of(self, form: UploadForm) -> _StartOrder:
         exec_ = self._config.exec_of(form.exec)
@@ -423,10 +398,10 @@ class AgentJobs:
             started_at=time.time(),
         )
 
-    async def _give_up(self, held: SlotJob, intake: Upload) -> None:
-        """The upload does not become a job: nothing of it stays."""
+    async def _give_up(self, held: SlotJob, upload: Upload) -> None:
+        """Remove everything of an upload that does not become a job."""
         try:
-            await intake.discard()
+            await upload.discard()
             if held.begun:
                 self.folders.discard(held.job_id)
         finally:
@@ -439,13 +414,13 @@ class AgentJobs:
     def _attempt(self, held: SlotJob, order: _StartOrder, marker: RunningMarker, files: Sequence[InputRecord]) -> Attempt:
         argv = order.exec.argv
         if FILES not in argv and any(FILE in element for element in argv):
-            files = files[:1]  # {file} is the first one; the others lie beside it
+            files = files[:1]  # {file} is the first file; the others lie beside it
         return Attempt(
             spec=JobSpec(
                 job_id=held.job_id,
                 exec=order.exec.name,
                 args=order.form.args,
-                # As if they were inline and empty: they lie in in/ already, and are neither fetched nor hashed again.
+                # As if the files were inline and empty: they are in in/ already, and are neither fetched nor hashed again.
                 files=tuple(InputFile(file.name, b"") for file in files),
                 timeout_s=order.timeout_s,
             ),
@@ -456,7 +431,7 @@ class AgentJobs:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    async def _carry_out(self, held: SlotJob, attempt: Attempt) -> None:
+    async def _run_slot(self, held: SlotJob, attempt: Attempt) -> None:
         with log_context(held.job_id):
             try:
                 answer = await self._run_to_end(held, attempt)
@@ -483,7 +458,7 @@ class AgentJobs:
             result = await self._runner.run(attempt, held.stop, started)
             marking.cancel()
             if held.marked is not None:
-                await asyncio.wait([held.marked])  # whether it could be synced decides nothing about the result
+                await asyncio.wait([held.marked])  # a failed sync does not change the result
             answer = await self._ended(held, marker, result)
         except BaseException as error:
             marking.cancel()
@@ -504,16 +479,16 @@ class AgentJobs:
         return answer
 
     def _mark(self, held: SlotJob) -> None:
-        """It runs for longer than it takes to make that durable."""
+        """Make the marker durable, of a job that runs for a while."""
         try:
             held.marked = self._syncer.sync(self.folders.marked(held.job_id))
-        except OSError as error:  # its program did that; the folder is taken back at the end
+        except OSError as error:  # its program did that; the folder is made private again at the end
             logger.warning("job %s: its marker cannot be read any more: %s", held.job_id, error)
 
     async def _ended(self, held: SlotJob, running: RunningMarker, result: RunResult) -> FinishedRun:
-        """Write down how it ended; an error if there is nothing to write down."""
+        """Record the end of a job; raise if there is none to record."""
         outcome = result.outcome
-        if outcome.error_code == StopReason.LEASE_LOST:  # the keeper saw it before we did
+        if outcome.error_code == StopReason.LEASE_LOST:  # the keeper noticed it first
             held.end(StopReason.LEASE_LOST)
         if held.stop.done() and outcome.error_code in (*_INTERRUPTED, StopReason.CANCELED):
             raise self._stopped(held)
@@ -523,7 +498,7 @@ class AgentJobs:
         size_bytes = len(archive) if isinstance(archive, bytes) else archive.stat().st_size
         marker = EndedMarker(
             job_id=held.job_id,
-            outcome=outcome_of(outcome),
+            outcome=_OUTCOMES.get(outcome.error_code, AgentOutcome.FAILED),
             exit_code=outcome.exit_code,
             error_code=outcome.error_code,
             message=outcome.message,
@@ -545,7 +520,7 @@ class AgentJobs:
         return FinishedRun(marker, archive if isinstance(archive, bytes) else None)
 
     def _tidy_soon(self) -> None:
-        """What is thrown away in the next moment is removed by one thread; nobody waits for that."""
+        """Remove discarded folders soon, in one thread."""
         if not self._tidies:
             self._tidies = True
             self._loop.call_soon_threadsafe(self._loop.call_later, TIDY_S, self._tidy)
@@ -555,7 +530,7 @@ class AgentJobs:
         self._loop.run_in_executor(None, self.folders.remove_rubbish)
 
     async def _end_without_result(self, held: SlotJob, running: RunningMarker) -> None:
-        """A job that the agent's own end cut off is interrupted; any other one that has no result is none."""
+        """End a job without a result: interrupted if the agent's own end stopped it, else removed."""
         if self.registry is not None:
             await self.registry.release(held.job_id)
         if held.stop.done() and not held.canceled:
@@ -584,17 +559,17 @@ class AgentJobs:
     # ------------------------------------------------------------------------------------------------ removing, ending
 
     async def delete(self, job_id: str, *, only_running: bool = False) -> RemovalResult:
-        """Stop it if it runs, and remove it; how it stood. With a registry, if it does not run here: wherever it is. NotFound.
+        """Stop a job if it runs, remove it, and return its state before. With a registry, wherever it is. NotFound.
 
-        `only_running`: what has ended stays, also if that was just before it could be stopped.
+        `only_running`: a job that has ended is kept, also if it ended just before it could be stopped.
         """
         held = self._held.get(job_id)
         if held is not None:
             held.end(StopReason.CANCELED)
-            await asyncio.wait([held.ended])  # how it ended is told to the one who asked for the job
+            await asyncio.wait([held.ended])  # the end is reported to the request that asked for the job
         if only_running and (held is None or held.ended.exception() is None):
             raise NotFound(f"job {job_id} does not run at this node")
-        state = AgentState.RUNNING if held is not None else state_of(self.look(job_id))
+        state = AgentState.RUNNING if held is not None else _state_of(self.look(job_id))
         removed = None if state is None else RemovalResult(state)
         if self.registry is not None and held is not None:
             await self.registry.forget(job_id)
@@ -603,25 +578,25 @@ class AgentJobs:
         if removed is None:
             raise NotFound(f"there is no job {job_id} at this node")
         if job_id not in self._held and self.folders.discard(job_id):
-            await self._syncer.sync(())  # of the list of jobs
+            await self._syncer.sync(())  # the list of jobs
         return removed
 
     def discard_ended(self, job_id: str, is_old: Callable[[Marker], bool]) -> bool:
-        """For cleaning: take it away if nobody has it in hand and it is still what was thought to be old."""
+        """Remove an old job, for the retention, if it has no slot and is still old."""
         if job_id in self._held:
             return False
         marker = self.look(job_id)
         return (marker is None or is_old(marker)) and self.folders.discard(job_id)
 
     async def drain(self, timeout_s: float | None) -> None:
-        """Take no more; wait for what is there, at most so long."""
+        """Take no more jobs; wait for those that run, at most `timeout_s`."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._free.wait()
 
     def stop_all(self) -> None:
-        """What still runs is stopped, and marked as interrupted."""
+        """Stop all jobs, which are marked as interrupted."""
         self.draining = True
         if self.registry is not None:
             self.registry.hurry()

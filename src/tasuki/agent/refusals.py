@@ -1,4 +1,8 @@
-"""What an agent refuses, as errors that know their status: the table of the contract, and nothing else."""
+"""Answers of agents and dispatchers to requests that fail: refusals with a status, the guard of every request, the log context.
+
+The refusals are the table of the contract (docs/operate/agents.md). The guard admits only requests with a token, and lets no
+error out as it is. The log context puts `job_id` into every line that is logged for a job, also in threads.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +85,13 @@ def result_away(job_id: str, node: str, why: TasukiError) -> AgentRefusal:
     return AgentRefusal(503, "UNAVAILABLE", message, retry=True, job_id=job_id, node=node)
 
 
+def input_not_found(sha256: str) -> AgentRefusal:
+    message = f"input {sha256} is not stored; PUT it to /inputs/{sha256} of a dispatcher first, or send it as the field file"
+    return AgentRefusal(404, agent_protocol.INPUT_NOT_FOUND, message, sha256=sha256)
+
+
 def program_failed(ended: agent_protocol.EndedMarker) -> AgentRefusal:
-    """The program's own end. Its ZIP is kept."""
+    """Return the refusal of a program that failed. Its ZIP is kept."""
     if ended.outcome is agent_protocol.AgentOutcome.TIMED_OUT:
         status, code = 504, agent_protocol.TIMED_OUT
     else:
@@ -96,34 +105,33 @@ def code_of(error: TasukiError) -> str:
 
 
 def refusal_answer(error: TasukiError) -> Response:
-    """The answer to any error that was raised on purpose."""
+    """Return the response to an error that was raised on purpose."""
     if not isinstance(error, AgentRefusal):
         answer = error_answer(error)
         if "Connection" in answer.headers:
-            del answer.headers["Connection"]  # whoever still sends must come to read this: see `EarlyAnswer`
+            del answer.headers["Connection"]  # a client that still sends must be able to read this: see `EarlyResponse`
         return answer
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retry else {}
     return json_answer(envelope(error.code, error.message, error.details()), error.status, headers)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How agents and dispatchers answer a request, whatever becomes of it: no token, no entry; and no error gets out as it is.
+# ------------------------------------------------------------------------------------------------ the guard
 
 DRAINED_BODY_BYTES = 1024 * 1024
-"""A body that nobody wanted, up to this, is read by uvicorn, and the connection stays."""
+"""An unread body up to this size is read by uvicorn, and the connection stays open."""
 BODY_READ = "tasuki.body_over"
-"""In a request's scope: its body was read to the end, though not through the request."""
+"""Key in a request's scope: the body was read to its end, though not through the request."""
 
 
 class GuardedResponse(NamedTuple):
-    """An answer; the code of a refusal."""
+    """Response, and the code if it is a refusal."""
 
     response: Response
     code: str | None = None
 
 
 async def guarded(handler: Handler, request: Request, tokens: Tokens, who: str, logger: logging.Logger) -> GuardedResponse:
-    """`who` asks for the token, in words."""
+    """Return the response of a handler, or the refusal for its error. `who`: the process, in words."""
     try:
         if tokens and not tokens.admit(secret_of(request)):
             raise Unauthorized(f"this token is not one of this {who}'s")
@@ -139,23 +147,22 @@ async def guarded(handler: Handler, request: Request, tokens: Tokens, who: str, 
 
 
 def body_was_read(request: Request) -> bool:
-    """Whether the body was read, or is so small that the connection may stay open for the rest of it."""
-    if request._stream_consumed or request.scope.get(BODY_READ):  # nothing else tells
+    """Return whether the body was read, or is so small that the connection may stay open."""
+    if request._stream_consumed or request.scope.get(BODY_READ):  # there is no public attribute
         return True
     length = request.headers.get("content-length", "0")
     small = length.isdecimal() and len(length) < 8 and int(length) <= DRAINED_BODY_BYTES
     return small and "transfer-encoding" not in request.headers
 
 
-# ----------------------------------------------------------------------------------------------------
-# `job_id` in every line that is logged on behalf of a job, whoever writes it: it travels with the task, also into threads.
+# ------------------------------------------------------------------------------------------------ the log context
 
 _job_id: contextvars.ContextVar[str] = contextvars.ContextVar("job_id", default="")
 
 
 @contextlib.contextmanager
 def log_context(job_id: str) -> Iterator[None]:
-    """What is logged inside, by this task and those that it starts, is about this job."""
+    """Log everything inside, of this task and of those that it starts, with this job_id."""
     token = _job_id.set(job_id)
     try:
         yield
@@ -164,7 +171,7 @@ def log_context(job_id: str) -> Iterator[None]:
 
 
 class WithJobId(logging.Filter):
-    """For a handler: gives each record its `job_id`, empty where it is about none."""
+    """Filter that gives each log record its `job_id`; empty if it is about no job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.job_id = _job_id.get()

@@ -1,11 +1,12 @@
-"""The registry as those ask it who wait for an answer: an agent or a dispatcher. How a job stands, its result, a claim, its end.
+"""Queries of agents and dispatchers to their registry, for requests that wait: the state of a job, its result, a claim, a
+removal.
 
-Theory of operation. Everything is a turn of the store, and every write is conditional on what was read: a claim by the lease that
-it releases, a requeue by the generation. What is granted to somebody who does not wait any more is given back.
+Theory of operation. Every query is a turn of the store, and every write is conditional on what was read: a claim on the lease
+that it releases, a requeue on the generation. A lease that is granted to a request which does not wait any more is given back.
 
-A job is removed in two steps. What has not ended is canceled: its holder hears of it, stops it and says so. What ended with a
-result is set going again and ended at once as removed, in two turns with one lease. There is no verb that deletes one job: its
-record stays, as that of a job which came to nothing, until it is old.
+A job is removed in two steps. One that has not ended is canceled: its holder is told, stops it and reports that. One that ended
+with a result is set going again and ended at once as removed, in two turns with one lease. No verb of the store deletes one job:
+its record stays, as that of a job without a result, until it is old.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from tasuki.event_loop import ignore_result
 from tasuki.server.assembly import StoreClient
 
 logger = logging.getLogger("tasuki.agent")
-ANSWER_S = 5.0  # of a registry that somebody waits for
-CLAIM_TRIES = 4  # a lease that is over ends first, and is claimed by the next; another node may come in between
-STOP_S = 30.0  # until a job that was canceled has ended: its program may take its time, or its node be dead
-QUEUE_STOP_S = 3.0  # the same for one that waits at a dispatcher, which looks every second
+ANSWER_S = 5.0  # for a request that waits
+CLAIM_TRIES = 4  # an expired lease ends first, and the next try gets the job; another node may come in between
+STOP_S = 30.0  # until a canceled job has ended: its program may take a while, or its node be dead
+QUEUE_STOP_S = 3.0  # until a canceled job has left the queue of its dispatcher, which asks every second
 STOP_LOOK_S = 0.1
 
 Sent = Callable[[int], None]
 
 
 class RegistryGrant(NamedTuple):
-    """A job that is ours. `asked_at`: when the request was made that got it (CLOCK_BOOTTIME)."""
+    """Grant of a job. `asked_at`: when the request for it was sent (CLOCK_BOOTTIME)."""
 
     grant: Grant
     attempt: int
@@ -49,10 +50,11 @@ class RegistryGrant(NamedTuple):
 
 
 class RegistryQueries:
-    """What one agent or dispatcher asks of the registry."""
+    """Queries of one agent or dispatcher."""
 
     def __init__(self, share: StoreClient, holder: Holder, given_up: Outcome, sent: Sent, answer_s: float | None = None) -> None:
-        """`given_up`: how an attempt ends that nobody waits for any more. `sent` hears how many bytes of results go out."""
+        """`given_up`: the outcome of an attempt that no request waits for. `sent` is called with the number of bytes of results
+        sent."""
         self._share = share
         self.holder = holder
         self.given_up = given_up
@@ -60,7 +62,7 @@ class RegistryQueries:
         self._answer_s = answer_s
 
     async def ask(self, turn: Turn) -> Answers:
-        """For somebody who waits. A lease that is granted after that is given back: nobody runs what it was for."""
+        """Execute a turn for a request. If the answer comes too late, leases that it grants are given back."""
         asking = asyncio.ensure_future(self._share.execute(turn))
         answer_s = self._answer_s or ANSWER_S
         try:
@@ -86,9 +88,10 @@ class RegistryQueries:
     # ------------------------------------------------------------------------------------------------ how a job stands
 
     async def look(self, job_id: str) -> Job | None:
-        """How it stands now: with no loss left, a lease that is over is ended by asking for it, and nothing is granted."""
+        """Return the current state of a job. To ask for its lease ends one that has expired; nothing is granted, as no loss is
+        left."""
         found = await self.ask(Turn(lease=[self.holder.request(job_id)], get=[job_id]))
-        if found.lease[0]:  # an operator's requeue: it waits for a node
+        if found.lease[0]:  # after an operator's requeue it waits for a node
             held = self.holder.held(found.lease[0][0])
             found = await self.ask(Turn(release=[held], get=[job_id]))
         return _agents(found.get[0])
@@ -102,7 +105,7 @@ class RegistryQueries:
     # ------------------------------------------------------------------------------------------------ results
 
     async def stored(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, ResultSource] | Response | None:
-        """Its result, if it is where it outlives its node: small ones in the registry itself, others among the blobs."""
+        """Return the result if it outlives its node: a small one from the registry, another from the blob store."""
         place, outcome = result_location_of(job), job.outcome
         if place is None or outcome is None:
             return None
@@ -114,7 +117,7 @@ class RegistryQueries:
         return place.ended, BlobSource(self._share.blobs, (await self.ask(Turn(place_blobs=claims))).place_blobs[0])
 
     async def opened(self, ended: EndedMarker, source: ResultSource, cache: str | None) -> Response | None:
-        """The result, once it is sure that it can be had; None if it is not there any more."""
+        """Return the response with a result after its source was opened; None if the result is gone."""
         answer = RemoteResultResponse(ended, source, self.sent, cache)
         try:
             await answer.open()
@@ -129,8 +132,8 @@ class RegistryQueries:
     # ------------------------------------------------------------------------------------------------ claims
 
     async def claim(self, submission: Submission, requeue: RequeueOrder | None = None) -> RegistryGrant | Job:
-        """Take it, if it is free or only waits at a dispatcher; else how it stands, HELD or DONE. Other input and a cancel are
-        raised. `requeue`: set it going again first, as nobody has its result."""
+        """Claim a job that is free or only waits at a dispatcher; else return it, HELD or DONE. Another input and a cancel are
+        raised. `requeue`: set the job going again first, as nobody has its result."""
         job_id, waits = submission.spec.job_id, None
         again = () if requeue is None else (requeue,)
         for _ in range(CLAIM_TRIES):
@@ -140,7 +143,7 @@ class RegistryQueries:
             found = await self.ask(Turn(release=release, requeue=again, rerun=[submission], lease=[request], get=[job_id]))
             job = found.get[0]
             if isinstance(found.rerun[0], Conflict):
-                if found.lease[0]:  # it waited, for somebody with its own input
+                if found.lease[0]:  # it waited with another input
                     await self.ask(Turn(release=[self.holder.held(found.lease[0][0])]))
                 raise refusals.other_input(job_id)
             if found.lease[0]:
@@ -148,7 +151,7 @@ class RegistryQueries:
                 grant = found.lease[0][0]
                 if waits is not None and found.release[0] and job.generation != waits.generation:
                     await self.ask(Turn(fail=[report_of(self.holder.held(grant), registry_records.removed(self.holder.name))]))
-                    raise refusals.was_canceled(job_id)  # while we were asking: what was released had been canceled
+                    raise refusals.was_canceled(job_id)  # the released lease had been canceled meanwhile
                 return RegistryGrant(grant, attempt_of(job), asked_at)
             match registry_state_of(job, None):
                 case RegistryState.HELD | RegistryState.DONE:
@@ -163,7 +166,7 @@ class RegistryQueries:
     # ------------------------------------------------------------------------------------------------ removing
 
     async def remove(self, job_id: str) -> Job | None:
-        """It neither runs nor has a result afterwards; how it stood. Its node may still have the folder."""
+        """Stop a job and drop its result; return it as it was. Its node may still have the folder."""
         first = job = await self.get(job_id)
         if job is not None and not job.state.terminal:
             first = job = await self._stop(job)
@@ -174,7 +177,7 @@ class RegistryQueries:
         raise Unavailable(f"job {job_id} could not be removed: it was set going again {CLAIM_TRIES} times; try again")
 
     async def _stop(self, job: Job) -> Job | None:
-        """Cancel it, and wait for its end; how it stood then, or what it ended with."""
+        """Cancel a job, and wait for its end; return it as it was, or with the result that it ended with."""
         was, job_id = job, job.job_id
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -184,21 +187,21 @@ class RegistryQueries:
         while True:
             found = await self.look(job_id)
             if found is None or found.generation != was.generation:
-                return was  # somebody has sent it again since
+                return was  # it was sent again since
             if found.state.terminal:
                 return found if result_location_of(found) is not None else was
             waited_s = loop.time() - began
             if waited_s >= STOP_S:
                 raise refusals.still_stopping(job_id, self._where(found))
             if registry_state_of(found, None) is RegistryState.QUEUED and waited_s >= QUEUE_STOP_S:
-                await self.ask(Turn(release=[held_of(found)]))  # its dispatcher is dead; what is canceled ends with its release
+                await self.ask(Turn(release=[held_of(found)]))  # its dispatcher is dead; a canceled job ends with the release
             await asyncio.sleep(STOP_LOOK_S)
 
     def _where(self, job: Job) -> str:
         return registry_records.node_of(job.assigned_worker_id or "")
 
     async def _forget(self, job: Job) -> Job | None:
-        """As if another attempt had been made, and come to nothing. How it stands, if somebody was quicker."""
+        """End another attempt of a job as removed. Return the job if another process was quicker."""
         job_id = job.job_id
         again = [RequeueOrder(job_id, self.holder.name, "its result was removed", job.generation)]
         found = await self.ask(Turn(requeue=again, lease=[self.holder.request(job_id)], get=[job_id]))
@@ -208,7 +211,7 @@ class RegistryQueries:
         return None
 
     async def forget(self, job: Job) -> None:
-        """The same, only if nothing has happened since it was read."""
+        """Drop the result of a job, unless it has changed since it was read."""
         if result_location_of(job) is not None:
             await self._forget(job)
 
@@ -218,7 +221,7 @@ def _agents(job: Job | None) -> Job | None:
 
 
 def done_or_refused(job: Job | None, sent: str | None) -> Job | None:
-    """Before an upload with this input (None: not known yet) is read: what forbids it is raised. The job, if it is done."""
+    """Raise what forbids an upload with this input (None: not known yet); return the job if it is done."""
     if job is None:
         return None
     match registry_state_of(job, sent):
@@ -234,13 +237,13 @@ def done_or_refused(job: Job | None, sent: str | None) -> Job | None:
 
 
 def check_wanted(job: Job) -> None:
-    """A job that waits, and that somebody wants canceled, is not to be run."""
+    """Refuse to run a queued job that is to be canceled."""
     if job.cancel_requested:
         raise refusals.was_canceled(job.job_id)
 
 
 def is_held(job: Job) -> TasukiError:
-    """What is said of a job that a node runs, or that waits at a dispatcher."""
+    """Return the refusal of a job that a node runs, or that waits at a dispatcher."""
     assert job.lease is not None
     node = registry_records.node_of(job.lease.worker_id)
     if registry_records.is_queued(job):
@@ -249,7 +252,7 @@ def is_held(job: Job) -> TasukiError:
 
 
 def described(job: Job) -> dict[str, Any] | None:
-    """For `GET /jobs/{job_id}`."""
+    """Return the answer to `GET /jobs/{job_id}`."""
     if job.assigned_worker_id is None:
         return None
     state, place, progress = registry_records.state_of(job), result_location_of(job), job.progress

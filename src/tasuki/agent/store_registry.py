@@ -1,13 +1,13 @@
-"""The registry that agents share, in a store of tasuki's (Redis or PostgreSQL): a run is a lease, fenced as everywhere.
+"""Registry that agents share, in a tasuki store (Redis or PostgreSQL): a run is a lease, fenced like every lease.
 
-Theory of operation. What is written is in `core/failover/registry_records.py`, what is asked in
-`registry_queries.py`. A claim is one turn: submit the
-job, or set it going again, and lease exactly it. Its end is a `finish` or `fail` with that lease, which counts only if the lease
-is still the current one; until the store has said so, nobody is shown the result. Before a claim is asked for, a note of it is on
-this node's disk; a node that was killed settles its notes at its next start, before its port opens.
+Theory of operation. `core/failover/registry_records.py` defines the records, `registry_queries.py` the queries. A claim is
+one turn: submit the job, or set it going again, and lease exactly that job. Its end is a `finish` or `fail` with that
+lease, which counts only if the lease is still current; until the store has confirmed it, nobody is shown the result. Before
+a claim is requested, a note of it is on this node's disk; a node that was killed settles its notes at the next start,
+before its port opens.
 
-Where the store does not answer, nothing new is run. What runs goes on until its lease is over (`leases.py`), and what ended
-meanwhile waits for the store's word.
+While the store is away, nothing new is run. A running job goes on until its lease expires (`registry_leases.py`), and one that
+ended meanwhile waits for the store.
 """
 
 from __future__ import annotations
@@ -54,24 +54,25 @@ from tasuki.server.assembly import StoreClient
 from tasuki.worker.attempt import StopReason
 
 logger = logging.getLogger("tasuki.agent")
-ANSWER_S = 5.0  # of a registry that is told something
+ANSWER_S = 5.0  # for a report that nobody waits for
 RETRY_S = 1.0
 REFUSALS_MAX = 15
 AGAIN_TRIES = 3  # of a job whose result nobody has
-COMPARED = 64  # results at once: those that are small come with their bytes
+COMPARED = 64  # jobs in one query: small results come with their bytes
 BLOB_TRIES = 3
 WRITE_BYTES = 1024 * 1024
 
 
 class ClaimJournal:
-    """Of one data folder."""
+    """Notes of the claims that an agent has not settled with the registry, in its data folder: for the next start, if it is
+    killed."""
 
     def __init__(self, data: Path) -> None:
         self._data = data
         self._folder = data / "claims"
 
     def prepare(self) -> str:
-        """Make what is missing; the id of this node."""
+        """Make missing folders and files; return the id of this node."""
         with disk_full_as_error(self._data):
             self._folder.mkdir(mode=0o700, exist_ok=True)
             path = self._data / "node-id"
@@ -88,20 +89,20 @@ class ClaimJournal:
             sync_folder(self._folder)
 
     def remove(self, job_id: str) -> None:
-        """Not made durable: one that is back after a power cut is looked at once more."""
+        """Remove a note. Not durable: a note that is back after a power cut is settled once more."""
         (self._folder / check_job_id(job_id)).unlink(missing_ok=True)
 
     def left(self) -> list[str]:
-        """What an earlier process did not settle."""
+        """Return the jobs that an earlier process did not settle."""
         found = []
         for path in sorted(self._folder.iterdir()):
-            with contextlib.suppress(InvalidInput):  # what somebody else put there
+            with contextlib.suppress(InvalidInput):  # other files are ignored
                 found.append(check_job_id(path.name))
         return found
 
 
 class StoreRegistry:
-    """One agent's part in it. Made inside the running loop."""
+    """Registry of one agent. Made inside the running loop."""
 
     _records: RegistryQueries
     _holder: Holder
@@ -117,7 +118,7 @@ class StoreRegistry:
         peers: Peers,
         advertised: str = "",
     ) -> None:
-        """`advertised`: where others reach this node, if not at the address that it listens on."""
+        """`advertised`: the address for other nodes, if it is not the one on which the agent listens."""
         self._share = share
         self._notes = notes
         self._node = node
@@ -167,7 +168,7 @@ class StoreRegistry:
         return None if lease is None else lease.deadline
 
     async def _settle(self, job_id: str, folders: JobFolders) -> None:
-        """An earlier process had claimed it: record how it ended, or that it did not. A result that came too late is none."""
+        """Record the end, or the lack of one, of a job that an earlier process claimed. A result that is too late is dropped."""
         job = (await self._share.execute(Turn(get=[job_id]))).get[0]
         ended = await asyncio.to_thread(folders.read, job_id)
         counts = True
@@ -185,7 +186,7 @@ class StoreRegistry:
         await asyncio.to_thread(self._notes.remove, job_id)
 
     async def _drop_what_others_removed(self, folders: JobFolders) -> None:
-        """What is done here is answered from here. So what was removed, or made anew, while this node was away must go first."""
+        """Drop results that were removed or made again while this node was away: a job done here is answered from here."""
         kept = await asyncio.to_thread(_done_in, folders)
         for start in range(0, len(kept), COMPARED):
             some = kept[start : start + COMPARED]
@@ -221,14 +222,14 @@ class StoreRegistry:
     # ------------------------------------------------------------------------------------------------ results
 
     async def _answer(self, job: Job, cache: str | None) -> Response | None:
-        """To a POST: the result, once it is sure that it can be had; None if nobody has it any more."""
+        """Return the response with a result that can be read now; None if nobody has it any more."""
         found = await self._source(job, cache)
         if found is None or isinstance(found, Response):
             return found
         return await self._records.opened(*found, cache)
 
     async def _source(self, job: Job, cache: str | None = None) -> tuple[EndedMarker, ResultSource] | Response | None:
-        """Where the result is; what is small is there at once. None: at this node, if anywhere."""
+        """Return the source of a result; the response for a small one; None: only this node can have it."""
         found = await self._records.stored(job, cache)
         place = result_location_of(job)
         if found is not None or place is None or self._is_ours(job, place):
@@ -246,7 +247,7 @@ class StoreRegistry:
         try:
             granted = await self._granted(running)
         except (ResultElsewhere, AgentRefusal) as error:
-            if isinstance(error, ResultElsewhere) or error.status < 500:  # else it may have been granted all the same
+            if isinstance(error, ResultElsewhere) or error.status < 500:  # else the claim may have been granted all the same
                 await asyncio.to_thread(self._notes.remove, job_id)
             raise
 
@@ -292,8 +293,8 @@ class StoreRegistry:
         return counts
 
     async def _report(self, held: HeldLease, ended: EndedMarker, outcome: Outcome) -> bool:
-        """Until the store has answered; whether it counts. A store that refuses us (its password was just changed) may come to
-        its senses; if it does not, that is raised, and the lease is over in time."""
+        """Report an end until the store has answered; return whether it counts. A store that refuses us (its password was
+        changed) may accept us again; if not, its error is raised, and the lease expires."""
         reports = [report_of(held, outcome, ended.started_at)]
         succeeded = ended.outcome is AgentOutcome.SUCCEEDED
         refusals = 0
@@ -325,7 +326,7 @@ class StoreRegistry:
         raise refusals.registry_away()
 
     async def release(self, job_id: str) -> None:
-        """If the store does not hear of it, the lease is over in time."""
+        """End a claim without a result. If the store cannot be told, the lease expires."""
         lease = self._leases.get(job_id)
         if lease is None:
             return
@@ -359,7 +360,7 @@ class StoreRegistry:
         return RemovalResult(state)
 
     async def _outcome(self, ended: EndedMarker, result: Path) -> Outcome:
-        """With the result where it outlives this node, if there is such a place."""
+        """Return the outcome, with the result stored where it outlives this node if there is such a place."""
         if ended.result_bytes <= RESULT_INLINE_MAX_BYTES:
             return outcome_of(ended, self._address, result=await asyncio.to_thread(result.read_bytes))
         if self._share.blobs is not None:

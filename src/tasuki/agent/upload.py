@@ -16,20 +16,22 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import AsyncIterable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from multipart import MultipartError, MultipartSegment, PushMultipartParser  # type: ignore[import-untyped]
 from starlette.requests import ClientDisconnect
 
+from tasuki.agent.refusals import input_not_found
 from tasuki.blobs.files import disk_full_as_error
 from tasuki.blobs.zip.reader import NameBook
 from tasuki.core.failover.agent_protocol import InputRecord, parse_args, parse_timeout
 from tasuki.core.failover.nodes import InputRef, parse_input
 from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
-from tasuki.errors import InvalidInput, TooLarge
+from tasuki.errors import InvalidInput, NotFound, TooLarge, Unavailable
 
 # ------------------------------------------------------------------------------------------------ multipart/form-data
 
@@ -163,42 +165,42 @@ def _parameters(text: str) -> dict[str, str]:
 
 WRITE_BYTES = 1024 * 1024
 SMALL_BYTES, SMALL_FILES = 64 * 1024, 4
-"""An upload up to this is written in the loop: a few system calls, which take less than the hop into a thread."""
+"""Largest upload that is written in the loop: a few system calls, which take less time than to call a thread."""
 FIELD_MAX_BYTES = 1024 * 1024
 PATIENCE_S = 30.0
 SLOWEST_BYTES_PER_S = 16 * 1024
-"""An upload may take PATIENCE_S, and as long besides as it would take at this pace."""
+"""An upload may take PATIENCE_S, and in addition as long as it takes at this pace."""
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# What other systems cannot have as a name; the same upload must work on every node.
+# Names that other systems do not allow; an upload must work on every node.
 _RESERVED = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE).fullmatch
 
 
 class UploadForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fields say besides the files."""
+    """Fields of a form, without the files."""
 
     exec: str | None = None
     args: tuple[str, ...] = ()
     timeout_s: float | None = None
     inputs: tuple[InputRef, ...] = ()
-    """Files that do not come with the form."""
+    """Stored files that do not come with the form."""
 
 
 class UploadFolder(NamedTuple):
-    """A folder that does not exist yet, and what makes it, with `in` in it."""
+    """Folder that does not exist yet, and the function that makes it, with `in` in it."""
 
     path: str
     make: Callable[[str], None]
 
 
 class UploadFiles(Protocol):
-    """Where the files of an upload go. In threads, one at a time."""
+    """Destination of the files of an upload. Called in threads, one call at a time."""
 
     made: bool
     """There is something to remove."""
     records: list[InputRecord]
 
-    def carry_out(self, orders: Sequence[str | bytes | None]) -> None:
-        """A text opens the file of that name, bytes are written to it, None closes it."""
+    def write(self, steps: Sequence[str | bytes | None]) -> None:
+        """Carry out steps: a text opens the file of that name, bytes are written to it, None closes it."""
 
     def remove(self) -> None: ...
 
@@ -207,7 +209,7 @@ class Upload:
     """One upload. Belongs to one task."""
 
     def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, files: UploadFiles | None = None) -> None:
-        """Without a place the files are only hashed. `files`: they go elsewhere."""
+        """Without a place the files are only hashed. `files`: another destination."""
         self._parser = FormParser(boundary)
         self._files: UploadFiles = files or _Files(place)
         self._max_bytes = max_bytes
@@ -217,13 +219,13 @@ class Upload:
         self._inputs: list[bytearray] = []
         self._fields_bytes = 0
         self._open: bytearray | None = None
-        """The field that is being read; None: it is a file."""
+        """The field that is being read; None: a file is."""
         self._pending: list[str | bytes | None] = []
         self._pending_bytes = 0
         self._writing: asyncio.Future[Any] | None = None
 
     async def receive(self, stream: AsyncIterable[bytes]) -> UploadForm:
-        """Read to the end."""
+        """Read the form to its end."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -246,7 +248,7 @@ class Upload:
         return self._form()
 
     async def add(self, name: str, stream: AsyncIterable[bytes]) -> None:
-        """A file that comes from elsewhere. After `receive`."""
+        """Add a file from elsewhere, after `receive`."""
         self._pending.append(name)
         async for piece in stream:
             self._count(piece)
@@ -257,17 +259,17 @@ class Upload:
         self._pending.append(None)
 
     async def finish(self) -> Sequence[InputRecord]:
-        """Write what is left."""
+        """Write everything; return the files."""
         is_small = self._writing is None and self._pending_bytes <= SMALL_BYTES and self._names.count <= SMALL_FILES
         if is_small and isinstance(self._files, _Files):
-            self._files.carry_out(self._pending)
+            self._files.write(self._pending)
         else:
             await self._write()
             await self._written()
         return self._files.records
 
     async def discard(self) -> None:
-        """Nothing of it is needed; waits for the thread that still writes."""
+        """Remove everything, after the thread that still writes has finished."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
         if self._files.made:
@@ -331,18 +333,58 @@ class Upload:
         )
 
     async def _write(self) -> None:
-        """Let a thread write what is there, while more is read."""
+        """Write in a thread, while more is read."""
         await self._written()
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        self._writing = asyncio.get_running_loop().run_in_executor(None, self._files.carry_out, pending)
+        self._writing = asyncio.get_running_loop().run_in_executor(None, self._files.write, pending)
 
     async def _written(self) -> None:
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
 
+class InputSource(Protocol):
+    """Source from which an agent fetches stored inputs."""
+
+    def pieces(self, sha256: str) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes; NotFound, Unavailable. The caller compares the hash."""
+
+    async def close(self) -> None: ...
+
+
+class UploadWithStoredInputs(Upload):
+    """Upload whose form may name stored inputs, which are fetched when the form is complete."""
+
+    def __init__(self, boundary: bytes, place: UploadFolder | None, max_bytes: int, inputs: InputSource | None) -> None:
+        super().__init__(boundary, place, max_bytes)
+        self._source = inputs
+        self._refs: tuple[InputRef, ...] = ()
+
+    async def receive(self, stream: AsyncIterable[bytes]) -> UploadForm:
+        form = await super().receive(stream)
+        self._refs = form.inputs
+        if form.inputs and self._source is None:
+            raise InvalidInput("this agent fetches no inputs, it was started without --inputs; send the files as the field file")
+        for ref in form.inputs:
+            assert self._source is not None
+            try:
+                async with aclosing(self._source.pieces(ref.sha256)) as pieces:
+                    await self.add(ref.name, pieces)
+            except NotFound:
+                raise input_not_found(ref.sha256) from None
+        return form
+
+    async def finish(self) -> Sequence[InputRecord]:
+        files = await super().finish()
+        found = {file.name: file.sha256 for file in files}
+        for ref in self._refs:
+            if found[ref.name] != ref.sha256:
+                raise Unavailable(f"input {ref.sha256} was fetched with the sha256 {found[ref.name]}; ask again")
+        return files
+
+
 class _Names:
-    """The names of one upload: each by itself as a worker takes it, and no two for the same file."""
+    """Names of one upload: each must be allowed, and no two may name one file."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -360,7 +402,7 @@ class _Names:
 
 
 class _Files:
-    """The files of one upload on disk. In threads, one at a time."""
+    """Files of one upload on disk. Called in threads, one call at a time."""
 
     def __init__(self, place: UploadFolder | None) -> None:
         self._place = place
@@ -371,17 +413,16 @@ class _Files:
         self._size_bytes = 0
         self._descriptor = -1
 
-    def carry_out(self, orders: Sequence[str | bytes | None]) -> None:
-        """A text opens the file of that name, bytes are written to it, None closes it."""
+    def write(self, steps: Sequence[str | bytes | None]) -> None:
         with disk_full_as_error(self._place.path if self._place is not None else ""):
-            for order in orders:
-                if isinstance(order, bytes):
-                    self._digest.update(order)
-                    self._size_bytes += len(order)
+            for step in steps:
+                if isinstance(step, bytes):
+                    self._digest.update(step)
+                    self._size_bytes += len(step)
                     if self._descriptor >= 0:
-                        _write_all(self._descriptor, order)
-                elif order is not None:
-                    self._begin(order)
+                        _write_all(self._descriptor, step)
+                elif step is not None:
+                    self._begin(step)
                 else:
                     self._close()
                     self.records.append(InputRecord(self._name, self._digest.hexdigest(), self._size_bytes))
@@ -406,7 +447,7 @@ class _Files:
     def remove(self) -> None:
         self._close()
         if self._place is not None:
-            with contextlib.suppress(FileNotFoundError):  # it has become a job's folder, and went with that
+            with contextlib.suppress(FileNotFoundError):  # it has become the folder of a job, which was removed
                 shutil.rmtree(self._place.path)
 
 

@@ -1,14 +1,15 @@
-"""The dispatcher: a thin process before the node agents, which decides where a job goes. Any number of them, without state.
+"""Dispatcher: a thin process before the node agents, which decides where a job goes. Any number of them, without state.
 
-Theory of operation. All that a dispatcher knows it has just asked the agents: their capacity (one poller, whatever the number of
-requests, quicker while there are some), and before each run whether one of them knows the id. So it may be killed at any moment,
-and another one answers the same. In redirect mode it names the node (307, which keeps POST and body); in proxy mode it passes
-request and result through, as streams. With a store of inputs (--inputs) an upload is kept there first: then the death of a node
-costs no second upload, because the next node gets it from the store; and a client may PUT its input once and run it by its hash.
+May import `agent`, `client`, `doors`, `server`, `blobs`, `net`, `wire` and `core`. Imported by `cli` only.
 
-    app.py       routes, errors, the life of the listener        company.py   the agents: looked at, asked, ranked
-    dispatch.py  one job: node after node, until one answers     parcels.py   what is sent to a node, streamed or from the store
-    passing.py   a node's answer on its way to the client        inputs.py    the store of inputs: PUT, GET, HEAD
-    spool.py     an upload on its way into the store             settings.py  what a dispatcher is told at its start
-    metrics.py   /metrics
+Data flow. A dispatcher asks the agents for everything it knows: their capacity (one poller, more often while there are requests),
+and before each run whether one of them has the id. So it may be killed at any moment, and another one answers the same. In
+redirect mode it names the node (307, which keeps method and body); in proxy mode it forwards request and result as streams. With
+a store of inputs (--inputs) an upload is stored first: the death of a node then costs no second upload, as the next node gets the
+input from the store; and a client may PUT its input once and run it by its hash.
+
+    app.py       routes and life of the process                  node_pool.py  the agents: checked, asked, ranked
+    dispatch.py  one job: node after node; abandoned runs        proxying.py   request bodies and responses, as streams
+    inputs.py    store of inputs: PUT, GET, HEAD, retention      registry.py   the registry of the agents, if there is one
+    settings.py  settings                                        metrics.py    /metrics
 """

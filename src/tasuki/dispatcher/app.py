@@ -1,4 +1,4 @@
-"""The dispatcher's routes, and its life: look at the agents, listen, let what is under way end.
+"""Routes and life of a dispatcher: check the agents, listen, drain, close.
 
 dispatcher = Dispatcher(config)
 address = await dispatcher.start(address, tls)
@@ -47,7 +47,7 @@ from tasuki.doors.listening import bound
 from tasuki.errors import AgentRefusal, NotFound, Overloaded, TooLarge, Unavailable
 
 logger = logging.getLogger("tasuki.dispatcher")
-CLOSE_TIMEOUT_S = 60  # downloads that are under way at the end
+CLOSE_TIMEOUT_S = 60  # for downloads that are under way at the end
 HURRIED_CLOSE_S = 2
 RANGE_HEADERS = ("range", "if-range")
 
@@ -65,7 +65,7 @@ class Dispatcher:
         self._dispatch = Dispatch(self.pool, self.metrics, config.limit_s, config.silent_s)
         self.draining = False
         self._in_hand: list[str] = []
-        """Jobs whose requests are here, while perhaps no node knows of them."""
+        """Jobs whose requests are here, while perhaps no node knows them."""
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -83,7 +83,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen; the address with the port that was really taken."""
+        """Listen; return the address with the port that was bound."""
         sock = bound(address)
         if self._inputs is not None:
             await self._inputs.check()
@@ -99,14 +99,14 @@ class Dispatcher:
         return Address("https" if tls is not None else "http", address.host, sock.getsockname()[1])
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        """No new runs; those that are passed through may end."""
+        """Take no new runs; wait for those that are under way."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
     def hurry(self) -> None:
-        """Whoever still waits is cut off; the jobs go on at their nodes."""
+        """Cut the requests that still wait; the jobs go on at their nodes."""
         self._idle.set()
         if self._serving is not None:
             self._serving.hurry(HURRIED_CLOSE_S)
@@ -186,7 +186,7 @@ class Dispatcher:
             first = known
         if first is None:
             if self._config.mode is Mode.REDIRECT and self._is_full(job_id):
-                await self.pool.fresh(0.0)  # whoever was led to a node may be done there: nobody tells us
+                await self.pool.fresh(0.0)  # a redirected job may have ended at its node, which does not report that
             self._check_places(job_id)
         if self._config.mode is Mode.REDIRECT:
             return self._redirected(job_id, sent, first)
@@ -202,7 +202,7 @@ class Dispatcher:
             self._in_hand.remove(job_id)
 
     def _check_size(self, request: Request) -> None:
-        """Only what is stored here is limited here."""
+        """Refuse an upload that is too large for the store. A body that is only forwarded is limited by the agents."""
         length = request.headers.get("content-length", "0")
         limit = self._config.max_upload_bytes
         if self._inputs is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= limit):
@@ -223,14 +223,14 @@ class Dispatcher:
             case IdDecision.STORED:
                 try:
                     answer = await self._dispatch.stored(job_id, node, {}, cached=True, unread=not body_was_read(request))
-                except Unavailable:  # it has just died: its result is gone, the job is not
+                except Unavailable:  # the node has just died, and its result is lost: the job is run again
                     return None
                 return answer if isinstance(answer, ProxiedResponse) else node
             case IdDecision.RUN:
                 return None
 
     def _check_places(self, job_id: str) -> None:
-        """Before the upload is read: is there anybody who could take it?"""
+        """Refuse a job that no node can take, before the upload is read."""
         candidates = self.pool.candidates(job_id)
         if not candidates:
             raise nobody(job_id, {line.node: line.said for line in self.pool.ranking()})
@@ -241,7 +241,7 @@ class Dispatcher:
         return all(line.standing is NodeState.FULL for line in self.pool.candidates(job_id))
 
     def _redirected(self, job_id: str, sent: str | None, first: str | None) -> Response:
-        """307 keeps the method and the body. Only to nodes of ours: whoever follows shows them the token."""
+        """Redirect with 307, which keeps method and body; only to a node of this dispatcher, as the client sends it the token."""
         node = first or next(line.node for line in self.pool.candidates(job_id) if line.standing is not NodeState.FULL)
         self.pool.nodes.taken(node)
         logger.info("job %s: redirected to %s", job_id, node)
@@ -253,7 +253,7 @@ class Dispatcher:
         return None if self._registry is None else await self._registry.read(job_id)
 
     async def _find(self, job_id: str) -> tuple[str, NodeReports]:
-        """(the node whose word counts, what all said); NotFound."""
+        """Return the node whose report counts, and the reports of all nodes; NotFound."""
         found = await self.pool.find(job_id)
         node = who_knows(job_id, found.statuses)
         if node is not None:
@@ -265,7 +265,7 @@ class Dispatcher:
         raise NotFound(f"there is no job {job_id} at any node that is well")
 
     async def _result(self, request: Request) -> Response:
-        """What the registry has, or else a node; see `registry.py` for why in this order."""
+        """Return the result from the registry, else from a node; `registry.py` explains the order."""
         job_id = check_job_id(request.path_params["job_id"])
         job = await self._recorded(job_id)
         if self._registry is not None and job is not None and (stored := await self._registry.result(job)) is not None:
@@ -279,7 +279,8 @@ class Dispatcher:
             raise refusal_of(job) from None
 
     async def _result_of_node(self, request: Request, job_id: str, address: str) -> Response:
-        """`address`: where it lies, and nowhere else, if that is known and one of our nodes; nobody else is sent the token."""
+        """Return the result of a node. `address`: the node that has it, used only if it is one of ours; no other is sent the
+        token."""
         known = self._config.mode is Mode.PROXY and self.pool.has(address)
         node = address if known else (await self._find(job_id))[0]
         if self._config.mode is Mode.REDIRECT:
@@ -306,7 +307,7 @@ class Dispatcher:
         return Response(found.known[node].body, headers={NODE_HEADER: node}, media_type="application/json")
 
     async def _delete(self, request: Request) -> Response:
-        """At every node that has it, or with `?state=running` runs it: after a failover there may be two."""
+        """Remove a job at every node that has it, or with `?state=running` runs it: after a failover there may be two."""
         job_id = check_job_id(request.path_params["job_id"])
         running = only_running(request.query_params.get("state"))
         try:
@@ -361,7 +362,7 @@ class Dispatcher:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
-        """It takes jobs, and so does one of its agents. For load balancers; they have no token."""
+        """Answer whether this dispatcher and at least one agent take jobs. For load balancers, which have no token."""
         if self.draining:
             return refusals.refusal_answer(refusals.is_draining())
         if not self.pool.well:

@@ -21,7 +21,6 @@ from urllib.parse import quote
 
 from starlette.responses import Response
 
-from tasuki.agent.input_sources import INPUT_NOT_FOUND
 from tasuki.agent.refusals import log_context
 from tasuki.client.agents.node import JobView
 from tasuki.client.agents.transfer import NodeRefused
@@ -208,7 +207,7 @@ class Dispatch:
             case RefusalMeaning.FULL:
                 self._pool.nodes.full(node, words, FULL_PAUSE_S, now().monotonic)
                 return refused
-            case _ if refused.refusal.code == INPUT_NOT_FOUND:  # the other nodes use the same store
+            case _ if refused.refusal.code == agent_protocol.INPUT_NOT_FOUND:  # the other nodes use the same store
                 self._pool.nodes.answered(node, now().monotonic)
                 return refused.answer(node)
             case RefusalMeaning.FAILED:

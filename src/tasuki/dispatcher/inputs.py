@@ -1,8 +1,14 @@
 """`/inputs/{sha256}`: the store of inputs, which dispatchers share. Content-addressed and verified; nothing is ever overwritten.
 
-HEAD   is it there, and how large                      GET   its bytes; Range: bytes=N- goes on from there
-PUT    all of it, or with Content-Range a piece of it. What is cut off is kept for the next PUT, which may go on where it was:
-       Content-Range: bytes */SIZE, without a body, asks where that is
+    HEAD   is it there, and how large                      GET   its bytes; Range: bytes=N- continues a download
+    PUT    the whole input, or with Content-Range a part. A part that was cut is kept, and the next PUT may continue it:
+           Content-Range: bytes */SIZE, without a body, asks where
+
+The hash of an upload is known only at its end: a folder can wait for that, a bucket cannot. So a file for a bucket is in a
+nameless temporary file first. A stored file stays, whatever becomes of the request.
+
+An input is kept for some days after its last use, by any dispatcher: a use is noted in the store as the age of the blob, a few
+times in that period at most. An input that a request of this dispatcher uses is not removed meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +29,8 @@ from typing import IO
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs, missing
+from tasuki.agent.input_sources import PIECE_BYTES, StoredInputs
+from tasuki.agent.refusals import input_not_found
 from tasuki.agent.upload import PATIENCE_S, SLOWEST_BYTES_PER_S, Upload, UploadForm
 from tasuki.blobs.blob import CHUNK_BYTES, BlobRef, BlobStore, BlobWriter, check_sha256
 from tasuki.blobs.files import disk_full_as_error
@@ -36,12 +43,11 @@ from tasuki.dispatcher.proxying import StoredForm
 from tasuki.doors.http.exchange import json_answer
 from tasuki.errors import AgentRefusal, Corrupt, InvalidInput, NotFound, OffsetConflict, TasukiError, TooLarge
 
-# ----------------------------------------------------------------------------------------------------
-# An upload on its way into the store of inputs. Its hash is known only at its end: a folder can wait for that, a bucket cannot.
+# ------------------------------------------------------------------------------------------------ writing
 
 
 class InputWriter:
-    """Of one file, whose name in the store is not known yet."""
+    """Writer of one file whose hash is not known yet."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
@@ -58,7 +64,7 @@ class InputWriter:
         return len(chunk)
 
     def commit(self) -> BlobRef:
-        """What is there already is not sent again; `was_there` tells."""
+        """Store the file, unless it is stored already; see `was_there`."""
         ref = BlobRef(self._digest.hexdigest(), self._size_bytes)
         try:
             self.was_there = self._blobs.has(ref.sha256)
@@ -77,28 +83,28 @@ class InputWriter:
 
 
 class StoredFiles:
-    """The files of one upload, each a blob. See `doors.agent.intake.Files`."""
+    """Files of one upload, each a blob. See `agent.upload.UploadFiles`."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self.made = False
         self.records: list[InputRecord] = []
         self.known: list[str] = []
-        """Those that were there already, and are as old as they were."""
+        """Hashes that were stored already, and whose age has not changed."""
         self._name = ""
         self._writer: BlobWriter | InputWriter | None = None
 
-    def carry_out(self, orders: Sequence[str | bytes | None]) -> None:
-        for order in orders:
-            if isinstance(order, str):
+    def write(self, steps: Sequence[str | bytes | None]) -> None:
+        for step in steps:
+            if isinstance(step, str):
                 self.made = True
-                self._name = order
+                self._name = step
                 direct = isinstance(self._blobs, FolderBlobs)
                 self._writer = self._blobs.begin() if direct else InputWriter(self._blobs)
                 continue
             assert self._writer is not None
-            if order is not None:
-                self._writer.write(order)
+            if step is not None:
+                self._writer.write(step)
             else:
                 ref = self._writer.commit()
                 if isinstance(self._writer, InputWriter) and self._writer.was_there:
@@ -112,19 +118,18 @@ class StoredFiles:
             self._writer = None
 
 
-# ----------------------------------------------------------------------------------------------------
-# How long inputs are kept: some days from their last use, whichever dispatcher it was that used them.
+# ------------------------------------------------------------------------------------------------ retention
 
 DAY_S = 86_400.0
 SOON_S = 60.0  # after the start, and after that every day
 AGAIN_S = 3600.0  # after a failure
-NOTES_PER_KEPT_TIME = 4  # so that what is kept for a few hours is not taken for unused meanwhile
-NOTED_MAX = 16_384  # inputs; of one that is forgotten a use is noted once more
+NOTES_PER_KEPT_TIME = 4  # so that an input which is kept for a few hours does not appear unused
+NOTED_MAX = 16_384  # inputs; the use of one that is forgotten is noted once more
 TOLD_EVERY = 1000  # removed inputs
 
 
 class InputRetention:
-    """Of one dispatcher's store."""
+    """Retention of the inputs in a store."""
 
     def __init__(
         self, blobs: BlobStore, keep_days: float, metrics: DispatcherMetrics, clock: Callable[[], float] = time.time
@@ -136,21 +141,21 @@ class InputRetention:
         self._metrics = metrics
         self._clock = clock
         self._noted: OrderedDict[str, float] = OrderedDict()
-        """When uses of inputs were noted, the oldest first."""
+        """Time of the last noted use of each input, the oldest first."""
         self._held: Counter[str] = Counter()
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Nothing more is removed."""
+        """Stop removing."""
         self._closed.set()
 
     # ------------------------------------------------------------------------------------------------ uses
 
     async def used(self, sha256: str) -> None:
-        """It is used now. A store that cannot note it refuses nobody: the input is there, and will be for some days."""
+        """Note a use. A failure to note it is not an error: the input is there, and will be for some days."""
         if not self._is_to_be_noted(sha256):
             return
-        self.stored(sha256)  # before the note, so that those who come meanwhile make no other
+        self.stored(sha256)  # first, so that requests meanwhile do not note it too
         try:
             await asyncio.to_thread(self._blobs.touch, sha256)
         except (TasukiError, OSError) as error:
@@ -158,7 +163,7 @@ class InputRetention:
             logger.warning("the use of input %s could not be noted: %s", sha256, error)
 
     def stored(self, sha256: str) -> None:
-        """It has just been put, which the store notes itself."""
+        """Note that an input was stored, which the store notes itself."""
         self._noted[sha256] = self._clock()
         self._noted.move_to_end(sha256)
         if len(self._noted) > NOTED_MAX:
@@ -170,7 +175,7 @@ class InputRetention:
 
     @contextmanager
     def holding(self, hashes: Sequence[str]) -> Iterator[None]:
-        """Not to be removed meanwhile."""
+        """Do not remove these inputs meanwhile."""
         self._held.update(hashes)
         try:
             yield
@@ -183,7 +188,7 @@ class InputRetention:
     # ------------------------------------------------------------------------------------------------ cleaning
 
     async def daily(self) -> None:
-        """Until it is canceled. Not at the same time as others that were started with it."""
+        """Remove unused inputs once a day, until canceled; at another time than dispatchers that were started together."""
         if not self._keep_s:
             return
         wait_s = SOON_S
@@ -197,7 +202,7 @@ class InputRetention:
                 wait_s = AGAIN_S
 
     async def clean(self) -> int:
-        """Once; how many inputs were removed."""
+        """Remove unused inputs; return how many."""
         return await asyncio.to_thread(self._clean, self._clock() - self._keep_s)
 
     def _is_to_stay(self, sha256: str) -> bool:
@@ -223,7 +228,7 @@ SWEEP_EVERY_S = 600.0
 
 
 class InputStore(StoredInputs):
-    """The store, as requests use it."""
+    """Store of inputs, for requests."""
 
     def __init__(self, blobs: BlobStore, max_bytes: int, keep_days: float, metrics: DispatcherMetrics) -> None:
         super().__init__(blobs)
@@ -235,7 +240,7 @@ class InputStore(StoredInputs):
         await self._in_thread(self._blobs.check)
 
     async def keep_sweeping(self) -> None:
-        """What was cut off, and nobody goes on with, is dropped some time."""
+        """Drop uploads that were cut and not continued, until canceled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             try:
@@ -251,7 +256,7 @@ class InputStore(StoredInputs):
 
     @asynccontextmanager
     async def taking_in(self, request: Request, boundary: bytes) -> AsyncIterator[StoredForm]:
-        """Store the files of a form; those that it names must be there. None of them is removed before the end."""
+        """Store the files of a form; files that it names must be stored. None is removed before the end."""
         stored = await self._take_in(request, boundary)
         with self.keeping.holding(stored.hashes):
             yield stored
@@ -280,11 +285,11 @@ class InputStore(StoredInputs):
             try:
                 found.append((ref, await self._use(ref.sha256)))
             except NotFound:
-                raise missing(ref.sha256) from None
+                raise input_not_found(ref.sha256) from None
         return found
 
     async def _use(self, sha256: str) -> int:
-        """Its size; NotFound."""
+        """Return the size of an input, and note its use; NotFound."""
         size_bytes = await self.size(sha256)
         await self.keeping.used(sha256)
         return size_bytes
@@ -317,7 +322,7 @@ class InputStore(StoredInputs):
                     yield piece
 
     async def put(self, request: Request, whose: str) -> Response:
-        """`whose` upload it is: only the same may go on with it."""
+        """Store an input or a part of it. `whose`: only the same client may continue an upload."""
         sha256 = _sha256(request)
         span = body_range(request.headers.get("content-length", ""), request.headers.get("content-range"))
         if span.size_bytes > self._max_bytes:
@@ -331,16 +336,17 @@ class InputStore(StoredInputs):
         except Corrupt as error:
             raise AgentRefusal(400, Corrupt.code, f"{error.message}; send it again from byte 0") from None
         finally:
-            await asyncio.shield(self._in_thread(writer.suspend))  # nothing, once it was committed or aborted
+            await asyncio.shield(self._in_thread(writer.suspend))  # does nothing after commit or abort
         if done:
             self.keeping.stored(sha256)
         offset = span.size_bytes if done else writer.size_bytes
         return json_answer({"sha256": sha256, "size_bytes": span.size_bytes, "offset": offset}, 201 if done else 200)
 
     async def _write(self, writer: BlobWriter, span: BodyRange, request: Request) -> bool:
-        """Whether it is whole. Of what is there already, nothing is written again; the hash of all is compared in the end."""
+        """Write the body; return whether the input is complete. Bytes that are stored already are skipped; the hash covers all of
+        them."""
         at = writer.size_bytes
-        if span.start == span.stop and span.size_bytes:  # the question where to go on
+        if span.start == span.stop and span.size_bytes:  # the question where to continue
             return False
         if span.start > at or (span.start and span.start != at):
             raise OffsetConflict(f"the input goes on at byte {at}, not at {span.start}", offset=at)
@@ -363,14 +369,14 @@ def _sha256(request: Request) -> str:
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body, in pieces worth a visit to a thread. It must not be slower than an upload to an agent may be."""
+    """Yield the body in pieces that are worth a call of a thread. It must not be slower than an upload to an agent may be."""
     loop, body = asyncio.get_running_loop(), aiter(request.stream())
     received, waited_s, found = 0, 0.0, bytearray()
     problem = ""
     while True:
         began = loop.time()
         try:
-            # Around the waiting alone: whoever takes the pieces may be slow.
+            # Only around the wait for the body: the caller may be slow.
             async with asyncio.timeout(PATIENCE_S + received / SLOWEST_BYTES_PER_S - waited_s):
                 piece = await anext(body, None)
         except TimeoutError:

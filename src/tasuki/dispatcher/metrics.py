@@ -1,4 +1,4 @@
-"""What a dispatcher counts, for Prometheus. Labels are bounded, and never a job or a token."""
+"""Metrics of a dispatcher, for Prometheus. Labels are bounded, and never a job or a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.core.failover.nodes import NodeState, Ranked
 
 
 class DispatcherMetrics:
-    """One dispatcher's."""
+    """Metrics of one dispatcher."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()

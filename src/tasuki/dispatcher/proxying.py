@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tasuki.agent.input_sources import StoredInputs, missing
-from tasuki.agent.refusals import BODY_READ, log_context
+from tasuki.agent.input_sources import StoredInputs
+from tasuki.agent.refusals import BODY_READ, input_not_found, log_context
 from tasuki.agent.results import discard_body
 from tasuki.agent.upload import UploadForm
 from tasuki.client.agents.transfer import ETAG, ZIP_TYPE, read_refusal
@@ -167,7 +167,7 @@ class StoredForm:
                 async for piece in pieces:
                     yield piece
         except NotFound:
-            raise missing(sha256) from None
+            raise input_not_found(sha256) from None
         except Unavailable as error:  # this is no failure of the node
             logger.warning("input %s cannot be read: %s", sha256, error.message)
             raise AgentRefusal(503, error.code, "the store of inputs does not answer; try again", retry=True) from error

@@ -1,14 +1,14 @@
-"""A dispatcher's part in the registry of its agents: it reads there what no node need be asked for, and records what waits here.
+"""Registry of the agents, as a dispatcher uses it: it reads what no node need be asked for, and records the jobs that wait here.
 
-Theory of operation. The registry is asked first: it is one question, where the nodes are many, and each of them would ask it too.
-Its word counts for what it has (a result, a run at a node, another input). For all else the nodes are asked as without one: what
-it does not know may lie at a node from before, or it may have lost its data; a running job's progress is known to its node only.
-So a dispatcher with a registry knows what it knew without, and more.
+Theory of operation. The registry is asked first: that is one question, while the nodes are many, and each of them would ask it
+too. Its answer counts for what it has (a result, a run at a node, another input). For everything else the nodes are asked as
+without a registry: a job may be at a node from before, the registry may have lost its data, and only the node of a running job
+knows its progress. So a dispatcher with a registry knows what it knew without one, and more.
 
-A job whose input is stored here waits in the registry (`waiting.py`) until a node has claimed it.
+A job whose input is stored here waits in the registry (`QueuedJob`) until a node has claimed it.
 
-When the registry is away, nothing is asked of it and nothing recorded, until it has answered once: the dispatcher does what it
-does without one. Nothing of it lies on the disk.
+While the registry is away, nothing is asked of it and nothing recorded, until it has answered once: the dispatcher works as
+without one. It keeps nothing on disk.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tasuki.event_loop import BackgroundTasks
 from tasuki.server.assembly import StoreClient
 
 logger = logging.getLogger("tasuki.dispatcher")
-ANSWER_S = 2.0  # for somebody who waits; then the registry counts as away
+ANSWER_S = 2.0  # for a request; then the registry counts as away
 OPEN_S = 5.0  # how long a start waits for it
 RETRY_S = 1.0
 
-CANCEL_CHECK_S = 1.0  # how often the leases of queued jobs are renewed: the answer tells of a cancel
+CANCEL_CHECK_S = 1.0  # how often the leases of queued jobs are renewed: the answer reports a cancel
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class QueuedJob(RegistryLease):
 
 
 class DispatcherRegistry:
-    """Made inside the running loop."""
+    """Registry of one dispatcher. Made inside the running loop."""
 
     def __init__(self, make_share: Callable[[], StoreClient], *, name: str, ttl_s: float) -> None:
         """`make_share` is called again while the registry cannot be opened."""
@@ -87,7 +87,7 @@ class DispatcherRegistry:
         self._holder = Holder(worker_id, secrets.token_hex(8), ttl_s, registry_records.node_of(worker_id))
         self._share: StoreClient | None = None
         self._records: RegistryQueries | None = None
-        """None: it is away."""
+        """None: the registry is away."""
         self._queued = RegistryLeases(self._execute, ttl_s, min(CANCEL_CHECK_S, ttl_s / RENEWALS_PER_TTL))
         self._tasks = BackgroundTasks()
         self._reports: set[asyncio.Task[None]] = set()
@@ -95,7 +95,7 @@ class DispatcherRegistry:
     # ------------------------------------------------------------------------------------------------ life
 
     async def open(self) -> None:
-        """Errors that time does not mend are raised here. A registry that is away is waited for in the background."""
+        """Open the registry. Permanent errors are raised; a registry that is away is awaited in the background."""
         tried = asyncio.Event()
         opening = self._tasks.spawn(self._open(tried))
         trying = asyncio.ensure_future(tried.wait())
@@ -142,14 +142,14 @@ class DispatcherRegistry:
     # ------------------------------------------------------------------------------------------------ away
 
     async def _execute(self, turn: Turn) -> Answers:
-        """For what nobody waits for."""
+        """Execute a turn that no request waits for."""
         found = await self._asked(lambda records: records.ask(turn))
         if found is None:
             raise Unavailable("the registry is away")
         return found
 
     async def _asked(self, question: Callable[[RegistryQueries], Awaitable[T]]) -> T | None:
-        """None: it is away."""
+        """Ask the registry; None if it is away."""
         if self._records is None:
             return None
         try:
@@ -159,7 +159,7 @@ class DispatcherRegistry:
             return None
 
     def _is_away(self) -> None:
-        """Said once; then one turn waits for it, and no request does."""
+        """Note that the registry is away: one turn waits for it, and no request does."""
         if self._records is not None:
             self._records = None
             logger.warning("the registry is away; this dispatcher works without it until it answers")
@@ -180,26 +180,26 @@ class DispatcherRegistry:
     # ------------------------------------------------------------------------------------------------ reading
 
     async def read(self, job_id: str) -> Job | None:
-        """What it knows of a job; None also if it is away. A lease that is over is none, though no agent is left to end it."""
+        """Return a job; None also if the registry is away. An expired lease does not count, even without an agent to end it."""
         job = await self._asked(lambda records: records.get(job_id))
         if registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
             job = await self._asked(lambda records: records.look(job_id))
         return job
 
     async def look(self, job_id: str, sent: str | None) -> Response | None:
-        """Before an upload is read: its result, if the registry has it and this is the same input. 409, 423."""
+        """Return the result, if the registry has it and the input is the same, before an upload is read. 409, 423."""
         done = done_or_refused(await self._asked(lambda records: records.look(job_id)), sent)
         return None if done is None else await self.result(done, "hit")
 
     async def result(self, job: Job, cache: str | None = None) -> Response | None:
-        """Its result, if it is where it outlives its node, and can be had now."""
+        """Return the result, if it outlives its node and can be read now."""
         found = await self._asked(lambda records: records.stored(job, cache))
         if found is None or isinstance(found, Response):
             return found
         ended, source = found
         try:
             return await self._asked(lambda records: records.opened(ended, source, cache))
-        except AgentRefusal:  # the store of results is away; its node may have it
+        except AgentRefusal:  # the store of results is away; the node may have it
             return None
 
     # ------------------------------------------------------------------------------------------------ recording
@@ -207,7 +207,7 @@ class DispatcherRegistry:
     async def run(
         self, job_id: str, sent: str | None, stored: StoredForm, send: Callable[[], Coroutine[Any, Any, Response]]
     ) -> Response:
-        """Have the job sent to a node, and record that it waits until then. Its result, if the registry has it."""
+        """Have the job sent to a node, and record that it waits until then. Return the result if the registry has it."""
         exec_, found = stored.exec, stored.input
         if exec_ is None or found is None or sent not in (None, found):  # the agent decides
             return await send()
@@ -249,7 +249,7 @@ class DispatcherRegistry:
             logger.info("job %s: the registry could not be told that it waits no more: %s", held.job_id, error.message)
 
     async def remove(self, job_id: str) -> RemovalResult | None:
-        """What no node could be asked to remove. Its node, if it ended at one, has its folder until it is started again."""
+        """Remove a job that no node could be asked to remove. Its node, if any, keeps the folder until its next start."""
         job = await self._asked(lambda records: records.remove(job_id))
         if job is None:
             return None
@@ -258,7 +258,7 @@ class DispatcherRegistry:
 
 
 def refusal_of(job: Job) -> TasukiError:
-    """What is said of a job whose result cannot be had, when no node says more."""
+    """Return the refusal of a job whose result cannot be read, if no node answers more."""
     if registry_state_of(job, None) in (RegistryState.HELD, RegistryState.QUEUED):
         return is_held(job)
     place = result_location_of(job)
@@ -269,7 +269,7 @@ def refusal_of(job: Job) -> TasukiError:
 
 
 class EarlyResult(Response):
-    """A result for somebody who may still be sending, to no avail."""
+    """Response with a result to a client that may still be sending."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(status_code=answer.status_code)

@@ -32,6 +32,7 @@ from tasuki.client.agents.transfer import (
 )
 from tasuki.clocks import now
 from tasuki.config import Address, parse_url
+from tasuki.core.failover.agent_protocol import INPUT_NOT_FOUND
 from tasuki.core.failover.events import TOKEN_STATUSES, JobStatus, Refusal, not_trusted
 from tasuki.core.failover.nodes import Capacity, Nodes
 from tasuki.errors import ConfigError, ResponseLost, TasukiError, Unavailable, UntrustedCertificate
@@ -53,7 +54,6 @@ REMOVE_S = 1.0
 READ_S = 30.0  # without a byte of a result; the plan notices silence sooner
 RESUMES_WITHOUT_PROGRESS = 2
 SMALL_MAX_BYTES = 64 * 1024
-INPUT_NOT_FOUND = "INPUT_NOT_FOUND"
 
 
 class JobView(msgspec.Struct, frozen=True):

@@ -1,12 +1,12 @@
-"""What a node agent and its clients agree on: the hash of a job's input, the states, the codes, what a repeated id means.
+"""Contract between a node agent and its clients: the input hash, states, error codes, and the meaning of a repeated id. Pure.
 
-    nothing, FAILED, INTERRUPTED ──► it runs            with any input: what was there is cleaned away first
+    nothing, FAILED, INTERRUPTED ──► it runs            with any input; an earlier folder is removed first
     QUEUED                       ──► it runs            or CONFLICT: a dispatcher has the input, and no node has begun
-    RUNNING                      ──► LOCKED (423)       or CONFLICT, where both inputs are known and differ
+    RUNNING                      ──► LOCKED (423)       or CONFLICT, if both inputs are known and differ
     DONE                         ──► STORED             the same bytes as before; CONFLICT with another input;
-                                                        COMPARE where the input is not known before it is read
+                                                        COMPARE if the input is not known before the upload is read
 
-Pure: no clock, no file. The markers of a job's folder are these structs as JSON.
+The markers of a job's folder are these structs as JSON.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ ARGS_MAX = 1_000
 ARG_MAX_CHARS = 16 * 1024
 TIMEOUT_S = 20 * 60.0
 SLOT_MEMORY_BYTES = 1024**3
-"""What a job is taken to need where nobody says how many may run at once."""
+"""Memory that a job is assumed to need, if the number of slots is not configured."""
 
 FULL, RUNNING, DRAINING, PROGRAM_FAILED, TIMED_OUT, CANCELED, EXEC_NOT_ALLOWED = (
     "FULL", "RUNNING", "DRAINING", "PROGRAM_FAILED", "TIMED_OUT", "CANCELED", "EXEC_NOT_ALLOWED",
 )  # fmt: skip
 """Error codes of an agent, beside those of `tasuki.errors`."""
+INPUT_NOT_FOUND = "INPUT_NOT_FOUND"
+"""Error code of a job that names an input which is not stored."""
 
 _is_sha256 = re.compile(r"[0-9a-f]{64}").fullmatch
 _is_number = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?").fullmatch
 
 
 class AgentState(enum.StrEnum):
-    """Where a job stands at an agent."""
+    """State of a job at an agent."""
 
     QUEUED = "queued"
-    """Only in a registry: a dispatcher has its input, and looks for a node."""
+    """Only in a registry: a dispatcher has the input, and looks for a node."""
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -49,7 +51,7 @@ class AgentState(enum.StrEnum):
 
 
 class AgentOutcome(enum.StrEnum):
-    """How a program ended that was not interrupted."""
+    """Outcome of a program that was not interrupted."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -61,7 +63,7 @@ class AgentOutcome(enum.StrEnum):
 
 
 class InputRecord(msgspec.Struct, frozen=True, gc=False):
-    """One file of an upload, as it was received."""
+    """File of an upload as it was received."""
 
     name: str
     sha256: str
@@ -69,7 +71,7 @@ class InputRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunningMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """`.running`: an incarnation of the agent has this job in its hands."""
+    """`.running`: an incarnation of the agent receives or runs this job."""
 
     job_id: str
     incarnation: str
@@ -81,9 +83,13 @@ class RunningMarker(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     started_at: float
 
+    @property
+    def state(self) -> AgentState:
+        return AgentState.RUNNING
+
 
 class EndedMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """`.done` or `.failed`: the program has ended, and `result.zip` beside it is whole."""
+    """`.done` or `.failed`: the program has ended, and `result.zip` beside it is complete."""
 
     job_id: str
     outcome: AgentOutcome
@@ -99,6 +105,10 @@ class EndedMarker(msgspec.Struct, frozen=True, kw_only=True):
     result_sha256: str
     result_bytes: int
 
+    @property
+    def state(self) -> AgentState:
+        return self.outcome.state
+
 
 class InterruptedMarker(msgspec.Struct, frozen=True, kw_only=True):
     """`.interrupted`: the agent ended while the job ran; there is no result."""
@@ -111,12 +121,16 @@ class InterruptedMarker(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     interrupted_at: float
 
+    @property
+    def state(self) -> AgentState:
+        return AgentState.INTERRUPTED
+
 
 Marker = RunningMarker | EndedMarker | InterruptedMarker
 
 
 class IdDecision(enum.Enum):
-    """What a POST with an id is answered with, as far as the id decides it."""
+    """Answer to a POST with an id, as far as the id decides it."""
 
     RUN = enum.auto()
     STORED = enum.auto()
@@ -126,7 +140,7 @@ class IdDecision(enum.Enum):
 
 
 def judge(state: AgentState | None, recorded_input: str | None, sent_input: str | None) -> IdDecision:
-    """Of a job in this state, with this input. None: there is no such job; an input is not known yet."""
+    """Decide about a job in this state and with this input. None: there is no such job; the input is not known yet."""
     differs = recorded_input is not None and sent_input is not None and recorded_input != sent_input
     match state:
         case AgentState.QUEUED:
@@ -142,16 +156,17 @@ def judge(state: AgentState | None, recorded_input: str | None, sent_input: str 
 
 
 def input_hash(exec_: str, args: Sequence[str], files: Iterable[InputRecord]) -> str:
-    """sha256 of what makes two requests with one id the same: exec, arguments and files. The time limit is no part of it.
+    """Return the sha256 of exec, arguments and files, by which two requests with one id are the same. The time limit does not
+    count.
 
-    The files stand as they are sent, those that are only named behind the others: a program may be given only the first.
+    Files are in the order in which they were sent, then those that were only named: a program may be given only the first.
     """
     body = {"args": list(args), "exec": exec_, "files": list(files)}
     return hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()
 
 
 def only_running(state: str | None) -> bool:
-    """`DELETE /jobs/{job_id}?state=running` stops a run, and leaves what has ended."""
+    """Parse the `state` of `DELETE /jobs/{job_id}?state=running`, which stops a run and keeps a job that has ended."""
     if state is not None and state != AgentState.RUNNING:
         raise InvalidInput(f"state {quoted(state)} must be running, or be left out to remove the job in any state")
     return state is not None
@@ -164,7 +179,7 @@ def check_input_hash(text: str) -> str:
 
 
 def parse_args(text: str) -> tuple[str, ...]:
-    """The form field `args`: a JSON list of texts."""
+    """Parse the form field `args`: a JSON list of texts."""
     try:
         args = msgspec.json.decode(text, type=tuple[str, ...])
     except (msgspec.MsgspecError, RecursionError):
@@ -177,7 +192,7 @@ def parse_args(text: str) -> tuple[str, ...]:
 
 
 def parse_timeout(text: str) -> float:
-    """The form field `timeout_s`: seconds above 0."""
+    """Parse the form field `timeout_s`: seconds above 0."""
     timeout_s = float(text) if _is_number(text) else 0.0
     if not 0.0 < timeout_s < float("inf"):
         raise InvalidInput(f"timeout_s {quoted(text)} must be seconds, above 0; leave it out for the agent's own limit")
@@ -185,5 +200,5 @@ def parse_timeout(text: str) -> float:
 
 
 def default_slots(cores: int, memory_bytes: int) -> int:
-    """How many jobs at once suit a machine: one for each core, as far as each has a gigabyte of memory."""
+    """Return the number of slots that suit a machine: one for each core, if each has a gigabyte of memory."""
     return max(1, min(cores, memory_bytes // SLOT_MEMORY_BYTES))

@@ -1,4 +1,4 @@
-"""What the plan of one job over several nodes hears, says and remembers. Data only; `failover.py` decides."""
+"""Events, commands and records of the failover plan, and the meaning of refusals. Data only; `plan.py` decides."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import msgspec
 from tasuki.core.failover.agent_protocol import TIMEOUT_S
 from tasuki.errors import Conflict, Forbidden, InvalidInput, JobFailed, TasukiError, TooLarge, Unauthorized, Unavailable
 
-LONGER_THAN_THE_JOB_S = 60.0  # so that a node that stops a job at its limit can still say so, and another one be tried
+LONGER_THAN_THE_JOB_S = 60.0  # a node that stops a job at its limit can still answer, and another one be tried
 LIMIT_S = TIMEOUT_S + LONGER_THAN_THE_JOB_S
 PATIENCE_S = 5.0
 SILENT_S = 10.0
-FOLLOW_FIRST_S = 0.1  # between two questions to a node that somebody else's request runs at
+FOLLOW_FIRST_S = 0.1  # between two questions to a node that runs the job for another client's request
 FINAL_STATUSES = frozenset({400, 409})
 NOT_TRUSTED = "NOT_TRUSTED"
 NOT_HERE_CODES = frozenset(
     {"EXEC_NOT_ALLOWED", "PROGRAM_NOT_FOUND", "PROGRAM_NOT_STARTED", "SECRET_MISSING", "DISK_FULL", NOT_TRUSTED}
 )
-"""What only this node lacks, for this job: the exec, its program, the room, our trust."""
+"""Codes of refusals that concern this node and this job: the exec, its program, the space, the certificate."""
 TOKEN_STATUSES = frozenset({401, 403})
 WAY_IN = "give one of its tokens with --token-file or TASUKI_TOKEN"
 
 
 class FailoverJob(msgspec.Struct, frozen=True):
-    """What is to be run, as far as the plan must know."""
+    """Job of a plan."""
 
     job_id: str
     input: str = ""
-    """The input hash; empty: not known."""
+    """Input hash; empty: not known."""
     known: bool = False
     """The id was chosen by the caller: a node may have the job already."""
     limit_s: float = LIMIT_S
@@ -39,21 +39,21 @@ class FailoverJob(msgspec.Struct, frozen=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True):
-    """What `GET /jobs/{job_id}` says; only what the plan needs of it."""
+    """Status of a job at a node: the part of `GET /jobs/{job_id}` that a plan needs."""
 
     state: str
-    """queued (at a dispatcher, for a node), running, done, failed, timed_out or interrupted"""
+    """queued (at a dispatcher), running, done, failed, timed_out or interrupted"""
     input: str = ""
     exit_code: int | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An answer that is not the result."""
+    """Response that is not the result."""
 
     status: int
-    """0: it was not asked, as we do not trust its certificate."""
+    """HTTP status; 0: the node was not asked, as its certificate is not trusted."""
     code: str = ""
-    """Empty: it was not a node that answered, but something before it."""
+    """Error code; empty: not a node answered, but something before it."""
     message: str = ""
     retry_after_s: float | None = None
     exit_code: int | None = None
@@ -61,19 +61,19 @@ class Refusal(msgspec.Struct, frozen=True):
     differs: tuple[str, ...] = ()
 
     def words(self) -> str:
-        """For people."""
+        """Return the refusal as text."""
         if not self.status:
             return self.message
         return f"answered {self.status} {self.code}".rstrip() + (f": {self.message}" if self.message else "")
 
 
 def not_trusted(message: str) -> Refusal:
-    """A node whose certificate we do not trust. That is no failure of it: the CA may be missing here."""
+    """Return the refusal of a node whose certificate is not trusted. That is no failure of it: the CA may be missing here."""
     return Refusal(0, NOT_TRUSTED, message)
 
 
 class RefusalMeaning(Enum):
-    """What a refusal means for the plan."""
+    """Meaning of a refusal for the plan."""
 
     RUNNING = "the job runs there"
     FULL = "no place now; not a failure"
@@ -86,7 +86,7 @@ class RefusalMeaning(Enum):
 
 
 def meaning_of(refusal: Refusal) -> RefusalMeaning:
-    """By status and code; an answer without a code is no node's own, so that only its status counts."""
+    """Return the meaning by status and code. A response without a code is not a node's own: only its status counts."""
     match refusal.status, refusal.code:
         case 423, _:
             return RefusalMeaning.RUNNING
@@ -99,7 +99,7 @@ def meaning_of(refusal: Refusal) -> RefusalMeaning:
         case 409, "CANCELED":
             return RefusalMeaning.CANCELED
         case status, code if status == 413 or code in NOT_HERE_CODES or (code and status in TOKEN_STATUSES):
-            return RefusalMeaning.NOT_HERE  # limits and tokens, too, differ from node to node
+            return RefusalMeaning.NOT_HERE  # limits and tokens differ from node to node as well
         case status, code if code and status in FINAL_STATUSES:
             return RefusalMeaning.FINAL
         case _:
@@ -107,7 +107,7 @@ def meaning_of(refusal: Refusal) -> RefusalMeaning:
 
 
 def error_of(refusal: Refusal, job_id: str, message: str) -> TasukiError:
-    """A refusal as the error that the caller gets."""
+    """Return the error that the caller gets."""
     match refusal.status:
         case 409 if refusal.code == "CONFLICT":
             return Conflict(job_id, refusal.differs or ("input",))
@@ -126,12 +126,12 @@ def error_of(refusal: Refusal, job_id: str, message: str) -> TasukiError:
 
 
 def about(node: str, words: str) -> str:
-    """What a node said. Words of the transport name the address themselves; a redirect's name where it leads."""
+    """Return the words of a node with its name, unless they name it already. A redirect names another node."""
     return words if node in words and not words.startswith("answered ") else f"{node}: {words}"
 
 
 class JobEnded(msgspec.Struct, frozen=True):
-    """How the job ended."""
+    """End of a job."""
 
     outcome: str
     """succeeded, failed or timed_out"""
@@ -148,14 +148,14 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class JobStatusReceived(msgspec.Struct, frozen=True):
-    """A node answered how the job stands; None: it does not know it."""
+    """A node answered with the status of the job; None: it does not know the job."""
 
     ticket: int
     status: JobStatus | None
 
 
 class JobStatusMissing(msgspec.Struct, frozen=True):
-    """A node did not say how the job stands. `gone`: nobody is there. `alive`: it answered that it cannot say now."""
+    """A node did not report the status. `gone`: no connection. `alive`: the node answered that it cannot say now."""
 
     ticket: int
     reason: str
@@ -164,33 +164,33 @@ class JobStatusMissing(msgspec.Struct, frozen=True):
 
 
 class Redirected(msgspec.Struct, frozen=True):
-    """The node is a dispatcher, and leads to another one, which is asked now; what comes of that is not its doing."""
+    """A dispatcher redirected the request to another node; the outcome there does not count against the dispatcher."""
 
     ticket: int
     to: str
 
 
 class Uploaded(msgspec.Struct, frozen=True):
-    """The node has all of the input."""
+    """The node has the whole input."""
 
     ticket: int
 
 
 class ResultPieceReceived(msgspec.Struct, frozen=True):
-    """A piece of the result came."""
+    """A piece of the result arrived."""
 
     ticket: int
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The result is here, whole and verified."""
+    """The result is complete and verified."""
 
     ticket: int
     ended: JobEnded
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """The node answered something else than the result."""
+    """The node answered with something else than the result."""
 
     ticket: int
     refusal: Refusal
@@ -204,7 +204,7 @@ class RequestLost(msgspec.Struct, frozen=True):
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    """Time has passed, or a node was looked at."""
+    """Time has passed, or a node was checked."""
 
 
 Event = (
@@ -225,52 +225,52 @@ Event = (
 
 
 class CheckNode(msgspec.Struct, frozen=True):
-    """Ask this node for its health and capacity, and tell `Nodes`; then say Ticked."""
+    """Ask a node for health and capacity, record that in `Nodes`, and apply TimePassed."""
 
     node: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Ask this node how the job stands: Told or Untold."""
+    """Ask a node for the status of the job: JobStatusReceived or JobStatusMissing."""
 
     ticket: int
     node: str
 
 
 class Post(msgspec.Struct, frozen=True):
-    """Send the job there, and save its result: Uploaded, Heard, then one of Saved, Refused, Lost."""
+    """Send the job to a node and save its result: Uploaded, ResultPieceReceived, then one of Saved, Refused, RequestLost."""
 
     ticket: int
     node: str
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Save the result that is there: Heard, then one of Saved, Refused, Lost."""
+    """Save the result of a node: ResultPieceReceived, then one of Saved, Refused, RequestLost."""
 
     ticket: int
     node: str
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """End the request of this ticket; nothing more is to be heard of it."""
+    """End the request of this ticket; it makes no more events."""
 
     ticket: int
 
 
 class Remove(msgspec.Struct, frozen=True):
-    """Cancel the job there if it runs; nobody waits for the answer."""
+    """Cancel the job at a node if it runs there, without waiting for the answer."""
 
     node: str
 
 
 class Notify(msgspec.Struct, frozen=True):
-    """A word about what goes on, for people and logs."""
+    """Log a message, and show it to the user."""
 
     text: str
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """The job has ended. `ticket` is the one that saved the result; None: there is none to be had."""
+    """The job has ended. `ticket` is the request that saved the result; None: no result can be had."""
 
     node: str
     ended: JobEnded
@@ -278,7 +278,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """No node gives a result."""
+    """End without a result."""
 
     error: TasukiError
 
@@ -290,7 +290,7 @@ Command = CheckNode | Ask | Post | Fetch | Drop | Remove | Notify | Finish | Giv
 
 
 class RequestKind(Enum):
-    """What is wanted of a node."""
+    """Kind of a request to a node."""
 
     POST = "posted"
     FOLLOW = "followed"
@@ -298,7 +298,7 @@ class RequestKind(Enum):
 
 
 class NodeRequest(msgspec.Struct):
-    """What is under way at one node. The plan's own record."""
+    """Request that is under way at one node."""
 
     ticket: int
     node: str
@@ -310,14 +310,14 @@ class NodeRequest(msgspec.Struct):
     poll_s: float = FOLLOW_FIRST_S
     uploaded: bool = False
     answering: bool = False
-    """The result is coming."""
+    """The result is arriving."""
     odd: int = 0
     ended: JobEnded | None = None
-    """Of a fetch: how the job ended, if that is known without the result."""
+    """End of the job, if it is known before a fetch."""
     led_to: str = ""
-    """The node that a dispatcher sent us to."""
+    """Node to which a dispatcher redirected the request."""
 
     @property
     def where(self) -> str:
-        """Who answers, or does not."""
+        """The node that answers."""
         return self.led_to or self.node

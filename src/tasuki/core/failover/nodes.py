@@ -1,11 +1,18 @@
-"""The nodes that a client was given: how each stands, and which comes first. Pure.
+"""Nodes of a client or dispatcher: circuit breakers, the ranking, and the choice of a node for a job. Pure.
 
-Theory of operation. Nodes are looked at all at once (`/health` and `/capacity`), and all runs of a client share the answers.
-Whoever ranks does so with those that have answered after `RANK_WAIT_S`: a node that is late comes into the ranking when it
-answers, and one that never does has failed at the driver's own time limit. So a frozen node delays nobody.
+Theory of operation. All nodes are checked at once (`/health` and `/capacity`), and all runs of a client share the answers. A
+ranking waits RANK_WAIT_S for answers: a node that is late enters the ranking when it answers, and a node that never answers fails
+at the driver's own time limit. So a frozen node delays nobody. Nodes with most free slots come first. A job that was sent to a
+node since its last check counts as taken. Equal nodes stand in an order of each client's own, so that clients spread.
 
-First come the nodes with most free places. What this client sent to a node since it was last looked at counts as taken: the
-node's own count would say so only later. Equal ones stand in an order of this client's own, so that clients spread.
+A node that failed is left out for `left_out_s`, counted from the last failure. To come back it also needs `good_checks` good
+health checks in a row. Checks that follow each other faster than `check_spacing_s` count once: many callers who check at the same
+moment do not prove that a node has been well for a while. A caller without any other node may use one that is `steady` before its
+time is over.
+
+Dispatchers share nothing and decide alike: among nodes that are equally free, a job's own order decides (rendezvous hashing:
+every dispatcher computes the same order, and one node more or less changes only its own jobs). So an id that comes through two
+dispatchers at once mostly goes to one node, which runs it once. Times are seconds of one clock, the caller's.
 """
 
 from __future__ import annotations
@@ -23,20 +30,19 @@ from tasuki.core.ids import quoted
 from tasuki.core.job import check_file_name
 from tasuki.errors import InvalidInput
 
-# ----------------------------------------------------------------------------------------------------
-# The circuit breaker of one node: whether it is left out for now, and when it may come back. Pure.
+# ------------------------------------------------------------------------------------------------ the breaker
 
 REASON_MAX_CHARS = 300
 
 
 class BreakerRules(msgspec.Struct, frozen=True):
-    """How strict a breaker is."""
+    """Rules of a breaker."""
 
     left_out_s: float = 30.0
     failures: int = 1
-    """How many failures in a row leave a node out."""
+    """Failures in a row that leave a node out."""
     good_checks: int = 3
-    """How many good health checks in a row let it come back."""
+    """Good health checks in a row that let a node come back."""
     check_spacing_s: float = 0.2
 
 
@@ -49,27 +55,27 @@ class BreakerState(StrEnum):
     OPEN = "open"
     """Left out."""
     HALF_OPEN = "half-open"
-    """Its time is over; it still has to show that it is well."""
+    """The time is over; the node still has to pass health checks."""
 
 
 class BreakerNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A breaker as it can be written down, with its times counted from the moment of writing."""
+    """State of a breaker for another process; its times count from the moment of writing."""
 
     failures: int = 0
     good_checks: int = 0
     left_out_s: float | None = None
-    """How much longer; zero or less: its time is over. None: it is not left out."""
+    """Seconds left; zero or less: the time is over. None: the node is not left out."""
     reason: str = ""
 
 
 class Breaker:
-    """Told of failures, of health checks and of answers; asked for its state."""
+    """Circuit breaker of one node: records failures, health checks and answers, and tells if the node is left out."""
 
     def __init__(self, rules: BreakerRules = DEFAULT_RULES) -> None:
         self.reason = ""
-        """Of the last failure."""
+        """Reason of the last failure."""
         self.good_checks = 0
-        """In a row, since the last failure."""
+        """Good checks in a row since the last failure."""
         self._rules = rules
         self._failures = 0
         self._until: float | None = None
@@ -82,15 +88,15 @@ class Breaker:
 
     @property
     def steady(self) -> bool:
-        """So many good checks in a row that it could come back."""
+        """The node has passed enough checks in a row to come back."""
         return self.good_checks >= self._rules.good_checks
 
     def left_out_s(self, now: float) -> float:
-        """How much longer it is left out, whatever its health."""
+        """Return the seconds for which the node is still left out, whatever its health."""
         return 0.0 if self._until is None else max(0.0, self._until - now)
 
     def failed(self, now: float, reason: str) -> None:
-        """It did not do what it was asked, or a health check was bad."""
+        """Record a failed request or a bad health check."""
         self._close_if_due(now)
         self._failures += 1
         self.good_checks = 0
@@ -100,7 +106,7 @@ class Breaker:
             self._until = now + self._rules.left_out_s
 
     def checked(self, now: float) -> None:
-        """A good health check."""
+        """Record a good health check."""
         spaced = self._counted_at is None or now - self._counted_at >= self._rules.check_spacing_s
         if self._until is not None and not self.steady and spaced:
             self._counted_at = now
@@ -108,7 +114,7 @@ class Breaker:
         self._close_if_due(now)
 
     def answered(self, now: float) -> None:
-        """It did what it was asked. What was under way when it failed proves nothing: only a steady one is taken back."""
+        """Record a good answer. A request that was under way at a failure proves nothing: only a steady node comes back."""
         self._close_if_due(now)
         if self._until is None or self.steady:
             self._until = None
@@ -122,14 +128,14 @@ class Breaker:
     # ------------------------------------------------------------------------------------------------ written down
 
     def note(self, now: float) -> BreakerNote | None:
-        """What another process should know; None if there is nothing to tell."""
+        """Return the state for another process; None if there is nothing to keep."""
         if self._until is None and not self._failures:
             return None
         left_out_s = None if self._until is None else self._until - now
         return BreakerNote(self._failures, self.good_checks, left_out_s, self.reason)
 
     def recall(self, note: BreakerNote, now: float) -> None:
-        """Take over what was written down. A clock that was set meanwhile must not leave a node out for years."""
+        """Restore a state. A clock that was set meanwhile must not leave a node out for years."""
         self._failures = max(0, note.failures)
         self.good_checks = max(0, note.good_checks)
         self.reason = note.reason[:REASON_MAX_CHARS]
@@ -138,38 +144,38 @@ class Breaker:
 
 
 RANK_WAIT_S = 0.3
-STALE_S = 1.0  # an answer that is older says nothing while a new one is waited for
+STALE_S = 1.0  # an older answer counts for nothing while a new one is awaited
 NOT_ASKED = "not asked yet"
 
 
 class NodeState(IntEnum):
-    """Better ones first."""
+    """State of a node; better ones first."""
 
     FREE = 0
-    """Well, and takes another job as far as we know."""
+    """Healthy, and has a free slot as far as is known."""
     FULL = 1
-    """Well, all its places are taken."""
+    """Healthy; all its slots are taken."""
     UNKNOWN = 2
-    """Has not answered yet."""
+    """The node has not answered yet."""
     UNWELL = 3
-    """Did not answer, or said that it takes nothing."""
+    """The node did not answer, or takes no jobs."""
     LEFT_OUT = 4
-    """Its breaker is open."""
+    """The breaker is open."""
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What `/capacity` answers."""
+    """Answer of `/capacity`."""
 
     running: int
     limit: int
     pulls: bool = False
-    """It can fetch inputs from where they are stored."""
+    """The node can fetch stored inputs."""
     inputs: bool = False
-    """It keeps inputs: a file that it has need not be sent again."""
+    """The node stores inputs: a file that it has need not be sent again."""
 
 
 class Ranked(msgspec.Struct, frozen=True):
-    """One line of the ranking."""
+    """One node in the ranking."""
 
     node: str
     standing: NodeState
@@ -179,16 +185,16 @@ class Ranked(msgspec.Struct, frozen=True):
     good_checks: int
     left_out_s: float
     steady: bool
-    """Left out, and could come back if it must."""
+    """Left out, and usable if there is no other node."""
     said: str
-    """What it answered last, in words."""
+    """Last answer, in words."""
     free: int | None = None
-    """Places that are free, without those for what this client sent it meanwhile."""
+    """Free slots, less the jobs that this client sent since the last check."""
     refusal: Refusal | None = None
-    """It does not take our token, or we do not trust its certificate."""
+    """The node refuses our token, or its certificate is not trusted."""
 
     def view(self) -> dict[str, object]:
-        """For programs: `tasuki nodes --json`, and a dispatcher's /nodes."""
+        """Return the node as data for `tasuki nodes --json` and `/nodes` of a dispatcher."""
         return {
             "node": self.node,
             "standing": self.standing.name.lower(),
@@ -209,7 +215,7 @@ class _Node:
         self.well: bool | None = None
         self.capacity: Capacity | None = None
         self.sent = 0
-        """Jobs that this client gave it since `capacity` was true, less those that have ended since."""
+        """Jobs that this client sent since `capacity` was true, less those that have ended since."""
         self.full_until = 0.0
         self.looked_at: float | None = None
         self.looking = False
@@ -235,12 +241,12 @@ class _Node:
         return NodeState.FREE
 
     def place(self, now: float) -> tuple[int, bool, int, float]:
-        """Smaller is better. A node that does not tell its capacity stands behind those that do."""
+        """Return the sort key; smaller is better. A node that does not report its capacity comes after those that do."""
         return self.standing(now), self.free is None, -(self.free or 0), self.tie
 
 
 class Nodes:
-    """All nodes of one client, shared by its runs. `jitter()` gives a number from 0 to 1; the driver's random source."""
+    """All nodes of one client, shared by its runs. `jitter()` returns a random number from 0 to 1."""
 
     def __init__(self, names: Sequence[str], jitter: Callable[[], float], rules: BreakerRules = DEFAULT_RULES) -> None:
         self._nodes = {name: _Node(name, rules, jitter()) for name in dict.fromkeys(names)}
@@ -250,7 +256,7 @@ class Nodes:
         return tuple(self._nodes)
 
     def to_look_at(self, now: float, fresh_s: float) -> list[str]:
-        """Those whose last answer is too old, and that are not being asked; they count as being asked from now on."""
+        """Return the nodes whose last answer is too old and that are not being checked; they count as being checked now."""
         stale = [
             node
             for node in self._nodes.values()
@@ -261,23 +267,23 @@ class Nodes:
         return [node.name for node in stale]
 
     def older_than(self, now: float, age_s: float) -> set[str]:
-        """Those whose last answer is older, or that have not answered."""
+        """Return the nodes whose last answer is older, or that have not answered."""
         return {node.name for node in self._nodes.values() if node.looked_at is None or now - node.looked_at > age_s}
 
     def keeps_inputs(self, name: str) -> bool:
-        """As far as it has said."""
+        """Return whether the node has said that it stores inputs."""
         capacity = self._nodes[name].capacity
         return capacity is not None and capacity.inputs
 
     @property
     def looking(self) -> bool:
-        """Somebody is being asked."""
+        """A node is being checked."""
         return any(node.looking for node in self._nodes.values())
 
     # ------------------------------------------------------------------------------------------------ what they say
 
     def seen(self, name: str, capacity: Capacity | None, now: float) -> None:
-        """It is well; `capacity` is None where it did not say."""
+        """Record that a node is healthy; `capacity` is None if it reports none."""
         node = self._looked(name, now)
         node.well, node.refusal = True, None
         node.sent = 0
@@ -286,37 +292,37 @@ class Nodes:
         node.breaker.checked(now)
 
     def unwell(self, name: str, reason: str, now: float) -> None:
-        """It did not answer in time, or not as one that takes jobs."""
+        """Record a node that did not answer in time, or takes no jobs."""
         self._looked(name, now)
         self.failed(name, reason, now)
 
     def refused(self, name: str, refusal: Refusal, now: float) -> None:
-        """It is there, but takes nothing from us, or we trust it with nothing. That is not its failure."""
+        """Record a node that refuses us, or whose certificate is not trusted. That is no failure of the node."""
         node = self._looked(name, now)
         node.well, node.refusal = False, refusal
         node.said = refusal.words()
 
     def failed(self, name: str, reason: str, now: float) -> None:
-        """A request to it was lost, or answered without an outcome."""
+        """Record a request that was lost, or answered without an outcome."""
         node = self._nodes[name]
         node.well, node.refusal = False, None
         node.said = reason
         node.breaker.failed(now, reason)
 
     def answered(self, name: str, now: float) -> None:
-        """It did what it was asked."""
+        """Record a good answer."""
         self._nodes[name].breaker.answered(now)
 
     def taken(self, name: str) -> None:
-        """It was sent a job."""
+        """Count a job that was sent to a node."""
         self._nodes[name].sent += 1
 
     def given_back(self, name: str) -> None:
-        """A job that it was sent has ended."""
+        """Count a job that has ended at a node."""
         self._nodes[name].sent -= 1
 
     def full(self, name: str, reason: str, pause_s: float, now: float) -> None:
-        """It has no place, and wants to be left alone for a moment. That is not a failure."""
+        """Record that a node is full, and is not to be tried for a moment. That is no failure."""
         node = self._nodes[name]
         node.full_until = max(node.full_until, now + pause_s)
         node.said = reason
@@ -330,7 +336,7 @@ class Nodes:
     # ------------------------------------------------------------------------------------------------ the ranking
 
     def ranking(self, now: float) -> list[Ranked]:
-        """The best first."""
+        """Return all nodes, the best first."""
         return [self._ranked(node, now) for node in sorted(self._nodes.values(), key=lambda node: node.place(now))]
 
     def _ranked(self, node: _Node, now: float) -> Ranked:
@@ -349,33 +355,32 @@ class Nodes:
         )
 
     def notes(self, now: float) -> dict[str, BreakerNote | None]:
-        """All breakers as they can be written down."""
+        """Return the state of all breakers, for another process."""
         return {name: node.breaker.note(now) for name, node in self._nodes.items()}
 
     def recall(self, notes: dict[str, BreakerNote], now: float) -> None:
-        """What another process wrote down about nodes that are ours."""
+        """Restore the breakers of these nodes."""
         for name, note in notes.items():
             if name in self._nodes:
                 self._nodes[name].breaker.recall(note, now)
                 self._nodes[name].said = note.reason or NOT_ASKED
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a dispatcher decides, without I/O: which node a job goes to, whose word about a job counts, how often nodes are looked at.
+# ------------------------------------------------------------------------------------------------ the choice of a node
 
 LOOK_BUSY_S = 0.25
 LOOK_IDLE_S = 2.0
-LOOKS_PER_PAUSE = 4  # so often is a node looked at during a pause as long as the one since the last request
+LOOKS_PER_PAUSE = 4  # checks during a pause as long as the one since the last request
 
 _STATES = (
     AgentState.DONE, AgentState.RUNNING, AgentState.QUEUED, AgentState.FAILED, AgentState.TIMED_OUT, AgentState.INTERRUPTED,
 )  # fmt: skip
-"""Of what several nodes say of one job, the first of these counts."""
+"""States by precedence, when several nodes report one job."""
 _is_input = re.compile(r"([0-9a-f]{64}):(.+)", re.DOTALL).fullmatch
 
 
 class InputRef(msgspec.Struct, frozen=True):
-    """A file of a job that lies in the store of inputs."""
+    """File of a job in the store of inputs."""
 
     sha256: str
     name: str
@@ -385,7 +390,7 @@ class InputRef(msgspec.Struct, frozen=True):
 
 
 def parse_input(text: str) -> InputRef:
-    """The form field `input`: `SHA256:NAME`."""
+    """Parse the form field `input`: `SHA256:NAME`."""
     found = _is_input(text)
     if found is None:
         raise InvalidInput(f"input {quoted(text)} must be SHA256:NAME, the hash of a stored input and the name that the job sees")
@@ -393,12 +398,12 @@ def parse_input(text: str) -> InputRef:
 
 
 def rendezvous(job_id: str, nodes: Iterable[str]) -> list[str]:
-    """The nodes in this job's own order."""
+    """Return the nodes in this job's own order."""
     return sorted(nodes, key=lambda node: hashlib.sha256(f"{job_id}\0{node}".encode()).digest())
 
 
 def candidates(ranking: Sequence[Ranked], job_id: str) -> list[Ranked]:
-    """Who may be sent the job, the best first. Of nodes that are left out, steady ones, and only if there are no others."""
+    """Return the nodes that may be sent the job, the best first; steady nodes that are left out only if there are no others."""
     order = {node: place for place, node in enumerate(rendezvous(job_id, (line.node for line in ranking)))}
 
     def place(line: Ranked) -> tuple[int, bool, int, int]:
@@ -409,8 +414,8 @@ def candidates(ranking: Sequence[Ranked], job_id: str) -> list[Ranked]:
 
 
 def well(ranking: Sequence[Ranked]) -> list[Ranked]:
-    """Whose places count: those that answer, and if there are none, those that would be used nevertheless. One that has answered
-    counts as well while it is asked again: else an idle dispatcher would be unwell for a moment at each look."""
+    """Return the nodes whose slots count: those that answer, else those that would be used nevertheless. A node that has answered
+    also counts while it is checked again: an idle dispatcher must not be unwell at each check."""
     answered = [
         line
         for line in ranking
@@ -420,14 +425,14 @@ def well(ranking: Sequence[Ranked]) -> list[Ranked]:
 
 
 def who_knows(job_id: str, said: Mapping[str, JobStatus]) -> str | None:
-    """Whose word counts, of those that know the job."""
+    """Return the node whose report about a job counts."""
     ranks = {str(state): rank for rank, state in enumerate(_STATES)}
     in_order = rendezvous(job_id, said)
     return min(in_order, key=lambda node: ranks.get(said[node].state, len(ranks)), default=None)
 
 
 def look_every_s(idle_s: float, *, well: bool = True) -> float:
-    """How old an answer of a node may become, when the last request was so long ago. Without a node that is `well`, not old."""
+    """Return how often nodes are checked, this long after the last request; more often if no node is `well`."""
     if not well:
         return LOOK_BUSY_S
     return min(LOOK_IDLE_S, max(LOOK_BUSY_S, idle_s / LOOKS_PER_PAUSE))

@@ -1,24 +1,24 @@
-"""One job over several nodes: `apply(event, now) -> commands`. Pure.
+"""Plan of one job over several nodes: `apply(event, now) -> commands`. Pure.
 
-Theory of operation. The job has one id wherever it is sent, so that a second run is harmless; the plan still avoids it. Under an
-id that its caller chose, all nodes are first asked whether they have it: a stored result is fetched, a run that is under way is
-followed. Otherwise the job is posted to the first node of the ranking, and the answer to that request is its result.
+Theory of operation. The job has one id wherever it is sent, so a second run is harmless; the plan still avoids it. If the caller
+chose the id, all nodes are first asked for the job: a stored result is fetched, a run that is under way is followed (polled).
+Otherwise the job is posted to the first node of the ranking, and the response is its result.
 
-A request that is lost, or answered without an outcome, goes to the next node at once. While one waits, the node is asked how the
-job stands: that tells the progress, and a node that says nothing for `silent_s` (frozen, unplugged) is left like one that hung
-up. A program's failure is an outcome, and final; a time limit is an outcome that another node may better; 423 means that the job
-runs there, and is followed; full nodes are waited for. A node that cannot run this very job (its program, the room or the token
-for it is missing there) is not asked again for it, and is no worse for other jobs. With `hedge_s`, a job without an answer after
-that time goes to a second node as well. The first result wins, and whatever else may still run is canceled; what has ended
-stays, as it may be the very result, seen through another dispatcher.
+A request that is lost, or answered without an outcome, goes to the next node at once. While a request waits, its node is asked
+for the status of the job: that gives the progress, and a node that is silent for `silent_s` (frozen, unplugged) is treated like
+one that hung up. A program's failure is an outcome, and final. A time limit is an outcome that another node may improve. 423
+means that the job runs there; it is followed. Full nodes are waited for. A node that cannot run this very job (it lacks the
+program, the space or the token) is not tried again for it, and keeps its rank for other jobs. With `hedge_s`, a job without an
+answer after that time goes to a second node as well. The first result wins, and every other run is canceled; a job that has ended
+is not removed, as it may be the same result seen through another dispatcher.
 
-A dispatcher is a node like any other. Where it leads to another one, which then fails, it is asked again and not blamed: it finds
-out by itself.
+A dispatcher is a node like any other. If it redirects to a node that fails, the dispatcher is asked again and not blamed.
 
-When no node is well, those that are left out are looked at more often: one with enough good checks in a row is used though its
-time is not over. If none is found for `patience_s`, the caller hears what each of them said.
+When no node is well, nodes that are left out are checked more often: one with enough good checks in a row is used before its time
+is over. If none is found for `patience_s`, the caller gets the last answer of each node.
 
-The driver looks at nodes and tells `Nodes`, which all plans of a client share; then each plan is told that time has passed.
+The driver checks nodes and records the answers in `Nodes`, which all plans of a client share; then it sends TimePassed to each
+plan.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ from tasuki.core.failover.events import (
 from tasuki.core.failover.nodes import RANK_WAIT_S, Nodes, NodeState, Ranked
 from tasuki.errors import Conflict, DeadlineExceeded, TasukiError, Unavailable
 
-ASK_WAIT_S = 2.0  # for the answers of those who may have the job; as long as one question may take
-WATCH_S = 1.0  # between two questions to a node that works for us
-FOLLOW_MAX_S = 2.0  # as FOLLOW_FIRST_S, at most
+ASK_WAIT_S = 2.0  # for the answers of nodes that may have the job; as long as one question may take
+WATCH_S = 1.0  # between two questions to a node that works on the job
+FOLLOW_MAX_S = 2.0  # the longest pause between two questions; FOLLOW_FIRST_S is the first
 LOOK_AGAIN_S = 0.25  # while no node is well
-LOOK_FULL_S = 0.5  # while all that are well are full
-REFRESH_S = 5.0  # while it runs: the next node should be known when it is needed
+LOOK_FULL_S = 0.5  # while all healthy nodes are full
+REFRESH_S = 5.0  # during a run: the next node should be known when it is needed
 FULL_PAUSE_MAX_S = 2.0
-LED_PAUSE_S = 0.5  # more for each time that a dispatcher led to a node which failed; a request alone tells it of most deaths
-UNKNOWN_PAUSE_S = 1.0  # for a node that says "running", and then that it does not know the job
-TRIES_MAX = 5  # of one node, without an outcome; it bounds the uploads to one that is well and never answers
-ODD_MAX = 3  # answers in a row that do not fit a request that still waits: its connection is dead
+LED_PAUSE_S = 0.5  # longer each time a dispatcher redirects to a node that fails; most deaths it notices by itself
+UNKNOWN_PAUSE_S = 1.0  # after a node reported "running", and then did not know the job
+TRIES_MAX = 5  # of one node, without an outcome: bounds the uploads to a healthy node that never answers
+ODD_MAX = 3  # answers in a row that do not fit a waiting request: its connection is dead
 
 
 class FailoverPlan:
-    """The plan for one job. `over` once Finish or GiveUp was said."""
+    """Plan of one job. `over` once Finish or GiveUp was returned."""
 
     def __init__(self, job: FailoverJob, nodes: Nodes) -> None:
         self.over = False
@@ -83,21 +83,21 @@ class FailoverPlan:
         self._ticket = 0
         self._began = 0.0
         self._asked: dict[int, str] = {}
-        """First questions that are not answered yet."""
+        """Nodes that were asked for the job and have not answered, by ticket."""
         self._found: dict[str, JobStatus] = {}
         self._looks_until = self._asks_until = 0.0
         self._choosing = False
         self._runs: dict[int, NodeRequest] = {}
         self._said: dict[str, str] = {}
-        """What each node answered last in this plan."""
+        """Last answer of each node to this plan."""
         self._tries: dict[str, int] = {}
         self._done_with: set[str] = set()
         self._not_here: dict[str, Refusal] = {}
         self._paused_until: dict[str, float] = {}
         self._left: set[str] = set()
-        """Nodes that may still run it, though we turned away."""
+        """Nodes that may still run the job, though the plan turned to others."""
         self._late: tuple[str, JobEnded] | None = None
-        """The node that passed its time limit last."""
+        """The node that last exceeded its time limit."""
         self._verdict: TasukiError | None = None
         self._hopeless_since: float | None = None
         self._looked_at = -REFRESH_S
@@ -149,7 +149,7 @@ class FailoverPlan:
         return self._ask_all(now) if self._job.known else []
 
     def _ask_all(self, now: float) -> list[Command]:
-        """Who has this job?"""
+        """Ask all nodes for this job."""
         self._choosing, self._looks_until, self._asks_until = True, now + RANK_WAIT_S, now + ASK_WAIT_S
         asked = {self._new_ticket(): node for node in self._nodes.names}
         self._asked.update(asked)
@@ -162,7 +162,7 @@ class FailoverPlan:
         return []
 
     def _still_choosing(self, now: float) -> bool:
-        """Whether those who did not answer yet are worth waiting for."""
+        """Return whether to wait for nodes that have not answered yet."""
         if self._choosing:
             states = {says.state for says in self._found.values()}
             soon = now < self._looks_until and (bool(self._asked) or self._nodes.looking)
@@ -171,14 +171,14 @@ class FailoverPlan:
         return self._choosing
 
     def _may_still_say(self, now: float) -> bool:
-        """Of those that were asked for the job, one that is not left out has not answered."""
+        """Return whether a node that was asked, and is not left out, has not answered."""
         left_out = {line.node for line in self._nodes.ranking(now) if line.standing is NodeState.LEFT_OUT}
         return not left_out.issuperset(self._asked.values())
 
     def _take_up(self, now: float) -> list[Command]:
-        """What a node already has: its result, else its run. A failed or interrupted one is run again.
+        """Use what a node already has: its result, else its run. A failed or interrupted job is run again.
 
-        Of an answer that comes late, when the job is under way, only a result is of use; a second run is stopped in the end.
+        When the job is under way already, only a result is of use; a second run is stopped in the end.
         """
         found, self._found = self._found, {}
         theirs = {node: says for node, says in found.items() if says.state in ("done", "running")}
@@ -212,7 +212,7 @@ class FailoverPlan:
         return [Fetch(run.ticket, node)] if kind is RequestKind.FETCH else []
 
     def _instead(self, run: NodeRequest, kind: RequestKind, now: float, ended: JobEnded | None = None) -> list[Command]:
-        """The same node, another way."""
+        """Make another request to the same node."""
         del self._runs[run.ticket]
         return self._start(run.node, kind, now, ended)
 
@@ -254,7 +254,7 @@ class FailoverPlan:
                 self._nodes.answered(run.node, now)
                 ended = JobEnded("failed", refusal.exit_code, refusal.error_code or "EXIT_CODE", refusal.message)
                 return self._instead(run, RequestKind.FETCH, now, ended)
-            case RefusalMeaning.CANCELED:  # perhaps by another client of this job, which had its result from another node
+            case RefusalMeaning.CANCELED:  # perhaps by another client of this job, which got the result from another node
                 del self._runs[run.ticket]
                 self._verdict = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return [] if self._runs else self._ask_all(now)
@@ -269,13 +269,13 @@ class FailoverPlan:
                 error = error_of(refusal, self._job.job_id, f"{run.where} {refusal.words()}")
                 return self._refused_for_good(run, error, now)
             case RefusalMeaning.FAILED if refusal.status == 404 and run.kind is not RequestKind.POST:
-                del self._runs[run.ticket]  # it was cleaned up meanwhile; the node itself is well
+                del self._runs[run.ticket]  # it was removed meanwhile; the node is well
                 return []
             case RefusalMeaning.FAILED:
                 return self._lost(run, refusal.words(), now)
 
     def _refused_for_good(self, run: NodeRequest, error: TasukiError, now: float) -> list[Command]:
-        """If the job runs at another node, which took it, that one decides."""
+        """End the plan, unless the job runs at another node, whose answer then counts."""
         self._nodes.answered(run.node, now)
         del self._runs[run.ticket]
         self._done_with.add(run.node)
@@ -293,7 +293,7 @@ class FailoverPlan:
         return [Notify(f"{run.node}: the job passed its time limit there")]
 
     def _lost(self, run: NodeRequest, reason: str, now: float) -> list[Command]:
-        """No outcome. The next node is chosen right after."""
+        """Record a request without an outcome. The next node is chosen right after."""
         self._said[run.node] = about(run.where, reason) if run.led_to else reason
         if not run.led_to:
             self._nodes.failed(run.node, reason, now)
@@ -310,7 +310,7 @@ class FailoverPlan:
         return [Notify(about(run.where, reason))]
 
     def _without_result(self, run: NodeRequest) -> list[Command]:
-        """How it ended is known; what it left cannot be had."""
+        """Finish without the result, which cannot be fetched; the outcome is known."""
         assert run.ended is not None
         del self._runs[run.ticket]
         return self._finish(run.node, run.ended, None)
@@ -325,7 +325,7 @@ class FailoverPlan:
         if isinstance(event, JobStatusMissing):
             if event.alive and run.kind is RequestKind.POST and not run.led_to:
                 run.heard_at = now
-            gone = event.gone and run.kind is RequestKind.FOLLOW  # a request of our own hears it by itself, and more exactly
+            gone = event.gone and run.kind is RequestKind.FOLLOW  # a request of this plan notices it by itself, and more exactly
             return self._lost(run, event.reason, now) if gone else []
         run.heard_at = now
         return self._followed(run, event.status, now) if run.kind is RequestKind.FOLLOW else self._watched(run, event.status, now)
@@ -342,14 +342,14 @@ class FailoverPlan:
                 return self._instead(run, RequestKind.FETCH, now, ended)
             case "timed_out" if says is not None:
                 return self._timed_out(run, JobEnded("timed_out", says.exit_code, "TIMED_OUT"), now)
-            case _:  # interrupted, removed, or newer than this client: it is free to be run again
+            case _:  # interrupted, removed, or a state of a newer version: it may be run again
                 del self._runs[run.ticket]
                 if says is None:
                     self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
                 return []
 
     def _watched(self, run: NodeRequest, says: JobStatus | None, now: float) -> list[Command]:
-        """A request that waits for an answer which the node has already given, or will never give, waits on a dead connection."""
+        """Drop a request on a dead connection: the node has given its answer already, or never will."""
         running = says is not None and says.state in ("running", "queued")
         fits = run.kind is not RequestKind.POST or run.answering or running or not run.uploaded
         run.odd = 0 if fits else run.odd + 1
@@ -379,7 +379,7 @@ class FailoverPlan:
         return self._give_up(self._out_of_time()) if now >= self._began + self._job.limit_s else []
 
     def _advance(self, now: float) -> list[Command]:
-        """Take up what was found, else find a node; a second one if the first lets us wait."""
+        """Use what was found, else choose a node, or a second one if the first takes too long."""
         if self._still_choosing(now):
             return []
         if self._found:
@@ -440,7 +440,7 @@ class FailoverPlan:
         return self._last_word(now)
 
     def _last_word(self, now: float) -> list[Command]:
-        """Nobody is left. A time limit that was passed is an outcome, with a result to be had."""
+        """End the plan when no node is left. A time limit that was exceeded is an outcome, with a result to fetch."""
         if self._late is not None:
             node, ended = self._late
             return self._start(node, RequestKind.FETCH, now, ended)
@@ -481,7 +481,7 @@ class FailoverPlan:
         return [*(Drop(run.ticket) for run in self._runs.values()), GiveUp(error)]
 
     def due_at(self, now: float) -> float:
-        """When to say Ticked at the latest."""
+        """Return when TimePassed must be applied at the latest."""
         times = [self._began + self._job.limit_s, self._looked_at + self._look_every_s()]
         for run in self._runs.values():
             times.append(run.heard_at + self._job.silent_s)

@@ -1,19 +1,19 @@
-"""What node agents and dispatchers write into a store that they share: a run is a job, the right to run it a lease. Pure.
+"""Records of node agents and dispatchers in a store that they share: a run is a job, the right to run it a lease. Pure.
 
 Between two transactions a job of the registry is held by somebody or has ended; it is never PENDING. Submit and grant are one
-turn, and there are no retries and no losses: an attempt that came to nothing ends its job, and whoever is sent it again sets it
-going again (`on_failed="rerun"`). So no worker that shares the store can be granted one by its patterns, and no delay stands
-between a node's death and the next run. A lease by job_id ends one that is over, without waiting for the reaper.
+turn, and there are no retries and no losses: an attempt without a result ends its job, and the next request with its id reruns it
+(`on_failed="rerun"`). So no worker that shares the store can be granted one by its patterns, and no delay stands between a node's
+death and the next run. A lease by job_id ends one that has expired, without waiting for the reaper.
 
     free ──► QUEUED ──► HELD ──► ended      QUEUED is a lease of a dispatcher, which has the input and looks for a node
-      └─────────────────►┘                  HELD is one of a node, which runs it
+      └─────────────────►┘                  HELD is a lease of a node, which runs the job
 
-A dispatcher's lease is a soft claim: it is never started, and whoever else has the input takes it over by releasing it in the
-turn of its own claim. So a dispatcher that was killed blocks nobody, and a node need not ask it. What others call `attempt` is
-how often the job was set going, its generation; the store's own attempt also counts the leases of dispatchers.
+A dispatcher's lease is a soft claim: it is never started, and a node that has the input takes it over by releasing it in the turn
+of its own claim. So a dispatcher that was killed blocks nobody, and a node need not ask it. The `attempt` of agents is the
+generation of the job; the attempt of the store also counts the leases of dispatchers.
 
-How it ended is an `EndedMarker` in the outcome's meta, with the address of the node that has the folder. The result itself is in
-the outcome where it is small, else among the blobs, else only at that node.
+The end is an `EndedMarker` in the meta of the outcome, with the address of the node that has the folder. The result is in the
+outcome if it is small, else in the blob store, else only at that node.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ SUBJECT = "agents.run"
 SUBMITTER = "agents"
 INTERRUPTED = "INTERRUPTED"
 DISPATCHER = "dispatcher."
-"""How the worker_id of a dispatcher begins; no node's does."""
+"""Prefix of the worker_id of dispatchers; no node has it."""
 NAME_MAX_CHARS = 40
 ID_CHARS = 8
-"""Of what tells two nodes of one name apart."""
+"""Length of the id that distinguishes two nodes of one name."""
 
 
 class ResultLocation(msgspec.Struct, frozen=True):
-    """An end, and where the node that has it can be asked."""
+    """End of a job, and the address of the node that has the result."""
 
     ended: EndedMarker
     address: str
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """The meta of an outcome, as agents write it."""
+    """Meta of an outcome, as agents write it."""
 
     agent: ResultLocation
 
 
 class RegistryState(enum.Enum):
-    """What the registry says of a job, to a node that is asked for it."""
+    """State of a job in the registry, for a node that is sent the job."""
 
     FREE = enum.auto()
     QUEUED = enum.auto()
@@ -61,7 +61,7 @@ class RegistryState(enum.Enum):
 
 
 def worker_id_of(node: str, node_id: str) -> str:
-    """Who holds a lease: the node's name, for people, and what makes it the only one of that name."""
+    """Return the worker_id of a node: its name, and the id of its data folder."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', node)[:NAME_MAX_CHARS]}-{node_id}"
 
 
@@ -74,32 +74,32 @@ def node_of(worker_id: str) -> str:
 
 
 def is_queued(job: Job) -> bool:
-    """It waits at a dispatcher; or, after an operator's requeue, for whoever is sent it."""
+    """Return whether a job waits at a dispatcher, or, after an operator's requeue, for the next request."""
     if job.state is State.PENDING:
         return True
     return job.state is State.ASSIGNED and job.lease is not None and job.lease.worker_id.startswith(DISPATCHER)
 
 
 def attempt_of(job: Job) -> int:
-    """How often it was set going. A wait at a dispatcher and the run that comes of it are one attempt."""
+    """Return the number of the attempt. A wait at a dispatcher and the run that follows are one attempt."""
     return job.generation + 1
 
 
 def held_of(job: Job) -> HeldLease:
-    """The claim of whoever holds it, as the registry has it."""
+    """Return the current lease of a job."""
     lease = job.lease
     assert lease is not None
     return HeldLease(job.job_id, lease.worker_id, lease.incarnation, lease.lease_id, lease.attempt)
 
 
 def submission_of(job_id: str, exec_: str, input_hash: str) -> Submission:
-    """The job, whose body is its input: another input is a Conflict. The hash covers exec, arguments and files."""
+    """Return the job, whose body is its input hash (exec, arguments, files): another input is a Conflict."""
     spec = JobSpec(job_id=job_id, subject=SUBJECT, exec=exec_, payload=input_hash.encode(), max_retries=0, max_losses=0)
     return Submission(spec, SUBMITTER, body_hash(spec))
 
 
 def is_agent_job(job: Job) -> bool:
-    """A store that servers use too has their jobs as well."""
+    """Return whether this is a job of agents; a store that servers share has other jobs too."""
     return job.submitter == SUBMITTER and job.spec.subject == SUBJECT
 
 
@@ -108,7 +108,7 @@ def input_of(job: Job) -> str:
 
 
 def registry_state_of(job: Job | None, sent_input: str | None) -> RegistryState:
-    """Before anything is read (None: the input is not known yet)."""
+    """Return the state for a request with this input (None: not known yet)."""
     if job is None:
         return RegistryState.FREE
     if sent_input is not None and input_of(job) != sent_input:
@@ -119,7 +119,7 @@ def registry_state_of(job: Job | None, sent_input: str | None) -> RegistryState:
 
 
 def outcome_of(ended: EndedMarker, address: str, *, result: bytes | None = None, is_blob: bool = False) -> Outcome:
-    """What is recorded of an end, with its result in it, or as a blob that is stored."""
+    """Return the outcome to record, with the result in it, or as a stored blob."""
     failed = ended.outcome is not AgentOutcome.SUCCEEDED
     return Outcome(
         exit_code=ended.exit_code,
@@ -133,32 +133,32 @@ def outcome_of(ended: EndedMarker, address: str, *, result: bytes | None = None,
 
 
 def interrupted(node: str) -> Outcome:
-    """Of an attempt that came to no end."""
+    """Return the outcome of an attempt without an end."""
     return Outcome(error_code=INTERRUPTED, message=f"it did not come to its end at node {node}; send it again to run it")
 
 
 def given_up(dispatcher: str) -> Outcome:
-    """Of a wait at a dispatcher that came to no run."""
+    """Return the outcome of a wait at a dispatcher without a run."""
     return Outcome(error_code=INTERRUPTED, message=f"{dispatcher} found no node for it; send it again to run it")
 
 
 def removed(by: str) -> Outcome:
-    """Of a job whose result is to be none any more."""
+    """Return the outcome of a job whose result was removed."""
     return Outcome(error_code=INTERRUPTED, message=f"it was removed by {by}; send it again to run it")
 
 
 def result_location_of(job: Job) -> ResultLocation | None:
-    """How it ended, if it did with a result."""
+    """Return the end of a job that has a result, else None."""
     if not job.state.terminal or job.outcome is None:
         return None
     try:
         return msgspec.convert(job.outcome.meta, Meta).agent
-    except msgspec.ValidationError:  # it was interrupted, lost, or canceled by somebody else
+    except msgspec.ValidationError:  # interrupted, lost, or canceled
         return None
 
 
 def state_of(job: Job) -> AgentState:
-    """In the words of an agent."""
+    """Return the state of a job in the terms of agents."""
     if not job.state.terminal:
         return AgentState.QUEUED if is_queued(job) else AgentState.RUNNING
     place = result_location_of(job)
