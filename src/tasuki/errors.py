@@ -131,7 +131,7 @@ class UnknownSession(NotFound):
 
 
 class Conflict(TasukiError, code="CONFLICT"):
-    """The same job_id was submitted with another body; `differs` names the fields, never their contents.
+    """A known job_id was submitted with another body; `differs` names the fields, never their contents.
 
     `owner` is (submitter, subject) of the job that was there first: a door tells only peers who may see that job what differs.
     """
@@ -228,7 +228,7 @@ class TooManyRequests(Overloaded, code="TOO_MANY_REQUESTS", on_wire=False):
 
 
 class NoConnection(Unavailable):
-    """Nothing was sent: no server answers, or its certificate is not trusted."""
+    """The request was not sent: no server answers, or its certificate is not trusted."""
 
 
 class UntrustedCertificate(NoConnection):
@@ -257,7 +257,7 @@ class InterruptCause(enum.Enum):
 
 
 class TurnInterrupted(Unavailable):
-    """Nothing of the turn was stored, unless the connection broke during its commit: then `was_stored` finds out."""
+    """The turn was not stored, unless the connection broke during its commit: then `was_stored` finds out."""
 
     def __init__(self, message: str, why: InterruptCause, was_stored: Callable[[], bool] | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What a client does when its server hangs up at the worst moment. The server is the test's own, so that it can choose it."""
+"""A client whose server closes the connection at the worst moment. The server is the test's own, so that it can choose it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def good_client(server: ServerProcess) -> Iterator[Client]:
-    """Somebody who does nothing wrong, connected before the attack."""
+    """A well-behaved client, connected before the attack."""
     with server.client(token=server.create_token("client")) as client:
         yield client
 

@@ -107,7 +107,7 @@ class RawPeer:
         return self._messages.pop(0)
 
     def ending(self, timeout: float = DEADLINE_S) -> list[Message]:
-        """Everything up to the server's hang-up."""
+        """Return all messages until the server closes the connection."""
         messages: list[Message] = []
         while (message := self.receive(timeout)) is not None:
             messages.append(message)
@@ -139,7 +139,7 @@ class RawPeer:
         return self.answer(msg_id)
 
     def alive(self) -> bool:
-        """Whether the server still answers on this connection."""
+        """Return if the server still answers on this connection."""
         msg_id = self.next_id()
         self.send(Heartbeat(msg_id))
         return self.answer(msg_id) is not None

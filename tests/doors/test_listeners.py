@@ -1,4 +1,4 @@
-"""Where a server listens: loopback only unless it is protected, the unix socket for its own user, TLS."""
+"""Listeners of a server: loopback only unless it is protected, the unix socket for its own user, TLS."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_wrong_token_on_the_unix_socket_is_refused_though_the_user_is_right(tls_
 
 
 def as_nobody(work: Callable[[], str]) -> str:
-    """What `work` returns in a child process that is another user; the name of what it raised if it did."""
+    """Return the result of `work` in a child process of another user, or the name of the exception that it raised."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

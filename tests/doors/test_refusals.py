@@ -1,4 +1,4 @@
-"""What no client can make a worker do over the network: programs, arguments and environment that its operator did not allow."""
+"""Requests that a worker refuses over the network: programs, arguments and environment that its operator did not allow."""
 
 from __future__ import annotations
 

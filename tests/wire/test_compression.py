@@ -21,7 +21,7 @@ codecs = pytest.mark.parametrize("codec", CODECS)
 
 
 def streamed_zstd(plain: bytes) -> bytes:
-    """As encoders write it that do not know the size beforehand."""
+    """Return a frame of an encoder that does not know the size beforehand."""
     packer = zstandard.ZstdCompressor(level=1).compressobj()
     return packer.compress(plain) + packer.flush()
 

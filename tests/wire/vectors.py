@@ -21,7 +21,7 @@ MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = typing.get_args(Message)
 
 
 def values(readable: Any) -> Any:
-    """What the readable form stands for: texts that begin with `hex:` are bytes."""
+    """Decode the readable form: texts that begin with `hex:` are bytes."""
     match readable:
         case str() if readable.startswith("hex:"):
             return bytes.fromhex(readable.removeprefix("hex:"))

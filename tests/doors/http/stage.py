@@ -1,4 +1,4 @@
-"""What the tests of the HTTP door share: the server in a thread, and the peers that talk to it."""
+"""Stage of the tests of the HTTP door: the server in a thread, and the peers that talk to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.sqlite_files import with_tables
 
 T = TypeVar("T")
 on_each_store = pytest.mark.parametrize("store_url", ["sqlite", "redis"], indirect=True, scope="module")
-"""For a test, or as `pytestmark` for a file: the stage is set up on each of them. Without it: on SQLite."""
+"""Mark of a test, or `pytestmark` of a file: the stage is set up on each of these stores. Without it: on SQLite."""
 MADE_UP = {"app": "zpe", "job_id": "no-such-job", "worker_id": "no-such-worker", "sha256": "0" * 64, "session": "no-such-session"}
 ANSWER = {"result": {"zpe_ev": 0.27}, "summary_text": "ZPE 0.27 eV", "freqs_csv": "mode,cm-1\n1,4401\n"}
 

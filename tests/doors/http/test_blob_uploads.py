@@ -49,7 +49,7 @@ class Upload:
         return list((self.stage.folder.blobs / "tmp").iterdir())
 
     def leaves_nothing(self) -> None:
-        """What an offer opened is closed after its answer."""
+        """An offer's transfer is closed after its answer."""
         until(lambda: self.partials() == [], what="nothing is left of it")
 
 

@@ -23,7 +23,7 @@ ERRORS = ("errno", "connection refused", "error 111", "wrongpass", "noauth", "no
 
 
 class Listener:
-    """Everything that was answered."""
+    """The texts of all answers."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, str]] = []
@@ -72,7 +72,7 @@ def assert_nothing_told(listener: Listener, redis: RedisService) -> None:
 
 
 def live(stage: Stage, worker: Worker) -> Worker:
-    """What a worker does and does wrong; the same worker with a fresh token."""
+    """Play a worker that does things right and wrong, and return it with a new token."""
     for _ in range(3):
         stage.submit()
     first, second, third = worker.lease(max_jobs=3).json()["jobs"]

@@ -1,4 +1,4 @@
-"""Where a token's secret is never found: in the log of a server at its most talkative, in what it stores, in a process list."""
+"""Places where a token's secret is never found: the log of a server at its most talkative, its store, a process list."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def session(server: ServerProcess) -> tuple[dict[str, str], list[str]]:
 
 
 def command_lines() -> dict[str, bytes]:
-    """Of all processes that we may see."""
+    """Return the command lines of all visible processes."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""Who may do what over HTTP: every route with every kind of token, and with those that have ended."""
+"""Access over HTTP: every route with every kind of token, and with those that have ended."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names of calculation apps, served below /calc."""
     lease_ttl_s: float = HTTP_LEASE_TTL_S
     max_retries: int = MAX_RETRIES
-    """Of the apps' jobs."""
+    """Retries of an app's job."""
     backoff_s: float = BACKOFF_S
     presigned: PresignedTransfers | None = None
     """Makes presigned URLs, where peers may use the bucket themselves."""

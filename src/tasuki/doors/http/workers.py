@@ -52,7 +52,7 @@ class AnsweredLease(msgspec.Struct):
     claim: Claim
     at_wall: float
     until: float
-    """When it is forgotten, however the attempt ended."""
+    """Time at which the lease is forgotten, however the attempt ended."""
     started: bool = False
 
 
