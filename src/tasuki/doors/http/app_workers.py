@@ -53,20 +53,12 @@ class Enrolled(msgspec.Struct, kw_only=True):
 async def enroll_token(context: RequestContext, body: Enrolment) -> Enrolled:
     """Create a token that registers one worker. For administrators."""
     secret, token_id, now = make_secret("enrol"), secrets.token_hex(6), context.http.server.now().wall
+    expires_at = now + ENROL_TOKEN_S
+    token = {"token_id": token_id, "kind": "enrol", "sha256": token_sha256(secret), "scope": [context.subject]}
+    about = {"label": body.label, "worker_id": body.worker_id, "created_at": now, "expires_at": expires_at}
     async with context.client() as client:
-        await client.request(
-            "token.create",
-            token_id=token_id,
-            kind="enrol",
-            sha256=token_sha256(secret),
-            label=body.label,
-            scope=[context.subject],
-            worker_id=body.worker_id,
-            created_at=now,
-            expires_at=now + ENROL_TOKEN_S,
-        )
-    expires_at = iso(now + ENROL_TOKEN_S)
-    return Enrolled(enroll_token=secret, token_id=token_id, expires_at=expires_at, ttl_seconds=int(ENROL_TOKEN_S))
+        await client.request("token.create", **token, **about)
+    return Enrolled(enroll_token=secret, token_id=token_id, expires_at=iso(expires_at), ttl_seconds=int(ENROL_TOKEN_S))
 
 
 class WorkerRegistration(msgspec.Struct, kw_only=True):
@@ -104,14 +96,8 @@ async def register_worker(context: RequestContext, body: WorkerRegistration) -> 
 
 
 def _registered(secret: str, token: dict[str, Any]) -> WorkerRegistered:
-    return WorkerRegistered(
-        worker_id=token["worker_id"],
-        worker_token=secret,
-        token_id=token["token_id"],
-        expires_at=iso(token["expires_at"]),
-        ttl_seconds=int(token["ttl_s"]),
-        scope=list(token["scope"]),
-    )
+    facts = {name: token[name] for name in ("worker_id", "token_id", "scope")}
+    return WorkerRegistered(worker_token=secret, expires_at=iso(token["expires_at"]), ttl_seconds=int(token["ttl_s"]), **facts)
 
 
 class WorkerSelf(msgspec.Struct, kw_only=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -64,26 +65,20 @@ class JobMetrics:
     """Counts what committed turns did to jobs."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("group", *labels), registry=registry)
-
+        counter = partial(Counter, labelnames=("group",), registry=registry)
         self._submitted = counter("tasuki_jobs_submitted", "Jobs stored.")
         self._leased = counter("tasuki_jobs_leased", "Attempts given to workers.")
-        self._ended = counter("tasuki_jobs_ended", "Jobs that ended, by their final state.", "state")
-        self._retried = counter("tasuki_jobs_retried", "Attempts that are followed by another one.", "why")
+        self._ended = counter("tasuki_jobs_ended", "Jobs that ended, by their final state.", labelnames=("group", "state"))
+        self._retried = counter("tasuki_jobs_retried", "Attempts that are followed by another one.", labelnames=("group", "why"))
         self._failed = counter("tasuki_attempts_failed", "Attempts that their workers reported as failed.")
         self._lost = counter("tasuki_attempts_lost", "Attempts whose lease ran out.")
         self._dead = counter("tasuki_dead_letters", "Jobs that failed for good.")
         self._requeued = counter("tasuki_jobs_requeued", "Jobs that were set going again after their end.")
         self._fenced = counter("tasuki_reports_fenced", "Reports that were refused: not the current lease.")
-        self._delivery = Histogram(
-            "tasuki_delivery_latency_seconds",
-            "From the commit of a submit to that of its first lease.",
-            ("group",),
-            buckets=LONG_SECONDS,
-            registry=registry,
-        )
-        self._items = Histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS, registry=registry)
+        text = "From the commit of a submit to that of its first lease."
+        histogram = partial(Histogram, registry=registry)
+        self._delivery = histogram("tasuki_delivery_latency_seconds", text, ("group",), buckets=LONG_SECONDS)
+        self._items = histogram("tasuki_turn_items", "Items of one transaction.", ("what",), buckets=ITEMS)
         self._known: dict[str, _OpenJob] = {}
         self._named: set[str] = set()
 
@@ -199,22 +194,15 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._jobs = JobMetrics(registry)
-        self._requests = Counter("tasuki_http_requests", "Requests answered.", ("method", "route", "status"), registry=registry)
-        self._seconds = Histogram(
-            "tasuki_http_request_seconds",
-            "Time to the answer, waiting included.",
-            ("method", "route"),
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._under_way = Gauge(
-            "tasuki_http_requests_under_way", "Requests being answered, those that wait included.", registry=registry
-        )
-        self._items = Histogram("tasuki_http_batch_items", "Jobs in one request.", ("what",), buckets=ITEMS, registry=registry)
-        self._leased = Counter("tasuki_http_jobs_leased", "Jobs handed out to workers over HTTP.", ("app",), registry=registry)
-        self._reported = Counter(
-            "tasuki_http_jobs_reported", "Reports of workers over HTTP.", ("app", "what", "answer"), registry=registry
-        )
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self._requests = counter("tasuki_http_requests", "Requests answered.", ("method", "route", "status"))
+        text = "Time to the answer, waiting included."
+        self._seconds = histogram("tasuki_http_request_seconds", text, ("method", "route"), buckets=SECONDS)
+        text = "Requests being answered, waiting ones included."
+        self._under_way = Gauge("tasuki_http_requests_under_way", text, registry=registry)
+        self._items = histogram("tasuki_http_batch_items", "Jobs in one request.", ("what",), buckets=ITEMS)
+        self._leased = counter("tasuki_http_jobs_leased", "Jobs leased to workers over HTTP.", ("app",))
+        self._reported = counter("tasuki_http_jobs_reported", "Reports of workers over HTTP.", ("app", "what", "answer"))
 
     def turn(self, turn: Turn, answers: Answers) -> None:
         """Count a turn that the store has committed."""
