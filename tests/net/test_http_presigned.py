@@ -26,7 +26,7 @@ from tasuki.net.blob_transfer import BlobClient
 from tasuki.net.http import blobs
 from tasuki.net.http.blobs import BucketUnusable, HttpBlobs, PresignedBlobs, _Download, _PresignedUrl, _trusting
 from tasuki.net.http.transport import HttpTransport
-from tasuki.server.assembly import open_direct
+from tasuki.server.assembly import open_presigned
 from tasuki.wire.messages import encode
 from tests.doors.http.stage import Stage
 from tests.net.counting_relay import Relay
@@ -57,7 +57,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, s3: S3Service, relay: Relay)
         patch.setattr(blobs, "DIRECT_MIN_BYTES", SMALL_BYTES)
         patch.setattr(blobs, "PARTS_AT_ONCE", 1)
         url = s3.url()
-        direct = open_direct(url, relay.endpoint)
+        direct = open_presigned(url, relay.endpoint)
         with Stage(tmp_path_factory.mktemp("direct"), blobs=url, presigned=direct) as stage:
             stage.run(direct.check())
             yield stage

@@ -393,7 +393,7 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
     """Run a server while `while_open(server)` lasts."""
     from tasuki.config import fault_point
     from tasuki.doors.listening import ServerCertificate
-    from tasuki.server.assembly import kill_at, make_server, open_direct, prepare_folder
+    from tasuki.server.assembly import kill_at, make_server, open_presigned, prepare_folder
 
     check(options)
     listen, folder = options.listen, options.places.folder
@@ -405,7 +405,7 @@ async def serve(options: ServerOptions, events: process.Events, while_open: Call
         server = make_server(options.places, options.config, kill_at(fault_point()))
     except OSError as error:
         raise ConfigError(f"the data folder {folder.root} cannot be written to: {error.strerror or error}") from None
-    presigned = open_direct(options.places.blobs, listen.presign_endpoint) if listen.presign else None
+    presigned = open_presigned(options.places.blobs, listen.presign_endpoint) if listen.presign else None
     await server.start()
     # The objects that exist now stay for the life of the process: the collector need not look at them again, nor run after
     # every 700 new containers. It took 6 % of the time under load.

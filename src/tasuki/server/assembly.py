@@ -293,7 +293,7 @@ def _cluster_on(places: StorageLocations, server_id: str, *, candidate: bool = T
     return cluster_on_postgresql(places.store, server_id, places.lock_ttl_s, candidate=candidate)
 
 
-def open_direct(blobs: str, endpoint: str = "") -> PresignedTransfers:
+def open_presigned(blobs: str, endpoint: str = "") -> PresignedTransfers:
     """Return presigned URLs with which peers use the bucket of `blobs`, at `endpoint` if they reach it by another address."""
     from tasuki.blobs.s3.presign import S3Presign
 

@@ -15,9 +15,9 @@ import pytest
 from tasuki.blobs.s3 import presign
 from tasuki.core.job import InputFile, JobSpec
 from tasuki.core.protocol import FRAME_MAX_BYTES, Accepted, AssignJobs, GiveCredit, HelloWorker, Message, SubmitJobs
-from tasuki.doors.http import blobs as door
+from tasuki.doors.http import blobs
 from tasuki.doors.http.virtual_connection import VirtualConnection
-from tasuki.server.assembly import open_direct
+from tasuki.server.assembly import open_presigned
 from tasuki.server.transfers import PresignedTransfers
 from tasuki.wire.frames import FrameDecoder
 from tasuki.wire.messages import decode, encode
@@ -30,23 +30,23 @@ numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def direct(s3: S3Service) -> Iterator[tuple[str, PresignedTransfers]]:
+def bucket(s3: S3Service) -> Iterator[tuple[str, PresignedTransfers]]:
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in s3.environment.items():
             patch.setenv(variable, value)
         patch.setattr(presign, "PART_BYTES", PART_BYTES)
         patch.setattr(presign, "WHOLE_MAX_BYTES", 1024 * 1024)
         url = s3.url()
-        direct = open_direct(url)
-        yield url, direct
-        direct.close()
+        presigned = open_presigned(url)
+        yield url, presigned
+        presigned.close()
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory, direct: tuple[str, PresignedTransfers]) -> Iterator[Stage]:
-    url, links = direct
-    with Stage(tmp_path_factory.mktemp("direct"), blobs=url, presigned=links) as stage:
-        stage.run(links.check())
+def stage(tmp_path_factory: pytest.TempPathFactory, bucket: tuple[str, PresignedTransfers]) -> Iterator[Stage]:
+    url, presigned = bucket
+    with Stage(tmp_path_factory.mktemp("direct"), blobs=url, presigned=presigned) as stage:
+        stage.run(presigned.check())
         yield stage
 
 
@@ -162,7 +162,7 @@ def test_a_commit_that_takes_long_is_asked_for_again(stage: Stage, monkeypatch: 
     blob = Blob(PART_BYTES + 100_000)
     blob.send(blob.upload(stage)["links"])
     with monkeypatch.context() as patch:
-        patch.setattr(door, "COMMIT_WAIT_S", 0.0)
+        patch.setattr(blobs, "COMMIT_WAIT_S", 0.0)
         first = blob.commit(stage).json()
 
     again = blob.commit(stage).json()
