@@ -62,8 +62,6 @@ from tasuki.wire.messages import encode
 TICK_S = 0.05
 SUBMITS_AT_ONCE = 32  # frames of up to 1 MiB on their way; all at once, a link would be cut for holding too much
 
-Answer = Callable[[Any, TasukiError | None], None]
-
 
 class AsyncClient:
     """Submits jobs and asks about them: `async with AsyncClient(url) as client`.
@@ -90,8 +88,8 @@ class AsyncClient:
         self._client_id = client_id or f"{socket.gethostname().split('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self._connect_timeout_s = connect_timeout_s
         self._make_id = IdMaker(lambda: time.time_ns() // 1_000_000, os.urandom)
-        self._tickets: dict[int, Answer] = {}
-        self._ticket_numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._tickets = itertools.count(1)
         self._handles: dict[str, AsyncJobHandle] = {}
         self._dials = 0
         self._tasks = BackgroundTasks()
@@ -150,8 +148,8 @@ class AsyncClient:
         await self._connection.close()
         await self._tasks.close()
         closed = Unavailable("this client was closed")
-        for answer in list(self._tickets.values()):
-            answer(None, closed)
+        for ticket in list(self._calls):
+            self._answer(ticket, None, closed)
         for handle in list(self._handles.values()):
             handle.settle(None, closed)
 
@@ -182,9 +180,7 @@ class AsyncClient:
                     if handle is not None:
                         handle.settle(item)
             case CallAnswered():
-                answer = self._tickets.get(command.ticket)
-                if answer is not None:
-                    answer(command.answer, command.error)
+                self._answer(command.ticket, command.answer, command.error)
             case Connect():
                 self._dial(command)
             case Hangup():
@@ -238,21 +234,20 @@ class AsyncClient:
         """Begin a call and return the future of its answer."""
         if self._closed:
             raise Unavailable("this client was closed")
-        future: asyncio.Future[Any] = self._loop.create_future()
-        ticket = next(self._ticket_numbers)
-
-        def answer(body: Any, error: TasukiError | None) -> None:
-            self._tickets.pop(ticket, None)
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(body)
-
-        self._tickets[ticket] = answer
+        ticket = next(self._tickets)
+        future = self._calls[ticket] = self._loop.create_future()
         self._apply(Call(ticket, make, watch=watch))
         return future
+
+    def _answer(self, ticket: int, body: Any, error: TasukiError | None) -> None:
+        """Settle a call."""
+        future = self._calls.pop(ticket, None)
+        if future is None or future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(body)
 
     async def request(self, verb: str, **params: Any) -> Any:
         """Make a request of the protocol by name (docs/wire.md lists them)."""
