@@ -13,7 +13,7 @@ from tasuki.config import Address
 from tasuki.core.job import BlobRef
 from tasuki.core.protocol import ErrorMessage, HelloClient, Message, Reply, Request, SubmitJobs, Welcome
 from tasuki.errors import Unauthorized, Unavailable
-from tasuki.net import Link, connect, server_connection
+from tasuki.net import TcpLink, connect, server_connection
 
 DEADLINE_S = 10.0
 
@@ -23,14 +23,14 @@ class OwnServer:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "s.sock"
-        self.links: list[Link] = []
+        self.links: list[TcpLink] = []
         self.heard: list[Message] = []
         self.refuse: ErrorMessage | None = None
         self._something = asyncio.Event()
 
     async def __aenter__(self) -> OwnServer:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Link(self._hear, lambda *_: None, self.links.append), self.path)
+        self._server = await loop.create_unix_server(lambda: TcpLink(self._hear, lambda *_: None, self.links.append), self.path)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -38,7 +38,7 @@ class OwnServer:
         for link in self.links:
             link.abort("the test is over")
 
-    def _hear(self, link: Link, message: Message) -> None:
+    def _hear(self, link: TcpLink, message: Message) -> None:
         if isinstance(message, HelloClient):
             welcome = Welcome(corr_id=message.msg_id, version=1, server_id="s", identity="me", kind="client", idle_timeout_s=60)
             link.send(self.refuse or welcome)
@@ -107,9 +107,9 @@ def test_submit_that_reruns_is_not_said_again_after_a_lost_connection_and_a_plai
 def test_link_that_is_closed_before_the_client_hears_of_it_is_dialed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialed: list[Link] = []
+    dialed: list[TcpLink] = []
 
-    async def connect_and_lose_the_first(address: Address, *ends: Callable[..., None], **options: object) -> Link:
+    async def connect_and_lose_the_first(address: Address, *ends: Callable[..., None], **options: object) -> TcpLink:
         link = await connect(address, *ends, **options)  # type: ignore[arg-type]
         dialed.append(link)
         if len(dialed) == 1:
