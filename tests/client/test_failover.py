@@ -22,7 +22,7 @@ from tasuki.core.protocol import (
     Welcome,
 )
 from tasuki.errors import Overloaded, TasukiError, Unavailable
-from tasuki.net import Link
+from tasuki.net import TcpLink
 
 DEADLINE_S = 15.0
 FAILOVER_S = 0.5
@@ -36,12 +36,12 @@ class StandIn:
         self.names: tuple[str, ...] = ()
         self.silent = False
         self.refusal: TasukiError | None = None
-        self.links: list[Link] = []
+        self.links: list[TcpLink] = []
         self.heard: list[Message] = []
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Link(self._hear, self._closed, self.links.append), "127.0.0.1", 0)
+        self._server = await loop.create_server(lambda: TcpLink(self._hear, self._closed, self.links.append), "127.0.0.1", 0)
         self.host = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def kill(self) -> None:
@@ -55,10 +55,10 @@ class StandIn:
         for link in list(self.links):
             link.close(Unavailable("the server is going down"))
 
-    def _closed(self, link: Link, reason: str) -> None:
+    def _closed(self, link: TcpLink, reason: str) -> None:
         self.links.remove(link)
 
-    def _hear(self, link: Link, message: Message) -> None:
+    def _hear(self, link: TcpLink, message: Message) -> None:
         self.heard.append(message)
         if self.silent:
             return
@@ -75,7 +75,7 @@ class StandIn:
                 link.send(Reply(message.msg_id, {"states": {}}))
                 self._deliver(link, message.params["job_ids"])
 
-    def _deliver(self, link: Link, job_ids: list[str]) -> None:
+    def _deliver(self, link: TcpLink, job_ids: list[str]) -> None:
         items = [JobResult(one, State.SUCCEEDED, 1, Outcome(result=self.ended[one])) for one in job_ids if one in self.ended]
         if items:
             link.send(Results(items))
