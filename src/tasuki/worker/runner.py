@@ -76,7 +76,7 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = GRACE_S
     """Between TERM and KILL."""
     log_caps: LogCaps = DEFAULT_CAPS
-    """Of stdout and of stderr, each."""
+    """Kept parts of stdout and of stderr, each."""
 
 
 DEFAULT_LIMITS = RunLimits()

@@ -62,7 +62,7 @@ class Status(msgspec.Struct, kw_only=True):
     born: int
     """Start of the process in clock ticks since boot; with the pid it names the process for good."""
     lasting: bool
-    """Whether the next process may have the same worker_id."""
+    """True if the next process may have the same worker_id."""
     host: str
     since: float
     connection: ConnectionStatus

@@ -37,11 +37,11 @@ class WorkerLease(msgspec.Struct):
     ending: Ending | None = None
     ended_at: float = 0.0
     saved: bool = False
-    """Whether the driver was asked to save the ending."""
+    """True if the driver was asked to save the ending."""
     kept: bool = False
-    """Whether it is over and its ending is on disk. While a large result is being uploaded, it has no `ending` yet."""
+    """True if it is over and its ending is on disk. While a large result is being uploaded, it has no `ending` yet."""
     restored: bool = False
-    """Whether it is of an earlier process: its ending may still count, but this process cannot renew its lease."""
+    """True if it is of an earlier process: its ending may still count, but this process cannot renew its lease."""
 
     def ended(self, outcome: Outcome) -> Ending:
         """Return its ending, with this outcome."""

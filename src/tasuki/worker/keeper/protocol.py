@@ -144,7 +144,7 @@ class TreeEnded(msgspec.Struct, frozen=True, tag="ended", array_like=True):
 
     number: int
     exit_code: int
-    """Of the first process; negative: a signal."""
+    """Exit code of the first process; negative: a signal."""
     reason: EndReason | None = None
     """None: it ended by itself."""
     detail: str = ""
