@@ -1,53 +1,128 @@
-"""Hints between servers over a real PostgreSQL: they arrive, and what is lost becomes "look at everything"."""
+"""Hints between servers over a real PostgreSQL and a real Redis: they arrive, and lost ones become "look at everything"."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from tasuki.core.cluster_messages import PIECE_MAX_BYTES, Hint, decode, everything, split
 from tasuki.errors import ConfigError
+from tasuki.stores.redis.connection import RedisWakeups
 from tasuki.stores.sql.postgres import PostgresWakeups
-from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX, NoWakeups
+from tasuki.stores.wakeups import BATCH_MAX, QUEUE_MAX, NoWakeups, Wakeups
 from tests.stores.hearing import LISTENING, RUNNERS, TIMEOUT_S, Ear, hint, listening
 from tests.support.postgres_service import PASSWORD, PostgresService
+from tests.support.redis_service import RedisService
 from tests.support.waiting import until
 
+IDLE_S = 0.2
+NOWHERE: dict[str, Callable[[], Wakeups]] = {
+    "postgresql": lambda: PostgresWakeups("postgresql://tasuki@127.0.0.1:1/none", server_id="a"),
+    "redis": lambda: RedisWakeups("redis://127.0.0.1:1/0", app="zpe", server_id="a"),
+}
 
-def server(url: str, name: str) -> AbstractAsyncContextManager[tuple[PostgresWakeups, Ear]]:
-    return listening(PostgresWakeups(url, server_id=name))
+
+class PostgresCarrier:
+    """A database that carries hints."""
+
+    def __init__(self, service: PostgresService, url: str) -> None:
+        self.service, self.url = service, url
+
+    def wakeups(self, name: str) -> Wakeups:
+        return PostgresWakeups(self.url, server_id=name)
+
+    def cut(self) -> None:
+        self._of_all("pg_terminate_backend(pid)")
+
+    def connections(self) -> int:
+        return len(self._of_all("pid"))
+
+    def _of_all(self, what: str) -> list[tuple[Any, ...]]:
+        of_tasuki = "datname = current_database() AND application_name = 'tasuki'"
+        return self.service.execute(f"SELECT {what} FROM pg_stat_activity WHERE {of_tasuki}", url=self.url)
 
 
-def hang_up_on_all(postgres: PostgresService, url: str) -> None:
-    ours = "datname = current_database() AND application_name = 'tasuki'"
-    postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}", url=url)
+class RedisCarrier:
+    """A Redis database that carries hints."""
+
+    def __init__(self, service: RedisService) -> None:
+        self.service, self.url = service, service.url()
+
+    def wakeups(self, name: str) -> Wakeups:
+        return RedisWakeups(self.url, app="zpe", server_id=name, idle_s=IDLE_S)
+
+    def cut(self) -> None:
+        with self.service.client() as raw:
+            client: Any = raw
+            client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal")
+
+    def connections(self) -> int:
+        number = urlsplit(self.url).path.strip("/")
+        with self.service.client() as raw:
+            client: Any = raw
+            return sum(one["db"] == number for one in client.client_list())
+
+
+Carrier = PostgresCarrier | RedisCarrier
+
+
+@pytest.fixture(params=["postgresql", "redis"])
+def carrier(request: pytest.FixtureRequest) -> Carrier:
+    if request.param == "redis":
+        return RedisCarrier(request.getfixturevalue("redis_service"))
+    return PostgresCarrier(request.getfixturevalue("postgres"), request.getfixturevalue("postgres_url"))
+
+
+@pytest.fixture(params=["postgresql", "redis"])
+def own_carrier(request: pytest.FixtureRequest) -> Iterator[Carrier]:
+    """A carrier whose service the test may stop."""
+    if request.param == "redis":
+        with RedisService() as redis:
+            yield RedisCarrier(redis)
+    else:
+        with PostgresService() as postgres:
+            yield PostgresCarrier(postgres, postgres.empty_database())
+
+
+def server(carrier: Carrier, name: str) -> AbstractAsyncContextManager[tuple[Wakeups, Ear]]:
+    return listening(carrier.wakeups(name))
+
+
+def redis_server(url: str, name: str, app: str = "zpe") -> AbstractAsyncContextManager[tuple[RedisWakeups, Ear]]:
+    return listening(RedisWakeups(url, app=app, server_id=name, idle_s=IDLE_S))
+
+
+def is_told(name: str, job_id: str) -> Callable[[list[Hint]], bool]:
+    """Return the condition that the job was named, or everything of that server."""
+    return lambda heard: any(job_id in one.ended or one == decode(everything(name)) for one in heard)
 
 
 @pytest.mark.parametrize("loop", sorted(RUNNERS))
-def test_a_hint_reaches_the_others_within_a_second(postgres_url: str, loop: str) -> None:
+def test_a_hint_reaches_all_servers_within_a_second(carrier: Carrier, loop: str) -> None:
     async def scenario() -> None:
-        async with (
-            server(postgres_url, "a") as (sender, _),
-            server(postgres_url, "b") as (_, b),
-            server(postgres_url, "c") as (_, c),
-        ):
+        async with server(carrier, "a") as (sender, own), server(carrier, "b") as (_, b), server(carrier, "c") as (_, c):
             sender.publish(split(hint("a", "job-1")))
 
-            await b.hears(lambda heard: hint("a", "job-1") in heard, timeout_s=1.0)
-            await c.hears(lambda heard: hint("a", "job-1") in heard, timeout_s=1.0)
+            for ear in (b, c, own):
+                await ear.hears(lambda heard: hint("a", "job-1") in heard, timeout_s=1.0)
 
     RUNNERS[loop](scenario())
 
 
-def test_many_pieces_of_full_size_arrive_in_order(postgres_url: str) -> None:
+def test_many_pieces_of_full_size_arrive_in_order(carrier: Carrier) -> None:
     pieces = [split(hint("a", f"{number:05d}", *["x" * 128] * 59))[0] for number in range(2 * BATCH_MAX + 3)]
     assert PIECE_MAX_BYTES - 200 < len(pieces[0]) <= PIECE_MAX_BYTES
 
     async def scenario() -> None:
-        async with server(postgres_url, "a") as (sender, _), server(postgres_url, "b") as (_, b):
+        async with server(carrier, "a") as (sender, _), server(carrier, "b") as (_, b):
             sender.publish(pieces)
 
             await b.hears(lambda heard: len(heard) == 1 + len(pieces))
@@ -56,11 +131,11 @@ def test_many_pieces_of_full_size_arrive_in_order(postgres_url: str) -> None:
     asyncio.run(scenario())
 
 
-def test_any_text_arrives_as_it_was_sent(postgres_url: str) -> None:
+def test_any_text_arrives_as_it_was_sent(carrier: Carrier) -> None:
     odd = Hint(server_id="a", ready=("襷.é", "a\x00b", "\\x 'quoted' \"twice\" $1 %s"))
 
     async def scenario() -> None:
-        async with server(postgres_url, "a") as (sender, _), server(postgres_url, "b") as (_, b):
+        async with server(carrier, "a") as (sender, _), server(carrier, "b") as (_, b):
             sender.publish(split(odd))
 
             await b.hears(lambda heard: odd in heard)
@@ -69,19 +144,19 @@ def test_any_text_arrives_as_it_was_sent(postgres_url: str) -> None:
 
 
 def test_after_a_lost_connection_the_listener_looks_at_everything_and_hears_again(
-    postgres: PostgresService, postgres_url: str, caplog: pytest.LogCaptureFixture
+    carrier: Carrier, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tasuki.wakeups")
 
     async def scenario() -> None:
-        async with server(postgres_url, "a") as (sender, _), server(postgres_url, "b") as (_, b):
-            await asyncio.to_thread(hang_up_on_all, postgres, postgres_url)
+        async with server(carrier, "a") as (sender, _), server(carrier, "b") as (_, b):
+            await asyncio.to_thread(carrier.cut)
             await b.hears(lambda heard: heard.count(LISTENING) == 2)
 
             sender.publish(split(hint("a", "job-1")))
 
             # Sent on the new connection, or replaced because the loss of the old one was noticed by sending it.
-            await b.hears(lambda heard: any(one.server_id == "a" for one in heard))
+            await b.hears(is_told("a", "job-1"))
 
     asyncio.run(scenario())
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -89,33 +164,34 @@ def test_after_a_lost_connection_the_listener_looks_at_everything_and_hears_agai
     assert not any(PASSWORD in record.getMessage() for record in caplog.records)
 
 
-def test_what_was_published_during_an_outage_is_told_as_everything(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_published_during_an_outage_is_told_as_everything(
+    own_carrier: Carrier, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "tasuki.wakeups")
 
-    async def scenario(postgres: PostgresService) -> None:
-        url = postgres.empty_database()
-        async with server(url, "a") as (sender, _), server(url, "b") as (_, b):
-            await asyncio.to_thread(postgres.stop)
+    async def scenario() -> None:
+        async with server(own_carrier, "a") as (sender, _), server(own_carrier, "b") as (_, b):
+            await asyncio.to_thread(own_carrier.service.stop)
             for number in range(2 * QUEUE_MAX):
                 sender.publish(split(hint("a", f"job-{number}")))
-            await asyncio.to_thread(postgres.start)
-            await b.hears(lambda heard: heard.count(LISTENING) == 2)
+            await asyncio.to_thread(own_carrier.service.start)
+            await b.hears(lambda heard: heard.count(LISTENING) >= 2)
 
             # The sender may have come back before the listener did, which then was told to look at everything anyway.
             sender.publish(split(hint("a", "job-after")))
 
-            await b.hears(lambda heard: any("job-after" in one.ended or one == decode(everything("a")) for one in heard))
+            await b.hears(is_told("a", "job-after"))
 
-    with PostgresService() as postgres:
-        asyncio.run(scenario(postgres))
+    asyncio.run(scenario())
     messages = [record.getMessage() for record in caplog.records if record.name == "tasuki.wakeups"]
-    assert sum("lost for now" in message for message in messages) == 2, messages
+    if isinstance(own_carrier, PostgresCarrier):  # a Redis that starts may hang up once more
+        assert sum("lost for now" in message for message in messages) == 2, messages
     assert not any(PASSWORD in message for message in messages)
 
 
-def test_more_than_the_queue_holds_becomes_one_everything(postgres_url: str) -> None:
+def test_more_than_the_queue_holds_becomes_one_everything(carrier: Carrier) -> None:
     async def scenario() -> None:
-        async with server(postgres_url, "a") as (sender, _), server(postgres_url, "b") as (_, b):
+        async with server(carrier, "a") as (sender, _), server(carrier, "b") as (_, b):
             # In one turn of the loop, so that nothing is sent in between.
             for number in range(QUEUE_MAX + 1):
                 sender.publish(split(hint("a", f"job-{number}")))
@@ -126,9 +202,10 @@ def test_more_than_the_queue_holds_becomes_one_everything(postgres_url: str) -> 
     asyncio.run(scenario())
 
 
-def test_a_database_that_is_not_there_neither_raises_nor_blocks(postgres_url: str) -> None:
+@pytest.mark.parametrize("name", sorted(NOWHERE))
+def test_a_service_that_is_not_there_neither_raises_nor_blocks(name: str) -> None:
     async def scenario() -> None:
-        wakeups, ear = PostgresWakeups("postgresql://tasuki@127.0.0.1:1/none", server_id="a"), Ear()
+        wakeups, ear = NOWHERE[name](), Ear()
         async with asyncio.timeout(TIMEOUT_S):
             await wakeups.start(ear)
             for _ in range(3 * QUEUE_MAX):
@@ -140,10 +217,10 @@ def test_a_database_that_is_not_there_neither_raises_nor_blocks(postgres_url: st
     asyncio.run(scenario())
 
 
-def test_a_listener_that_raises_is_called_again(postgres_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_is_called_again(carrier: Carrier, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with server(postgres_url, "a") as (sender, _):
-            clumsy, listening, heard = PostgresWakeups(postgres_url, server_id="b"), asyncio.Event(), asyncio.Event()
+        async with server(carrier, "a") as (sender, _):
+            clumsy, listening, heard = carrier.wakeups("b"), asyncio.Event(), asyncio.Event()
 
             def raise_first(piece: bytes) -> None:
                 if not listening.is_set():
@@ -164,26 +241,32 @@ def test_a_listener_that_raises_is_called_again(postgres_url: str, caplog: pytes
     assert "could not be taken in" in caplog.text
 
 
-def test_closing_gives_both_connections_back(postgres: PostgresService, postgres_url: str) -> None:
-    count = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'tasuki'"
-
+def test_closing_gives_both_connections_back(carrier: Carrier) -> None:
     async def scenario() -> None:
-        async with server(postgres_url, "a") as (sender, ear):
+        async with server(carrier, "a") as (sender, ear):
             sender.publish(split(hint("a", "job-1")))
             await ear.hears(lambda heard: hint("a", "job-1") in heard)
-            assert await asyncio.to_thread(postgres.execute, count, url=postgres_url) == [(2,)]
+            assert await asyncio.to_thread(carrier.connections) == 2
 
     asyncio.run(scenario())
+    until(lambda: carrier.connections() == 0, TIMEOUT_S, "both are gone")
 
-    until(lambda: postgres.execute(count, url=postgres_url) == [(0,)], what="the backends are gone")
 
-
-def test_an_address_that_is_not_understood_is_refused_without_its_password() -> None:
+@pytest.mark.parametrize(
+    ("make", "secret"),
+    [
+        (lambda: PostgresWakeups(f"postgresql://tasuki:{PASSWORD}@[127.0.0.1/x", server_id="a"), PASSWORD),
+        (lambda: RedisWakeups("redis://user:hunt/er2@host:6379/0", app="zpe", server_id="a"), "hunt"),
+    ],
+    ids=["postgresql", "redis"],
+)
+def test_an_address_that_is_not_understood_is_refused_without_its_password(make: Callable[[], Wakeups], secret: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        PostgresWakeups(f"postgresql://tasuki:{PASSWORD}@[127.0.0.1/x", server_id="a")
+        make()
 
-    assert PASSWORD not in str(raised.value)
+    assert secret not in str(raised.value)
     assert raised.value.__suppress_context__
+    assert "%2F" in str(raised.value) or "postgresql://" in str(raised.value)
 
 
 def test_where_there_is_one_server_nothing_is_heard() -> None:
@@ -195,3 +278,55 @@ def test_where_there_is_one_server_nothing_is_heard() -> None:
         assert ear.heard == []
 
     asyncio.run(scenario())
+
+
+# -- Redis alone ------------------------------------------------------------------------------------------------------
+
+
+def test_other_apps_and_other_databases_hear_nothing(redis_service: RedisService) -> None:
+    here, elsewhere = redis_service.url(), redis_service.url()
+
+    async def scenario() -> None:
+        async with (
+            redis_server(here, "a") as (sender, own),
+            redis_server(elsewhere, "b") as (there, b),
+            redis_server(here, "c", app="other") as (others, c),
+        ):
+            sender.publish(split(hint("a", "job-1")))
+            await own.hears(lambda heard: hint("a", "job-1") in heard)
+            # A later hint on the same connection shows that nothing came before.
+            there.publish(split(hint("b", "last")))
+            others.publish(split(hint("c", "last")))
+            await b.hears(lambda heard: hint("b", "last") in heard)
+            await c.hears(lambda heard: hint("c", "last") in heard)
+
+            assert (b.heard, c.heard) == ([LISTENING, hint("b", "last")], [LISTENING, hint("c", "last")])
+
+    asyncio.run(scenario())
+
+
+def test_a_redis_that_hangs_is_noticed_though_nothing_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(service: RedisService) -> None:
+        async with redis_server(service.url(), "a") as (_, ear):
+            service.pause()
+            await asyncio.to_thread(until, lambda: "no answer within" in caplog.text, TIMEOUT_S, "the silence is noticed")
+            service.resume()
+
+            await ear.hears(lambda heard: heard.count(LISTENING) == 2)
+
+    with RedisService() as service:
+        asyncio.run(scenario(service))
+
+
+def test_behind_a_sentinel_the_master_carries_the_hints(redis_service: RedisService, tmp_path: Path) -> None:
+    number = urlsplit(redis_service.url()).path.strip("/")
+    config = tmp_path / "sentinel.conf"
+    config.write_text(f"sentinel monitor main 127.0.0.1 {redis_service.port} 1\n")
+
+    async def scenario(url: str) -> None:
+        async with redis_server(url, "a") as (sender, _), redis_server(url, "b") as (_, b):
+            sender.publish(split(hint("a", "job-1")))
+            await b.hears(lambda heard: hint("a", "job-1") in heard)
+
+    with RedisService(str(config), "--sentinel", only={"bind": "127.0.0.1"}) as sentinel:
+        asyncio.run(scenario(f"redis+sentinel://127.0.0.1:{sentinel.port}/main/{number}"))

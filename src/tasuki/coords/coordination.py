@@ -98,7 +98,7 @@ class Coordination(Protocol):
 
     # -- the leader's lock ----------------------------------------------------------------------------------------
     def acquire(self, scope: str, holder: str, ttl_s: float, floor: int) -> Locked | Busy:
-        """Take the lock if it is free or expired, whoever had it.
+        """Take the lock if it is free or expired, whichever server had it.
 
         Its epoch is one more than the last of this scope, or than `floor`, the highest that the store knows, if that is higher.
         """

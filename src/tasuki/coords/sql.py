@@ -81,8 +81,8 @@ class SqlCoordination:
         return self._set_expiry(scope, holder, epoch, 0.0)
 
     def _set_expiry(self, scope: str, holder: str, epoch: int, ttl_s: float) -> bool:
-        ours = {"scope": scope, "holder": holder, "epoch": epoch, "ttl_s": ttl_s, "lock_max_s": LOCK_TTL_MAX_S}
-        return self._change("set_expiry", ours) == 1
+        lock = {"scope": scope, "holder": holder, "epoch": epoch, "ttl_s": ttl_s, "lock_max_s": LOCK_TTL_MAX_S}
+        return self._change("set_expiry", lock) == 1
 
     # -- workers that get no more work ----------------------------------------------------------------------------
     def set_detached(self, worker_id: str, detached: bool, *, actor: str, reason: str = "") -> bool:

@@ -27,9 +27,9 @@ local live = {}
 -- A beat from the future was written before the clock was set back, and is no sign of life.
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key.beats, '(' .. text(now - timeout_s), '(' .. text(now + timeout_s))) do
   local row = redis.call('HMGET', of('member', id), 'kind', 'incarnation', 'schema_version', 'version')
-  if row[1] then -- else somebody deleted it by hand: its next beat writes it again
-    local told = seen[id] ~= row[4] and redis.call('HGET', of('member', id), 'info')
-    live[#live + 1] = { id, row[1], row[2], row[3], row[4], told }
+  if row[1] then -- else it was deleted by hand: its next beat writes it again
+    local new_info = seen[id] ~= row[4] and redis.call('HGET', of('member', id), 'info')
+    live[#live + 1] = { id, row[1], row[2], row[3], row[4], new_info }
   end
 end
 return { live, redis.call('HKEYS', key.detached) }

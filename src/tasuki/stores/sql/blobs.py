@@ -6,8 +6,7 @@ condemned waits, and then finds it condemned.
 
 Collection takes several statements, because a statement sees the references as they were when it began: one that waited for, or
 ran beside, a transaction that writes a reference could find none and condemn all the same. So rows are locked first, skipping
-those that somebody holds, and only the next statement, which sees what was committed before the lock was granted, looks for
-references.
+locked ones, and only the next statement, which sees what was committed before the lock was granted, looks for references.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tasuki.stores.sql.transaction import Transaction
 
 PRUNE_SCAN_MAX = 20_000  # rows that one prune looks at, some 20 ms; the next call goes on where it stopped
 _PRUNE_STEP = 1_000
-_CLOCK_SLACK_S = 3_600.0  # ids follow the wall clock, except for the time by which somebody set it back
+_CLOCK_SLACK_S = 3_600.0  # ids follow the wall clock, except for the time by which it was set back
 _TERMINAL_NAMES = {state.value: state for state in TERMINAL}
 
 

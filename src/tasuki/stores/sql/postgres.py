@@ -60,19 +60,19 @@ _BEGIN = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {_NOW}"
 
 
 class DatabaseClock:
-    """Both clocks of a store whose time is its database's. It stands still in a turn, and runs on between turns."""
+    """Both clocks of a store whose time is its database's. It is frozen in a turn, and runs on between turns."""
 
     def __init__(self) -> None:
         self._at = time.time()
         self._since = time.monotonic()
-        self.stands = False
+        self.is_frozen = False
 
     def set(self, at: float) -> None:
         """Set the clock to what the database answered just now."""
         self._at, self._since = at, time.monotonic()
 
     def lease(self) -> float:
-        return self._at if self.stands else self._at + time.monotonic() - self._since
+        return self._at if self.is_frozen else self._at + time.monotonic() - self._since
 
     wall = lease
 
@@ -168,11 +168,11 @@ class PostgresDatabase:
         self._control.nextset()
         [[now]] = self._control.fetchall()
         self.clock.set(now)
-        self.clock.stands = True
+        self.clock.is_frozen = True
 
     def _mark(self) -> None:
         """Write the turn's number into the mark, before the first write of a turn."""
-        if not self._is_marked and self.clock.stands:
+        if not self._is_marked and self.clock.is_frozen:
             self._is_marked = True
             self._number += 1
             assert self._session is not None
@@ -190,7 +190,7 @@ class PostgresDatabase:
             raise
         if self._control.statusmessage != "COMMIT":
             raise Unavailable(f"{name_of(self._given)} rolled the turn back; {NOTHING_STORED}")
-        self.clock.stands = False
+        self.clock.is_frozen = False
 
     def _was_stored(self, number: int) -> bool:
         """Return whether that turn was committed; waits until it is decided."""
@@ -205,7 +205,7 @@ class PostgresDatabase:
         return int(number)
 
     def rollback(self) -> None:
-        self.clock.stands = False
+        self.clock.is_frozen = False
         if self._session is None:
             return
         try:
@@ -263,14 +263,14 @@ class PostgresInDjango(InDjango):
         super().begin()
         [[now]] = psycopg.RawCursor(self.session.connection).execute(_NOW).fetchall()
         self.clock.set(now)
-        self.clock.stands = True
+        self.clock.is_frozen = True
 
     def commit(self) -> None:
-        self.clock.stands = False
+        self.clock.is_frozen = False
         super().commit()
 
     def rollback(self) -> None:
-        self.clock.stands = False
+        self.clock.is_frozen = False
         super().rollback()
 
     def translated(self, fate: str = NOTHING_STORED) -> Translated:

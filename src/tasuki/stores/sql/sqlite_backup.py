@@ -143,7 +143,7 @@ def begin_new_life(path: Path, *, now: float, present: Iterable[tuple[str, int]]
         with translated():
             database.begin()
             run = database.connection.execute
-            run(statements["tell_what_befell"], (now, RESTORER, _REASON))
+            run(statements["add_incidents"], (now, RESTORER, _REASON))
             canceled = run(statements["cancel"], (now, "canceled; the store was restored from a backup")).rowcount
             given_back = run(statements["give_back"], (now, LEASE_MARGIN_S)).rowcount
             given_back += run(statements["free_orphaned"]).rowcount

@@ -10,7 +10,7 @@ UPDATE tasuki_scopeepoch SET epoch = (epoch / ?1 + 1) * ?1, holder = ?2
 -- name: first_epoch
 INSERT INTO tasuki_scopeepoch (scope, epoch, holder) VALUES (?1, ?2, ?3) ON CONFLICT (scope) DO NOTHING
 
--- name: tell_what_befell
+-- name: add_incidents
 INSERT INTO tasuki_incident (job_id, at, kind, attempt, worker_id, actor, reason)
 SELECT id, ?1, 'restored', attempt, ifnull(assigned_worker_id, ''), ?2, ?3 FROM tasuki_jobrun
 WHERE state IN ('ASSIGNED', 'RUNNING', 'ORPHANED')
