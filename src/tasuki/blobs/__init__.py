@@ -1,6 +1,10 @@
-"""Bytes by sha256: inputs, results, old logs.
+"""Bytes by sha256: inputs, results, old logs. Imported by server, agent, dispatcher, worker and client; imports only `core`.
 
-`blob.py` is the contract, `folder.py` keeps blobs in a folder, `s3.py` in a bucket (with `s3_requests.py` and `s3_transfer.py`;
-`s3_presign.py` lets others use it by urls); `opening.py` chooses by url. `zips.py` writes and reads result archives. All of it is
-synchronous I/O: an event loop calls it in a thread.
+Data flows from a stream into a `BlobWriter` of a store, which verifies and publishes it, and out by a `BlobReader`, which
+verifies it again. All calls block on I/O: an event loop makes them on a thread.
+
+    blob.py         the contract of a blob store, and the checks that stores share
+    folder.py       a store in a folder                  s3/     a store in a bucket, and presigned URLs for it
+    open_blobs.py   opens one of them by its address     zip/    result archives
+    files.py        durable writes, resumable part files, free space: used wherever a file must survive
 """

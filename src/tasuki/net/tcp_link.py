@@ -187,7 +187,7 @@ class TcpLink(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether more bytes than the soft limit wait for the peer."""
+        """True if more bytes than the soft limit wait for the peer."""
         return self.transport is not None and self._out_bytes + self.transport.get_write_buffer_size() > WRITE_SOFT_BYTES
 
     async def drain(self) -> None:

@@ -1,4 +1,10 @@
-"""Where doors, store and duties meet: one process that holds connections and credits, and no state of its own.
+"""The server: one process that connects doors, broker, store, blobs and the cluster, and keeps no state of its own.
 
-May import `tasuki.stores`, `tasuki.coords`, `tasuki.blobs`, and what all may import (`core`, `errors`, `config`).
+May import `stores`, `coords`, `blobs` and what all may import; doors, agents and dispatchers import it. A door passes messages to
+`Server`, the broker decides, the store commits a turn, and the answers leave by the door.
+
+    server.py      the event loop's part: turns, answers, limits          cluster.py     membership among servers on one store
+    queries.py     slow reads on threads of their own                     transfers.py   blobs in and out, and presigned URLs
+    assembly.py    a server from its parts; `StoreClient` for others      archive.py     the file format of a backup
+    backup.py      makes a backup                                         restore.py     restores one, or finishes a restore
 """

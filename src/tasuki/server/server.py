@@ -423,7 +423,7 @@ class Server:
                 link.send(Reply(query.msg_id, body))
 
     async def _ask(self, command: AskEnded | AskRevoked) -> None:
-        """What other servers may have done. If the store cannot be asked now, the next look comes in a second."""
+        """Ask the store what other servers did. If it cannot be asked now, the broker asks again in a second."""
         try:
             if isinstance(command, AskEnded):
                 ended = await self._readers.ask(lambda reader: reader.ended_among(command.job_ids))

@@ -1,17 +1,17 @@
-"""Presigned urls: a peer moves the bytes of a large blob straight to and from the bucket, and holds no credentials for it.
+"""Presigned URLs: a peer moves the bytes of a large blob straight to and from the bucket, without credentials for it.
 
-Theory of operation. A url is for one object, one method and some minutes. Whoever holds one may use it as often as they like
-until then, so that nothing may follow from it but what should be:
+Theory of operation. A URL is for one object, one method and some minutes. Its holder may use it as often as it likes until then,
+so no use of it may do harm:
 
-* *Download.* A url to read one object. The peer compares the hash.
+* *Download.* A URL to read one object. The peer compares the hash.
 * *Upload, up to WHOLE_MAX_BYTES.* One PUT to the blob's own place. Its sha256 is part of the signature: the bucket refuses other
-  bytes. Whether this server does that is tried when it starts (`check`); if it does not, everything goes in parts.
-* *Upload, larger.* Parts of a multipart upload to a name beside the blob's place, made for this upload alone. S3 has no sha256 of
-  a whole that came in parts, so at the end (`take`) it is completed, which ends all its urls, read once, and if it is what its
-  name says, copied to its place inside the bucket. Parts that are there are not sent again.
+  bytes. The start of a server tests this (`check`); if the bucket does not refuse them, every upload goes in parts.
+* *Upload, larger.* Parts of a multipart upload to a key beside the blob's place, made for this upload alone. S3 has no sha256 of
+  a whole that came in parts, so at the end (`take`) the upload is completed, which ends all its URLs, read once, and if its hash
+  is right, copied to its place inside the bucket. Parts that are there are not sent again.
 
-So whatever lies at a blob's place has that blob's bytes, and nobody can disturb another one's upload: the names of unfinished
-ones have their owner's in them. What is abandoned goes with the blob's row (`S3Blobs.delete`). Like all blobs it blocks on I/O.
+So an object at a blob's place always has that blob's bytes, and nobody can disturb the upload of another peer: the keys of
+unfinished uploads contain their owner. Abandoned uploads go with the blob's row (`S3Blobs.delete`). All methods block on I/O.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ __all__ = ["LINK_S", "WHOLE_MAX_BYTES", "PresignedUrl", "S3Presign", "UploadPlan
 
 LINK_S = 900.0
 WHOLE_LINK_S = 240.0  # a PUT to a blob's place: shorter than the shortest grace of unused blobs, so that none comes after its row
-WHOLE_MAX_BYTES = 32 * 1024 * 1024  # more is worth going on with after a cut
+WHOLE_MAX_BYTES = 32 * 1024 * 1024  # a larger upload is worth resuming after a cut
 LINKS_AT_ONCE = 32
 COPY_BYTES = 256 * 1024 * 1024  # inside the bucket, by one request: a few seconds
 
 
 class PresignedUrl(msgspec.Struct, frozen=True):
-    """Where to send some bytes, or to get all of them from. `url` is a secret while it lasts."""
+    """A URL to send some bytes to, or to get all of them from. `url` is a secret while it lasts."""
 
     url: str
     expires_s: float
     offset: int
     size_bytes: int
     headers: dict[str, str] = {}
-    """They are part of the signature: to be sent exactly so."""
+    """Headers of the signature, to be sent unchanged."""
 
     def __repr__(self) -> str:
         return f"Link(offset={self.offset}, size_bytes={self.size_bytes})"
 
 
 class UploadPlan(msgspec.Struct, frozen=True):
-    """What is still to be sent of an upload: the next links, and all that is missing. No links: `take` it."""
+    """The missing parts of an upload: the next URLs, and all missing bytes. Without URLs, `take` it."""
 
     links: tuple[PresignedUrl, ...]
     missing_bytes: int
@@ -65,7 +65,7 @@ class _MultipartUpload(msgspec.Struct, frozen=True):
 
 
 class S3Presign:
-    """Urls for the blobs of an `s3://…` url. `endpoint`: where peers reach the bucket, if not where the server does."""
+    """Presigned URLs for the blobs in a bucket. `endpoint`: where peers reach it, if not where the server does."""
 
     def __init__(self, url: str, *, max_blob_bytes: int, endpoint: str | None = None, link_s: float = LINK_S) -> None:
         self._address = parse_s3_url(url)
@@ -84,21 +84,21 @@ class S3Presign:
             self._requests.send("delete_object", Key=key)
 
     def close(self) -> None:
-        """Those that wait for a bucket that does not answer end soon."""
+        """End calls that wait for a bucket that does not answer."""
         self._requests.close()
         self._signer.close()
 
-    # ------------------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------------------ downloads
 
     def download(self, sha256: str, size_bytes: int, generation: int) -> PresignedUrl:
-        """For a blob that is there. Whoever is given it may read it for that long, whatever becomes of the job."""
+        """Return a URL to read a stored blob. Its holder may read it for that long, whatever becomes of the job."""
         url = self._signer.presigned("get_object", self._link_s, Key=self._address.key(sha256, generation))
         return PresignedUrl(url, self._link_s, 0, size_bytes)
 
-    # ------------------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------------------ uploads
 
     def upload(self, sha256: str, size_bytes: int, generation: int, owner: str) -> UploadPlan:
-        """How this blob can be brought to its place; asked again, what is still missing of it."""
+        """Return how to upload this blob; for an upload under way, the parts that are still missing."""
         check_sha256(sha256)
         if size_bytes > self._max_blob_bytes:
             raise TooLarge(f"a blob of {size_bytes} bytes passes the limit of {self._max_blob_bytes}; split it")
@@ -111,7 +111,7 @@ class S3Presign:
         beside = self._beside(sha256, generation, owner)
         upload = self._find(beside)
         if upload is None:
-            if self._staged(beside) is not None:  # completed, and not taken: somebody was killed in between
+            if self._staged(beside) is not None:  # completed, and not taken: a server was killed in between
                 return UploadPlan((), 0)
             upload = self._begin(beside)
         parts = self._parts(upload)
@@ -120,9 +120,9 @@ class S3Presign:
         return UploadPlan(links, sum(_length(number, size_bytes) for number in missing))
 
     def take(self, sha256: str, size_bytes: int, generation: int, owner: str) -> None:
-        """All was sent: verify it and put it in its place. Harmless when repeated.
+        """Verify an upload whose bytes were all sent, and put it in its place. Harmless when repeated.
 
-        Unavailable if something is missing (ask for the way again), Corrupt if it is not what it should be: then it is dropped.
+        Unavailable if parts are missing (ask for the upload plan again), Corrupt if the hash is wrong: then it is dropped.
         """
         if self._is_in_place(sha256, size_bytes, generation):
             return
@@ -133,12 +133,12 @@ class S3Presign:
             self._copy(staged, self._address.key(sha256, generation), size_bytes)
             self._requests.send("delete_object", Key=staged)
         except NotFound as error:
-            # Another server may have taken it in this moment.
+            # Another server may have taken it at this moment.
             if not self._is_in_place(sha256, size_bytes, generation):
                 raise Unavailable(f"blob {sha256} is not in the bucket; send it again") from error
 
     def _is_in_place(self, sha256: str, size_bytes: int, generation: int) -> bool:
-        """Only what was verified ever gets there."""
+        """Return whether the blob is in its place, where only verified bytes get."""
         try:
             found_bytes = int(self._requests.send("head_object", Key=self._address.key(sha256, generation))["ContentLength"])
         except NotFound:
@@ -164,7 +164,7 @@ class S3Presign:
     # ------------------------------------------------------------------------------------------------ unfinished uploads
 
     def _beside(self, sha256: str, generation: int, owner: str) -> str:
-        """What the names of this owner's uploads of this blob begin with."""
+        """Return the prefix of the keys of this owner's uploads of this blob."""
         if not owner.isalnum():
             raise InvalidInput("the owner of an upload is named by letters and digits")
         return f"{self._address.key(sha256, generation)}{BESIDE}{owner}."
@@ -174,12 +174,12 @@ class S3Presign:
         return _MultipartUpload(key, self._requests.send("create_multipart_upload", Key=key)["UploadId"])
 
     def _find(self, beside: str) -> _MultipartUpload | None:
-        """The same one for all who ask at the same time."""
+        """Return the unfinished upload to use: the same one for all calls at the same time."""
         found = self._requests.send("list_multipart_uploads", Prefix=beside).get("Uploads", ())
         return min((_MultipartUpload(one["Key"], one["UploadId"]) for one in found), key=lambda one: one.key, default=None)
 
     def _staged(self, beside: str) -> str | None:
-        """The key of an upload that was completed."""
+        """Return the key of an upload that was completed, if there is one."""
         found = self._requests.send("list_objects_v2", Prefix=beside).get("Contents", ())
         return min((str(one["Key"]) for one in found), default=None)
 
@@ -199,7 +199,7 @@ class S3Presign:
             raise Unavailable("the upload has just ended; ask again") from error
 
     def _completed(self, beside: str, sha256: str, size_bytes: int) -> str:
-        """The key of all parts together. From here on no url can change it."""
+        """Complete the upload and return its key. From here on no URL can change it."""
         upload = self._find(beside)
         if upload is None:
             staged = self._staged(beside)
@@ -216,7 +216,7 @@ class S3Presign:
                 "complete_multipart_upload", Key=upload.key, UploadId=upload.upload_id, MultipartUpload={"Parts": together}
             )
         except NotFound:
-            """An earlier try did it, or another server: what it made is looked for by its name."""
+            pass  # an earlier try completed it, or another server: the object is found by its key
         return upload.key
 
     def _verify(self, staged: str, sha256: str, size_bytes: int) -> None:
@@ -225,7 +225,7 @@ class S3Presign:
             if reader.size_bytes != size_bytes:
                 raise Corrupt(f"a blob announced with {size_bytes} bytes has {reader.size_bytes}")
             for _ in reader:
-                """It is compared with its hash before its last chunk."""
+                pass  # the reader compares the hash before it yields the last chunk
         except Corrupt as error:
             self._requests.send("delete_object", Key=staged)
             raise Corrupt(f"what was sent is not blob {sha256}: {error.message}") from error
@@ -249,12 +249,12 @@ class S3Presign:
 
 
 def _digest(sha256: str) -> str:
-    """As S3 writes it."""
+    """Return the checksum as S3 writes it."""
     return base64.b64encode(bytes.fromhex(sha256)).decode()
 
 
 def _numbers(size_bytes: int) -> range:
-    """Of the parts; they count from 1."""
+    """Return the numbers of the parts, which count from 1."""
     return range(1, -(-size_bytes // PART_BYTES) + 1)
 
 

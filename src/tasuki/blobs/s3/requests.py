@@ -1,8 +1,8 @@
-"""Requests to an S3-compatible server: one client, patience with what passes, clear words for what does not.
+"""Requests to an S3-compatible server: one client, retries of temporary failures, clear messages for permanent ones.
 
-boto3 signs and sends; its own retries are off. Ours wait longer (an S3 server that restarts is away for half a minute, and a
-job's result should not be lost for that), with growing jittered pauses, and end at once when the store is closed. Touches the
-network, and the usual AWS environment and files for credentials, which are never part of an address.
+boto3 signs and sends; its own retries are off. The retries here wait longer (an S3 server that restarts is away for half a
+minute, and a job's result should not be lost for that), with growing jittered pauses, and end at once when the store is closed.
+Credentials come from the usual AWS environment and files, and are never part of an address.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CONNECTIONS", "RETRY_S", "S3Address", "S3Requests", "parse_s3_url"]
 
 logger = logging.getLogger("tasuki.blobs")
 
-RETRY_S = 120.0  # how long one request is tried again; a server that is restarted or moved is back by then
+RETRY_S = 120.0  # how long one request is retried; a server that is restarted or moved is back by then
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0  # of silence: a loaded server takes seconds to make 8 MiB durable
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
@@ -34,7 +34,7 @@ _OF_ONE_KEY = {"get_object", "head_object", "copy_object", "upload_part_copy"}
 _OTHER_BYTES = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"}
 _PASSING = {
-    "BadDigest",  # the bytes were damaged on their way: the server counted, and refused them
+    "BadDigest",  # the bytes were damaged on their way, and the server refused them
     "InternalError",
     "OperationAborted",
     "RequestTimeout",
@@ -48,7 +48,7 @@ _PASSING = {
 _WAYS_OUT = {
     "NoSuchBucket": "create the bucket there, or correct its name in the url",
     "AccessDenied": "give these credentials the right to read, write, delete and list in it, and to abort uploads",
-    # To a HEAD there is no more than this number. AWS also gives it for a key that is missing to those who may not list.
+    # A HEAD has only this number. AWS also answers it for a missing key to a user that may not list.
     "403": "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or the profile), and that they may read and list in it",
     "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID (or the profile): this server does not know the key",
     "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY (or the profile), and that no proxy rewrites the request",
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class S3Address(NamedTuple):
-    """Where blobs go: `s3://bucket/prefix?endpoint=https://host:port&region=…`."""
+    """Address of a bucket: `s3://bucket/prefix?endpoint=https://host:port&region=…`."""
 
     bucket: str
     prefix: str
@@ -73,7 +73,7 @@ class S3Address(NamedTuple):
     region: str | None
 
     def key(self, sha256: str, generation: int) -> str:
-        """Of the object that is this blob."""
+        """Return the key of the object of this blob."""
         return f"{self.prefix}{sha256[:2]}/{name_of(sha256, generation)}"
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class S3Address(NamedTuple):
 
 
 def parse_s3_url(url: str) -> S3Address:
-    """ConfigError for what cannot be one, and for credentials in it: urls end up in process lists and logs."""
+    """Parse an address; ConfigError if it is none, or has credentials in it: URLs end up in process lists and logs."""
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
@@ -124,11 +124,11 @@ class S3Requests:
             read_timeout=READ_TIMEOUT_S,
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=CONNECTIONS,
-            signature_version="s3v4",  # also for presigned urls, for which boto3 still takes the older one
+            signature_version="s3v4",  # also for presigned URLs, where boto3 still defaults to the older one
             # With an endpoint of one's own there is seldom a DNS name per bucket. On AWS there is; "auto", the default, would
             # sign urls for the global endpoint, which redirects to the bucket's region.
             s3={"addressing_style": "path" if address.endpoint else "virtual"},
-            # The trailing checksums that boto3 would add by itself, many S3-compatible servers do not know; we send our own.
+            # Many S3-compatible servers do not know the trailing checksums that boto3 adds; requests here have their own.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
@@ -141,25 +141,25 @@ class S3Requests:
             self._refuse(error, "opening", "check the url of the blobs and the AWS settings")
 
     def close(self) -> None:
-        """Nobody waits any longer. Requests under way end by their own timeouts."""
+        """End all retries. Requests under way end by their own timeouts."""
         self._stop.set()
 
     def send(self, operation: str, *, retry_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """One request to the bucket, as often as it takes. NotFound if there is no such key (or upload)."""
-        return self.patiently(lambda: self.once(operation, **arguments), operation, retry_s)
+        """Send a request to the bucket, with retries. NotFound if there is no such key (or upload)."""
+        return self.with_retries(lambda: self.once(operation, **arguments), operation, retry_s)
 
     def once(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """One request as it is, for use inside `patiently`, which knows boto3's errors."""
+        """Send a request once, for use inside `with_retries`, which handles boto3's errors."""
         answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self.address.bucket, **arguments)
         return answer
 
     def cut_short(self, found_bytes: int, wanted_bytes: int) -> Exception:
-        """What to raise inside `patiently` when an answer ended too early."""
+        """Return the error to raise inside `with_retries` when an answer ended too early."""
         error: Exception = self._failures.IncompleteReadError(actual_bytes=found_bytes, expected_bytes=wanted_bytes)
         return error
 
-    def patiently(self, attempt: Callable[[], T], what: str, retry_s: float | None = None) -> T:
-        """Until it works, or fails for good, or time is up (Unavailable)."""
+    def with_retries(self, attempt: Callable[[], T], what: str, retry_s: float | None = None) -> T:
+        """Call until it works, or fails permanently, or time is up (Unavailable)."""
         ends_at = time.monotonic() + (self.retry_s if retry_s is None else retry_s)
         backoff = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S, random.random)
         while True:
@@ -177,7 +177,7 @@ class S3Requests:
                 raise self._closing()
 
     def refuses(self, operation: str, retry_s: float, **arguments: Any) -> bool:
-        """Whether the bucket sees that these bytes are not those of their checksum. If not, it has taken them."""
+        """Return whether the bucket refuses bytes that do not match their checksum. If not, it has stored them."""
 
         def attempt() -> bool:
             try:
@@ -188,19 +188,20 @@ class S3Requests:
                 raise
             return False
 
-        return self.patiently(attempt, operation, retry_s)
+        return self.with_retries(attempt, operation, retry_s)
 
     def presigned(self, operation: str, expires_s: float, **arguments: Any) -> str:
-        """A url by which whoever has it may do exactly this for that long. Sends nothing."""
+        """Return a URL that permits exactly this request for that long. Nothing is sent."""
         parameters = {"Bucket": self.address.bucket, **arguments}
         try:
             return str(self._client.generate_presigned_url(operation, Params=parameters, ExpiresIn=max(1, int(expires_s))))
         except self._failures.BotoCoreError as error:
             self._refuse(error, f"signing {operation}", "check the AWS credentials of this server")
 
-    # -- what went wrong ------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------ errors
+
     def _judge(self, error: Exception, what: str) -> TasukiError:
-        """Raise what no patience will mend; return what to say if it does not pass."""
+        """Raise a permanent error; return the message for a temporary one."""
         if isinstance(error, self._failures.ClientError):
             return self._judge_answer(error, what)
         if isinstance(error, self._failures.SSLError) and any(

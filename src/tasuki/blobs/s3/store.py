@@ -39,12 +39,15 @@ from tasuki.blobs.s3.requests import RETRY_S, S3Requests, parse_s3_url
 from tasuki.core.ranges import range_headers
 from tasuki.errors import Corrupt, InvalidInput, NotFound, TasukiError, Unavailable
 
-# ----------------------------------------------------------------------------------------------------
-# Writers and readers of blobs in an S3 bucket: streams, bounded memory, nothing visible before it is whole and verified.
+__all__ = ["PART_BYTES", "S3Blobs", "S3Reader", "S3Writer"]
 
-__all__ = ["PART_BYTES", "S3Reader", "S3Writer"]
-
-PART_BYTES = 8 * 1024 * 1024  # 10,000 parts, the most that S3 takes, are 80 GB
+PART_BYTES = 8 * 1024 * 1024  # S3 accepts at most 10,000 parts, which are 80 GB
+CHECK_RETRY_S = 20.0  # how long the start of a server waits for a bucket that does not answer
+PROBE = "tasuki-probe"
+BESIDE = "-"  # behind a blob's key: an upload by presigned URLs that is not verified yet
+USED = ".used"  # behind a blob's key: an object that is as old as the blob's last use
+SUSPENDED_S = 300.0
+SUSPENDED_MAX = 16  # each holds up to a part (8 MiB) in memory
 
 
 class S3Writer(BlobWriter):
@@ -216,7 +219,7 @@ class S3Reader(VerifyingReader):
         """Return exactly so many bytes."""
         pieces: list[bytes] = []
         while wanted_bytes > 0:
-            piece = self._requests.patiently(partial(self._piece, position, wanted_bytes), "get_object")
+            piece = self._requests.with_retries(partial(self._piece, position, wanted_bytes), "get_object")
             pieces.append(piece)
             position += len(piece)
             wanted_bytes -= len(piece)
@@ -238,16 +241,6 @@ class S3Reader(VerifyingReader):
             self.close()
             raise
         return piece
-
-
-__all__ = ["S3Blobs"]
-
-CHECK_RETRY_S = 20.0  # how long the start of a server waits for a bucket that does not answer
-PROBE = "tasuki-probe"
-BESIDE = "-"  # behind a blob's key: an upload by presigned URLs that is not verified yet
-USED = ".used"  # behind a blob's key: an object that is as old as the blob's last use
-SUSPENDED_S = 300.0
-SUSPENDED_MAX = 16  # each holds up to a part (8 MiB) in memory
 
 
 class _UploadKey(NamedTuple):

@@ -1,1 +1,5 @@
-"""TODO: say what this folder is."""
+"""Result archives (ZIP). Imported by worker, client and agent.
+
+writer.py   write an archive as a stream; check and extract one
+reader.py   the rules that an archive and its names must keep, and its unpacking within limits
+"""

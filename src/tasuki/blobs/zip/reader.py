@@ -1,9 +1,10 @@
-"""Reading archives without believing their headers; the public face is `zips.py`.
+"""Reading archives without trusting their headers. `writer.py` has the functions for callers.
 
 Theory of operation. `zipfile` is used only to list the central directory, and of its names only the raw ones: it turns
 `../../evil` into `evil` and cuts names at NUL. `read_directory` refuses every entry that is not a plain file or folder,
 and every two entries that share bytes. `unpack_entry` then inflates an entry by itself: bytes and ratio are counted as
-they come out, and what comes out must be exactly what the directory says.
+they come out, and the output must be exactly what the directory says. `NameBook` accepts only names that mean the same file on
+every system, inside the folder that they go to.
 """
 
 from __future__ import annotations
@@ -23,11 +24,21 @@ import msgspec
 
 from tasuki.errors import InvalidInput, TooLarge
 
-# ----------------------------------------------------------------------------------------------------
-# Which names an archive may contain: the ones that mean the same file on every system, inside the folder they go to.
+__all__ = [
+    "NAME_MAX_BYTES",
+    "NAME_MAX_DEPTH",
+    "PART_MAX_BYTES",
+    "PIECE_BYTES",
+    "ListedEntry",
+    "Meter",
+    "NameBook",
+    "ZipEntryInfo",
+    "ZipLimits",
+    "read_directory",
+    "unpack_entry",
+]
 
-__all__ = ["NAME_MAX_BYTES", "NAME_MAX_DEPTH", "PART_MAX_BYTES", "NameBook"]
-
+PIECE_BYTES = 64 * 1024  # read, inflated or written at once
 NAME_MAX_BYTES = 1024  # of the whole name; leaves room for the folder it goes to below Linux's 4096
 PART_MAX_BYTES = 255  # of one part between slashes; what ext4, xfs and NTFS can hold
 NAME_MAX_DEPTH = 32  # parts; bounds what the folders implied by hostile names cost
@@ -73,7 +84,7 @@ def _problem_of_size(path: str) -> str:
 
 
 def _folded(path: str) -> str:
-    """Equal for names that a file system which ignores case or Unicode composition takes for the same."""
+    """Return a key that is equal for names that differ only in case or Unicode composition: some file systems ignore both."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 
@@ -82,7 +93,7 @@ class NameBook:
 
     def __init__(self) -> None:
         self._files: dict[str, str] = {}
-        self._folders: dict[str, str] = {}  # also those that only stand in front of others' names
+        self._folders: dict[str, str] = {}  # also those that are only part of other names
         self._folder_entries: set[str] = set()
 
     def add(self, name: str, *, is_folder: bool) -> None:
@@ -116,10 +127,6 @@ class NameBook:
             )
 
 
-__all__ = ["PIECE_BYTES", "ListedEntry", "Meter", "ZipEntryInfo", "ZipLimits", "read_directory", "unpack_entry"]
-
-PIECE_BYTES = 64 * 1024  # read, inflated or written at once
-
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _FLAGS_REFUSED = 0x0001 | 0x0040 | 0x2000  # encrypted: traditional, strong, with masked headers
@@ -130,17 +137,17 @@ _MALFORMED = (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError,
 
 
 class ZipLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much an archive may unpack to. The defaults suit results of jobs that are not known to be friendly."""
+    """Limits of what an archive may unpack to. The defaults suit results of untrusted jobs."""
 
     max_entries: int = 10_000
     max_directory_bytes: int = 4 * 1024 * 1024
-    """Of the list of entries, which has to stand in memory whole: 4 MiB hold at most 91,000 of the smallest."""
+    """Size of the list of entries, which is in memory whole: 4 MiB hold at most 91,000 of the smallest."""
     max_entry_bytes: int = 1024 * 1024 * 1024
     max_total_bytes: int = 4 * 1024 * 1024 * 1024
     max_ratio: float = 200.0
     """Unpacked : packed, of each entry and of the whole; deflate itself cannot pass 1032."""
     ratio_free_bytes: int = 40 * 1024 * 1024
-    """Up to here the ratio does not count: two whole logs (16 MiB each) of equal lines are no bomb."""
+    """Size up to which the ratio does not count: two whole logs (16 MiB each) of equal lines are no bomb."""
 
 
 class ZipEntryInfo(msgspec.Struct, frozen=True):
@@ -172,7 +179,7 @@ class ListedEntry(msgspec.Struct, frozen=True):
 
 
 class _Bounded:
-    """What `zipfile` sees of the source: no read beyond a limit, no place outside of the file."""
+    """The source as `zipfile` sees it: no read beyond a limit, no position outside of the file."""
 
     def __init__(self, source: BinaryIO, max_read_bytes: int) -> None:
         self._source = source
@@ -222,7 +229,7 @@ def read_directory(source: BinaryIO, limits: ZipLimits) -> list[ListedEntry]:
 
 
 def _check_kind(info: zipfile.ZipInfo) -> None:
-    """Regular files and folders only, readable by anybody."""
+    """Refuse entries other than regular files and folders that every program can read."""
     name = info.orig_filename
     shown = name[:1024]
     if info.flag_bits & _FLAGS_REFUSED:
@@ -239,7 +246,7 @@ def _check_kind(info: zipfile.ZipInfo) -> None:
 
 
 def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> ListedEntry:
-    """Find the contents by the local header, which must tell the same story as the directory."""
+    """Find the contents by the local header, which must agree with the directory."""
     name = info.orig_filename
     if not 0 <= info.header_offset <= directory_start - _LOCAL_HEADER.size:
         raise InvalidInput(f"archive entry {name!r} starts at byte {info.header_offset}, outside of the archive")
@@ -266,7 +273,7 @@ def _locate(source: BinaryIO, info: zipfile.ZipInfo, directory_start: int) -> Li
 
 
 def _check_places(entries: list[ListedEntry], directory_start: int) -> None:
-    """No two entries may share bytes: that is how a small archive unpacks to petabytes."""
+    """Refuse two entries that share bytes: so a small archive would unpack to petabytes."""
     ordered = sorted(entries, key=lambda entry: entry.header_start)
     for entry, following in itertools.pairwise(ordered):
         if entry.data_end > following.header_start:
@@ -276,7 +283,7 @@ def _check_places(entries: list[ListedEntry], directory_start: int) -> None:
 
 
 class Meter:
-    """Counts what really comes out of one archive, and stops it at the limits."""
+    """Counts the unpacked bytes of one archive, and stops at the limits."""
 
     def __init__(self, limits: ZipLimits) -> None:
         self._limits = limits
@@ -284,7 +291,7 @@ class Meter:
         self._total_packed_bytes = 0
 
     def count(self, name: str, entry_bytes: int, entry_packed_bytes: int) -> None:
-        """Called with the sums of the entry so far, before its newest piece is passed on."""
+        """Check the sums of the entry so far, before its newest piece is passed on."""
         limits = self._limits
         total_bytes = self._total_bytes + entry_bytes
         total_packed_bytes = self._total_packed_bytes + entry_packed_bytes
@@ -338,7 +345,7 @@ def _stored(source: BinaryIO, entry: ListedEntry) -> Iterator[tuple[bytes, int]]
 
 
 def _inflated(source: BinaryIO, entry: ListedEntry) -> Iterator[tuple[bytes, int]]:
-    """The same for a deflated entry; however small the packed bytes, no piece is larger than PIECE_BYTES."""
+    """Yield (piece, packed bytes used so far) of a deflated entry; no piece is larger than PIECE_BYTES."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     pieces = _stored(source, entry)
     packed, used_bytes = b"", 0

@@ -1,8 +1,7 @@
-"""Result archives: written in a stream without following links, read without believing a word of their headers.
+"""Result archives: written in a stream without following links, checked and extracted without trusting their headers.
 
-Every refusal is InvalidInput or TooLarge and names the entry. Which names are allowed is in `zipnames.py`, how an
-archive is listed and unpacked in `zipread.py`. It touches the files that it is given to read, and `extract_zip` the
-folder that it is told to make.
+Every refusal is InvalidInput or TooLarge and names the entry. The rules for names, and how an archive is listed and unpacked, are
+in `reader.py`. Only the given files are read, and `extract_zip` makes only the given folder.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class FileUnder(msgspec.Struct, frozen=True):
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """Bytes that come one after another while they are written, at most so many; for who reads a file in a way of their own."""
+    """Bytes that come one after another while they are written, at most so many; for callers that read a file themselves."""
 
     max_bytes: int
     pieces: Iterable[bytes]
@@ -75,20 +74,20 @@ class Pieces(msgspec.Struct, frozen=True):
 
 
 class ZipMember(msgspec.Struct, frozen=True):
-    """What is to be written: a name, and bytes, a file, or None for a folder (its name ends with `/`)."""
+    """A member to be written: its name, and bytes, a file, or None for a folder (its name ends with `/`)."""
 
     name: str
     content: bytes | Path | FileUnder | Pieces | None
 
 
 class ByteSink(Protocol):
-    """Where an archive is written to: a binary file, a socket's file, a `BlobWriter`. It is never asked to seek."""
+    """The target of an archive: a binary file, a socket's file, a `BlobWriter`. It is never asked to seek."""
 
     def write(self, data: memoryview, /) -> int: ...
 
 
 class _Stream:
-    """What `zipfile` sees of a sink: no `tell` or `seek`, so that the bytes do not depend on the kind of sink."""
+    """A sink as `zipfile` sees it: no `tell` or `seek`, so that the bytes do not depend on the kind of sink."""
 
     def __init__(self, sink: ByteSink) -> None:
         self._sink: ByteSink | None = sink
@@ -100,10 +99,10 @@ class _Stream:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing: nothing is buffered here."""
 
     def cut_off(self) -> None:
-        """Let nothing more through: `zipfile` ends even a broken archive with a directory that makes it look whole."""
+        """Drop everything from now on: `zipfile` ends even a broken archive with a directory that makes it look whole."""
         self._sink = None
 
 
@@ -185,7 +184,7 @@ def _open_regular(file: FileUnder) -> int:
             below = _open_at(descriptor, part, os.O_DIRECTORY, shown)
             os.close(descriptor)
             descriptor = below
-        found = _open_at(descriptor, last, os.O_NONBLOCK, shown)  # a FIFO must not make us wait for a writer
+        found = _open_at(descriptor, last, os.O_NONBLOCK, shown)  # a FIFO must not wait for a writer
     finally:
         os.close(descriptor)
     if not stat.S_ISREG(os.fstat(found).st_mode):
@@ -249,7 +248,7 @@ def _rename_folder(new: Path, into: Path) -> None:
 
 
 def _discard(piece: bytes) -> None:
-    """Where the contents go that are only checked."""
+    """Drop contents that are only checked."""
 
 
 def _extract_entry(source: BinaryIO, entry: ListedEntry, meter: Meter, folder: Path) -> ZipEntryInfo:
