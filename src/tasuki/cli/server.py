@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasuki.cli import command as cli
 from tasuki.cli import process
@@ -153,7 +153,8 @@ def server(
         presign=presign,
         presign_endpoint=presign_endpoint or "",
     )
-    places = storage_locations(folder, apps, store or "", blobs or "", lead_ttl, coordination or "", strict=strict)
+    shared = {"store": store or "", "lock_ttl_s": lead_ttl, "coordination": coordination or "", "strict": strict}
+    places = storage_locations(folder, apps, blobs=blobs or "", **shared)
     config = process.server_config(
         folder.root,
         lease_ttl_s=lease_ttl,
@@ -214,22 +215,12 @@ class ServerOptions(NamedTuple):
     config: ServerConfig
 
 
-def storage_locations(
-    folder: DataFolder,
-    apps: tuple[str, ...] = (),
-    store: str = "",
-    blobs: str = "",
-    lead_ttl_s: float = LOCK_TTL_S,
-    coordination: str = "",
-    *,
-    strict: bool = False,
-) -> StorageLocations:
+def storage_locations(folder: DataFolder, apps: tuple[str, ...] = (), **settings: Any) -> StorageLocations:
     """Return where a server keeps its data; on Redis its app is the prefix of the keys."""
     from tasuki.core.apps import DEFAULT_APP
     from tasuki.server.assembly import StorageLocations
 
-    app = apps[0] if apps else DEFAULT_APP
-    return StorageLocations(folder, store, blobs, lead_ttl_s, coordination=coordination, app=app, strict=strict)
+    return StorageLocations(folder, app=apps[0] if apps else DEFAULT_APP, **settings)
 
 
 def check(options: ServerOptions) -> None:
