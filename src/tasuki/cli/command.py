@@ -126,7 +126,7 @@ data_option = option(
 )
 token_file_option = option("--token-file", metavar="FILE", help="File with the token; - for stdin. Default: TASUKI_TOKEN.")
 tls_ca_option = option("--tls-ca", metavar="FILE", help="CA for tls:// and https://. Default: the system's.")
-json_option = flag("--json", help="Answer in JSON, for programs.")
+json_option = click.Option(["--json"], is_flag=True, help="Answer in JSON, for programs.")
 quiet_option = flag("--quiet", "-q", help="Only ids.")
 limit_option = number("--limit", metavar="N", type=int, default=50, help="How many at most.")
 cursor_option = option("--cursor", metavar="CURSOR", help="Go on where the last list ended.")
@@ -204,7 +204,8 @@ def command(
             help=_help_of(words, function),
             epilog=epilog_of(examples),
             context_settings={**HELP_NAMES, **(settings or {})},
-        )(json_option(framed))
+        )(framed)
+        made.params.append(json_option)
         if parent is not None:
             parent.add_command(made)
         return made
@@ -225,13 +226,15 @@ def command_group(name: str, *, examples: Sequence[str]) -> Callable[[Callable[.
                 word = context.invoked_subcommand
                 context.fail(f"options stand behind the word they are for: {context.command_path} {word} …")
 
-        return click.group(
+        made = click.group(
             name,
             help=_help_of(name, function),
             epilog=epilog_of(examples),
             invoke_without_command=True,
             context_settings=HELP_NAMES,
-        )(json_option(framed))
+        )(framed)
+        made.params.append(json_option)
+        return made
 
     return register
 
