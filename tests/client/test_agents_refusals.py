@@ -97,7 +97,7 @@ def test_a_node_that_refuses_the_token_is_shown_and_the_other_is_used(tmp_path: 
 
         assert (ended.node, stranger.posts) == (ours.url, [])
         assert (line.standing, line.breaker) == (NodeState.UNWELL, BreakerState.CLOSED)
-        assert line.said == "answered 401 UNAUTHORIZED: this token is not known"
+        assert line.last_answer == "answered 401 UNAUTHORIZED: this token is not known"
 
     at_desk(tmp_path, 2, story)
 
@@ -144,8 +144,8 @@ def test_a_certificate_that_is_not_trusted_here_opens_no_breaker(tmp_path: Path,
         (line,) = await client.ranking()
 
         assert (line.standing, line.breaker, line.left_out_s) == (NodeState.UNWELL, BreakerState.CLOSED, 0.0)
-        assert line.said.startswith(f"no TLS connection to {node.url}: ")
-        assert words in line.said
+        assert line.last_answer.startswith(f"no TLS connection to {node.url}: ")
+        assert words in line.last_answer
 
     with_certificates(tmp_path, host, story, trusted=trusted)
 

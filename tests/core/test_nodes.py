@@ -52,7 +52,7 @@ def test_a_failed_node_is_left_out_and_comes_last() -> None:
 
     last = nodes.ranking(1.0)[-1]
 
-    assert (last.node, last.standing, last.breaker, last.said) == (A, NodeState.LEFT_OUT, BreakerState.OPEN, "hung up")
+    assert (last.node, last.standing, last.breaker, last.last_answer) == (A, NodeState.LEFT_OUT, BreakerState.OPEN, "hung up")
 
 
 def test_a_bad_health_check_leaves_a_node_out_too() -> None:
@@ -121,4 +121,4 @@ def test_notes_of_another_process_count_for_nodes_that_are_ours() -> None:
     other.recall(notes, 500.0)
 
     (line,) = other.ranking(500.0)
-    assert (line.standing, line.left_out_s, line.said) == (NodeState.LEFT_OUT, 20.0, "hung up")
+    assert (line.standing, line.left_out_s, line.last_answer) == (NodeState.LEFT_OUT, 20.0, "hung up")

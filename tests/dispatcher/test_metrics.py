@@ -77,7 +77,7 @@ def test_what_an_agent_counts(tmp_path: Path) -> None:
 
 
 def test_what_a_dispatcher_counts(tmp_path: Path) -> None:
-    """But for what is cleaned and stopped: test_cleaning.py, test_leftovers.py."""
+    """But for what is cleaned and stopped: test_input_retention.py, test_abandoned_runs.py."""
 
     async def story() -> None:
         async with two_nodes(inputs=str(tmp_path)) as (one, two, stage):

@@ -26,9 +26,9 @@ RETRY_AFTER_S = 1
 LOCKED = 423
 
 
-def is_running(job_id: str, node: str, since: float) -> AgentRefusal:
+def is_running(job_id: str, node: str, since: float | None, **details: Any) -> AgentRefusal:
     message = f"job {job_id} is running at {node}; ask again later for its result"
-    return AgentRefusal(LOCKED, agent_protocol.RUNNING, message, retry=True, job_id=job_id, node=node, since=since)
+    return AgentRefusal(LOCKED, agent_protocol.RUNNING, message, retry=True, job_id=job_id, node=node, since=since, **details)
 
 
 def is_queued(job_id: str, dispatcher: str, since: float) -> AgentRefusal:
@@ -137,13 +137,13 @@ async def guarded(handler: Handler, request: Request, tokens: Tokens, who: str, 
             raise Unauthorized(f"this token is not one of this {who}'s")
         return GuardedResponse(await handler(request))
     except TasukiError as error:
-        told = error if isinstance(error, AgentRefusal) else discreet(error)
-        if told is not error:
+        shown = error if isinstance(error, AgentRefusal) else discreet(error)
+        if shown is not error:
             logger.warning("%s %s: %s", request.method, request.url.path[:200], error.message)
     except Exception:
         logger.exception("%s %s failed", request.method, request.url.path[:200])
-        told = discreet(InternalError(""))
-    return GuardedResponse(refusal_answer(told), code_of(told))
+        shown = discreet(InternalError(""))
+    return GuardedResponse(refusal_answer(shown), code_of(shown))
 
 
 def body_was_read(request: Request) -> bool:

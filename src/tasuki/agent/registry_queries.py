@@ -82,8 +82,8 @@ class RegistryQueries:
         grants = [grant for granted in asking.result().lease for grant in granted]
         if grants:
             reports = [report_of(self.holder.held(grant), self.given_up) for grant in grants]
-            told = asyncio.ensure_future(self._share.execute(Turn(fail=reports)))
-            told.add_done_callback(ignore_result)
+            reporting = asyncio.ensure_future(self._share.execute(Turn(fail=reports)))
+            reporting.add_done_callback(ignore_result)
 
     # ------------------------------------------------------------------------------------------------ how a job stands
 

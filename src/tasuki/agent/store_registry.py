@@ -300,7 +300,7 @@ class StoreRegistry:
         refusals = 0
         while True:
             try:
-                told = await self._share.execute(Turn(finish=reports) if succeeded else Turn(fail=reports))
+                answers = await self._share.execute(Turn(finish=reports) if succeeded else Turn(fail=reports))
             except (Unavailable, ConfigError, InternalError) as error:
                 logger.warning("job %s: its end cannot be recorded yet: %s", ended.job_id, error.message)
                 refusals += not isinstance(error, Unavailable)
@@ -308,7 +308,7 @@ class StoreRegistry:
                     raise
                 await self._pause()
                 continue
-            [recorded] = told.finish or told.fail
+            [recorded] = answers.finish or answers.fail
             if recorded.answer is ReportStatus.BLOB_MISSING:
                 outcome = outcome_of(ended, self._address)
                 reports = [report_of(held, outcome, ended.started_at)]

@@ -257,7 +257,7 @@ async def show_nodes(place: Destination, output: Output, interval_s: float | Non
 
 def _node_lines(ranking: list[Ranked]) -> list[str]:
     def cells(node: Ranked) -> tuple[object, ...]:
-        return node.node, node.standing.name.lower(), node.running, node.limit, _breaker(node), node.said
+        return node.node, node.standing.name.lower(), node.running, node.limit, _breaker(node), node.last_answer
 
     return table(("NODE", "STANDING", "RUNNING", "LIMIT", "BREAKER", "SAID"), map(cells, ranking))
 

@@ -30,7 +30,7 @@ from tasuki.client.agents.node import JobView
 from tasuki.config import DISK_FLOOR_BYTES
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import AgentState, IdDecision, check_input_hash, judge, only_running
-from tasuki.core.failover.nodes import NodeState, who_knows
+from tasuki.core.failover.nodes import NodeState, authoritative_node
 from tasuki.core.failover.registry_records import result_location_of
 from tasuki.core.ids import check_job_id
 from tasuki.core.job import Job
@@ -177,7 +177,7 @@ class Dispatcher:
             return stored if body_was_read(request) else EarlyResult(stored)
         await self.pool.fresh()
         found = await self.pool.find(job_id, FIND_S)
-        node = who_knows(job_id, found.statuses)
+        node = authoritative_node(job_id, found.statuses)
         first = None
         if node is not None:
             known = await self._known(request, job_id, sent, node, found.known[node])
@@ -213,7 +213,7 @@ class Dispatcher:
         state = AgentState(view.status.state) if view.status.state in set(AgentState) else None
         match judge(state, view.status.input or None, sent):
             case IdDecision.LOCKED:
-                raise _runs_at(job_id, view.node or node, node, view.started_at)
+                raise refusals.is_running(job_id, view.node or node, view.started_at, address=node)
             case IdDecision.CONFLICT:
                 raise refusals.other_input(job_id)
             case IdDecision.COMPARE:
@@ -233,7 +233,7 @@ class Dispatcher:
         """Refuse a job that no node can take, before the upload is read."""
         candidates = self.pool.candidates(job_id)
         if not candidates:
-            raise nobody(job_id, {line.node: line.said for line in self.pool.ranking()})
+            raise nobody(job_id, {line.node: line.last_answer for line in self.pool.ranking()})
         if self._is_full(job_id):
             raise self._dispatch.full(job_id)
 
@@ -255,7 +255,7 @@ class Dispatcher:
     async def _find(self, job_id: str) -> tuple[str, NodeReports]:
         """Return the node whose report counts, and the reports of all nodes; NotFound."""
         found = await self.pool.find(job_id)
-        node = who_knows(job_id, found.statuses)
+        node = authoritative_node(job_id, found.statuses)
         if node is not None:
             return node, found
         if job_id in self._in_hand:
@@ -317,7 +317,7 @@ class Dispatcher:
                 raise
             left = {"left_at": removed.left_at} if removed.left_at else {}
             return json_answer({"job_id": job_id, "state": removed.state, "removed": True, **left})
-        where = [other for other, says in found.statuses.items() if not running or says.state == AgentState.RUNNING]
+        where = [other for other, status in found.statuses.items() if not running or status.state == AgentState.RUNNING]
         if not where:
             raise NotFound(f"job {job_id} does not run at any node that is well")
         removing = (self.pool.remove(other, job_id, only_running=running) for other in where)
@@ -368,11 +368,6 @@ class Dispatcher:
         if not self.pool.well:
             return refusals.refusal_answer(Unavailable("no node agent takes jobs; see /nodes"))
         return json_answer("ok")
-
-
-def _runs_at(job_id: str, name: str, address: str, since: float | None) -> AgentRefusal:
-    message = f"job {job_id} is running at {name}; ask again later for its result"
-    return AgentRefusal(423, "RUNNING", message, retry=True, job_id=job_id, node=name, address=address, since=since)
 
 
 def _on_its_way(job_id: str) -> AgentRefusal:

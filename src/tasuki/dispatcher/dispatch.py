@@ -133,11 +133,11 @@ class Dispatch:
 
     async def run(self, job_id: str, sent: str | None, body: RequestBody, first: str | None = None) -> Response:
         """Return the answer of the first node that gives one. `first` has the result, and compares the upload with its input."""
-        said: dict[str, str] = {}
+        answers: dict[str, str] = {}
         refused: dict[str, NodeRefusal] = {}
-        node = first or self._sent_to.get(job_id) or self._next(job_id, said)
+        node = first or self._sent_to.get(job_id) or self._next(job_id, answers)
         while node is not None:
-            if said:
+            if answers:
                 self._metrics.moved.inc()
             logger.info("job %s: goes to %s", job_id, node)
             answer = await self._try(node, job_id, sent, body, COMPARING if node == first else RUNNING)
@@ -147,24 +147,24 @@ class Dispatch:
                 return answer
             if isinstance(answer, NodeRefusal):
                 refused[node] = answer
-                said[node] = answer.refusal.words()[:WORDS_MAX_CHARS]
+                answers[node] = answer.refusal.words()[:WORDS_MAX_CHARS]
             else:
-                said[node] = answer
+                answers[node] = answer
                 logger.warning("job %s: %s: %s", job_id, node, answer)
             if body.spent and isinstance(answer, NodeRefusal) and meaning_of(answer.refusal) is RefusalMeaning.NOT_HERE:
                 return answer.answer(node)
-            node = None if body.spent else self._next(job_id, said)
-        raise self._no_answer(job_id, said, refused, spent=body.spent)
+            node = None if body.spent else self._next(job_id, answers)
+        raise self._no_answer(job_id, answers, refused, spent=body.spent)
 
-    def _no_answer(self, job_id: str, said: dict[str, str], refused: dict[str, NodeRefusal], *, spent: bool) -> AgentRefusal:
+    def _no_answer(self, job_id: str, answers: dict[str, str], refused: dict[str, NodeRefusal], *, spent: bool) -> AgentRefusal:
         """Return the refusal when no node is left: final if every node cannot run this job, else one that asks for a retry."""
         if not spent and any(meaning_of(one.refusal) is RefusalMeaning.FULL for one in refused.values()):
             return self.full(job_id)
-        words = {line.node: said.get(line.node, line.said) for line in self._pool.ranking()}
+        words = {line.node: answers.get(line.node, line.last_answer) for line in self._pool.ranking()}
         if spent or len(refused) < len(words):
             return nobody(job_id, words, spent=spent)
         refusal = max((one.refusal for one in refused.values()), key=lambda refusal: refusal.status)
-        message = f"no node could run job {job_id}: {_told(words)}"
+        message = f"no node could run job {job_id}: {_in_words(words)}"
         retry = refusal.retry_after_s is not None
         return AgentRefusal(refusal.status, refusal.code or TooLarge.code, message, retry=retry, job_id=job_id, nodes=words)
 
@@ -299,7 +299,7 @@ class Dispatch:
             except (TasukiError, NodeRefused):
                 silent_s = now().monotonic - heard_at
                 if silent_s >= self._silent_s:
-                    return f"has said nothing for {silent_s:.0f} s"
+                    return f"has been silent for {silent_s:.0f} s"
                 continue
             heard_at = now().monotonic
             if view is not None and view.status.state in fitting:
@@ -311,12 +311,12 @@ class Dispatch:
                 return "its connection is dead: the job is not running there any more"
 
 
-def nobody(job_id: str, said: dict[str, str], *, spent: bool = False) -> AgentRefusal:
+def nobody(job_id: str, answers: dict[str, str], *, spent: bool = False) -> AgentRefusal:
     """Return the refusal of a job to which no node gave an answer."""
     again = "; what was sent is not kept here, send it again" if spent else ""
-    message = f"no node could take job {job_id}{again}: {_told(said)}"
-    return AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id, nodes=said)
+    message = f"no node could take job {job_id}{again}: {_in_words(answers)}"
+    return AgentRefusal(503, Unavailable.code, message, retry=True, job_id=job_id, nodes=answers)
 
 
-def _told(said: dict[str, str]) -> str:
-    return "; ".join(about(node, words) for node, words in said.items())
+def _in_words(answers: dict[str, str]) -> str:
+    return "; ".join(about(node, words) for node, words in answers.items())

@@ -25,7 +25,7 @@ from tasuki.errors import NoConnection
 
 logger = logging.getLogger("tasuki.dispatcher")
 FRESH_S = 0.6  # an answer that is not older is good enough to choose by
-FIND_S = 0.5  # how long a run waits to hear whether a node knows its id
+FIND_S = 0.5  # how long a run waits for the nodes that are asked for its id
 REMOVE_S = 60.0
 SMALL_MAX_BYTES = 64 * 1024
 

@@ -79,7 +79,7 @@ class RefusalMeaning(Enum):
     FULL = "no place now; not a failure"
     TIMED_OUT = "an outcome; another node may be quicker"
     PROGRAM_FAILED = "an outcome, and final"
-    CANCELED = "somebody removed it; another node may have the result"
+    CANCELED = "it was removed; another node may have the result"
     NOT_HERE = "it cannot run this job, and is well; another one may"
     FINAL = "no node would answer otherwise"
     FAILED = "no outcome; the next node"

@@ -186,7 +186,7 @@ class Ranked(msgspec.Struct, frozen=True):
     left_out_s: float
     steady: bool
     """Left out, and usable if there is no other node."""
-    said: str
+    last_answer: str
     """Last answer, in words."""
     free: int | None = None
     """Free slots, less the jobs that this client sent since the last check."""
@@ -203,7 +203,7 @@ class Ranked(msgspec.Struct, frozen=True):
             "breaker": str(self.breaker),
             "good_checks": self.good_checks,
             "left_out_s": round(self.left_out_s, 1),
-            "said": self.said,
+            "said": self.last_answer,
         }
 
 
@@ -219,7 +219,7 @@ class _Node:
         self.full_until = 0.0
         self.looked_at: float | None = None
         self.looking = False
-        self.said = NOT_ASKED
+        self.last_answer = NOT_ASKED
         self.refusal: Refusal | None = None
 
     @property
@@ -288,7 +288,7 @@ class Nodes:
         node.well, node.refusal = True, None
         node.sent = 0
         node.capacity = capacity
-        node.said = "ok" if capacity is None else f"{capacity.running} of {capacity.limit} running"
+        node.last_answer = "ok" if capacity is None else f"{capacity.running} of {capacity.limit} running"
         node.breaker.checked(now)
 
     def unwell(self, name: str, reason: str, now: float) -> None:
@@ -300,13 +300,13 @@ class Nodes:
         """Record a node that refuses us, or whose certificate is not trusted. That is no failure of the node."""
         node = self._looked(name, now)
         node.well, node.refusal = False, refusal
-        node.said = refusal.words()
+        node.last_answer = refusal.words()
 
     def failed(self, name: str, reason: str, now: float) -> None:
         """Record a request that was lost, or answered without an outcome."""
         node = self._nodes[name]
         node.well, node.refusal = False, None
-        node.said = reason
+        node.last_answer = reason
         node.breaker.failed(now, reason)
 
     def answered(self, name: str, now: float) -> None:
@@ -325,7 +325,7 @@ class Nodes:
         """Record that a node is full, and is not to be tried for a moment. That is no failure."""
         node = self._nodes[name]
         node.full_until = max(node.full_until, now + pause_s)
-        node.said = reason
+        node.last_answer = reason
 
     def _looked(self, name: str, now: float) -> _Node:
         node = self._nodes[name]
@@ -349,7 +349,7 @@ class Nodes:
             good_checks=node.breaker.good_checks,
             left_out_s=node.breaker.left_out_s(now),
             steady=node.breaker.steady and node.well is True,
-            said=node.said,
+            last_answer=node.last_answer,
             free=node.free,
             refusal=node.refusal,
         )
@@ -363,7 +363,7 @@ class Nodes:
         for name, note in notes.items():
             if name in self._nodes:
                 self._nodes[name].breaker.recall(note, now)
-                self._nodes[name].said = note.reason or NOT_ASKED
+                self._nodes[name].last_answer = note.reason or NOT_ASKED
 
 
 # ------------------------------------------------------------------------------------------------ the choice of a node
@@ -424,11 +424,11 @@ def well(ranking: Sequence[Ranked]) -> list[Ranked]:
     return answered or [line for line in ranking if line.steady]
 
 
-def who_knows(job_id: str, said: Mapping[str, JobStatus]) -> str | None:
+def authoritative_node(job_id: str, statuses: Mapping[str, JobStatus]) -> str | None:
     """Return the node whose report about a job counts."""
     ranks = {str(state): rank for rank, state in enumerate(_STATES)}
-    in_order = rendezvous(job_id, said)
-    return min(in_order, key=lambda node: ranks.get(said[node].state, len(ranks)), default=None)
+    in_order = rendezvous(job_id, statuses)
+    return min(in_order, key=lambda node: ranks.get(statuses[node].state, len(ranks)), default=None)
 
 
 def look_every_s(idle_s: float, *, well: bool = True) -> float:

@@ -88,7 +88,7 @@ class FailoverPlan:
         self._looks_until = self._asks_until = 0.0
         self._choosing = False
         self._runs: dict[int, NodeRequest] = {}
-        self._said: dict[str, str] = {}
+        self._answers: dict[str, str] = {}
         """Last answer of each node to this plan."""
         self._tries: dict[str, int] = {}
         self._done_with: set[str] = set()
@@ -105,10 +105,10 @@ class FailoverPlan:
     def apply(self, event: Event, now: float) -> list[Command]:
         if self.over:
             return []
-        commands = self._heard(event, now)
+        commands = self._handle(event, now)
         return commands if self.over else [*commands, *self._go_on(now)]
 
-    def _heard(self, event: Event, now: float) -> list[Command]:
+    def _handle(self, event: Event, now: float) -> list[Command]:
         match event:
             case Begin():
                 return self._begin(now)
@@ -118,9 +118,9 @@ class FailoverPlan:
                 return []
             case _:
                 run = self._runs.get(event.ticket)
-                return [] if run is None else self._of_run(run, event, now)
+                return [] if run is None else self._handle_request(run, event, now)
 
-    def _of_run(
+    def _handle_request(
         self, run: NodeRequest, event: Redirected | Uploaded | ResultPieceReceived | Saved | Refused | RequestLost, now: float
     ) -> list[Command]:
         run.heard_at = now
@@ -164,7 +164,7 @@ class FailoverPlan:
     def _still_choosing(self, now: float) -> bool:
         """Return whether to wait for nodes that have not answered yet."""
         if self._choosing:
-            states = {says.state for says in self._found.values()}
+            states = {status.state for status in self._found.values()}
             soon = now < self._looks_until and (bool(self._asked) or self._nodes.looking)
             later = "running" not in states and now < self._asks_until and self._may_still_say(now)
             self._choosing = "done" not in states and (soon or later)
@@ -181,15 +181,17 @@ class FailoverPlan:
         When the job is under way already, only a result is of use; a second run is stopped in the end.
         """
         found, self._found = self._found, {}
-        theirs = {node: says for node, says in found.items() if says.state in ("done", "running")}
-        others = {node for node, says in theirs.items() if says.input not in ("", self._job.input)} if self._job.input else set()
+        theirs = {node: status for node, status in found.items() if status.state in ("done", "running")}
+        others = (
+            {node for node, status in theirs.items() if status.input not in ("", self._job.input)} if self._job.input else set()
+        )
         if others and not self._runs:
             return self._give_up(Conflict(self._job.job_id, ("input",)))
         busy = others | {run.node for run in self._runs.values()}
-        self._left |= {node for node, says in theirs.items() if self._runs and says.state == "running" and node not in busy}
+        self._left |= {node for node, status in theirs.items() if self._runs and status.state == "running" and node not in busy}
         kinds = (("done", RequestKind.FETCH),) if self._runs else (("done", RequestKind.FETCH), ("running", RequestKind.FOLLOW))
         for state, kind in kinds:
-            node = next((node for node, says in theirs.items() if says.state == state and node not in busy), None)
+            node = next((node for node, status in theirs.items() if status.state == state and node not in busy), None)
             if node is not None:
                 word = "has the result" if state == "done" else "runs it already"
                 return [Notify(f"{node} {word}"), *self._start(node, kind, now)]
@@ -232,7 +234,7 @@ class FailoverPlan:
         ]
 
     def _refused(self, run: NodeRequest, refusal: Refusal, now: float) -> list[Command]:
-        self._said[run.node] = refusal.words() if not run.led_to else f"{run.led_to} {refusal.words()}"
+        self._answers[run.node] = refusal.words() if not run.led_to else f"{run.led_to} {refusal.words()}"
         if run.kind is RequestKind.FETCH and run.ended is not None:
             return self._without_result(run)
         match meaning_of(refusal):
@@ -288,13 +290,13 @@ class FailoverPlan:
         self._nodes.answered(run.node, now)
         del self._runs[run.ticket]
         self._done_with.add(run.node)
-        self._said.setdefault(run.node, "the job passed its time limit there")
+        self._answers.setdefault(run.node, "the job passed its time limit there")
         self._late = (run.node, ended)
         return [Notify(f"{run.node}: the job passed its time limit there")]
 
     def _lost(self, run: NodeRequest, reason: str, now: float) -> list[Command]:
         """Record a request without an outcome. The next node is chosen right after."""
-        self._said[run.node] = about(run.where, reason) if run.led_to else reason
+        self._answers[run.node] = about(run.where, reason) if run.led_to else reason
         if not run.led_to:
             self._nodes.failed(run.node, reason, now)
         if run.kind is RequestKind.FETCH and run.ended is not None:
@@ -330,27 +332,27 @@ class FailoverPlan:
         run.heard_at = now
         return self._followed(run, event.status, now) if run.kind is RequestKind.FOLLOW else self._watched(run, event.status, now)
 
-    def _followed(self, run: NodeRequest, says: JobStatus | None, now: float) -> list[Command]:
-        state = says.state if says is not None else ""
+    def _followed(self, run: NodeRequest, status: JobStatus | None, now: float) -> list[Command]:
+        state = status.state if status is not None else ""
         match state:
             case "running" | "queued":
                 return []
             case "done":
                 return self._instead(run, RequestKind.FETCH, now)
-            case "failed" if says is not None:
-                ended = JobEnded("failed", says.exit_code, "EXIT_CODE", "the program failed")
+            case "failed" if status is not None:
+                ended = JobEnded("failed", status.exit_code, "EXIT_CODE", "the program failed")
                 return self._instead(run, RequestKind.FETCH, now, ended)
-            case "timed_out" if says is not None:
-                return self._timed_out(run, JobEnded("timed_out", says.exit_code, "TIMED_OUT"), now)
+            case "timed_out" if status is not None:
+                return self._timed_out(run, JobEnded("timed_out", status.exit_code, "TIMED_OUT"), now)
             case _:  # interrupted, removed, or a state of a newer version: it may be run again
                 del self._runs[run.ticket]
-                if says is None:
+                if status is None:
                     self._paused_until[run.node] = now + UNKNOWN_PAUSE_S
                 return []
 
-    def _watched(self, run: NodeRequest, says: JobStatus | None, now: float) -> list[Command]:
+    def _watched(self, run: NodeRequest, status: JobStatus | None, now: float) -> list[Command]:
         """Drop a request on a dead connection: the node has given its answer already, or never will."""
-        running = says is not None and says.state in ("running", "queued")
+        running = status is not None and status.state in ("running", "queued")
         fits = run.kind is not RequestKind.POST or run.answering or running or not run.uploaded
         run.odd = 0 if fits else run.odd + 1
         if run.odd < ODD_MAX:
@@ -396,7 +398,7 @@ class FailoverPlan:
         for run in list(self._runs.values()):
             silent_s = now - run.heard_at
             if silent_s >= self._job.silent_s and not self.over:
-                commands += [Drop(run.ticket), *self._lost(run, f"has said nothing for {silent_s:.0f} s", now)]
+                commands += [Drop(run.ticket), *self._lost(run, f"has been silent for {silent_s:.0f} s", now)]
         return commands
 
     def _questions(self, now: float) -> list[Command]:
@@ -428,8 +430,8 @@ class FailoverPlan:
         if best is None and not hope:
             best = next((line for line in candidates if line.steady), None)
         if best is not None:
-            told = [Notify(f"going on at {best.node}")] if self._said else []
-            return [*told, *self._start(best.node, RequestKind.POST, now)]
+            answers = [Notify(f"going on at {best.node}")] if self._answers else []
+            return [*answers, *self._start(best.node, RequestKind.POST, now)]
         if hope:
             self._hopeless_since = None
             return []
@@ -445,8 +447,8 @@ class FailoverPlan:
             node, ended = self._late
             return self._start(node, RequestKind.FETCH, now, ended)
         lines = {line.node: line for line in self._nodes.ranking(now)}
-        told = "; ".join(about(node, self._said.get(node, lines[node].said)) for node in self._nodes.names)
-        message = f"no node could run job {self._job.job_id}: {told}"
+        answers = "; ".join(about(node, self._answers.get(node, lines[node].last_answer)) for node in self._nodes.names)
+        message = f"no node could run job {self._job.job_id}: {answers}"
         refusals = [refusal for node, line in lines.items() if (refusal := self._not_here.get(node) or line.refusal)]
         if len(refusals) < len(lines):
             return self._give_up(Unavailable(message))
@@ -470,10 +472,10 @@ class FailoverPlan:
     def _out_of_time(self) -> TasukiError:
         where = ", ".join(run.node for run in self._runs.values() if run.kind is not RequestKind.FETCH)
         state = f"it may still run at {where}" if where else "no node was free in time"
-        told = "; ".join(about(node, words) for node, words in self._said.items())
+        answers = "; ".join(about(node, words) for node, words in self._answers.items())
         return DeadlineExceeded(
             f"job {self._job.job_id} has no result after {self._job.limit_s:g} s; {state}; "
-            f"ask again with the same job id to go on waiting{'; ' + told if told else ''}"
+            f"ask again with the same job id to go on waiting{'; ' + answers if answers else ''}"
         )
 
     def _give_up(self, error: TasukiError) -> list[Command]:

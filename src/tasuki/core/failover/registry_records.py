@@ -1,6 +1,6 @@
 """Records of node agents and dispatchers in a store that they share: a run is a job, the right to run it a lease. Pure.
 
-Between two transactions a job of the registry is held by somebody or has ended; it is never PENDING. Submit and grant are one
+Between two transactions a job of the registry has a lease or has ended; it is never PENDING. Submit and grant are one
 turn, and there are no retries and no losses: an attempt without a result ends its job, and the next request with its id reruns it
 (`on_failed="rerun"`). So no worker that shares the store can be granted one by its patterns, and no delay stands between a node's
 death and the next run. A lease by job_id ends one that has expired, without waiting for the reaper.

@@ -14,12 +14,12 @@ from tasuki.core.failover.nodes import (
     Nodes,
     NodeState,
     Ranked,
+    authoritative_node,
     candidates,
     look_every_s,
     parse_input,
     rendezvous,
     well,
-    who_knows,
 )
 from tasuki.errors import InvalidInput
 
@@ -95,12 +95,12 @@ def test_a_node_that_is_asked_again_after_a_pause_counts_until_it_does_not_answe
 def test_of_several_words_about_a_job_a_result_counts_most() -> None:
     said = {NODES[0]: JobStatus("running"), NODES[1]: JobStatus("done"), NODES[2]: JobStatus("interrupted")}
 
-    assert who_knows("a", said) == NODES[1]
-    assert who_knows("a", {NODES[0]: JobStatus("of another version"), NODES[2]: JobStatus("interrupted")}) == NODES[2]
-    assert who_knows("a", {node: JobStatus("done") for node in NODES}) == rendezvous("a", NODES)[0]
-    assert who_knows("a", {NODES[0]: JobStatus("queued"), NODES[1]: JobStatus("running")}) == NODES[1]
-    assert who_knows("a", {NODES[0]: JobStatus("queued"), NODES[1]: JobStatus("failed")}) == NODES[0]
-    assert who_knows("a", {}) is None
+    assert authoritative_node("a", said) == NODES[1]
+    assert authoritative_node("a", {NODES[0]: JobStatus("of another version"), NODES[2]: JobStatus("interrupted")}) == NODES[2]
+    assert authoritative_node("a", {node: JobStatus("done") for node in NODES}) == rendezvous("a", NODES)[0]
+    assert authoritative_node("a", {NODES[0]: JobStatus("queued"), NODES[1]: JobStatus("running")}) == NODES[1]
+    assert authoritative_node("a", {NODES[0]: JobStatus("queued"), NODES[1]: JobStatus("failed")}) == NODES[0]
+    assert authoritative_node("a", {}) is None
 
 
 def test_nodes_are_looked_at_less_often_the_longer_nobody_asks() -> None:
