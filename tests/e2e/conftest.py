@@ -19,7 +19,7 @@ from tests.support.processes import ServerProcess, start_server, start_servers
 
 @pytest.fixture(params=STORES)
 def store_url(request: pytest.FixtureRequest) -> str:
-    """For `start_server(store=…)`: empty for SQLite, else a fresh database."""
+    """The URL for `start_server(store=…)`: empty for SQLite, or a fresh database."""
     return "" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 
@@ -64,7 +64,7 @@ def shared_store_url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory: pytest.TempPathFactory, shared_store_url: str) -> Iterator[ServerProcess]:
-    """One for all tests of a file that do no harm to it."""
+    """One server for all tests of a file that do no harm to it."""
     with start_server(tmp_path_factory.mktemp("shared"), store=shared_store_url) as server:
         yield server
         assert server.running, server.output()

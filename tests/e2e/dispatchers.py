@@ -23,7 +23,7 @@ GUIDE = Path(__file__).parents[2] / "docs/operate/dispatcher.md"
 
 
 class DispatcherProcess(ChildProcess):
-    """One on a port that it has again when it is started again; it keeps uploads in `folder / "inputs"`."""
+    """A dispatcher on a port that it has again when it is started again; it keeps uploads in `folder / "inputs"`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DispatcherProcess(ChildProcess):
         listen: str = "127.0.0.1:0",
         within: Sequence[str] = (),
     ) -> None:
-        """`within` stands before the command: what takes it to where it is to run."""
+        """Start the dispatcher; `within` are words before the command that take it to where it is to run."""
         self.name, self._authority, self._within = name, authority, within
         tokens = folder / "tokens"
         tokens.write_text(TOKEN)
@@ -51,11 +51,11 @@ class DispatcherProcess(ChildProcess):
         self.command = self._command_for(self.address)
 
     def has(self, job_id: str) -> bool:
-        """It sent this job to a node."""
+        """Return whether the dispatcher sent this job to a node."""
         return f"job {job_id}: goes to" in self.output()
 
     def input_bytes(self) -> float:
-        """How much it was sent for runs, forms included, and for the store of inputs."""
+        """Return the number of bytes that it received for runs, forms included, and for the store of inputs."""
         text = httpx.get(
             f"https://{self.address}/metrics", headers=bearer(), verify=self._authority.trusted(), timeout=DEADLINE_S
         ).text
@@ -69,7 +69,7 @@ def bearer(token: str = TOKEN) -> dict[str, str]:
 def start_dispatchers(
     stack: contextlib.ExitStack, folder: Path, agents: list[str], authority: TestAuthority
 ) -> list[DispatcherProcess]:
-    """East and west, both ready."""
+    """Start the dispatchers east and west, and wait until both are ready."""
     made = [stack.enter_context(DispatcherProcess(folder, name, agents, authority)) for name in ("east", "west")]
     for dispatcher in made:
         dispatcher.await_ready()
@@ -77,13 +77,13 @@ def start_dispatchers(
 
 
 def the_one_with(job_id: str, dispatchers: list[DispatcherProcess]) -> tuple[DispatcherProcess, DispatcherProcess]:
-    """(the dispatcher through which this job runs, the other one)."""
+    """Return the dispatcher through which this job runs, and the other one."""
     until(lambda: any(one.has(job_id) for one in dispatchers), DEADLINE_S, f"job {job_id} is at a node")
     east, west = dispatchers
     return (east, west) if east.has(job_id) else (west, east)
 
 
 def documented_loop() -> str:
-    """The one of the guide, which sends a request until it has an outcome."""
+    """Return the loop of the guide, which sends a request until it has an outcome."""
     (_, _, section) = GUIDE.read_text().partition("## Two of them, one address")
     return next(block for block in section.split("```")[1::2] if "until" in block)

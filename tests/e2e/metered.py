@@ -34,7 +34,7 @@ class Metered:
         self._thread.join(5.0)
 
     def hold_at(self, total: int) -> None:
-        """Carry nothing of clients beyond so many bytes; 0: carry everything."""
+        """Carry no more than so many bytes of clients; 0: carry everything."""
 
         async def change() -> None:
             async with self._moved:
@@ -45,11 +45,11 @@ class Metered:
 
     @property
     def holds(self) -> bool:
-        """It has carried all that it may."""
+        """The proxy has carried all that it may."""
         return bool(self._limit) and self.sent >= self._limit
 
     def cut(self) -> None:
-        """All connections are lost."""
+        """Cut all connections."""
 
         async def abort() -> None:
             for writer in list(self._connections):

@@ -60,7 +60,7 @@ class Ledger:
         return [run.attempt for run in self.of(job_id)]
 
     def wait_for(self, job_id: str, attempt: int = 1, timeout: float = SOON_S) -> Run:
-        """The run of this attempt, as soon as it has begun."""
+        """Wait until this attempt has begun; return its run."""
 
         def begun() -> list[Run]:
             return [run for run in self.of(job_id) if run.attempt == attempt]
@@ -69,24 +69,24 @@ class Ledger:
 
 
 def jobs_worker(server: Servers, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
-    """A worker with the handlers of jobs.py."""
+    """Start a worker with the handlers of jobs.py."""
     return start_worker(server, "--ledger", str(ledger.path), *arguments, script=HERE / "jobs.py", **options)
 
 
 def command_worker(server: Servers, ledger: Ledger, *arguments: str, **options: Any) -> WorkerProcess:
-    """A `tasuki worker` whose exec `step` is step.sh."""
+    """Start a `tasuki worker` whose exec `step` is step.sh."""
     step = f"step=/bin/sh {HERE / 'step.sh'} {ledger.path} {{args}}"
     return start_worker(server, "--exec", step, *arguments, command=True, **options)
 
 
 def servers_seen(client: Client) -> list[dict[str, Any]]:
-    """All live servers, as the one that answers knows them; it comes first."""
+    """Return all live servers, as the one that answers knows them; it comes first."""
     seen: list[dict[str, Any]] = client.wait(client.aio.request("servers"))
     return seen
 
 
 def wait_until_met(servers: Sequence[ServerProcess]) -> None:
-    """Until every server knows where all the others are; they tell each other once a second."""
+    """Wait until every server knows where all the others are; they tell each other once a second."""
     urls = {server.url for server in servers}
     for server in servers:
         with server.client() as client:
@@ -98,7 +98,7 @@ def _addresses(client: Client) -> set[str]:
 
 
 def leader_of(servers: Sequence[ServerProcess], timeout: float = SOON_S) -> ServerProcess:
-    """The one that leads, by its own words, as soon as there is one."""
+    """Wait until a server has logged that it leads; return it."""
 
     def leading() -> list[ServerProcess]:
         return [server for server in servers if server.running and server.leads]
@@ -107,7 +107,7 @@ def leader_of(servers: Sequence[ServerProcess], timeout: float = SOON_S) -> Serv
 
 
 def assert_one_finish_each(client: Client, job_ids: Iterable[str], group: str) -> None:
-    """Every job of the group succeeded, and the group's counters, kept by the finishes themselves, saw each exactly once."""
+    """Check that every job of the group succeeded, and that the group's counters, kept by the finishes, saw each exactly once."""
     wanted = list(job_ids)
     views: list[dict[str, Any]] = []
     for start in range(0, len(wanted), 1000):
@@ -120,18 +120,18 @@ def assert_one_finish_each(client: Client, job_ids: Iterable[str], group: str) -
 
 
 def story(client: Client, job_id: str) -> list[str]:
-    """The kinds of unusual things that befell a job, in order."""
+    """Return the kinds of incidents of a job, in order."""
     return [incident["kind"] for incident in client.explain(job_id)["story"]]
 
 
 def stdout_of(result: bytes) -> str:
-    """What a command printed, from its result."""
+    """Return the stdout of a command, from its result."""
     with zipfile.ZipFile(io.BytesIO(result)) as archive:
         return archive.read("stdout.log").decode()
 
 
 @contextlib.contextmanager
 def in_background(work: Any, *args: Any, **kwargs: Any) -> Iterator[Future[Any]]:
-    """Run something that blocks in a thread of its own; leaving waits for it."""
+    """Run something that blocks in a thread of its own; leaving the block waits for it."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(work, *args, **kwargs)

@@ -14,7 +14,7 @@ LAST_S = 60.0  # whoever is forgotten ends by itself
 
 
 def step(stream: str, number: int, size_bytes: int, attempt: int = 1) -> bytes:
-    """What is written to a stream in this step: no two bytes of it stand in the same surroundings."""
+    """Return the bytes of a stream in this step: no two bytes stand in the same surroundings."""
     line = b"%s %d.%d " % (stream.encode(), attempt, number)
     count = size_bytes // len(line) + 1
     return b"".join(line + b"%06d\n" % at for at in range(count))[:size_bytes]

@@ -27,7 +27,7 @@ MIB = 1024 * 1024
 
 
 def make_file(path: Path, size_bytes: int) -> str:
-    """Random bytes, the same 16 MiB again and again with their number; the sha256."""
+    """Write random bytes, the same 16 MiB again and again with their number; return the sha256."""
     block, digest = os.urandom(min(size_bytes, 16 * MIB)), hashlib.sha256()
     with path.open("wb") as file:
         for number, start in enumerate(range(0, size_bytes, len(block))):
@@ -38,7 +38,7 @@ def make_file(path: Path, size_bytes: int) -> str:
 
 
 def kept_bytes(server: ServerProcess) -> int:
-    """What the server has on its disk of an upload that is under way."""
+    """Return the number of bytes that the server has on its disk of an upload under way."""
     return sum(path.stat().st_size for path in (server.folder.blobs / "tmp").iterdir())
 
 
@@ -47,7 +47,7 @@ def port_of(server: ServerProcess, door: str) -> int:
 
 
 def send_with_deaths(tmp_path: Path, door: str, size_bytes: int, patience_s: float) -> int:
-    """Kill the client at half, and the server at three quarters; the bytes that were sent in all."""
+    """Kill the client at half, and the server at three quarters; return the number of bytes sent in all."""
     path = tmp_path / "large.bin"
     sha256 = make_file(path, size_bytes)
     with start_server(tmp_path, "--http", "127.0.0.1:0") as server, Metered(port_of(server, door)) as way:

@@ -34,14 +34,14 @@ class _Records:
 
 
 class Wire:
-    """Lives in a thread of its own. `port` is where it listens; `target` may be changed while it runs."""
+    """A proxy in a thread of its own. `port` is where it listens; `target` may be changed while it runs."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target = (host, port)
         self.port = 0
         self.carried_bytes = 0
         self.said_records = 0
-        """Of TLS, from who dialed."""
+        """The number of TLS records from the dialing side."""
         self.connections = 0
         self._refusing = False
         self._loop = asyncio.new_event_loop()
@@ -63,15 +63,15 @@ class Wire:
     # ------------------------------------------------------------------------------------------------ what is done to it
 
     def snip(self) -> None:
-        """All connections break; new ones are carried."""
+        """Break all connections; new ones are carried."""
         self._do(self._snip)
 
     def cut(self) -> None:
-        """All connections break, and new ones do too."""
+        """Break all connections, and new ones too."""
         self._do(self._cut)
 
     def freeze(self) -> None:
-        """Connections stay open and are made, and nothing arrives any more: a black hole."""
+        """Carry nothing any more; connections stay open and are made."""
         self._do(self._flowing.clear)
 
     def mend(self) -> None:

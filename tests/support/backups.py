@@ -20,7 +20,7 @@ AGAIN = b"an input whose first generation was deleted\n" * 100
 
 
 class Made(NamedTuple):
-    """A store that is closed, and what its workers hold."""
+    """A closed store, and the leases of its workers."""
 
     folder: DataFolder
     running: Grant
@@ -28,13 +28,13 @@ class Made(NamedTuple):
 
 
 def opened(path: Path, clock: FakeClock | None = None) -> Stage:
-    """The store as a server has it: opened, and led."""
+    """Open the store as a server does, and lead it."""
     clock = clock or FakeClock()
     return Stage(SqlStore.open_sqlite(with_tables(path), clock=clock), clock)
 
 
 def make_store(root: Path) -> Made:
-    """One job that succeeded with a blob, one that runs, one that waits."""
+    """Make a store with one job that succeeded with a blob, one that runs, one that waits."""
     folder = DataFolder(root)
     stage = opened(folder.database)
     stage.ended("done", "SUCCEEDED")
@@ -47,7 +47,7 @@ def make_store(root: Path) -> Made:
 
 
 def add_blob(folder: DataFolder, data: bytes, job_id: str, role: str, *, generation: int = 0, **columns: Any) -> str:
-    """Bytes, their row, and a job's reference to them; the sha256."""
+    """Store a blob, its row, and a job's reference to it; return the sha256."""
     blobs = FolderBlobs(folder.blobs, max_blob_bytes=2**30, floor_free_bytes=0)
     with blobs.begin(size_bytes=len(data), generation=generation) as writer:
         writer.write(data)

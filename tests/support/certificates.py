@@ -29,11 +29,11 @@ class TestAuthority:
         return str(self._files.ca)
 
     def trusted(self) -> ssl.SSLContext:
-        """What a client has that was given the CA."""
+        """Return the context of a client that was given the CA."""
         return ssl.create_default_context(cafile=self.ca)
 
     def issue(self, *names: str, begins_days: float = -1, ends_days: float = 30) -> tuple[str, str]:
-        """(certificate, key) for these names, else for 127.0.0.1; valid from and until so many days from now."""
+        """Return (certificate, key) for these names, by default for 127.0.0.1; the validity is in days from now."""
         now = datetime.now(UTC)
         files = CertificateFiles(
             self._folder / f"{'-'.join(names) or 'loopback'}{begins_days:+g}{ends_days:+g}".replace(":", ".")
@@ -43,7 +43,7 @@ class TestAuthority:
         return str(files.cert), str(files.key)
 
     def serving(self, *names: str, begins_days: float = -1, ends_days: float = 30) -> ssl.SSLContext:
-        """What a server has that shows such a certificate."""
+        """Return the context of a server that shows such a certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self.issue(*names, begins_days=begins_days, ends_days=ends_days))
         return context

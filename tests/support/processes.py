@@ -52,13 +52,13 @@ def _kill_leftovers() -> None:
 
 
 def rss_bytes(pid: int) -> int:
-    """Memory of a process that is really in RAM, from /proc."""
+    """Return the resident memory of a process, from /proc."""
     resident_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def open_files(pid: int) -> int:
-    """How many descriptors a process has open."""
+    """Return the number of open descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - a Path for each of thousands says nothing more
 
 
@@ -98,7 +98,7 @@ class ChildProcess:
         return self.process.poll() is None
 
     def output(self, *, all_starts: bool = False) -> str:
-        """All that the process wrote since its latest start, or since its first one."""
+        """Return all output of the process since its latest start, or since its first one."""
         with self.log.open("rb") as log:
             log.seek(0 if all_starts else self._log_start)
             return log.read().decode("utf-8", "replace")
@@ -123,24 +123,24 @@ class ChildProcess:
         self.process.send_signal(number)
 
     def wait(self, timeout: float = END_TIMEOUT_S) -> int:
-        """Wait for the end; the exit code, negative for a signal."""
+        """Wait for the end; return the exit code, negative for a signal."""
         code = self.process.wait(timeout)
         _started.discard(self.process)
         return code
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone. Harmless if it is gone already."""
+        """Kill the process, and wait until it is gone. Harmless if it is gone already."""
         if self.running:
             self.process.kill()
         self.wait()
 
     def start_again(self) -> None:
-        """Run the same command once more; it is killed first if it still runs."""
+        """Run the same command once more, after killing the process if it still runs."""
         self.kill()
         self.process = self._spawn()
 
     def stop(self, timeout: float = END_TIMEOUT_S) -> int:
-        """SIGTERM, and wait for the orderly end; the exit code."""
+        """Send SIGTERM, and wait for the orderly end; return the exit code."""
         if self.running:
             self.process.terminate()
         return self.wait(timeout)
@@ -192,17 +192,17 @@ class ServerProcess(ChildProcess):
         return self.folder.token_file.read_text().strip()
 
     def led(self, *, all_starts: bool = False) -> list[int]:
-        """The epochs under which this server led, since its latest start or since its first one."""
+        """Return the epochs under which this server led, since its latest start or since its first one."""
         return [int(epoch) for epoch in re.findall(r"leads, under epoch (\d+)", self.output(all_starts=all_starts))]
 
     @property
     def leads(self) -> bool:
-        """By its own words it is the leader: an end of its leadership has not followed yet."""
+        """The server has logged that it leads, and no end of that since."""
         output = self.output()
         return output.count("leads, under epoch") > output.count("leads no more")
 
     def restart(self, *, same_port: bool = True, env: Mapping[str, str] | None = None) -> None:
-        """Start it again on the same folder, store (and port), after `kill` or `stop`; it is killed first if it still runs.
+        """Start the server again on the same folder, store (and port); it is killed first if it still runs.
 
         `env` replaces what the first start was given in addition to the environment.
         """
@@ -220,22 +220,22 @@ class ServerProcess(ChildProcess):
         )
 
     def client(self, url: str | None = None, **options: Any) -> Client:
-        """A client over TCP with the admin token, unless told otherwise."""
+        """Return a client over TCP with the admin token, unless told otherwise."""
         return Client(url or self.url, **self._client_options(options))
 
     def async_client(self, url: str | None = None, **options: Any) -> AsyncClient:
-        """The same, for `async with`."""
+        """Return an async client over TCP with the admin token, unless told otherwise."""
         return AsyncClient(url or self.url, **self._client_options(options))
 
     def _client_options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"token": self.token, "connect_timeout_s": 10.0, **options}
 
     def create_token(self, kind: str, *, scope: Iterable[str] = (), expires_at: float | None = None) -> str:
-        """A new token of a kind (admin, client, worker); returns the secret."""
+        """Create a token of a kind (admin, client, worker); return the secret."""
         return self.create_named_token(kind, scope=scope, expires_at=expires_at)[1]
 
     def create_named_token(self, kind: str, *, scope: Iterable[str] = (), expires_at: float | None = None) -> tuple[str, str]:
-        """(token_id, secret) of a new token."""
+        """Create a token; return (token_id, secret)."""
         token_id, secret = secrets.token_hex(6), make_secret(kind)
         row = {
             "token_id": token_id,
@@ -280,7 +280,7 @@ def start_server(
 
 @contextlib.contextmanager
 def start_servers(tmp_path: Path, count: int, *arguments: str, **options: Any) -> Iterator[list[ServerProcess]]:
-    """Several servers at once, each with a folder of its own; leaving the block kills them."""
+    """Start several servers at once, each with a folder of its own; leaving the block kills them."""
     with contextlib.ExitStack() as stack, futures.ThreadPoolExecutor(count) as pool:
         starting = [pool.submit(start_server, tmp_path, *arguments, data=f"server-{n}", **options) for n in range(1, count + 1)]
         futures.wait(starting)
@@ -291,7 +291,7 @@ def start_servers(tmp_path: Path, count: int, *arguments: str, **options: Any) -
 
 
 def url_of(servers: Sequence[ServerProcess]) -> str:
-    """One address that lists them all."""
+    """Return one address that lists all servers."""
     if len(servers) == 1:
         return servers[0].url
     return "tcp://" + ",".join(server.url.removeprefix("tcp://") for server in servers)
@@ -331,6 +331,6 @@ def start_worker(
 
 
 def _clean_environment() -> dict[str, str]:
-    """Our own environment without what would lead a process elsewhere; the source tree is importable in any folder."""
+    """Return this process's environment without TASUKI variables; the source tree is importable in any folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TASUKI_")}
     return {**kept, "PYTHONPATH": os.fspath(SOURCE), "PYTHONUNBUFFERED": "1"}

@@ -8,8 +8,8 @@
 
     def test_a_contract(system_redis_url):       # the same in the Redis of the system, where that is another version
 
-The fixtures are in tests/conftest.py: one Redis for each process of pytest, started by the first test that asks for it. Whoever
-stops it starts it again, or uses a service of their own: `with RedisService(appendfsync="always") as service:`.
+The fixtures are in tests/conftest.py: one Redis for each process of pytest, started by the first test that asks for it. A test
+that stops it starts it again, or uses a service of its own: `with RedisService(appendfsync="always") as service:`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ SETTINGS = {
 
 
 def redis_program() -> Path | None:
-    """The server of the wheel, else the system's; None if there is neither."""
+    """Return the server of the wheel, or else the system's; None if there is neither."""
     return _wheel_program() or _system_program()
 
 
 def other_redis_program() -> Path | None:
-    """The system's server, if it is another version than the one that all tests use."""
+    """Return the system's server, if it is another version than the one that all tests use."""
     program, usual = _system_program(), _wheel_program()
     return program if program is not None and usual is not None and version_of(program) != version_of(usual) else None
 
 
 def version_of(program: Path) -> str:
-    """6.2.14 and the like."""
+    """Return the version, such as 6.2.14."""
     told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=START_TIMEOUT_S, check=True).stdout
     return next(word.removeprefix("v=") for word in told.split() if word.startswith("v="))
 
@@ -93,7 +93,7 @@ class RedisService:
 
     # -- life -----------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Start it (again, on the same port, with the same data), and return when it takes commands."""
+        """Start the server (again, on the same port, with the same data), and return when it takes commands."""
         assert self._process is None, "it runs already"
         for _ in range(1 if self.port else 5):  # between our look for a free port and its use, another may take it
             port = self.port or _free_port()
@@ -113,22 +113,22 @@ class RedisService:
         raise AssertionError(f"Redis did not start:\n{self.log.read_text('utf-8', 'replace')[-4000:]}")
 
     def stop(self) -> None:
-        """Shut it down in order."""
+        """Shut the server down in order."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash."""
+        """Kill the server with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Its host still answers, it does not."""
+        """Freeze the server: its host still answers, the server does not."""
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._send(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it and remove its folder."""
+        """End the server and remove its folder."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -140,14 +140,14 @@ class RedisService:
 
     # -- databases ------------------------------------------------------------------------------------------------
     def url(self) -> str:
-        """The URL of an empty database."""
+        """Return the URL of an empty database."""
         number = next(self._numbers)
         with contextlib.closing(self.client(number)) as client:
             client.flushdb()
         return f"redis://127.0.0.1:{self.port}/{number}"
 
     def client(self, number: int = 0) -> redis.Redis:
-        """Raw commands, as redis-cli would send them."""
+        """Return a client for raw commands, as redis-cli would send them."""
         return redis.Redis(port=self.port, db=number, password=self._settings.get("requirepass"), decode_responses=True)
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ _PORTS = ("master", "volume", "filer", "s3")
 
 
 def weed_program() -> Path | None:
-    """The program, beside the Python that runs the tests or on the path; None if it is not installed."""
+    """Return the program, beside the Python that runs the tests or on the path; None if it is not installed."""
     beside = Path(sys.executable).with_name("weed")
     found = str(beside) if beside.exists() else shutil.which("weed")
     return Path(found) if found else None
@@ -71,7 +71,7 @@ class S3Service:
 
     # -- life -----------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Start it (again, on the same ports), and return when it takes and gives objects."""
+        """Start the server (again, on the same ports), and return when it takes and gives objects."""
         assert self._process is None, "it runs already"
         assert threading.current_thread() is threading.main_thread(), "it would die with the thread that started it"
         for _ in range(1 if self._ports else 5):  # between our look for free ports and their use, another may take one
@@ -98,14 +98,14 @@ class S3Service:
         return self._process is not None
 
     def kill(self) -> None:
-        """SIGKILL: whoever is connected is cut off in mid-sentence."""
+        """Kill the server with SIGKILL: all connections are cut."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
             self._process = None
 
     def pause(self) -> None:
-        """Freeze it: its host still answers, it does not."""
+        """Freeze the server: its host still answers, the server does not."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -114,7 +114,7 @@ class S3Service:
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it and remove its folder, and the sockets that it keeps elsewhere."""
+        """End the server and remove its folder, and the sockets that it keeps elsewhere."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
         for name, port in self._ports.items():
@@ -134,16 +134,16 @@ class S3Service:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to come in."""
+        """The environment with the credentials for a process."""
         return {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
 
     def url(self, bucket: str = BUCKET, prefix: str | None = None, endpoint: str | None = None) -> str:
-        """For `--blobs`: a fresh prefix in the bucket, if none is given."""
+        """Return the URL for `--blobs`, with a fresh prefix in the bucket if none is given."""
         prefix = f"test-{secrets.token_hex(6)}" if prefix is None else prefix
         return f"s3://{bucket}/{prefix}?{urlencode({'endpoint': endpoint or self.endpoint})}"
 
     def client(self) -> Any:
-        """A plain boto3 client that gives up at once."""
+        """Return a boto3 client that gives up at once."""
         return _client(self.endpoint)
 
     def _is_ready(self, ports: dict[str, int]) -> bool:
@@ -168,7 +168,7 @@ def _client(endpoint: str) -> Any:
 
 
 def _is_up(client: Any) -> bool:
-    """Whether an object can be written and read: the parts come up one after the other."""
+    """Return whether an object can be written and read: the parts come up one after the other."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     bucket = "tasuki-ready"
@@ -205,5 +205,5 @@ def _free_ports() -> dict[str, int]:
 
 
 def _die_with_us() -> None:
-    """In the child: when the tests are killed, the server does not live on."""
+    """Have the kernel kill the server when the tests are killed; called in the child."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -19,7 +19,7 @@ def memory_folder() -> Path | None:
 
 
 def with_tables(path: Path) -> Path:
-    """The path; a file that was not there is made, with the tables and nothing in them, as its owner would have made it."""
+    """Make the file with tables and no rows, if it is not there yet, with its owner's rights; return the path."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
