@@ -14,15 +14,22 @@ from typing import Any
 import pytest
 
 from tasuki.blobs.s3 import requests
+from tasuki.blobs.s3 import store as s3_store
 from tasuki.blobs.s3.requests import S3Address, parse_s3_url
-from tasuki.blobs.s3.store import PART_BYTES, PROBE, S3Blobs
+from tasuki.blobs.s3.store import PROBE, S3Blobs
 from tasuki.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from tests.support.s3_service import BUCKET, READER_KEY_ID, SECRET, S3Service
 from tests.support.waiting import until
 
 MIB = 1024 * 1024
+PART_BYTES = 5 * MIB  # the least that a bucket accepts: bytes cost time
 LARGE = bytes(range(256)) * (5 * PART_BYTES // 512)  # two parts and a half
 LARGE_SHA256 = hashlib.sha256(LARGE).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_store, "PART_BYTES", PART_BYTES)
 
 
 @pytest.fixture

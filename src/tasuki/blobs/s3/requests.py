@@ -7,6 +7,7 @@ Credentials come from the usual AWS environment and files, and are never part of
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import threading
@@ -105,6 +106,14 @@ def parse_s3_url(url: str) -> S3Address:
     return S3Address(parts.netloc, f"{prefix}/" if prefix else "", endpoint, options.get("region"))
 
 
+@functools.cache
+def _model_loader() -> Any:
+    """Return the loader of boto3's service models, which takes a quarter of a second: one for all clients of a process."""
+    from botocore.session import get_session
+
+    return get_session().get_component("data_loader")
+
+
 class S3Requests:
     """All requests of one blob store. Used by many threads at once, as boto3's clients may be."""
 
@@ -116,6 +125,7 @@ class S3Requests:
             import boto3
             import botocore.exceptions as failures
             from botocore.config import Config
+            from botocore.session import get_session
         except ImportError as error:
             raise ConfigError("blobs in S3 need boto3: pip install 'tasuki[s3]'") from error
         self._failures = failures
@@ -133,7 +143,9 @@ class S3Requests:
             response_checksum_validation="when_required",
         )
         try:
-            session = boto3.session.Session()
+            core = get_session()
+            core.register_component("data_loader", _model_loader())
+            session = boto3.session.Session(botocore_session=core)
             # Without a region boto3 refuses to sign; servers with an endpoint of their own mostly do not look at it.
             region = address.region or session.region_name or "us-east-1"
             self._client = session.client("s3", endpoint_url=address.endpoint, region_name=region, config=config)
