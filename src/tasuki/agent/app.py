@@ -24,9 +24,9 @@ from starlette.responses import Response
 from tasuki.agent import refusals
 from tasuki.agent.folders import AgentRunFolders, JobFolders
 from tasuki.agent.jobs import AgentJobs, AgentMetrics, Registry, ResultElsewhere, SlotJob
-from tasuki.agent.refusals import body_was_read, guarded, log_context
+from tasuki.agent.refusals import Tokens, body_was_read, guarded, log_context
 from tasuki.agent.results import EarlyResponse, ResultResponse
-from tasuki.agent.settings import AgentConfig, Tokens
+from tasuki.agent.settings import AgentConfig
 from tasuki.agent.upload import InputSource, Upload, UploadWithStoredInputs, boundary_of
 from tasuki.core.address import Address
 from tasuki.core.failover.agent_protocol import (

@@ -372,7 +372,7 @@ class AgentJobs:
         held.task = self._loop.create_task(self._run_slot(held, self._attempt(held, order, marker, files)))
 
     def order_of(self, form: UploadForm) -> _StartOrder:
-        exec_ = self._config.exec_of(form.exec)
+        exec_ = self._config.execs.get(form.exec or self._config.default_exec or "")
         if exec_ is None:
             there = ", ".join(sorted(self._config.execs))
             asked = (

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import hashlib
+import hmac
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tasuki.agent.settings import Tokens
 from tasuki.core.failover import agent_protocol
 from tasuki.doors.http import exchange as http_answers
 from tasuki.doors.http.exchange import discreet, envelope, error_answer, json_answer, secret_of
@@ -121,6 +122,21 @@ DRAINED_BODY_BYTES = 1024 * 1024
 """An unread body up to this size is read by uvicorn, and the connection stays open."""
 BODY_READ = "tasuki.body_over"
 """Key in a request's scope: the body was read to its end, though not through the request."""
+
+
+class Tokens:
+    """Tokens that are accepted. Each is compared, in constant time: the delay of an answer tells nothing about them."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admit(self, secret: str) -> bool:
+        """Return whether the secret is one of the tokens."""
+        given = hashlib.sha256(secret.encode()).digest()
+        return sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
 
 
 class GuardedResponse(NamedTuple):

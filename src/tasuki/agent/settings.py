@@ -1,11 +1,9 @@
-"""Configuration of an agent: its settings, its token file, and defaults from the size of the machine."""
+"""Settings of an agent: its configuration, its token file, and defaults from the size of the machine."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,26 +32,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     keep_days: float = KEEP_DAYS
     tokens: tuple[str, ...] = ()
     log_caps: LogCaps = DEFAULT_CAPS
-
-    def exec_of(self, name: str | None) -> Exec | None:
-        """Return the exec of that name, or without a name the default one."""
-        chosen = name or self.default_exec
-        return None if chosen is None else self.execs.get(chosen)
-
-
-class Tokens:
-    """Tokens that are accepted. Each is compared, in constant time: the delay of an answer tells nothing about them."""
-
-    def __init__(self, tokens: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def admit(self, secret: str) -> bool:
-        """Return whether the secret is one of the tokens."""
-        given = hashlib.sha256(secret.encode()).digest()
-        return sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
 
 
 def read_tokens(path: str) -> tuple[str, ...]:

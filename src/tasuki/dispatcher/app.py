@@ -21,10 +21,9 @@ from starlette.responses import Response
 
 from tasuki.agent import refusals
 from tasuki.agent.input_sources import open_store
-from tasuki.agent.refusals import body_was_read, guarded, log_context
+from tasuki.agent.refusals import Tokens, body_was_read, guarded, log_context
 from tasuki.agent.registry_queries import described
 from tasuki.agent.results import EarlyResponse
-from tasuki.agent.settings import Tokens
 from tasuki.agent.upload import boundary_of
 from tasuki.client.agents.node import JobView
 from tasuki.config import DISK_FLOOR_BYTES
