@@ -11,6 +11,7 @@ from tasuki.client.agents.client import AsyncAgentsClient
 from tasuki.client.agents.node import AgentNode
 from tasuki.config import parse_url
 from tasuki.core.address import Address
+from tasuki.core.failover.nodes import Nodes
 from tasuki.errors import ConfigError, NoConnection
 from tasuki.net.http.early_response import proxy_of
 from tests.client.agent_stand_in import Asked, Reply, StandIn, http, result, result_zip
@@ -39,7 +40,7 @@ def test_plain_requests_are_handed_to_the_proxy_of_the_environment(environment: 
             proxy.on_post = answer
             environment.setenv("HTTP_PROXY", proxy.url)
             node = AgentNode(FAR, "", None, proxies=True)
-            capacity = await node.look()
+            capacity, _ = await node.check(Nodes([node.name], lambda: 0.0), token_matters=True)
             await node.close()
 
             assert capacity is not None
@@ -127,7 +128,8 @@ def test_a_dispatcher_reaches_its_agents_directly(environment: pytest.MonkeyPatc
             environment.setenv("HTTP_PROXY", "http://127.0.0.1:1")
             (address,) = parse_url(agent.url)
             node = AgentNode(address, "", None)
-            assert await node.look() is not None
+            capacity, _ = await node.check(Nodes([node.name], lambda: 0.0), token_matters=True)
+            assert capacity is not None
             await node.close()
 
     asyncio.run(main())
