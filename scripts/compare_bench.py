@@ -2,7 +2,7 @@
 
 usage: python scripts/compare_bench.py OTHER_CHECKOUT [--pairs 11]
 
-Each checkout runs its own quick benches with its own .venv. Prints medians, and the median of the ratios of this one to the other.
+Each checkout runs its own quick benches with its own .venv. Prints medians, and the median of the ratios, this one to the other.
 """
 
 from __future__ import annotations

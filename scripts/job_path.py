@@ -3,7 +3,8 @@
 usage: python scripts/job_path.py [--list] [SCENARIO …]        (submit, http, agent, cancel; without a name all four)
 
 Real processes are started with a profile function (a `sitecustomize` on their path). Each scenario runs one job first, so that
-lazy imports are done, then sets a flag that all processes see, runs the job that counts, and clears the flag.
+lazy imports are done, then watches the processes at rest, then runs the job that counts. Functions that also ran at rest, those
+of timers, do not count.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import tasuki
 ROOT = Path(tasuki.__file__).parent
 START_TIMEOUT_S = 60.0
 RESULT_TIMEOUT_S = 60.0
+AT_REST, AT_WORK = 1, 2  # values of the flag
+AT_REST_S = 1.5  # time for every timer, and less than the interval of heartbeats
 CO_OPTIMIZED = 0x1  # set on the code of functions, not on that of modules and classes
 TOKEN = "tsk_a_" + "0" * 43  # of the agent, for this run only
 
@@ -41,10 +44,11 @@ with open(os.environ["JOB_PATH_FLAG"], "rb") as _file:
 def _profile(frame, event, argument):
     if event == "call" and _flag[0]:
         code = frame.f_code
-        if code.co_flags & {CO_OPTIMIZED} and code.co_filename not in _seen and code.co_filename.startswith(_root):
-            _seen.add(code.co_filename)
+        key = (_flag[0], code)
+        if code.co_flags & {CO_OPTIMIZED} and key not in _seen and code.co_filename.startswith(_root):
+            _seen.add(key)
             out = os.open(_path, os.O_WRONLY | os.O_APPEND)  # opened each time: the keeper closes what it inherits
-            os.write(out, (code.co_filename + "\\n").encode())
+            os.write(out, f"{{key[0]}} {{code.co_qualname}} {{code.co_filename}}\\n".encode())
             os.close(out)
 threading.setprofile(_profile)
 sys.setprofile(_profile)
@@ -70,16 +74,24 @@ class Recording:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        self._set(b"\1")
+        self._set(AT_REST)
+        time.sleep(AT_REST_S)
+        self._set(AT_WORK)
         yield
-        self._set(b"\0")
+        self._set(0)
 
-    def _set(self, value: bytes) -> None:
+    def _set(self, value: int) -> None:
         with self._flag.open("r+b") as file:  # in place: the processes have mapped this file
-            file.write(value)
+            file.write(bytes([value]))
 
     def files(self) -> list[str]:
-        return sorted({str(Path(line).relative_to(ROOT)) for line in self._out.read_text().splitlines()})
+        """Return the files with a function that ran for the job, and not at rest."""
+        ran: dict[str, set[str]] = {str(AT_REST): set(), str(AT_WORK): set()}
+        for line in self._out.read_text().splitlines():
+            when, _, function = line.partition(" ")
+            ran[when].add(function)
+        paths = (function.rpartition(" ")[2] for function in ran[str(AT_WORK)] - ran[str(AT_REST)])
+        return sorted({str(Path(path).relative_to(ROOT)) for path in paths})
 
 
 @contextlib.contextmanager
